@@ -1,0 +1,52 @@
+"""Front doors: models from PyTorch, Hugging Face or a training run become ONNX files.
+
+Names are resolved on first use, so that `import onward.export` costs nothing and torch or transformers are
+imported only by the functions that need them.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from onward.export.inference import for_inference as for_inference
+    from onward.export.parity import Report as Report
+    from onward.export.parity import compare as compare
+    from onward.export.torch import artifacts_from_torch as artifacts_from_torch
+    from onward.export.torch import from_torch as from_torch
+    from onward.export.transformers import HFOnnx as HFOnnx
+    from onward.export.transformers import artifacts_from_transformers as artifacts_from_transformers
+    from onward.export.transformers import from_transformers as from_transformers
+
+_HOMES = {
+    "from_torch": "onward.export.torch",
+    "artifacts_from_torch": "onward.export.torch",
+    "from_transformers": "onward.export.transformers",
+    "artifacts_from_transformers": "onward.export.transformers",
+    "HFOnnx": "onward.export.transformers",
+    "for_inference": "onward.export.inference",
+    "Report": "onward.export.parity",
+    "compare": "onward.export.parity",
+}
+
+__all__ = [
+    "HFOnnx",
+    "Report",
+    "artifacts_from_torch",
+    "artifacts_from_transformers",
+    "compare",
+    "for_inference",
+    "from_torch",
+    "from_transformers",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'onward.export' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
