@@ -1,0 +1,257 @@
+"""`onward.check_gradient`: is a gradient right? For people who add rules, and for the tests.
+
+Finite differences of the given model, in float64 on ONNX's reference evaluator, are compared with the
+gradient graph in float64 there; then the gradient graph in its own precision on onnxruntime with both.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+
+from onward.autodiff.differentiate import vector_jacobian
+from onward.errors import OnwardError
+from onward.graph.dialect import normalize
+from onward.graph.load import ModelSource, load_model
+
+__all__ = ["GradientCheck", "GradientMismatch", "check_gradient", "to_double"]
+
+Arrays = Mapping[str, np.ndarray]
+_EPSILON = 1e-5
+# Above this many elements, random directions stand in for one difference per element.
+_EXHAUSTIVE = 48
+_DIRECTIONS = 6
+
+
+class GradientMismatch(OnwardError):
+    """A gradient that differs from finite differences, or between evaluators."""
+
+
+@dataclasses.dataclass(frozen=True)
+class GradientCheck:
+    """What a successful check measured: the largest relative differences."""
+
+    finite_difference: float
+    onnxruntime: float
+    wrt: tuple[str, ...]
+
+
+def check_gradient(
+    model: ModelSource,
+    inputs: Arrays,
+    *,
+    of: Sequence[str] | None = None,
+    wrt: Sequence[str] | None = None,
+    rtol: float = 1e-4,
+    atol: float = 1e-6,
+    runtime_rtol: float = 1e-4,
+    runtime_atol: float = 1e-5,
+    reference: Literal["onnx", "onnxruntime"] = "onnx",
+    seed: int = 0,
+) -> GradientCheck:
+    """Check the gradients of a model's outputs at the given inputs; raises `GradientMismatch`.
+
+    `of` names outputs (default: every floating one), `wrt` inputs or initializers (default: every floating
+    input). `reference` chooses what evaluates in float64.
+
+    >>> import onnx.parser
+    >>> model = onnx.parser.parse_model(
+    ...     '<ir_version: 10, opset_import: ["": 21]> g (float[N] x) => (float[N] y) { y = Mul(x, x) }')
+    >>> check_gradient(model, {"x": np.array([1.0, -2.0], np.float32)}).wrt
+    ('x',)
+    """
+    original = load_model(source=model) if not isinstance(model, ir.Model) else model
+    if any(node.domain not in ("", "ai.onnx") for node in original.graph.all_nodes()):
+        original = normalize(original)
+    derived, of, wrt = vector_jacobian(original, of=of, wrt=wrt)
+    rng = np.random.default_rng(seed)
+    base = {name: np.asarray(array) for name, array in inputs.items()}
+    forward = to_double(_with_initializers_as_inputs(ir.to_proto(original), wrt))
+    values = {**_initializers(original, wrt), **base}
+    run_forward = _evaluator(forward, reference)
+    precise = {name: _double(array) for name, array in values.items()}
+    outputs = run_forward(precise)
+    weights = {name: rng.uniform(0.5, 1.5, outputs[name].shape) for name in of}
+    cotangents = {f"{name}_cotangent": weight for name, weight in weights.items()}
+
+    exact = _evaluator(to_double(derived), reference)(
+        {**{k: _double(v) for k, v in base.items()}, **cotangents}
+    )
+    worst = 0.0
+    for name in wrt:
+        directions = _directions(precise[name], rng)
+        for direction in directions:
+            measured = _difference(run_forward, precise, name, direction, weights)
+            expected = float(np.sum(exact[f"{name}_grad"] * direction))
+            error = abs(measured - expected) / (atol + rtol * max(abs(measured), abs(expected)))
+            worst = max(worst, error * rtol)
+            if not error <= 1:
+                raise GradientMismatch(
+                    f"gradient with respect to '{name}' is {expected:.8g}, finite differences give "
+                    f"{measured:.8g} (direction {_show(direction)})"
+                )
+    fed = {name: array.astype(values_dtype(derived, name)) for name, array in cotangents.items()}
+    ran = _evaluator(derived, "onnxruntime")({**base, **fed})
+    drift = 0.0
+    for name in wrt:
+        got, want = ran[f"{name}_grad"].astype(np.float64), exact[f"{name}_grad"]
+        if got.shape != want.shape or got.shape != precise[name].shape:
+            raise GradientMismatch(
+                f"gradient of '{name}' has shape {got.shape} on onnxruntime and {want.shape} on the reference "
+                f"evaluator, '{name}' itself {precise[name].shape}"
+            )
+        limit = runtime_atol + runtime_rtol * np.maximum(
+            np.abs(want), np.max(np.abs(want), initial=0.0) * 0.01
+        )
+        if not np.all(np.abs(got - want) <= limit):
+            worst_at = np.unravel_index(np.nanargmax(np.abs(got - want)), got.shape)
+            raise GradientMismatch(
+                f"gradient of '{name}' on onnxruntime is {got[worst_at]:.8g} at {tuple(map(int, worst_at))}, "
+                f"the reference evaluator gives {want[worst_at]:.8g}"
+            )
+        drift = max(drift, float(np.max(np.abs(got - want) / (np.abs(want) + 1e-3), initial=0.0)))
+    return GradientCheck(worst, drift, tuple(wrt))
+
+
+def values_dtype(model: onnx.ModelProto, name: str) -> np.dtype:
+    """The numpy type of a model's input."""
+    found = next(value for value in model.graph.input if value.name == name)
+    return onnx.helper.tensor_dtype_to_np_dtype(found.type.tensor_type.elem_type)
+
+
+def to_double(model: onnx.ModelProto) -> onnx.ModelProto:
+    """A copy of a model in which every float32 is a float64."""
+    double = onnx.ModelProto()
+    double.CopyFrom(model)
+    _graph_to_double(double.graph)
+    return double
+
+
+_NARROW = (onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16)
+
+
+def _graph_to_double(graph: onnx.GraphProto) -> None:
+    for value in [*graph.input, *graph.output, *graph.value_info]:
+        _type_to_double(value.type)
+    for tensor in graph.initializer:
+        _tensor_to_double(tensor)
+    for node in graph.node:
+        for attribute in node.attribute:
+            if (
+                attribute.name in ("to", "dtype", "stash_type", "softmax_precision")
+                and attribute.i in _NARROW
+            ):
+                if node.op_type in (
+                    "Cast",
+                    "RandomNormal",
+                    "RandomUniform",
+                    "EyeLike",
+                    "Bernoulli",
+                    "SequenceEmpty",
+                ):
+                    attribute.i = onnx.TensorProto.DOUBLE
+            if attribute.HasField("t"):
+                _tensor_to_double(attribute.t)
+            if attribute.HasField("tp"):
+                _type_to_double(attribute.tp)
+            if attribute.HasField("g"):
+                _graph_to_double(attribute.g)
+
+
+def _type_to_double(kind: onnx.TypeProto) -> None:
+    if kind.HasField("tensor_type") and kind.tensor_type.elem_type in _NARROW:
+        kind.tensor_type.elem_type = onnx.TensorProto.DOUBLE
+    elif kind.HasField("sequence_type"):
+        _type_to_double(kind.sequence_type.elem_type)
+    elif kind.HasField("optional_type"):
+        _type_to_double(kind.optional_type.elem_type)
+
+
+def _tensor_to_double(tensor: onnx.TensorProto) -> None:
+    if tensor.data_type in _NARROW:
+        name = tensor.name
+        tensor.CopyFrom(
+            onnx.numpy_helper.from_array(onnx.numpy_helper.to_array(tensor).astype(np.float64), name)
+        )
+
+
+def _double(array: np.ndarray) -> np.ndarray:
+    return array.astype(np.float64) if array.dtype.kind == "f" else array
+
+
+def _initializers(model: ir.Model, names: Sequence[str]) -> dict[str, np.ndarray]:
+    tensors = {
+        name: model.graph.initializers[name].const_value for name in names if name in model.graph.initializers
+    }
+    return {name: tensor.numpy() for name, tensor in tensors.items() if tensor is not None}
+
+
+def _with_initializers_as_inputs(model: onnx.ModelProto, names: Sequence[str]) -> onnx.ModelProto:
+    """Initializers that are varied by the check become inputs of the evaluated model."""
+    inputs = {value.name for value in model.graph.input}
+    for tensor in [t for t in model.graph.initializer if t.name in names]:
+        if tensor.name not in inputs:
+            model.graph.input.append(
+                onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims)
+            )
+        model.graph.initializer.remove(tensor)
+    return model
+
+
+def _evaluator(model: onnx.ModelProto, kind: str):
+    names = [value.name for value in model.graph.output]
+    if kind == "onnx":
+        from onnx.reference import ReferenceEvaluator
+
+        session = ReferenceEvaluator(model)
+    else:
+        import onnxruntime
+
+        options = onnxruntime.SessionOptions()
+        options.log_severity_level = 3
+        options.intra_op_num_threads = 1
+        session = onnxruntime.InferenceSession(
+            model.SerializeToString(), options, providers=["CPUExecutionProvider"]
+        )
+    known = {value.name for value in model.graph.input}
+
+    def run(feeds: Arrays) -> dict[str, np.ndarray]:
+        wanted = {name: array for name, array in feeds.items() if name in known}
+        with np.errstate(all="ignore"):
+            return dict(zip(names, session.run(None, wanted)))
+
+    return run
+
+
+def _directions(point: np.ndarray, rng: np.random.Generator) -> list[np.ndarray]:
+    if point.size == 0:
+        return []
+    if point.size <= _EXHAUSTIVE:
+        basis = np.eye(point.size)
+        return [row.reshape(point.shape) for row in basis]
+    return [rng.uniform(-1, 1, point.shape) for _ in range(_DIRECTIONS)]
+
+
+def _difference(
+    run, values: dict[str, np.ndarray], name: str, direction: np.ndarray, weights: Arrays
+) -> float:
+    """Central difference of Σ weight·output along a direction, with one step of Richardson extrapolation."""
+
+    def at(step: float) -> float:
+        moved = run({**values, name: values[name] + step * direction})
+        return float(sum(np.sum(moved[key] * weight) for key, weight in weights.items()))
+
+    coarse = (at(2 * _EPSILON) - at(-2 * _EPSILON)) / (4 * _EPSILON)
+    fine = (at(_EPSILON) - at(-_EPSILON)) / (2 * _EPSILON)
+    return (4 * fine - coarse) / 3
+
+
+def _show(direction: np.ndarray) -> str:
+    if np.count_nonzero(direction) == 1:
+        return f"element {tuple(int(i[0]) for i in np.nonzero(direction))}"
+    return "random"

@@ -1,0 +1,105 @@
+"""Which operators have a gradient, and how each is found.
+
+Three kinds, and unknown is none of them: an operator has a rule, is declared constant (its derivative is
+zero almost everywhere, or it carries no real numbers), or is unsupported.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import pkgutil
+from collections.abc import Callable, Mapping, Sequence
+
+import onnx_ir as ir
+
+__all__ = [
+    "Gradients",
+    "Rule",
+    "constant_ops",
+    "find",
+    "gradient",
+    "is_constant",
+    "no_gradient",
+    "registered_ops",
+]
+
+# One gradient for each input (None is zero), or gradients by value where a rule also reaches captured values.
+Gradients = Sequence[ir.Value | None] | Mapping[ir.Value, ir.Value | None] | ir.Value | None
+RuleFunction = Callable[..., Gradients]
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """A gradient rule and what the engine must know to apply it."""
+
+    op_type: str
+    function: RuleFunction
+    broadcasts: bool
+    domain: str = ""
+
+
+_rules: dict[tuple[str, str], Rule] = {}
+_constant: dict[tuple[str, str], str] = {}
+
+
+def gradient(
+    *op_types: str, broadcasts: bool = False, domain: str = ""
+) -> Callable[[RuleFunction], RuleFunction]:
+    """Register the function below as the rule of an operator.
+
+    The rule is called as `rule(op, node, *dys)`: a builder, the forward node, and the gradient of each of
+    the operator's outputs (None where none arrives). It returns one gradient for each input, in order; a
+    shorter answer leaves the rest zero. With `broadcasts`, the engine sums each back to its input's shape.
+    """
+
+    def register(function: RuleFunction) -> RuleFunction:
+        for op_type in op_types:
+            _rules[domain, op_type] = Rule(op_type, function, broadcasts, domain)
+        return function
+
+    return register
+
+
+def no_gradient(*op_types: str, because: str = "constant almost everywhere", domain: str = "") -> None:
+    """Declare operators whose gradient is zero, and why."""
+    for op_type in op_types:
+        _constant[domain, op_type] = because
+
+
+def find(op_type: str, domain: str = "") -> Rule | None:
+    """The rule of an operator, or None."""
+    _load_rules()
+    return _rules.get((_plain(domain), op_type))
+
+
+def is_constant(op_type: str, domain: str = "") -> bool:
+    """Whether an operator stops the gradient."""
+    _load_rules()
+    return (_plain(domain), op_type) in _constant
+
+
+def registered_ops() -> set[str]:
+    """Every ai.onnx operator that has a rule."""
+    _load_rules()
+    return {op_type for domain, op_type in _rules if domain == ""}
+
+
+def constant_ops() -> dict[str, str]:
+    """Every ai.onnx operator that is declared constant, and why."""
+    _load_rules()
+    return {op_type: because for (domain, op_type), because in _constant.items() if domain == ""}
+
+
+def _plain(domain: str) -> str:
+    return "" if domain == "ai.onnx" else domain
+
+
+@functools.cache
+def _load_rules() -> None:
+    """Rules register themselves when their module is imported, which the first look-up does."""
+    from onward.autodiff import rules
+
+    for module in pkgutil.iter_modules(rules.__path__):
+        importlib.import_module(f"{rules.__name__}.{module.name}")

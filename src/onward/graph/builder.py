@@ -1,0 +1,452 @@
+"""Writes nodes: `op.Mul(a, 2.0)`.
+
+Works on values, never names. Promotes Python numbers and numpy arrays to constants of the type that the
+operator's schema asks for, infers the type and shape of every result, reuses a node that already computes
+the same thing, and names what it makes. Knows ONNX schemas; knows nothing of gradients.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+
+from onward.errors import ModelError
+
+__all__ = ["Builder", "Namer", "Operand", "subgraphs_of", "type_proto"]
+
+Operand = ir.Value | None | bool | int | float | Sequence[Any] | np.ndarray | np.generic
+
+_RANDOM = frozenset(
+    {
+        "RandomNormal",
+        "RandomNormalLike",
+        "RandomUniform",
+        "RandomUniformLike",
+        "Bernoulli",
+        "Multinomial",
+        "Dropout",
+    }
+)
+# Constants up to this many elements are told to shape inference (shapes, axes, pads) and shared by content.
+_SMALL = 256
+
+
+class Namer:
+    """Gives names that nothing in a model has yet, the same ones in every run."""
+
+    def __init__(self, graph: ir.Graph) -> None:
+        self._taken: set[str] = set()
+        self._next: dict[str, int] = {}
+        self._collect(graph)
+
+    def _collect(self, graph: ir.Graph) -> None:
+        for value in [*graph.inputs, *graph.initializers.values()]:
+            self._taken.add(value.name or "")
+        for node in graph:
+            self._taken.add(node.name or "")
+            for value in node.outputs:
+                self._taken.add(value.name or "")
+            for inner in subgraphs_of(node):
+                self._collect(inner)
+
+    def __call__(self, wish: str) -> str:
+        """A free name: `wish` itself, or `wish` with a number behind it."""
+        name = wish
+        while name in self._taken or not name:
+            count = self._next.get(wish, 0) + 1
+            self._next[wish] = count
+            name = f"{wish}_{count}"
+        self._taken.add(name)
+        return name
+
+
+class Builder:
+    """Appends nodes to one graph; each operator of the opset is a method.
+
+    >>> graph = ir.Graph([], [], nodes=[], opset_imports={"": 21}, name="g")
+    >>> op = Builder(graph)
+    >>> y = op.Add(np.ones((2, 3), np.float32), 1.0)
+    >>> y.dtype, y.shape
+    (FLOAT, Shape([2, 3]))
+    """
+
+    def __init__(self, graph: ir.Graph, *, parent: Builder | None = None, share: bool = False) -> None:
+        self.graph = graph
+        self.parent = parent
+        self.root: Builder = parent.root if parent else self
+        self.opset: int = self.root.opset if parent else graph.opset_imports[""]
+        self.namer: Namer = self.root.namer if parent else Namer(graph)
+        self.scope = ""
+        # Where new nodes go: at the end of the graph, or before this node.
+        self.before: ir.Node | None = None
+        self._known: dict[tuple, tuple[ir.Value, ...]] | None = None
+        if share:
+            self._known = {}
+            for node in graph:
+                self._remember(node)
+
+    def __getattr__(self, op_type: str) -> Callable[..., Any]:
+        if not op_type[:1].isupper():
+            raise AttributeError(op_type)
+
+        def emit(*inputs: Operand, outputs: int | None = None, **attributes: Any) -> Any:
+            made = self.node(op_type, inputs, attributes, outputs=outputs or 1)
+            return made if outputs is not None else made[0]
+
+        return emit
+
+    def node(
+        self,
+        op_type: str,
+        inputs: Sequence[Operand],
+        attributes: dict[str, Any] | None = None,
+        *,
+        outputs: int = 1,
+        domain: str = "",
+    ) -> tuple[ir.Value, ...]:
+        """Append a node and return its outputs; attributes that are None are left out."""
+        schema = _schema(op_type, self.opset, domain)
+        values = self._promote(inputs, schema)
+        while values and values[-1] is None:
+            values.pop()
+        attrs = {
+            name: value if isinstance(value, ir.Attr) else ir.convenience.convert_attribute(name, value)
+            for name, value in sorted((attributes or {}).items())
+            if value is not None
+        }
+        key = _key(op_type, domain, values, attrs, outputs)
+        if known := self._lookup(key):
+            return known
+        prefix = f"{self.scope}/{op_type}" if self.scope else op_type
+        node = ir.Node(domain, op_type, values, attrs, num_outputs=outputs, name=self.namer(prefix))
+        for index, value in enumerate(node.outputs):
+            value.name = self.namer(f"{prefix}.{index}" if outputs > 1 else f"{prefix}.out")
+        if schema is not None:
+            self._infer(node, schema)
+        if self.before is not None:
+            self.graph.insert_before(self.before, node)
+        else:
+            self.graph.append(node)
+        self._remember(node, key)
+        return tuple(node.outputs)
+
+    def constant(self, data: np.ndarray | np.generic, *, name: str = "const") -> ir.Value:
+        """An initializer of the outermost graph that holds `data`; equal small constants are one."""
+        root = self.root
+        array = np.asarray(data)
+        key = None
+        if array.size <= _SMALL:
+            key = ("const", array.dtype.str, str(array.dtype), array.shape, array.tobytes())
+            store = root.__dict__.setdefault("_constants", {})
+            found = store.get(key)
+            if found is not None and found.is_initializer():
+                return found
+        value = ir.Value(name=root.namer(name))
+        tensor = ir.tensor(np.ascontiguousarray(array).reshape(array.shape), name=value.name)
+        value.const_value = tensor
+        value.dtype = tensor.dtype
+        value.shape = ir.Shape(array.shape)
+        root.graph.register_initializer(value)
+        if key is not None:
+            root.__dict__["_constants"][key] = value
+        return value
+
+    def constant_like(self, number: float, like: ir.Value) -> ir.Value:
+        """A scalar constant of another value's element type."""
+        return self.constant(np.asarray(number, dtype=self.dtype(like).numpy()))
+
+    # ---- what is known of a value ---------------------------------------------------------------
+
+    def dtype(self, value: ir.Value) -> ir.DataType:
+        """The element type of a value."""
+        if value.dtype is None:
+            raise ModelError(f"the type of '{value.name}' is unknown: run shape inference on the model first")
+        return value.dtype
+
+    def rank(self, value: ir.Value) -> int:
+        """The number of dimensions of a value."""
+        if value.shape is None:
+            raise ModelError(
+                f"the number of dimensions of '{value.name}' is unknown; "
+                "give the model's inputs a shape (symbolic dimensions are fine)"
+            )
+        return value.shape.rank()
+
+    def static_shape(self, value: ir.Value) -> tuple[int, ...] | None:
+        """All dimensions as numbers, or None where one is not known."""
+        if value.shape is None or not all(isinstance(dim, int) for dim in value.shape):
+            return None
+        return tuple(int(dim) for dim in value.shape.dims)  # type: ignore[arg-type]
+
+    def static_dim(self, value: ir.Value, axis: int) -> int | None:
+        """One dimension as a number, or None where it is not known."""
+        if value.shape is None:
+            return None
+        dim = value.shape[axis]
+        return dim if isinstance(dim, int) else None
+
+    def shape(self, value: ir.Value) -> ir.Value:
+        """The shape as an int64 vector: a constant where it is known, else a Shape node."""
+        static = self.static_shape(value)
+        if static is not None:
+            return self.constant(np.asarray(static, np.int64), name="shape")
+        return self.Shape(value)
+
+    def dim(self, value: ir.Value, axis: int) -> ir.Value:
+        """One dimension as an int64 vector of length 1."""
+        static = self.static_dim(value, axis)
+        if static is not None:
+            return self.constant(np.asarray([static], np.int64), name="dim")
+        axis = axis % self.rank(value)
+        return self.Shape(value, start=axis, end=axis + 1)
+
+    def const_value(self, value: ir.Value | None) -> np.ndarray | None:
+        """The numbers in a value that is constant (an initializer that is not an input), else None."""
+        if value is None or value.is_graph_input():
+            return None
+        tensor = value.const_value
+        if tensor is None and (node := value.producer()) is not None and node.op_type == "Constant":
+            tensor = ir.convenience.get_const_tensor(value)
+        return None if tensor is None else tensor.numpy()
+
+    # ---- forms that many rules need --------------------------------------------------------------
+
+    def zeros_like(self, value: ir.Value) -> ir.Value:
+        """Zeros of a value's shape and type."""
+        zero = self.constant(np.zeros((1,), dtype=self.dtype(value).numpy()), name="zero")
+        return self.Expand(zero, self.shape(value))
+
+    def sum_to(self, gradient: ir.Value, target: ir.Value) -> ir.Value:
+        """Sum a broadcast gradient back to the shape of `target`; nothing where shapes show it is not needed."""
+        plan = _reduction(gradient.shape, target.shape)
+        if plan is None:
+            return self._sum_to_dynamic(gradient, target)
+        leading, kept = plan
+        if leading or kept:
+            axes = [*range(leading), *(axis + leading for axis in kept)]
+            if leading and not kept:
+                gradient = self.ReduceSum(gradient, axes, keepdims=0)
+            else:
+                gradient = self.ReduceSum(gradient, axes, keepdims=1)
+                if leading:
+                    gradient = self.Squeeze(gradient, list(range(leading)))
+        return gradient
+
+    def _sum_to_dynamic(self, gradient: ir.Value, target: ir.Value) -> ir.Value:
+        """The axes are known at run time only: those where the (left-padded) target has another size."""
+        shape = self.Shape(target)
+        have = self.Shape(gradient)
+        if gradient.shape is not None and target.shape is not None:
+            missing = gradient.shape.rank() - target.shape.rank()
+            padding = self.constant(np.ones(missing, np.int64)) if missing else None
+        else:
+            missing = None
+            padding = self.ConstantOfShape(
+                self.Sub(self.Shape(have), self.Shape(shape)),
+                value=ir.tensor(np.ones(1, np.int64)),
+            )
+        wanted = shape if missing == 0 else self.Concat(padding, shape, axis=0)
+        differs = self.Not(self.Equal(wanted, have))
+        axes = self.Squeeze(self.NonZero(differs), [0])
+        summed = self.ReduceSum(gradient, axes, keepdims=1, noop_with_empty_axes=1)
+        return self.Reshape(summed, shape) if missing != 0 else summed
+
+    def subgraph(self, name: str = "body") -> Builder:
+        """A builder of a new graph inside this one, for a body of If, Loop or Scan."""
+        graph = ir.Graph(
+            [], [], nodes=[], opset_imports=dict(self.root.graph.opset_imports), name=self.namer(name)
+        )
+        inner = Builder(graph, parent=self)
+        inner.scope = self.scope
+        return inner
+
+    def input(
+        self, name: str, dtype: ir.DataType | None, shape: Iterable[int | str | None] | ir.Shape | None = None
+    ) -> ir.Value:
+        """Add an input to this graph."""
+        value = ir.Value(
+            name=self.namer(name),
+            type=None if dtype is None else ir.TensorType(dtype),
+            shape=None if shape is None else ir.Shape(shape),
+        )
+        self.graph.inputs.append(value)
+        return value
+
+    # ---- inside ----------------------------------------------------------------------------------
+
+    def _promote(self, inputs: Sequence[Operand], schema: onnx.defs.OpSchema | None) -> list[ir.Value | None]:
+        if schema is None:
+            return [v if v is None or isinstance(v, ir.Value) else self.constant(_plain(v)) for v in inputs]
+        kinds = [_formal(schema, index) for index in range(len(inputs))]
+        types: dict[str, ir.DataType] = {}
+        for value, kind in zip(inputs, kinds):
+            if isinstance(value, ir.Value) and value.dtype is not None:
+                types.setdefault(kind, value.dtype)
+        promoted: list[ir.Value | None] = []
+        for value, kind in zip(inputs, kinds):
+            if value is None or isinstance(value, ir.Value):
+                promoted.append(value)
+            elif isinstance(value, np.ndarray | np.generic):
+                promoted.append(self.constant(value))
+            elif kind in types:
+                promoted.append(self.constant(np.asarray(value, dtype=types[kind].numpy())))
+            else:
+                promoted.append(self.constant(_plain(value)))
+        return promoted
+
+    def _infer(self, node: ir.Node, schema: onnx.defs.OpSchema) -> None:
+        types: dict[str, onnx.TypeProto] = {}
+        data: dict[str, onnx.TensorProto] = {}
+        for value in node.inputs:
+            if value is None or value.type is None:
+                continue
+            types[value.name or ""] = type_proto(value)
+            tensor = value.const_value
+            if tensor is not None and tensor.size <= _SMALL and not value.is_graph_input():
+                data[value.name or ""] = ir.serde.serialize_tensor(tensor)
+        try:
+            inferred = onnx.shape_inference.infer_node_outputs(
+                schema,
+                ir.serde.serialize_node(node),
+                types,
+                data,
+                opset_imports=[onnx.helper.make_opsetid("", self.opset)],
+                ir_version=10,
+            )
+        except Exception as error:
+            raise ModelError(f"cannot build {node.op_type} '{node.name}': {error}".strip()) from error
+        for value in node.outputs:
+            found = inferred.get(value.name or "")
+            if found is not None:
+                value.type = ir.serde.deserialize_type_proto_for_type(found)
+                value.shape = ir.serde.deserialize_type_proto_for_shape(found)
+                _forget_unnamed_symbols(value)
+
+    def _lookup(self, key: tuple | None) -> tuple[ir.Value, ...] | None:
+        builder: Builder | None = self
+        while builder is not None and key is not None:
+            if builder._known is not None and (found := builder._known.get(key)):
+                return found
+            builder = builder.parent
+        return None
+
+    def _remember(self, node: ir.Node, key: tuple | None = None) -> None:
+        if self._known is not None:
+            key = key or _key(node.op_type, node.domain, node.inputs, node.attributes, len(node.outputs))
+            if key is not None:
+                self._known.setdefault(key, tuple(node.outputs))
+
+
+def subgraphs_of(node: ir.Node) -> list[ir.Graph]:
+    """The graphs held by a node's attributes: bodies of If, Loop and Scan."""
+    graphs: list[ir.Graph] = []
+    for attr in node.attributes.values():
+        if attr.type == ir.AttributeType.GRAPH:
+            graphs.append(attr.as_graph())
+        elif attr.type == ir.AttributeType.GRAPHS:
+            graphs.extend(attr.as_graphs())
+    return graphs
+
+
+def type_proto(value: ir.Value) -> onnx.TypeProto:
+    """The type of a value, with its shape, as ONNX writes it."""
+    proto = onnx.TypeProto()
+    if value.type is not None:
+        ir.serde.serialize_type_into(proto, value.type)
+    if value.shape is not None:
+        ir.serde.serialize_shape_into(proto, value.shape)
+    return proto
+
+
+def _plain(value: Any) -> np.ndarray:
+    array = np.asarray(value)
+    if array.dtype == np.float64 and not isinstance(value, np.ndarray | np.generic):
+        return array.astype(np.float32)
+    if array.dtype.kind == "i" and not isinstance(value, np.ndarray | np.generic):
+        return array.astype(np.int64)
+    return array if array.size else array.astype(np.int64)
+
+
+@functools.cache
+def _schema(op_type: str, opset: int, domain: str) -> onnx.defs.OpSchema | None:
+    if domain not in ("", "ai.onnx"):
+        return None
+    try:
+        return onnx.defs.get_schema(op_type, opset, domain)
+    except onnx.defs.SchemaError:
+        raise ModelError(f"operator {op_type} does not exist in opset {opset}") from None
+
+
+def _formal(schema: onnx.defs.OpSchema, index: int) -> str:
+    """The type variable of an input; the last formal input repeats when it is variadic."""
+    formal = schema.inputs[min(index, len(schema.inputs) - 1)]
+    heterogeneous = (
+        formal.option == onnx.defs.OpSchema.FormalParameterOption.Variadic and not formal.is_homogeneous
+    )
+    return f"{formal.type_str}#{index}" if heterogeneous else formal.type_str
+
+
+def _key(
+    op_type: str, domain: str, inputs: Sequence[ir.Value | None], attributes: Any, outputs: int
+) -> tuple | None:
+    """What makes two nodes compute the same thing; None where that cannot be said."""
+    if op_type in _RANDOM:
+        return None
+    attrs = []
+    for name, attr in attributes.items():
+        if attr.type in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS) or attr.is_ref():
+            return None
+        value = attr.value
+        if attr.type == ir.AttributeType.TENSOR:
+            if value.size > _SMALL:
+                return None
+            value = (value.dtype, tuple(value.shape), value.tobytes())
+        elif attr.type == ir.AttributeType.TYPE_PROTO:
+            value = str(value)
+        elif isinstance(value, list):
+            value = tuple(value)
+        attrs.append((name, value))
+    try:
+        key = (op_type, domain, tuple(id(v) for v in inputs), tuple(sorted(attrs)), outputs)
+        hash(key)
+    except TypeError:
+        return None
+    return key
+
+
+def _forget_unnamed_symbols(value: ir.Value) -> None:
+    """Symbols that inference invents per call (`unk__0`) repeat between calls and so mean nothing."""
+    if value.shape is None:
+        return
+    dims = [
+        None if isinstance(dim, ir.SymbolicDim) and (dim.value or "").startswith("unk__") else dim
+        for dim in value.shape
+    ]
+    value.shape = ir.Shape(dims)
+
+
+def _reduction(have: ir.Shape | None, want: ir.Shape | None) -> tuple[int, list[int]] | None:
+    """(leading axes to sum away, target axes to sum to 1), or None where only the run can tell."""
+    if have is None or want is None:
+        return None
+    leading = have.rank() - want.rank()
+    if leading < 0:
+        return None
+    kept = []
+    for axis, target in enumerate(want):
+        source = have[axis + leading]
+        if target == 1:
+            if source != 1:
+                kept.append(axis)
+        elif isinstance(target, int):
+            continue
+        elif isinstance(source, ir.SymbolicDim) and source.value is not None and source == target:
+            continue
+        else:
+            return None
+    return leading, kept
