@@ -145,16 +145,15 @@ def _graph_to_double(graph: onnx.GraphProto) -> None:
             if (
                 attribute.name in ("to", "dtype", "stash_type", "softmax_precision")
                 and attribute.i in _NARROW
+            ) and node.op_type in (
+                "Cast",
+                "RandomNormal",
+                "RandomUniform",
+                "EyeLike",
+                "Bernoulli",
+                "SequenceEmpty",
             ):
-                if node.op_type in (
-                    "Cast",
-                    "RandomNormal",
-                    "RandomUniform",
-                    "EyeLike",
-                    "Bernoulli",
-                    "SequenceEmpty",
-                ):
-                    attribute.i = onnx.TensorProto.DOUBLE
+                attribute.i = onnx.TensorProto.DOUBLE
             if attribute.HasField("t"):
                 _tensor_to_double(attribute.t)
             if attribute.HasField("tp"):

@@ -114,7 +114,7 @@ def add_gradients(
 def find_value(graph: ir.Graph, name: str) -> ir.Value:
     """The input, initializer or intermediate of a graph with this name."""
     values: dict[str, ir.Value] = {value.name or "": value for value in graph.inputs}
-    values.update({key: value for key, value in graph.initializers.items()})
+    values.update(dict(graph.initializers.items()))
     for node in graph:
         values.update({output.name or "": output for output in node.outputs})
     if name not in values:

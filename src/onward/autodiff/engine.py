@@ -116,7 +116,7 @@ def _contributions(
 
 def _describe(gradient: ir.Value, primal: ir.Value) -> ir.Value:
     """A gradient has its primal's type and shape, also where inference lost it on the way."""
-    if gradient.producer() is not None and gradient.shape is None or _vaguer(gradient.shape, primal.shape):
+    if (gradient.producer() is not None and gradient.shape is None) or _vaguer(gradient.shape, primal.shape):
         gradient.shape = primal.shape
     return gradient
 

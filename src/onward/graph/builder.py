@@ -443,9 +443,9 @@ def _reduction(have: ir.Shape | None, want: ir.Shape | None) -> tuple[int, list[
         if target == 1:
             if source != 1:
                 kept.append(axis)
-        elif isinstance(target, int):
-            continue
-        elif isinstance(source, ir.SymbolicDim) and source.value is not None and source == target:
+        elif isinstance(target, int) or (
+            isinstance(source, ir.SymbolicDim) and source.value is not None and source == target
+        ):
             continue
         else:
             return None
