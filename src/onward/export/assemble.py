@@ -1,0 +1,272 @@
+"""Finish an exported graph: names, parameters, dropout that drops, named axes, metadata, and the file.
+
+Knows ONNX protobufs and torch tensors as bytes; knows nothing of how a graph was exported. Graphs come
+without weights, so that large models are never held twice.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import onnx
+import torch
+from onnx import TensorProto, helper, numpy_helper
+
+from onward.errors import ExportError
+
+__all__ = [
+    "active_dropouts",
+    "attach",
+    "checkable_target",
+    "neutralised",
+    "record",
+    "rename",
+    "repair_dropout",
+    "save",
+    "set_axes",
+    "take_parameters",
+]
+
+# Protobuf refuses messages of 2 GiB; the graph itself needs some of that.
+INLINE_LIMIT = 2**31 - 2**24
+
+_ELEMENT_TYPES = {
+    torch.float32: TensorProto.FLOAT,
+    torch.float64: TensorProto.DOUBLE,
+    torch.float16: TensorProto.FLOAT16,
+    torch.bfloat16: TensorProto.BFLOAT16,
+    torch.int64: TensorProto.INT64,
+    torch.int32: TensorProto.INT32,
+    torch.int16: TensorProto.INT16,
+    torch.int8: TensorProto.INT8,
+    torch.uint8: TensorProto.UINT8,
+    torch.bool: TensorProto.BOOL,
+}
+
+
+def graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
+    """The graph and every body inside it."""
+    yield graph
+    for node in graph.node:
+        for attribute in node.attribute:
+            if attribute.type == onnx.AttributeProto.GRAPH:
+                yield from graphs(attribute.g)
+
+
+def rename(model: onnx.ModelProto, new_name: Callable[[str], str]) -> None:
+    """Rename every value and node in place."""
+    for graph in graphs(model.graph):
+        for value in [*graph.input, *graph.output, *graph.value_info, *graph.initializer]:
+            value.name = new_name(value.name)
+        for node in graph.node:
+            node.name = new_name(node.name)
+            for names in (node.input, node.output):
+                for i, name in enumerate(names):
+                    if name:
+                        names[i] = new_name(name)
+
+
+def take_parameters(
+    model: onnx.ModelProto, inputs: Sequence[str], names: Mapping[str, str], *, prefix: str
+) -> list[str]:
+    """Remove parameters from the graph's inputs, under their final names; return those that are used.
+
+    `names` maps a parameter's name in the module to its final name. Values of the exporter's own lose
+    the adapter's scope.
+    """
+    final = {prefix + raw: clean for raw, clean in names.items()}
+    scope = f"/{prefix.rstrip('.')}/"
+    existing = {name for graph in graphs(model.graph) for node in graph.node for name in node.output}
+
+    def new_name(name: str) -> str:
+        if name in final:
+            return final[name]
+        shorter = name[len(scope) - 1 :] if name.startswith(scope) else name
+        return name if shorter in existing else shorter
+
+    rename(model, new_name)
+    used = {name for graph in graphs(model.graph) for node in graph.node for name in node.input}
+    used |= {output.name for output in model.graph.output}
+    parameters = dict.fromkeys(names.values())
+    kept = [value for value in model.graph.input if value.name in inputs]
+    unknown = [v.name for v in model.graph.input if v.name not in inputs and v.name not in parameters]
+    if unknown:
+        raise ExportError(f"the exporter added inputs that are neither arguments nor parameters: {unknown}")
+    del model.graph.input[:]
+    model.graph.input.extend(kept)
+    embedded = {tensor.name for tensor in model.graph.initializer}
+    return [name for name in parameters if name in used - embedded]
+
+
+def repair_dropout(model: onnx.ModelProto) -> None:
+    """Give a Dropout without training_mode input one that is true: absent means false, so nothing drops.
+
+    Exporters write the two-input form for attention dropout, and only where the rate is not zero.
+    """
+    for graph in graphs(model.graph):
+        bare = [n for n in graph.node if n.op_type == "Dropout" and len([i for i in n.input if i]) == 2]
+        if bare:
+            name = "dropout.training_mode"
+            true = helper.make_node(
+                "Constant", [], [name], name=name, value=helper.make_tensor("", 9, [], [True])
+            )
+            graph.node.insert(0, true)
+            for node in bare:
+                del node.input[2:]
+                node.input.append(name)
+
+
+def active_dropouts(model: onnx.ModelProto) -> int:
+    """How many Dropout nodes have a training_mode that is, or may be, true."""
+    count = 0
+    for graph in graphs(model.graph):
+        constants = _constants(graph)
+        for node in graph.node:
+            if node.op_type == "Dropout" and len(node.input) > 2 and node.input[2]:
+                mode = constants.get(node.input[2])
+                count += mode is None or bool(mode)
+    return count
+
+
+def _constants(graph: onnx.GraphProto) -> dict[str, np.ndarray]:
+    found = {tensor.name: numpy_helper.to_array(tensor) for tensor in graph.initializer if not tensor.dims}
+    for node in graph.node:
+        if node.op_type == "Constant" and node.attribute[0].name == "value" and not node.attribute[0].t.dims:
+            found[node.output[0]] = numpy_helper.to_array(node.attribute[0].t)
+    return found
+
+
+def neutralised(model: onnx.ModelProto) -> onnx.ModelProto:
+    """A copy without randomness, to compare with torch run without randomness (`modules.Neutral`)."""
+    copy = onnx.ModelProto()
+    copy.CopyFrom(model)
+    for graph in graphs(copy.graph):
+        nodes = list(graph.node)
+        del graph.node[:]
+        for node in nodes:
+            graph.node.extend(_neutral(node))
+    return copy
+
+
+def _neutral(node: onnx.NodeProto) -> list[onnx.NodeProto]:
+    out = node.output[0] if node.output else ""
+    if node.op_type == "Dropout":
+        return [helper.make_node("Identity", node.input[:1], [out])]
+    attributes = {attribute.name: helper.get_attribute_value(attribute) for attribute in node.attribute}
+    if node.op_type in ("RandomUniformLike", "RandomNormalLike"):
+        uniform = node.op_type == "RandomUniformLike"
+        low, high = attributes.get("low", 0.0), attributes.get("high", 1.0)
+        middle = low + (high - low) / 2 if uniform else attributes.get("mean", 0.0)
+        kind = attributes.get("dtype", TensorProto.FLOAT)
+        value = helper.make_tensor("", kind, [1], [middle])
+        return [
+            helper.make_node("Shape", node.input[:1], [out + ".shape"]),
+            helper.make_node("ConstantOfShape", [out + ".shape"], [out], value=value),
+        ]
+    if node.op_type == "Bernoulli":
+        half = helper.make_tensor("", TensorProto.FLOAT, [], [0.5])
+        return [
+            helper.make_node("Constant", [], [out + ".half"], value=half),
+            helper.make_node("CastLike", [out + ".half", node.input[0]], [out + ".like"]),
+            helper.make_node("GreaterOrEqual", [node.input[0], out + ".like"], [out + ".drawn"]),
+            helper.make_node("Cast", [out + ".drawn"], [out], to=attributes.get("dtype", TensorProto.FLOAT)),
+        ]
+    return [node]
+
+
+def set_axes(
+    model: onnx.ModelProto,
+    inputs: Mapping[str, tuple[torch.Tensor, Mapping[int, str]]],
+    outputs: Mapping[str, tuple[torch.Tensor, Mapping[int, str]]],
+) -> None:
+    """Declare type and shape of every input and output: sizes of the tensor, names on its dynamic axes."""
+    for values, table in ((model.graph.input, inputs), (model.graph.output, outputs)):
+        for value in values:
+            tensor, axes = table[value.name]
+            shape = [axes.get(axis, size) for axis, size in enumerate(tensor.shape)]
+            value.CopyFrom(helper.make_tensor_value_info(value.name, element_type(value.name, tensor), shape))
+    del model.graph.value_info[:]  # inferred at the exporter's sizes, under names of its own
+
+
+def element_type(name: str, tensor: torch.Tensor) -> int:
+    if tensor.dtype not in _ELEMENT_TYPES:
+        raise ExportError(f"'{name}' has dtype {tensor.dtype}, which ONNX models cannot hold here")
+    return _ELEMENT_TYPES[tensor.dtype]
+
+
+def record(model: onnx.ModelProto, properties: Mapping[str, object]) -> None:
+    """Write metadata as JSON values."""
+    helper.set_model_props(model, {key: json.dumps(value) for key, value in properties.items()})
+
+
+def attach(model: onnx.ModelProto, weights: Mapping[str, torch.Tensor]) -> None:
+    """Add the weights to the model as initializers, in order."""
+    for name, tensor in weights.items():
+        proto = model.graph.initializer.add()
+        proto.name, proto.data_type = name, element_type(name, tensor)
+        proto.dims.extend(tensor.shape)
+        proto.raw_data = _buffer(tensor).tobytes()
+
+
+def _buffer(tensor: torch.Tensor) -> np.ndarray:
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+
+
+def size_of(weights: Mapping[str, torch.Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in weights.values())
+
+
+def checkable_target(path: str | os.PathLike[str]) -> Path:
+    """The path, if a file can be made there; raises before any work is done."""
+    target = Path(path)
+    if target.is_dir():
+        raise ExportError(f"cannot write '{target}': it is a directory")
+    if not target.parent.is_dir():
+        raise ExportError(f"cannot write '{target}': directory '{target.parent}' does not exist")
+    if not os.access(target.parent, os.W_OK):
+        raise ExportError(f"cannot write '{target}': no permission to write in '{target.parent}'")
+    return target
+
+
+def save(
+    model: onnx.ModelProto, weights: Mapping[str, torch.Tensor], target: Path, *, external: bool
+) -> None:
+    """Save model and weights at `target`, at once or not at all; external weights go to `<target>.data`."""
+    try:
+        workshop = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+    except OSError as error:
+        raise ExportError(f"cannot write '{target}': {error}") from error
+    try:
+        data = target.with_name(target.name + ".data")
+        if external:
+            _attach_external(model, weights, workshop / data.name)
+        else:
+            attach(model, weights)
+        (workshop / target.name).write_bytes(model.SerializeToString(deterministic=True))
+        if external:
+            os.replace(workshop / data.name, data)
+        os.replace(workshop / target.name, target)
+    except OSError as error:
+        raise ExportError(f"cannot write '{target}': {error}") from error
+    finally:
+        shutil.rmtree(workshop, ignore_errors=True)
+
+
+def _attach_external(model: onnx.ModelProto, weights: Mapping[str, torch.Tensor], data: Path) -> None:
+    with open(data, "wb") as file:
+        for name, tensor in weights.items():
+            file.write(b"\0" * (-file.tell() % 64))  # aligned, so that a reader may map the file
+            proto = model.graph.initializer.add()
+            proto.name, proto.data_type = name, element_type(name, tensor)
+            proto.dims.extend(tensor.shape)
+            proto.data_location = TensorProto.EXTERNAL
+            buffer = _buffer(tensor)
+            for key, value in (("location", data.name), ("offset", file.tell()), ("length", buffer.nbytes)):
+                proto.external_data.add(key=key, value=str(value))
+            file.write(buffer.data)

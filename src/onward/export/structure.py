@@ -1,0 +1,208 @@
+"""Turn a module with structured arguments and results into one over flat tensors, with a name for each.
+
+Knows tuples, lists, mappings, named tuples and dataclasses. Everything that is not a tensor is part of the
+structure and stays as given. Knows nothing of ONNX.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from onward.errors import ExportError
+
+__all__ = ["Adapter", "Leaf", "bind_arguments"]
+
+_Path = tuple[str | int, ...]
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One tensor among the arguments or results, and the name it gets in the ONNX model."""
+
+    name: str
+    value: torch.Tensor
+
+
+@dataclass(frozen=True)
+class _Slot:
+    index: int
+
+
+def bind_arguments(
+    model: torch.nn.Module, args: Any, kwargs: Mapping[str, Any] | None
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The call's arguments as `(args, kwargs)`; a lone tensor or mapping is accepted for convenience.
+
+    A mapping whose keys are all parameters of `forward` (a tokenizer's result, say) means keyword arguments.
+    """
+    signature = inspect.signature(model.forward)
+    if isinstance(args, Mapping):
+        if kwargs is None and _accepts_keywords(signature, args):
+            args, kwargs = (), args
+        else:
+            args = (args,)
+    elif isinstance(args, list):
+        args = tuple(args)
+    elif not isinstance(args, tuple) or hasattr(args, "_fields"):
+        args = (args,)
+    keywords = dict(kwargs or {})
+    try:
+        signature.bind(*args, **keywords)
+    except TypeError as error:
+        raise TypeError(
+            f"the example arguments do not fit {type(model).__name__}.forward{signature}: {error}"
+        ) from None
+    return args, keywords
+
+
+def _accepts_keywords(signature: inspect.Signature, mapping: Mapping[Any, Any]) -> bool:
+    parameters = signature.parameters
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return all(isinstance(key, str) for key in mapping)
+    return all(key in parameters for key in mapping)
+
+
+class Adapter(torch.nn.Module):
+    """Calls `model` from flat tensors and returns a flat tuple of tensors.
+
+    `output_names` and `result` are filled by the first call. The wrapped module is the attribute `model`, so
+    every parameter's name starts with `Adapter.PREFIX`.
+    """
+
+    PREFIX = "model."
+
+    def __init__(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.model = model
+        self.training = model.training  # the adapter's own flag; train() would reach into the module
+        found: list[tuple[_Path, torch.Tensor]] = []
+        positional = _positional_names(model, len(args))
+        self._args = tuple(_strip(value, (name,), found) for name, value in zip(positional, args))
+        self._kwargs = {name: _strip(value, (name,), found) for name, value in kwargs.items()}
+        if not found:
+            raise TypeError("the example arguments hold no torch.Tensor: there is nothing to feed the model")
+        names = _leaf_names([path for path, _ in found], default="input")
+        self.inputs = tuple(Leaf(name, value) for name, (_, value) in zip(names, found))
+        self.output_names: tuple[str, ...] = ()
+
+    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        args = [_fill(part, tensors) for part in self._args]
+        kwargs = {name: _fill(part, tensors) for name, part in self._kwargs.items()}
+        result = self.model(*args, **kwargs)
+        found: list[tuple[_Path, torch.Tensor]] = []
+        _require_tensors(_strip(result, (), found), type(self.model).__name__)
+        self.output_names = tuple(_leaf_names([path for path, _ in found], default="output"))
+        seen = {id(tensor) for tensor in tensors} | {id(parameter) for parameter in self.model.parameters()}
+        outputs: list[torch.Tensor] = []
+        for _, tensor in found:
+            # A result that is itself an input, a parameter or an earlier result needs a value of its own.
+            outputs.append(tensor.clone() if id(tensor) in seen else tensor)
+            seen.add(id(tensor))
+        return tuple(outputs)
+
+
+def _positional_names(model: torch.nn.Module, count: int) -> list[str]:
+    names: list[str] = []
+    for parameter in inspect.signature(model.forward).parameters.values():
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            names += [f"{parameter.name}_{i}" for i in range(count - len(names))]
+        elif parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
+            names.append(parameter.name)
+    return names[:count]
+
+
+def _strip(value: Any, path: _Path, found: list[tuple[_Path, torch.Tensor]]) -> Any:
+    """A copy of the structure with numbered slots for tensors, which are appended to `found`."""
+    if isinstance(value, torch.Tensor):
+        found.append((path, value))
+        return _Slot(len(found) - 1)
+    if isinstance(value, Mapping):
+        return _with_items(
+            value, {key: _strip(item, (*path, str(key)), found) for key, item in value.items()}
+        )
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = [field.name for field in dataclasses.fields(value)]
+        return _with_fields(value, {n: _strip(getattr(value, n), (*path, n), found) for n in names})
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_strip(getattr(value, n), (*path, n), found) for n in value._fields))  # type: ignore[attr-defined]
+    if isinstance(value, (list, tuple)):
+        return type(value)([_strip(item, (*path, i), found) for i, item in enumerate(value)])
+    return value
+
+
+def _fill(part: Any, tensors: Sequence[torch.Tensor]) -> Any:
+    """The inverse of `_strip`."""
+    if isinstance(part, _Slot):
+        return tensors[part.index]
+    if isinstance(part, Mapping):
+        return _with_items(part, {key: _fill(item, tensors) for key, item in part.items()})
+    if dataclasses.is_dataclass(part) and not isinstance(part, type):
+        names = [field.name for field in dataclasses.fields(part)]
+        return _with_fields(part, {n: _fill(getattr(part, n), tensors) for n in names})
+    if isinstance(part, tuple) and hasattr(part, "_fields"):
+        return type(part)(*(_fill(item, tensors) for item in part))
+    if isinstance(part, (list, tuple)):
+        return type(part)([_fill(item, tensors) for item in part])
+    return part
+
+
+def _with_items(mapping: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+    if dataclasses.is_dataclass(mapping):  # a mapping that checks its fields when built, as model outputs do
+        return items
+    if type(mapping) is dict:
+        return items
+    twin = copy.copy(mapping)
+    for key, item in items.items():
+        twin[key] = item  # type: ignore[index]
+    return twin
+
+
+def _with_fields(instance: Any, fields: dict[str, Any]) -> Any:
+    twin = copy.copy(instance)
+    for name, value in fields.items():
+        object.__setattr__(twin, name, value)
+    return twin
+
+
+def _require_tensors(part: Any, owner: str, where: str = "result") -> None:
+    if part is None or isinstance(part, _Slot):
+        return
+    if isinstance(part, Mapping):
+        items = [(str(key), item) for key, item in part.items()]
+    elif dataclasses.is_dataclass(part) and not isinstance(part, type):
+        items = [(field.name, getattr(part, field.name)) for field in dataclasses.fields(part)]
+    elif isinstance(part, (list, tuple)):
+        items = [(str(i), item) for i, item in enumerate(part)]
+    else:
+        raise ExportError(
+            f"{owner} returns a {type(part).__name__} in {where}; an ONNX model returns tensors only. "
+            "Wrap the module in one that returns the tensors you want."
+        )
+    for name, item in items:
+        _require_tensors(item, owner, f"{where}.{name}")
+
+
+def _leaf_names(paths: Sequence[_Path], *, default: str) -> list[str]:
+    """Short names (the last key, with the indices below it) where they are unique, else whole paths."""
+    short = [_joined(path, start=_last_key(path), default=default) for path in paths]
+    if len(set(short)) == len(short):
+        return short
+    return [_joined(path, start=0, default=default) for path in paths]
+
+
+def _last_key(path: _Path) -> int:
+    return max((i for i, part in enumerate(path) if isinstance(part, str)), default=0)
+
+
+def _joined(path: _Path, *, start: int, default: str) -> str:
+    parts = [str(part) for part in path[start:]]
+    if not parts or isinstance(path[start], int):
+        parts = [default, *parts]
+    return "_".join(parts)
