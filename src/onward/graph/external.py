@@ -1,0 +1,150 @@
+"""Checks a model's references to external data before anything reads them.
+
+A model file is input from strangers: its references may point anywhere. What passes here is a regular file
+inside the model's own directory, reached through no link, and the bytes named are exactly the tensor's.
+Reads no tensor data; knows nothing of graphs.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import stat
+from collections.abc import Iterable, Iterator
+from pathlib import Path, PurePosixPath, PureWindowsPath
+
+import onnx
+import onnx_ir as ir
+
+from onward.errors import ModelError
+
+__all__ = ["check_external", "check_location", "external_tensors", "tensor_bytes"]
+
+_KEYS = frozenset({"location", "offset", "length", "checksum"})
+# No file system has files past this size; larger numbers are attempts to overflow someone's arithmetic.
+_LARGEST = 2**62
+
+
+def tensor_bytes(dims: Iterable[int], dtype: int, name: str) -> int:
+    """The number of bytes that a tensor of this shape and type has; refuses what no tensor can have."""
+    sizes = list(dims)
+    if any(size < 0 for size in sizes):
+        raise ModelError(f"tensor '{name}' has a negative dimension: {sizes}")
+    try:
+        bits = ir.DataType(dtype).bitwidth
+    except (ValueError, TypeError):
+        raise ModelError(f"tensor '{name}' has element type {dtype}, which has no fixed size here") from None
+    total = math.prod(sizes) * bits
+    if total > _LARGEST:
+        raise ModelError(f"tensor '{name}' of shape {sizes} is larger than any memory")
+    return (total + 7) // 8
+
+
+def check_external(tensor: onnx.TensorProto, base: Path) -> None:
+    """Refuse a reference that does not name exactly this tensor's bytes in a plain file under `base`."""
+    entries: dict[str, str] = {}
+    for entry in tensor.external_data:
+        if entry.key not in _KEYS:
+            raise _bad(tensor.name, f"unknown key {entry.key!r}")
+        if entry.key in entries:
+            raise _bad(tensor.name, f"key {entry.key!r} is given twice")
+        entries[entry.key] = entry.value
+    if "location" not in entries:
+        raise _bad(tensor.name, "no location")
+    if tensor.raw_data:
+        raise _bad(tensor.name, "the tensor carries data of its own as well")
+    check_location(
+        tensor.name,
+        entries["location"],
+        base,
+        offset=_number(tensor.name, "offset", entries.get("offset", "0")),
+        length=_number(tensor.name, "length", entries["length"]) if "length" in entries else None,
+        expected=tensor_bytes(tensor.dims, tensor.data_type, tensor.name),
+    )
+
+
+def check_location(
+    name: str, location: str, base: Path, *, offset: int, length: int | None, expected: int
+) -> None:
+    """Refuse a location outside `base`, behind a link, not a regular file, or of other bounds."""
+    if not location or "\0" in location:
+        raise _bad(name, "the location is empty or holds a NUL character")
+    for path in (PurePosixPath(location), PureWindowsPath(location)):
+        if path.is_absolute() or path.drive or path.root or ".." in path.parts or not path.parts:
+            raise _bad(name, f"location {location!r} is not a plain path below the model's directory")
+    root = os.path.realpath(base)
+    wanted = os.path.normpath(os.path.join(root, location))
+    if os.path.normcase(os.path.realpath(wanted)) != os.path.normcase(wanted):
+        raise _bad(name, f"location {location!r} goes through a link; copy the real file beside the model")
+    try:
+        status = os.lstat(wanted)
+    except (OSError, ValueError) as error:
+        raise _bad(name, f"cannot open {location!r} beside the model: {error}") from None
+    if not stat.S_ISREG(status.st_mode):
+        raise _bad(name, f"{location!r} is not a regular file")
+    if status.st_nlink > 1:
+        raise _bad(name, f"{location!r} has {status.st_nlink} hard links; copy the file")
+    if offset > status.st_size:
+        raise _bad(name, f"offset {offset} lies past the end of {location!r} ({status.st_size} bytes)")
+    size = status.st_size - offset if length is None else length
+    if size != expected:
+        raise _bad(name, f"{size} bytes are named in {location!r}, but its shape and type need {expected}")
+    if offset + size > status.st_size:
+        raise _bad(name, f"{location!r} ends at byte {status.st_size}, before offset {offset} + {size}")
+
+
+def external_tensors(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
+    """Every tensor of a model, wherever it is held, whose data lies in another file."""
+    for tensor in _tensors(model):
+        if tensor.data_location == onnx.TensorProto.EXTERNAL or tensor.external_data:
+            yield tensor
+
+
+def _tensors(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
+    yield from _graph_tensors(model.graph)
+    for function in model.functions:
+        yield from _node_tensors(function.node)
+        for attribute in function.attribute_proto:
+            yield from _attribute_tensors(attribute)
+    for info in model.training_info:
+        yield from _graph_tensors(info.initialization)
+        yield from _graph_tensors(info.algorithm)
+
+
+def _graph_tensors(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
+    yield from graph.initializer
+    for sparse in graph.sparse_initializer:
+        yield from (sparse.values, sparse.indices)
+    yield from _node_tensors(graph.node)
+
+
+def _node_tensors(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.TensorProto]:
+    for node in nodes:
+        for attribute in node.attribute:
+            yield from _attribute_tensors(attribute)
+
+
+def _attribute_tensors(attribute: onnx.AttributeProto) -> Iterator[onnx.TensorProto]:
+    if attribute.HasField("t"):
+        yield attribute.t
+    yield from attribute.tensors
+    sparse = [
+        *attribute.sparse_tensors,
+        *([attribute.sparse_tensor] if attribute.HasField("sparse_tensor") else []),
+    ]
+    for held in sparse:
+        yield from (held.values, held.indices)
+    if attribute.HasField("g"):
+        yield from _graph_tensors(attribute.g)
+    for graph in attribute.graphs:
+        yield from _graph_tensors(graph)
+
+
+def _number(name: str, key: str, text: str) -> int:
+    if not (text.isascii() and text.isdigit()) or int(text[:20]) > _LARGEST or len(text) > 20:
+        raise _bad(name, f"{key} {text[:40]!r} is not a byte count")
+    return int(text)
+
+
+def _bad(name: str, reason: str) -> ModelError:
+    return ModelError(f"external data of tensor '{name}' is refused: {reason}")
