@@ -1,8 +1,11 @@
-"""Gradients of matrix products."""
+"""Gradients of matrix products, contractions and determinants."""
 
 from __future__ import annotations
 
+import numpy as np
+
 from onward.autodiff.registry import gradient
+from onward.autodiff.rules.contraction import Contraction
 
 
 @gradient("Gemm", broadcasts=True)
@@ -25,3 +28,104 @@ def gemm(op, node, dy):
     )
     dc = dy if beta == 1.0 else op.Mul(dy, beta)
     return da, db, dc if rest else None
+
+
+@gradient("MatMul")
+def matmul(op, node, dy):
+    """y = A·B   ⇒   dA = dy·Bᵀ,  dB = Aᵀ·dy, each summed over the batches that were broadcast
+
+    A vector stands for a matrix of one row (A) or one column (B).
+    """
+    a, b = node.inputs
+    rank_a, rank_b = op.rank(a), op.rank(b)
+    if rank_a == 1 and rank_b == 1:
+        return op.Mul(dy, b), op.Mul(dy, a)
+    if rank_b == 1:
+        return _by_vector(op, a, b, dy)
+    if rank_a == 1:
+        # y = aᵀ·B is Bᵀ·a, a product with a column
+        db, da = _by_vector(op, b, a, dy, transposed=True)
+        return da, db
+    if rank_a == 2 and rank_b == 2:
+        return op.Gemm(dy, b, transB=1), op.Gemm(a, dy, transA=1)
+    if rank_b == 2:
+        # One product over all batches: A's rows are the rows of every batch together.
+        rows = op.Reshape(dy, _flat(op, b, 1))
+        da = op.Reshape(op.Gemm(rows, b, transB=1), op.shape(a))
+        return da, op.Gemm(op.Reshape(a, _flat(op, b, 0)), rows, transA=1)
+    da = op.MatMul(dy, _transposed(op, b))
+    db = op.MatMul(_transposed(op, a), dy)
+    return op.sum_to(da, a), op.sum_to(db, b)
+
+
+def _by_vector(op, matrix, vector, dy, *, transposed=False):
+    """y = M·v (or Mᵀ·v)   ⇒   dM = dy·vᵀ (or v·dyᵀ),  dv = Mᵀ·dy (or M·dy) summed over the batches"""
+    column, row = op.Unsqueeze(dy, [-1]), op.Unsqueeze(dy, [-2])
+    if transposed:
+        spread = op.Mul(op.Unsqueeze(vector, [-1]), row)
+        product = op.Squeeze(op.MatMul(matrix, column), [-1])
+    else:
+        spread = op.Mul(column, vector)
+        product = op.Squeeze(op.MatMul(row, matrix), [-2])
+    return spread, op.sum_to(product, vector)
+
+
+def _flat(op, weight, axis):
+    """The shape [−1, n] with n an axis of the weight: every batch's rows together."""
+    return (
+        op.Concat(np.asarray([-1], np.int64), op.dim(weight, axis), axis=0)
+        if op.static_dim(weight, axis) is None
+        else op.constant(np.asarray([-1, op.static_dim(weight, axis)], np.int64), name="rows")
+    )
+
+
+def _transposed(op, value):
+    rank = op.rank(value)
+    return op.Transpose(value, perm=[*range(rank - 2), rank - 1, rank - 2])
+
+
+@gradient("Einsum")
+def einsum(op, node, dy):
+    """y = Σ ∏ xₖ over the labels that y lacks   ⇒   dxᵢ = Σ dy·∏ₖ≠ᵢ xₖ over the labels that xᵢ lacks"""
+    contraction = Contraction.parse(
+        node.attributes.get_string("equation", ""), [op.rank(value) for value in node.inputs]
+    )
+    return [
+        contraction.gradient(op, index, list(node.inputs), dy) if op.wanted(value) else None
+        for index, value in enumerate(node.inputs)
+    ]
+
+
+@gradient("Det")
+def det(op, node, dy):
+    """y = |X|   ⇒   dX = dy·cof(X), each cofactor the signed determinant of a minor
+
+    Cofactors exist where X has no inverse, too.
+    """
+    x = node.inputs[0]
+    side = op.static_dim(x, -1)
+    if side is None:
+        side = op.static_dim(x, -2)
+    rank = op.rank(x)
+    scale = op.Unsqueeze(dy, [-2, -1])
+    if side == 1:
+        return op.Reshape(dy, op.shape(x))
+    if side is not None:
+        kept = np.arange(side - 1)
+        others = kept[None, :] + (kept[None, :] >= np.arange(side)[:, None])  # row i: all but i
+        index = others[:, None, :, None] * side + others[None, :, None, :]
+        signs = (-1.0) ** np.add.outer(np.arange(side), np.arange(side))
+        index, signs = op.constant(index.astype(np.int64)), op.constant(signs.astype(op.dtype(x).numpy()))
+    else:
+        size = op.Squeeze(op.dim(x, -1), [0])
+        every = op.Range(np.int64(0), size, np.int64(1))
+        kept = op.Unsqueeze(op.Range(np.int64(0), op.Sub(size, 1), np.int64(1)), [0])
+        skip = op.Cast(op.GreaterOrEqual(kept, op.Unsqueeze(every, [1])), to=7)
+        others = op.Add(kept, skip)
+        rows = op.Unsqueeze(op.Mul(others, size), [1, 3])
+        index = op.Add(rows, op.Unsqueeze(others, [0, 2]))
+        odd = op.Mod(op.Add(op.Unsqueeze(every, [0]), op.Unsqueeze(every, [1])), 2)
+        signs = op.CastLike(op.Sub(1, op.Mul(odd, 2)), x)
+    flat = op.Reshape(x, op.Concat(op.Shape(x, start=0, end=rank - 2), [-1], axis=0) if rank > 2 else [-1])
+    minors = op.Gather(flat, index, axis=rank - 2)
+    return op.Mul(op.Mul(op.Det(minors), signs), scale)

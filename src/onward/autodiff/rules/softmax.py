@@ -1,0 +1,52 @@
+"""Gradients of Softmax, LogSoftmax and Dropout."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+
+from onward.autodiff.registry import gradient, no_gradient
+from onward.autodiff.rules.saved import saved_output
+
+no_gradient("Hardmax")
+
+
+@gradient("Softmax")
+def softmax(op, node, dy):
+    """y = softmax(x)   ⇒   dx = y·(dy − Σ dy·y)"""
+    y = node.outputs[0]
+    axis = node.attributes.get_int("axis", -1)
+    inner = op.ReduceSum(op.Mul(dy, y), [axis], keepdims=1)
+    return op.Mul(op.Sub(dy, inner), y)
+
+
+@gradient("LogSoftmax")
+def log_softmax(op, node, dy):
+    """y = log softmax(x)   ⇒   dx = dy − exp(y)·Σ dy"""
+    axis = node.attributes.get_int("axis", -1)
+    total = op.ReduceSum(dy, [axis], keepdims=1)
+    return op.Sub(dy, op.Mul(op.Exp(node.outputs[0]), total))
+
+
+@gradient("Dropout")
+def dropout(op, node, dy, _dmask=None):
+    """y = x·mask/(1 − ratio) in training, else x   ⇒   dx = dy·mask/(1 − ratio), else dy
+
+    The mask is the forward node's own output, so both passes drop the same elements.
+    """
+    if dy is None:
+        return None
+    _, ratio, training = (*node.inputs, None, None)[:3]
+    mode, known = op.const_value(training), op.const_value(ratio)
+    if training is None or (mode is not None and not mode) or (known is not None and known == 0):
+        return dy
+    kind = op.dtype(dy)
+    if ratio is None or known is not None:
+        rate = 0.5 if known is None else float(np.asarray(known, np.float64))
+        scale = op.constant(np.asarray(1 / (1 - rate) if rate < 1 else 0.0, kind.numpy()))
+    else:
+        scale = op.CastLike(op.Reciprocal(op.Sub(op.constant_like(1.0, ratio), ratio)), dy)
+    if mode is None:
+        scale = op.Where(training, scale, op.constant_like(1.0, dy))
+    mask = saved_output(op, node, 1, dtype=ir.DataType.BOOL, shape=node.outputs[0].shape)
+    return op.Where(mask, op.Mul(dy, scale), op.constant_like(0.0, dy))
