@@ -1,0 +1,427 @@
+"""Give every Hugging Face model the same face: named tensors in, the task's tensors out, nothing else.
+
+Knows how transformers models are called, how vectors are pooled and how a key-value cache is passed. Knows
+nothing of ONNX: what it returns is a torch module with example inputs and names for their axes.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from onward.errors import ExportError
+from onward.export.sources import Pooling, Source
+from onward.export.tasks import Axes
+
+__all__ = ["Adapter", "Traceable", "adapt", "encode"]
+
+_TEXT_INPUTS = ("input_ids", "attention_mask", "token_type_ids")
+_TOKENS: Axes = {0: "batch", 1: "sequence"}
+
+# Different lengths, so that every batch is padded; a pair, so that segment ids are not all zero.
+_TEXTS: tuple[str | tuple[str, str], ...] = (
+    "The ferry leaves at noon.",
+    "Nobody expected the small library to train a network on a phone, least of all the people who wrote it.",
+    ("Where does the path end?", "The path follows the river for two miles and ends at a wooden bridge."),
+    "Why?",
+    "Prices rose by 3.5% in March; economists had expected less, and said so at length, as economists do.",
+)
+
+
+@dataclass(frozen=True)
+class Traceable:
+    """A module that takes tensors in the order of `inputs` and returns those of `outputs`.
+
+    `example` is what to trace with; `cases` are other inputs, at other sizes, to compare the export on.
+    """
+
+    module: nn.Module
+    inputs: Mapping[str, Axes]
+    outputs: Mapping[str, Axes]
+    example: Mapping[str, Tensor]
+    cases: Sequence[Mapping[str, Tensor]]
+
+
+class Adapter(nn.Module):
+    """Call `function` with tensors by name, while owning the model's parameters under the model's own names.
+
+    The model is not a submodule: it would prefix every parameter. Its children are shared instead.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        names: Sequence[str],
+        function: Callable[[dict[str, Tensor]], Sequence[Tensor]],
+    ) -> None:
+        super().__init__()
+        self._parameters = dict(model._parameters)
+        self._modules = dict(model._modules)
+        self._buffers = dict(model._buffers)
+        self._non_persistent_buffers_set = set(model._non_persistent_buffers_set)
+        self.training = model.training
+        self.names = tuple(names)
+        self.function = function
+
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple(self.function(dict(zip(self.names, tensors))))
+
+
+@contextmanager
+def adapt(source: Source, *, training: bool = False) -> Iterator[Traceable]:
+    """Yield the traceable form of a loaded model; a borrowed model is handed back as it was."""
+    with _prepared(source, training=training) as model:
+        task = source.task.name
+        if task in ("default", "feature-extraction", "pooling") and model.config.is_encoder_decoder:
+            model = model.get_encoder()
+        main = getattr(model, "main_input_name", "input_ids")
+        if main == "pixel_values":
+            yield _image(source, model)
+        elif main != "input_ids":
+            yield _audio(source, model, main)
+        elif source.task.kind != "text":
+            raise ExportError(f"{source.origin}: takes text, and task {task!r} is for {source.task.kind}s")
+        elif task == "text-generation" and not training:
+            yield _generation(source, model)
+        elif task == "text2text":
+            yield _text2text(source, model)
+        else:
+            yield _text(source, model)
+
+
+def encode(
+    source: Source,
+    texts: Sequence[str | tuple[str, str]],
+    names: Sequence[str],
+    *,
+    side: str | None = None,
+) -> dict[str, Tensor]:
+    """Tokenize with the model's own tokenizer, padded and cut to the model's longest input.
+
+    Padding is done here: many generators' tokenizers have no padding token, and giving them one would change
+    the caller's object.
+    """
+    tokenizer = source.tokenizer
+    if tokenizer is None:
+        raise ExportError(f"{source.origin}: has no tokenizer; pass (model, tokenizer)")
+    limit = {"truncation": True, "max_length": source.max_length} if source.max_length else {}
+    rows = [
+        tokenizer(*(text if isinstance(text, tuple) else (text,)), return_attention_mask=True, **limit)
+        for text in texts
+    ]
+    width = max(len(row["input_ids"]) for row in rows)
+    if width == 0:
+        raise ExportError(f"{source.origin}: the tokenizer turns text into no tokens; is it the model's own?")
+    fillers = {"input_ids": pad_id(tokenizer), "attention_mask": 0, "token_type_ids": 0}
+    left = (side or getattr(tokenizer, "padding_side", "right")) == "left"
+    batch: dict[str, Tensor] = {}
+    for name in names:
+        padded = []
+        for row in rows:
+            values = list(row.get(name) or [0] * len(row["input_ids"]))
+            filler = [fillers[name]] * (width - len(values))
+            padded.append(filler + values if left else values + filler)
+        batch[name] = torch.tensor(padded, dtype=torch.int64)
+    return batch
+
+
+def pad_id(tokenizer: Any) -> int:
+    """The id to pad with: the tokenizer's own, else its end-of-text, else 0 (masked anyway)."""
+    for name in ("pad_token_id", "eos_token_id"):
+        value = getattr(tokenizer, name, None)
+        if isinstance(value, int):
+            return value
+    return 0
+
+
+@contextmanager
+def _prepared(source: Source, *, training: bool) -> Iterator[Any]:
+    """The model on the CPU, in float32, with traceable attention, in the right mode; undone afterwards."""
+    model = source.model
+    tensors = [*model.parameters(), *model.buffers()]
+    strange = any(t.device.type != "cpu" or t.dtype in (torch.float16, torch.bfloat16) for t in tensors)
+    if strange:
+        # A borrowed model must not move or change precision; this costs memory only in that rare case.
+        model = copy.deepcopy(model).to(device="cpu", dtype=torch.float32)
+    modes = {module: module.training for module in model.modules()}
+    attention = getattr(model.config, "_attn_implementation", None)
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()} if training else {}
+    try:
+        if attention not in (None, "eager"):
+            model.set_attn_implementation("eager")
+        model.train(training)
+        yield model
+    finally:
+        if source.borrowed and not strange:
+            if attention not in (None, "eager"):
+                model.set_attn_implementation(attention)
+            for module, mode in modes.items():
+                module.training = mode
+            # Tracing in training mode runs the model, which moves batch-norm statistics.
+            for name, buffer in model.named_buffers():
+                if name in buffers:
+                    buffer.data.copy_(buffers[name])
+
+
+def _text(source: Source, model: Any) -> Traceable:
+    offered = set(getattr(source.tokenizer, "model_input_names", _TEXT_INPUTS)) | {"attention_mask"}
+    names = [name for name in _TEXT_INPUTS if name in offered and name in _parameters(model)]
+    adapter = Adapter(model, names, lambda batch: ())
+    outputs = _outputs(source, model, adapter)
+    fixed = {"use_cache": False} if "use_cache" in _parameters(model) else {}
+
+    def run(batch: dict[str, Tensor]) -> Sequence[Tensor]:
+        return outputs(model(**batch, return_dict=True, **fixed), batch.get("attention_mask"))
+
+    adapter.function = run
+    batches = ([_TEXTS[0]], _TEXTS, [_TEXTS[4], _TEXTS[2], _TEXTS[1]])
+    return Traceable(
+        module=adapter,
+        inputs=dict.fromkeys(names, _TOKENS),
+        outputs=source.task.outputs,
+        example=encode(source, _TEXTS[:3], names),
+        cases=[encode(source, texts, names) for texts in batches],
+    )
+
+
+def _outputs(
+    source: Source, model: Any, adapter: Adapter
+) -> Callable[[Any, Tensor | None], Sequence[Tensor]]:
+    """From the model's answer to the task's tensors; a missing one names what there is instead."""
+    if source.task.name == "pooling":
+        linears = []
+        for index, dense in enumerate(source.pooling.dense):
+            linear = nn.Linear(dense.weight.shape[1], dense.weight.shape[0], bias=dense.bias is not None)
+            linear.weight = nn.Parameter(dense.weight.float())
+            if dense.bias is not None:
+                linear.bias = nn.Parameter(dense.bias.float())
+            adapter.add_module(f"dense_{index}", linear)
+            activation = getattr(nn, dense.activation, None)
+            if activation is None:
+                raise ExportError(
+                    f"{source.origin}: unknown activation {dense.activation!r} after the pooling"
+                )
+            linears.append((linear, activation()))
+        return lambda answer, mask: (
+            _embed(source.pooling, _get(source, answer, "last_hidden_state"), mask, linears),
+        )
+    names = tuple(source.task.outputs)
+    return lambda answer, mask: tuple(_get(source, answer, name) for name in names)
+
+
+def _get(source: Source, answer: Any, name: str) -> Tensor:
+    aliases = {"logits": ("logits", "prediction_logits")}
+    for key in aliases.get(name, (name,)):
+        if key in answer:
+            return answer[key]
+    raise ExportError(
+        f"{source.origin}: {type(source.model).__name__} gives no {name!r}, which task {source.task.name!r} "
+        f"needs; it gives {', '.join(answer.keys())}"
+    )
+
+
+def _embed(
+    pooling: Pooling, hidden: Tensor, mask: Tensor | None, dense: Sequence[tuple[nn.Module, nn.Module]]
+) -> Tensor:
+    if mask is None:
+        mask = torch.ones(hidden.shape[:2], dtype=torch.int64)
+    vectors = [_pool(mode, hidden, mask) for mode in pooling.modes]
+    vector = vectors[0] if len(vectors) == 1 else torch.cat(vectors, dim=1)
+    for linear, activation in dense:
+        vector = activation(linear(vector))
+    if pooling.normalize:
+        vector = vector / (vector * vector).sum(1, keepdim=True).sqrt().clamp(min=1e-12)
+    return vector
+
+
+def _pool(mode: str, hidden: Tensor, mask: Tensor) -> Tensor:
+    weight = mask.unsqueeze(-1).to(hidden.dtype)
+    if mode == "cls":
+        # The first real token: with padding on the left it is not at 0.
+        return _pick(hidden, mask.to(torch.int32).argmax(dim=1))
+    if mode == "lasttoken":
+        positions = torch.arange(1, 1 + mask.shape[1], dtype=torch.int32)
+        return _pick(hidden, (mask.to(torch.int32) * positions).argmax(dim=1))
+    if mode == "max":
+        return (hidden + (1.0 - weight) * torch.finfo(hidden.dtype).min).max(dim=1).values
+    if mode == "weightedmean":
+        weight = weight * torch.cumsum(weight, dim=1)
+    total = (hidden * weight).sum(1)
+    count = weight.sum(1).clamp(min=1e-9)
+    return total / (count.sqrt() if mode == "mean_sqrt_len_tokens" else count)
+
+
+def _pick(hidden: Tensor, position: Tensor) -> Tensor:
+    index = position.reshape(-1, 1, 1).expand(-1, 1, hidden.shape[-1])
+    return hidden.gather(1, index).squeeze(1)
+
+
+def _generation(source: Source, model: Any) -> Traceable:
+    from transformers import DynamicCache
+
+    parameters = _parameters(model)
+    probe = encode(source, ["Hello there, friend"], ("input_ids", "attention_mask"))
+    with torch.no_grad():
+        cache = model(**probe, use_cache=True, return_dict=True).get("past_key_values")
+    layers = getattr(cache, "layers", None)
+    if not layers or not all(isinstance(getattr(layer, "keys", None), Tensor) for layer in layers):
+        raise ExportError(
+            f"{source.origin}: {type(model).__name__} keeps no key-value cache that can be exported"
+        )
+    shapes = [tuple(part.shape) for layer in layers for part in (layer.keys, layer.values)]
+    slots = [f"{index}.{part}" for index in range(len(layers)) for part in ("key", "value")]
+    past = [f"past_key_values.{slot}" for slot in slots]
+
+    def run(batch: dict[str, Tensor]) -> Sequence[Tensor]:
+        filled = DynamicCache()
+        for index in range(len(layers)):
+            filled.update(batch[past[2 * index]], batch[past[2 * index + 1]], index)
+        ids, mask = batch["input_ids"], batch["attention_mask"]
+        extra: dict[str, Any] = {}
+        if "position_ids" in parameters:
+            # From the mask and not from the cache's length, which tracing would freeze; right with padding.
+            positions = (mask.cumsum(-1) - 1).clamp(min=0)
+            extra["position_ids"] = positions[:, -ids.shape[1] :]
+        answer = model(
+            input_ids=ids,
+            attention_mask=mask,
+            past_key_values=filled,
+            use_cache=True,
+            return_dict=True,
+            **extra,
+        )
+        present = answer["past_key_values"].layers
+        return (answer["logits"], *(part for layer in present for part in (layer.keys, layer.values)))
+
+    random = torch.Generator().manual_seed(0)
+
+    def case(texts: Sequence[str | tuple[str, str]], width: int, seen: int) -> dict[str, Tensor]:
+        batch = encode(source, texts, ("input_ids", "attention_mask"), side="left")
+        batch = {name: value[:, -width:] for name, value in batch.items()}
+        rows = len(texts)
+        mask = torch.ones(rows, seen, dtype=torch.int64)
+        # Padding is on the left of everything seen so far: hide the first column of the first row.
+        if seen:
+            mask[0, 0] = 0
+            batch["attention_mask"] = torch.ones_like(batch["attention_mask"])
+        batch["attention_mask"] = torch.cat([mask, batch["attention_mask"]], dim=1)
+        for name, shape in zip(past, shapes):
+            batch[name] = torch.randn(rows, shape[1], seen, shape[3], generator=random)
+        return batch
+
+    everything: Axes = {0: "batch", 1: "total_sequence"}
+    texts = [text for text in _TEXTS if isinstance(text, str)]
+    return Traceable(
+        module=Adapter(model, ["input_ids", "attention_mask", *past], run),
+        inputs={
+            "input_ids": _TOKENS,
+            "attention_mask": everything,
+            **{name: {0: "batch", 2: "past_sequence"} for name in past},
+        },
+        outputs={
+            "logits": _TOKENS,
+            **{f"present.{slot}": {0: "batch", 2: "total_sequence"} for slot in slots},
+        },
+        example=case(texts[:2], 6, 5),
+        cases=[case(texts[:3], 9, 0), case(texts[:2], 1, 7), case(texts[:1], 4, 3)],
+    )
+
+
+def _text2text(source: Source, model: Any) -> Traceable:
+    names = ["input_ids", "attention_mask", "decoder_input_ids"]
+
+    def run(batch: dict[str, Tensor]) -> Sequence[Tensor]:
+        return (model(**batch, use_cache=False, return_dict=True)["logits"],)
+
+    start = model.config.decoder_start_token_id
+
+    def case(texts: Sequence[str | tuple[str, str]], width: int) -> dict[str, Tensor]:
+        batch = encode(source, texts, names[:2])
+        ids = batch["input_ids"].repeat(1, width)[:, : width - 1]
+        first = torch.full((len(texts), 1), start if start is not None else 0, dtype=torch.int64)
+        batch["decoder_input_ids"] = torch.cat([first, ids], dim=1)
+        return batch
+
+    return Traceable(
+        module=Adapter(model, names, run),
+        inputs={
+            "input_ids": _TOKENS,
+            "attention_mask": _TOKENS,
+            "decoder_input_ids": {0: "batch", 1: "decoder_sequence"},
+        },
+        outputs=source.task.outputs,
+        example=case(_TEXTS[:2], 4),
+        cases=[case(_TEXTS, 7), case(_TEXTS[:1], 1), case(_TEXTS[2:4], 3)],
+    )
+
+
+def _image(source: Source, model: Any) -> Traceable:
+    size = _image_size(source, model)
+    shape = (int(_setting(model, "num_channels", 3)), *size)
+    # Vision models have no sequence axis to vary: only the batch is dynamic.
+    return _continuous(source, model, "pixel_values", {0: "batch"}, [(2, *shape), (1, *shape), (3, *shape)])
+
+
+def _image_size(source: Source, model: Any) -> tuple[int, int]:
+    size = _setting(model, "image_size", None) or (source.processor or {}).get("size", 224)
+    if isinstance(size, Mapping):
+        size = [size[k] for k in ("height", "width")] if "height" in size else next(iter(size.values()))
+    return (int(size), int(size)) if isinstance(size, int) else (int(size[0]), int(size[1]))
+
+
+def _audio(source: Source, model: Any, main: str) -> Traceable:
+    config = model.config
+    if main == "input_features":
+        # Whisper's encoder takes exactly this many frames.
+        frames = 2 * int(getattr(config, "max_source_positions", 1500))
+        shape = (int(getattr(config, "num_mel_bins", 80)), frames)
+        shapes, axes = [(rows, *shape) for rows in (2, 1, 3)], {0: "batch"}
+    elif hasattr(config, "num_mel_bins") and hasattr(config, "max_length"):
+        shape = (int(config.max_length), int(config.num_mel_bins))
+        shapes, axes = [(rows, *shape) for rows in (2, 1, 3)], {0: "batch"}
+    else:
+        shapes, axes = [(2, 4800), (1, 6400), (3, 3600)], {0: "batch", 1: "samples"}
+    return _continuous(source, model, main, axes, shapes)
+
+
+def _continuous(
+    source: Source, model: Any, name: str, axes: Axes, shapes: Sequence[tuple[int, ...]]
+) -> Traceable:
+    random = torch.Generator().manual_seed(0)
+    batches = [{name: torch.randn(*shape, generator=random)} for shape in shapes]
+    wanted = tuple(source.task.outputs)
+    if "embeddings" in wanted:
+        raise ExportError(f"{source.origin}: task 'pooling' is for text models; use 'default'")
+    # A sequence axis of hidden states follows only where the input has one.
+    outputs = {
+        output: {0: "batch"} if 1 not in axes else {**named, **({1: "frames"} if 1 in named else {})}
+        for output, named in source.task.outputs.items()
+    }
+
+    def run(batch: dict[str, Tensor]) -> Sequence[Tensor]:
+        answer = model(batch[name], return_dict=True)
+        return tuple(_get(source, answer, key) for key in wanted)
+
+    return Traceable(
+        module=Adapter(model, [name], run),
+        inputs={name: axes},
+        outputs=outputs,
+        example=batches[0],
+        cases=batches[1:],
+    )
+
+
+def _setting(model: Any, name: str, default: Any) -> Any:
+    inner = getattr(model.config, "vision_config", None)
+    return getattr(model.config, name, getattr(inner, name, default))
+
+
+def _parameters(model: Any) -> set[str]:
+    return set(inspect.signature(model.forward).parameters)

@@ -1,0 +1,101 @@
+"""Put an exported model where it was asked for, whole or not at all, with a card that says what it is.
+
+Knows paths, the `onward.json` card and metadata in a model file. Imports neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import onnx
+
+from onward.errors import ExportError
+
+__all__ = ["CARD", "METADATA_KEY", "MODEL", "read_card", "staged", "version", "with_metadata"]
+
+CARD = "onward.json"
+MODEL = "model.onnx"
+METADATA_KEY = "onward.export"
+
+
+@contextmanager
+def staged(target: Path, *, single: bool | None = None) -> Iterator[Path]:
+    """Yield an empty folder beside `target`; on success what it holds moves there, else it vanishes.
+
+    A target that ends in `.onnx` is one file (and its `.data`, where there is one), anything else a folder,
+    unless `single` says which.
+    """
+    if single is None:
+        single = target.suffix == ".onnx"
+    if single and target.is_dir():
+        raise ExportError(f"'{target}' is a folder; give the path of a file, or a folder without .onnx")
+    if not single and target.exists() and not target.is_dir():
+        raise ExportError(f"'{target}' is a file; give a path that ends in .onnx, or a folder")
+    parent = target.absolute().parent
+    anchor = next((folder for folder in (parent, *parent.parents) if folder.exists()), parent)
+    try:
+        # Beside the target and not in the system's temporary folder, so that moving is one rename.
+        stage = Path(tempfile.mkdtemp(prefix=".onward-", dir=anchor))
+    except OSError as error:
+        raise ExportError(f"'{target}' cannot be written: {error.strerror or error}") from error
+    try:
+        yield stage
+        try:
+            parent.mkdir(parents=True, exist_ok=True)
+            _move(stage, target, single=single)
+        except OSError as error:
+            raise ExportError(f"'{target}' cannot be written: {error.strerror or error}") from error
+    finally:
+        shutil.rmtree(stage, ignore_errors=True)
+
+
+def _move(stage: Path, target: Path, *, single: bool) -> None:
+    if not single:
+        target.mkdir(exist_ok=True)
+    # The model last: whoever sees it finds the rest in place. The order is otherwise by name.
+    for path in sorted(stage.iterdir(), key=lambda path: (path.name == MODEL, path.name)):
+        destination = target.parent / path.name if single else target / path.name
+        if path.is_dir():
+            shutil.rmtree(destination, ignore_errors=True)
+        os.replace(path, destination)
+
+
+def with_metadata(model: bytes, properties: Mapping[str, str]) -> bytes:
+    """The model with these metadata entries added.
+
+    Two serialized messages joined are one message with the fields of both, so a large model need not be
+    parsed and written again to gain an entry.
+    """
+    addition = onnx.ModelProto()
+    onnx.helper.set_model_props(addition, dict(properties))
+    return model + addition.SerializeToString(deterministic=True)
+
+
+def read_card(folder: Path) -> dict[str, Any]:
+    """The card of an exported folder, or `ExportError` that says what is wrong with it."""
+    path = folder / CARD
+    if not path.is_file():
+        raise ExportError(f"'{folder}': no {CARD}; export with from_transformers(…, output=folder)")
+    try:
+        card = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ExportError(f"'{path}': not valid JSON ({error})") from error
+    if not isinstance(card, dict) or card.get("format") != 1 or not isinstance(card.get("task"), str):
+        raise ExportError(f"'{path}': not a card of this version of Onward (expected format 1 and a task)")
+    return card
+
+
+def version() -> str:
+    """Onward's version, or "unknown" when it runs from a source tree."""
+    try:
+        return metadata.version("onward")
+    except metadata.PackageNotFoundError:
+        return "unknown"

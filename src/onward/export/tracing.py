@@ -1,0 +1,149 @@
+"""Turn a traceable Hugging Face model into ONNX, and prove it against torch.
+
+Knows the TorchScript exporter and its habits, and how to compare. Knows nothing of tokenizers or folders.
+"""
+
+from __future__ import annotations
+
+import io
+import tempfile
+import warnings
+from collections.abc import Mapping
+from os import fspath
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import torch
+
+from onward.errors import ExportError
+from onward.export.adapters import Traceable
+from onward.export.parity import Report, compare, merge
+
+__all__ = ["ONE_FILE", "OPSETS", "check_opset", "check_parity", "trace"]
+
+OPSETS = range(14, 23)
+ONE_FILE = 2**31 - 2**24
+"""Bytes of weights that still fit in one protobuf message, with room for the graph."""
+
+
+def check_opset(opset: int) -> None:
+    """Refuse an opset that the exporter cannot write; 14 is the first with training-mode batch norm."""
+    if opset not in OPSETS:
+        raise ValueError(f"unsupported opset {opset}: choose {OPSETS.start} to {OPSETS.stop - 1}")
+
+
+def weight_bytes(module: torch.nn.Module) -> int:
+    """Bytes that the module's distinct tensors take; tied weights count once."""
+    tensors = {t.data_ptr(): t for t in (*module.parameters(), *module.buffers())}
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+
+
+def trace(traceable: Traceable, *, opset: int) -> bytes | onnx.ModelProto:
+    """Export to ONNX: bytes, or for a model over 2 GB the model in memory, which no bytes can hold."""
+    if weight_bytes(traceable.module) <= ONE_FILE:
+        buffer = io.BytesIO()
+        _export(traceable, buffer, opset=opset)
+        raw = buffer.getvalue()
+        model = onnx.load_from_string(raw)
+        # Writing a large model again takes as long as tracing it: only where something had to change.
+        return model.SerializeToString(deterministic=True) if _fix_axes(model, traceable) else raw
+    with tempfile.TemporaryDirectory(prefix="onward-export-") as folder:
+        path = Path(folder) / "model.onnx"
+        _export(traceable, fspath(path), opset=opset)
+        model = onnx.load(path)
+    _fix_axes(model, traceable)
+    return model
+
+
+def check_parity(model: bytes | onnx.ModelProto, traceable: Traceable, *, rtol: float, atol: float) -> Report:
+    """Run torch and onnxruntime on the same inputs at several sizes and report how far apart they are."""
+    if not isinstance(model, bytes):
+        with tempfile.TemporaryDirectory(prefix="onward-parity-") as folder:
+            path = Path(folder) / "model.onnx"
+            # A copy: saving with the weights outside takes them out of the message that is saved.
+            clone = onnx.ModelProto()
+            clone.CopyFrom(model)
+            onnx.save(clone, path, save_as_external_data=True, location="model.onnx.data")
+            return _compare(fspath(path), traceable, rtol=rtol, atol=atol)
+    return _compare(model, traceable, rtol=rtol, atol=atol)
+
+
+def _compare(model: bytes | str, traceable: Traceable, *, rtol: float, atol: float) -> Report:
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    session = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+    names = list(traceable.outputs)
+    reports = []
+    for case in traceable.cases:
+        shapes = ", ".join(f"{name} {list(value.shape)}" for name, value in list(case.items())[:1])
+        with torch.no_grad():
+            reference = traceable.module(*(case[name] for name in traceable.inputs))
+        got = session.run(names, {name: case[name].numpy() for name in traceable.inputs})
+        reports.append(
+            compare(
+                {name: value.numpy() for name, value in zip(names, reference)},
+                dict(zip(names, map(np.asarray, got))),
+                rtol=rtol,
+                atol=atol,
+                case=shapes,
+            )
+        )
+    return merge(*reports)
+
+
+def _export(traceable: Traceable, target: Any, *, opset: int) -> None:
+    try:
+        with warnings.catch_warnings(), torch.no_grad():
+            # Tracer warnings about Python branches: the parity check at other sizes is what settles them.
+            warnings.simplefilter("ignore")
+            torch.onnx.export(
+                traceable.module,
+                tuple(traceable.example[name] for name in traceable.inputs),
+                target,
+                dynamo=False,
+                opset_version=opset,
+                training=torch.onnx.TrainingMode.EVAL,
+                do_constant_folding=True,
+                input_names=list(traceable.inputs),
+                output_names=list(traceable.outputs),
+                dynamic_axes={**_dynamic(traceable.inputs), **_dynamic(traceable.outputs)},
+            )
+    except ExportError:
+        raise
+    except Exception as error:
+        reason = str(error).strip().split("\n", 1)[0]
+        raise ExportError(f"torch could not export the model at opset {opset}: {reason}") from error
+
+
+def _dynamic(ports: Mapping[str, Mapping[int, str]]) -> dict[str, dict[int, str]]:
+    return {name: dict(axes) for name, axes in ports.items()}
+
+
+def _fix_axes(model: onnx.ModelProto, traceable: Traceable) -> bool:
+    """Name every dynamic axis and give every other its size; whether anything had to change.
+
+    The exporter invents names such as "Divembeddings_dim_1" for sizes that it could not infer.
+    """
+    ports = {**traceable.inputs, **traceable.outputs}
+    wrong = [
+        (value.name, index, dim)
+        for value in (*model.graph.input, *model.graph.output)
+        for index, dim in enumerate(value.type.tensor_type.shape.dim)
+        if dim.dim_param != ports.get(value.name, {}).get(index, "")
+    ]
+    if not wrong:
+        return False
+    with torch.no_grad():
+        answers = traceable.module(*(traceable.example[name] for name in traceable.inputs))
+    shapes = {name: value.shape for name, value in traceable.example.items()}
+    shapes |= {name: value.shape for name, value in zip(traceable.outputs, answers)}
+    for name, index, dim in wrong:
+        if index in ports[name]:
+            dim.dim_param = ports[name][index]
+        else:
+            dim.dim_value = shapes[name][index]
+    return True

@@ -1,0 +1,239 @@
+"""Export Hugging Face models: to a file, to bytes, to a folder that answers by itself, or to train.
+
+The public calls only. Loading is in `sources`, calling a model in `adapters`, the exporter and the comparison
+with torch in `tracing`, quantization in `quantize`, and writing in `folder`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from os import PathLike, fspath
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+
+from onward.errors import ExportError
+from onward.export import tracing
+from onward.export.adapters import Traceable, adapt
+from onward.export.cards import describe
+from onward.export.folder import CARD, METADATA_KEY, MODEL, staged, with_metadata
+from onward.export.objectives import with_loss
+from onward.export.parity import Report
+from onward.export.quantize import measure, scheme_name
+from onward.export.quantize import quantize as quantize_model
+from onward.export.sources import Source, load_source
+
+__all__ = ["HFOnnx", "artifacts_from_transformers", "from_transformers"]
+
+
+def from_transformers(
+    model: Any,
+    task: str = "default",
+    output: str | PathLike[str] | None = None,
+    quantize: bool | str = False,
+    opset: int = 14,
+    *,
+    training: bool = False,
+    pooling: str | None = None,
+    normalize: bool | None = None,
+    rtol: float = 1e-5,
+    atol: float = 1e-5,
+) -> bytes | Path:
+    """Export a model id, a folder or a (model, tokenizer) tuple to ONNX, checked against torch.
+
+    `output` is a file when it ends in `.onnx`, else a folder with the model, its tokenizer and `onward.json`,
+    which `onward.load` answers from; without it the model comes back as bytes. `task="auto"` reads the task
+    from the configuration. `pooling` ("mean", "cls", "max", or several joined by "+") and `normalize`
+    override a sentence-transformers folder's own settings. `training=True` gives a forward model for
+    `generate_artifacts`: dropout active, parameters under their own names.
+
+    Raises `ParityError` when an output differs from torch by more than `atol + rtol * max|output|`.
+
+    >>> from_transformers("sentence-transformers/all-MiniLM-L6-v2", "pooling", "minilm")  # doctest: +SKIP
+    PosixPath('minilm')
+    """
+    scheme = scheme_name(quantize)
+    if training and scheme:
+        raise ValueError("a model to train cannot be quantized: quantize its inference export instead")
+    tracing.check_opset(opset)
+    if output is None:
+        source = load_source(model, task, pooling=pooling, normalize=normalize)
+        exported = _export(source, opset=opset, training=training, rtol=rtol, atol=atol)
+        if not isinstance(exported.model, bytes):
+            raise ExportError(
+                f"{source.origin}: over 2 GB of weights do not fit in bytes; pass output=… to write a file "
+                "with its weights beside it"
+            )
+        small = exported.model if scheme is None else quantize_model(exported.model, scheme)
+        assert isinstance(small, bytes)
+        return with_metadata(small, exported.metadata(scheme))
+    target = Path(output)
+    with staged(target) as stage:
+        source = load_source(model, task, pooling=pooling, normalize=normalize)
+        exported = _export(source, opset=opset, training=training, rtol=rtol, atol=atol)
+        if target.suffix == ".onnx":
+            _write_model(exported, scheme, stage / target.name)
+        else:
+            _write_folder(exported, scheme, stage, source)
+    return target
+
+
+def artifacts_from_transformers(
+    model: Any,
+    task: str = "auto",
+    directory: str | PathLike[str] = "artifacts",
+    *,
+    loss: Any = None,
+    optimizer: Any = None,
+    opset: int = 18,
+    requires_grad: Sequence[str] | None = None,
+    frozen_params: Sequence[str] | None = None,
+    pooling: str | None = None,
+    normalize: bool | None = None,
+    rtol: float = 1e-5,
+    atol: float = 1e-5,
+    artifact_options: Mapping[str, Any] | None = None,
+) -> Path:
+    """Write training artifacts of a Hugging Face model, with the loss of its task; return the directory.
+
+    The loss is part of the graph and labels are inputs: `labels` (class ids, or ids per token with -100
+    ignored; for text-generation the input ids themselves), `start_positions` and `end_positions` for question
+    answering. Another loss, such as `LossType.MSELoss` on pooled embeddings, can be given instead. The task's
+    own outputs stay available beside the loss. Which parameters train follows `requires_grad` of the model
+    unless named. The default optimizer is AdamW. `artifact_options` go to `onward.artifacts.generate_artifacts`.
+
+    >>> artifacts_from_transformers("my-bert", "text-classification", "artifacts")  # doctest: +SKIP
+    PosixPath('artifacts')
+    """
+    tracing.check_opset(opset)
+    from onward import artifacts
+
+    source = load_source(model, task, pooling=pooling, normalize=normalize)
+    with adapt(source, training=True) as traceable:
+        if loss is None:
+            traceable = with_loss(source, traceable)
+        proto = _for_training(traceable, opset=opset, rtol=rtol, atol=atol)
+    recorded = {prop.key: prop.value for prop in proto.metadata_props}
+    trainable = requires_grad if requires_grad is not None else json.loads(recorded["onward.requires_grad"])
+    frozen = frozen_params if frozen_params is not None else json.loads(recorded["onward.frozen_params"])
+    artifacts.generate_artifacts(
+        proto,
+        requires_grad=list(trainable),
+        frozen_params=[name for name in frozen if name not in set(trainable)],
+        loss=loss,
+        optimizer=artifacts.OptimType.AdamW if optimizer is None else optimizer,
+        artifact_directory=directory,
+        additional_output_names=[name for name in traceable.outputs if name != "loss"],
+        **dict(artifact_options or {}),
+    )
+    return Path(directory)
+
+
+class HFOnnx:
+    """Export with the signature of txtai's pipeline of the same name: always one file, or bytes.
+
+    >>> onnx_bytes = HFOnnx()("my-bert", "pooling", quantize=True)  # doctest: +SKIP
+    """
+
+    def __call__(
+        self,
+        path: Any,
+        task: str = "default",
+        output: str | PathLike[str] | None = None,
+        quantize: bool | str = False,
+        opset: int = 14,
+    ) -> bytes | str:
+        """Export `path` for `task` to the file `output`, and return that path, or the model as bytes."""
+        if output is None or Path(output).suffix == ".onnx":
+            exported = from_transformers(path, task, output, quantize, opset)
+            return exported if isinstance(exported, bytes) else fspath(exported)
+        # Other endings mean a folder to from_transformers, and a file here.
+        target = Path(output)
+        exported = from_transformers(path, task, None, quantize, opset)
+        assert isinstance(exported, bytes)
+        with staged(target, single=True) as stage:
+            (stage / target.name).write_bytes(exported)
+        return fspath(output)
+
+
+@dataclass(frozen=True)
+class _Exported:
+    """An export that has passed its comparison with torch, still in float32."""
+
+    model: bytes | onnx.ModelProto
+    card: dict[str, Any]
+    parity: Report | None
+    feeds: Sequence[Mapping[str, np.ndarray]]
+
+    def metadata(self, scheme: str | None) -> dict[str, str]:
+        """The card for the file's own metadata, without measured figures: two exports are identical."""
+        return {METADATA_KEY: json.dumps({**self.card, "quantize": scheme}, sort_keys=True)}
+
+
+def _export(source: Source, *, opset: int, training: bool, rtol: float, atol: float) -> _Exported:
+    with adapt(source, training=training) as traceable:
+        card = describe(source, traceable.inputs, traceable.outputs, opset=opset)
+        if training:
+            proto = _for_training(traceable, opset=opset, rtol=rtol, atol=atol)
+            large = proto.ByteSize() > tracing.ONE_FILE
+            model = proto if large else proto.SerializeToString(deterministic=True)
+            return _Exported(model, {**card, "training": True}, None, ())
+        model = tracing.trace(traceable, opset=opset)
+        subject = f"{source.origin} ({source.task.name}, opset {opset})"
+        report = tracing.check_parity(model, traceable, rtol=rtol, atol=atol).raise_if_failed(subject)
+        feeds = [{name: value.numpy() for name, value in case.items()} for case in traceable.cases]
+    return _Exported(model, card, report, feeds)
+
+
+def _for_training(traceable: Traceable, *, opset: int, rtol: float, atol: float) -> onnx.ModelProto:
+    from onward.export.torch import from_torch
+
+    proto = from_torch(
+        traceable.module,
+        tuple(traceable.example[name] for name in traceable.inputs),
+        training=True,
+        opset=opset,
+        input_names=list(traceable.inputs),
+        output_names=list(traceable.outputs),
+        dynamic_axes={**traceable.inputs, **traceable.outputs},
+        rtol=rtol,
+        atol=atol,
+    )
+    assert isinstance(proto, onnx.ModelProto)
+    return proto
+
+
+def _write_model(exported: _Exported, scheme: str | None, path: Path) -> None:
+    model = exported.model
+    if isinstance(model, bytes):
+        if scheme is not None:
+            model = quantize_model(model, scheme)
+            assert isinstance(model, bytes)
+        path.write_bytes(with_metadata(model, exported.metadata(scheme)))
+        return
+    onnx.helper.set_model_props(model, {**_properties(model), **exported.metadata(scheme)})
+    onnx.save(model, path, save_as_external_data=True, location=f"{path.name}.data")
+    if scheme is not None:
+        large = path.rename(path.with_name(f"float32-{path.name}"))
+        quantize_model(large, scheme, output=path)
+        large.unlink()
+
+
+def _properties(model: onnx.ModelProto) -> dict[str, str]:
+    return {prop.key: prop.value for prop in model.metadata_props}
+
+
+def _write_folder(exported: _Exported, scheme: str | None, stage: Path, source: Source) -> None:
+    _write_model(exported, scheme, stage / MODEL)
+    if source.tokenizer is not None:
+        source.tokenizer.save_pretrained(fspath(stage))
+    card = {**exported.card, "quantize": scheme}
+    if exported.parity is not None:
+        card["parity"] = exported.parity.to_dict()
+    if scheme is not None and isinstance(exported.model, bytes):
+        card["quantization"] = measure(exported.model, stage / MODEL, exported.feeds).to_dict()
+    (stage / CARD).write_text(json.dumps(card, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
