@@ -100,8 +100,10 @@ def take_parameters(
         raise ExportError(f"the exporter added inputs that are neither arguments nor parameters: {unknown}")
     del model.graph.input[:]
     model.graph.input.extend(kept)
-    embedded = {tensor.name for tensor in model.graph.initializer}
-    return [name for name in parameters if name in used - embedded]
+    # The exporter may have embedded some already, or made one an Identity of another that is equal to it.
+    present = {tensor.name for tensor in model.graph.initializer}
+    present |= {name for node in model.graph.node for name in node.output}
+    return [name for name in parameters if name in used - present]
 
 
 def repair_dropout(model: onnx.ModelProto) -> None:

@@ -37,7 +37,7 @@ def fresh_inputs(
     """New values like the example's at the given sizes; sizes not given stay.
 
     Floats are drawn with the example's mean and spread and stay non-negative if it is. Integers are drawn
-    from the example's own values, so that they remain valid indices. Masks (zeros and ones) repeat the example.
+    from the example's own values, so that they remain valid indices. Masks (zeros and ones) are repeated.
     """
     generator = torch.Generator().manual_seed(seed)
     return [

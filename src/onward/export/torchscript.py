@@ -7,7 +7,9 @@ nothing of sizes, parity or files.
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import onnx
 import torch
@@ -39,7 +41,7 @@ def trace(
     """
     file = io.BytesIO()
     try:
-        with traceable(adapter.model):
+        with traceable(adapter.model), _silent(), _translations(opset):
             torch.onnx.export(
                 adapter,
                 tuple(tensors),
@@ -64,3 +66,58 @@ def trace(
             f"{type(adapter.model).__name__} cannot be exported at opset {opset}: {reason[0]}"
         ) from error
     return onnx.load_model_from_string(file.getvalue())
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """Keep the tracer from printing the whole graph when it fails."""
+    enabled = torch._C._jit_is_onnx_log_enabled()
+    torch._C._jit_set_onnx_log_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._jit_set_onnx_log_enabled(enabled)
+
+
+@contextmanager
+def _translations(opset: int) -> Iterator[None]:
+    """Operators that the tracer does not know or writes wrongly, for as long as we trace."""
+    table = {"aten::diff": _diff, "aten::cumsum": _cumsum}
+    for name, translation in table.items():
+        torch.onnx.register_custom_op_symbolic(name, translation, opset)
+    try:
+        yield
+    finally:
+        for name in table:
+            torch.onnx.unregister_custom_op_symbolic(name, opset)
+
+
+def _cumsum(g: Any, x: Any, dim: Any, dtype: Any) -> Any:
+    """Running sum; of booleans it counts, where the tracer's own would sum booleans."""
+    from torch.onnx import symbolic_helper as symbolic
+
+    axis = g.op("Constant", value_t=torch.tensor(symbolic._parse_arg(dim, "i"), dtype=torch.int64))
+    wanted = None if symbolic._is_none(dtype) else symbolic._parse_arg(dtype, "i")
+    if wanted is not None:
+        x = g.op("Cast", x, to_i=symbolic.scalar_type_to_onnx[wanted])
+    elif x.type().scalarType() in ("Bool", "Byte", "Char", "Short", "Int"):
+        x = g.op("Cast", x, to_i=int(onnx.TensorProto.INT64))
+    return g.op("CumSum", x, axis)
+
+
+def _diff(g: Any, x: Any, n: Any, dim: Any, prepend: Any, append: Any) -> Any:
+    """y[i] = x[i+1] - x[i] along one axis, of x with values before and after it."""
+    from torch.onnx import symbolic_helper as symbolic
+
+    axis = symbolic._parse_arg(dim, "i")
+    if symbolic._parse_arg(n, "i") != 1:
+        return symbolic._unimplemented("diff", "n other than 1", x)
+    parts = [part for part in (prepend, x, append) if not symbolic._is_none(part)]
+    whole = g.op("Concat", *parts, axis_i=axis) if len(parts) > 1 else x
+
+    def constant(*values: int) -> Any:
+        return g.op("Constant", value_t=torch.tensor(values, dtype=torch.int64))
+
+    after = g.op("Slice", whole, constant(1), constant(2**62), constant(axis))
+    before = g.op("Slice", whole, constant(0), constant(-1), constant(axis))
+    return g.op("Sub", after, before)
