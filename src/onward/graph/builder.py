@@ -17,11 +17,12 @@ import onnx_ir as ir
 
 from onward.errors import ModelError
 
-__all__ = ["Builder", "Namer", "Operand", "subgraphs_of", "type_proto"]
+__all__ = ["RANDOM", "Builder", "Namer", "Operand", "captured_values", "subgraphs_of", "type_proto"]
 
 Operand = ir.Value | None | bool | int | float | Sequence[Any] | np.ndarray | np.generic
 
-_RANDOM = frozenset(
+# Operators that give other results each time they run.
+RANDOM = frozenset(
     {
         "RandomNormal",
         "RandomNormalLike",
@@ -53,6 +54,10 @@ class Namer:
                 self._taken.add(value.name or "")
             for inner in subgraphs_of(node):
                 self._collect(inner)
+
+    def take(self, name: str) -> None:
+        """Mark a name as used."""
+        self._taken.add(name)
 
     def __call__(self, wish: str) -> str:
         """A free name: `wish` itself, or `wish` with a number behind it."""
@@ -127,7 +132,7 @@ class Builder:
         for index, value in enumerate(node.outputs):
             value.name = self.namer(f"{prefix}.{index}" if outputs > 1 else f"{prefix}.out")
         if schema is not None:
-            self._infer(node, schema)
+            self.infer(node)
         if self.before is not None:
             self.graph.insert_before(self.before, node)
         else:
@@ -299,10 +304,15 @@ class Builder:
                 promoted.append(self.constant(_plain(value)))
         return promoted
 
-    def _infer(self, node: ir.Node, schema: onnx.defs.OpSchema) -> None:
+    def infer(self, node: ir.Node) -> None:
+        """Describe a node's outputs by what is known of its inputs; ONNX's own inference."""
+        schema = _schema(node.op_type, self.opset, node.domain)
+        if schema is None:
+            return
         types: dict[str, onnx.TypeProto] = {}
         data: dict[str, onnx.TensorProto] = {}
-        for value in node.inputs:
+        captured = captured_values(node) if subgraphs_of(node) else []
+        for value in (*node.inputs, *captured):
             if value is None or value.type is None:
                 continue
             types[value.name or ""] = type_proto(value)
@@ -353,6 +363,28 @@ def subgraphs_of(node: ir.Node) -> list[ir.Graph]:
     return graphs
 
 
+def captured_values(node: ir.Node) -> list[ir.Value]:
+    """Values of the graphs around a node that the bodies in its attributes read, each once, in order."""
+    captured: dict[ir.Value, None] = {}
+
+    def visit(graph: ir.Graph, inside: set[ir.Value]) -> None:
+        own = inside | set(graph.inputs) | set(graph.initializers.values())
+        for inner in graph:
+            for value in inner.inputs:
+                if value is not None and value not in own:
+                    captured.setdefault(value)
+            for nested in subgraphs_of(inner):
+                visit(nested, own)
+            own.update(inner.outputs)
+        for value in graph.outputs:
+            if value not in own:
+                captured.setdefault(value)
+
+    for graph in subgraphs_of(node):
+        visit(graph, set())
+    return list(captured)
+
+
 def type_proto(value: ir.Value) -> onnx.TypeProto:
     """The type of a value, with its shape, as ONNX writes it."""
     proto = onnx.TypeProto()
@@ -395,7 +427,7 @@ def _key(
     op_type: str, domain: str, inputs: Sequence[ir.Value | None], attributes: Any, outputs: int
 ) -> tuple | None:
     """What makes two nodes compute the same thing; None where that cannot be said."""
-    if op_type in _RANDOM:
+    if op_type in RANDOM:
         return None
     attrs = []
     for name, attr in attributes.items():

@@ -1,0 +1,117 @@
+"""Bridges names and values: runs a function over values and appends what it built to a ModelProto."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import onnx
+import onnx_ir as ir
+
+from onward.errors import ModelError
+from onward.graph.builder import Builder, Namer
+from onward.graph.dialect import OPSET
+from onward.onnxblock.context import current_model
+
+__all__ = ["add_input", "emit", "find_type", "has_name"]
+
+
+def emit(
+    names: Sequence[str], build: Callable[..., ir.Value | Sequence[ir.Value]], *, scope: str = ""
+) -> list[str]:
+    """Call `build(op, *values)` for values of these names, append its nodes to the base model, return names."""
+    model = current_model()
+    graph = ir.Graph([], [], nodes=[], opset_imports={"": _opset(model)}, name="emit")
+    op = Builder(graph)
+    op.namer = _namer(model)
+    op.scope = scope
+    values = [_value(model, name) for name in names]
+    graph.inputs.extend(dict.fromkeys(values))
+    made = build(op, *values)
+    results = [made] if isinstance(made, ir.Value) else list(made)
+    for node in graph:
+        model.graph.node.append(ir.serde.serialize_node(node))
+        for output in node.outputs:
+            if output.type is not None:
+                model.graph.value_info.append(ir.serde.serialize_value(output))
+    for value in graph.initializers.values():
+        assert value.const_value is not None
+        model.graph.initializer.append(ir.serde.serialize_tensor(value.const_value))
+    return [value.name or "" for value in results]
+
+
+def has_name(name: str) -> bool:
+    """Whether the base model has a value of this name already."""
+    graph = current_model().graph
+    return (
+        any(value.name == name for value in graph.input)
+        or any(tensor.name == name for tensor in graph.initializer)
+        or any(name in node.output for node in graph.node)
+    )
+
+
+def add_input(name: str, dtype: int, dims: Sequence[int | str | None]) -> str:
+    """Add an input to the base model."""
+    current_model().graph.input.append(onnx.helper.make_tensor_value_info(name, dtype, list(dims)))
+    return name
+
+
+def find_type(name: str) -> onnx.TypeProto:
+    """The type of a value of the base model, inferred where it is not written down."""
+    model = current_model()
+    found = _written_type(model, name)
+    if found is None and has_name(name):
+        model.graph.value_info.extend(_inferred(model))
+        found = _written_type(model, name)
+    if found is None:
+        raise ModelError(f"The provided name {name} is not a graph value info or a graph output.")
+    return found
+
+
+def _inferred(model: onnx.ModelProto) -> list[onnx.ValueInfoProto]:
+    known = {value.name for value in model.graph.value_info}
+    inferred = onnx.shape_inference.infer_shapes(model, data_prop=True)
+    return [value for value in inferred.graph.value_info if value.name not in known]
+
+
+def _written_type(model: onnx.ModelProto, name: str) -> onnx.TypeProto | None:
+    graph = model.graph
+    for value in [*graph.input, *graph.value_info, *graph.output]:
+        if value.name == name and value.type.WhichOneof("value") is not None:
+            return value.type
+    for tensor in graph.initializer:
+        if tensor.name == name:
+            return onnx.helper.make_tensor_type_proto(tensor.data_type, tensor.dims)
+    return None
+
+
+def _value(model: onnx.ModelProto, name: str) -> ir.Value:
+    if not isinstance(name, str):
+        raise TypeError(f"blocks take the names of values, got {type(name).__name__}")
+    proto = find_type(name)
+    return ir.Value(
+        name=name,
+        type=ir.serde.deserialize_type_proto_for_type(proto),
+        shape=ir.serde.deserialize_type_proto_for_shape(proto),
+    )
+
+
+def _opset(model: onnx.ModelProto) -> int:
+    for entry in model.opset_import:
+        if entry.domain in ("", "ai.onnx"):
+            return max(entry.version, OPSET) if entry.version <= OPSET else entry.version
+    model.opset_import.append(onnx.helper.make_opsetid("", OPSET))
+    return OPSET
+
+
+def _namer(model: onnx.ModelProto) -> Namer:
+    namer = Namer(ir.Graph([], [], nodes=[], name="names"))
+    graph = model.graph
+    for value in [*graph.input, *graph.output]:
+        namer.take(value.name)
+    for tensor in graph.initializer:
+        namer.take(tensor.name)
+    for node in graph.node:
+        namer.take(node.name)
+        for name in node.output:
+            namer.take(name)
+    return namer

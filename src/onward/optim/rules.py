@@ -1,0 +1,269 @@
+"""Update rules: (parameter, gradient, state, scalars) → (parameter, state).
+
+Each is a pure function in standard operators, written as its equation; torch.optim is the numerical
+reference. To add one: write a function that returns an `Optimizer`, and a row in the tests' table.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+
+import onnx_ir as ir
+
+from onward.graph.builder import Builder
+
+__all__ = ["Optimizer", "Scalars", "adafactor", "adagrad", "adam", "adamw", "lamb", "lion", "rmsprop", "sgd"]
+
+State = dict[str, ir.Value]
+
+
+@dataclasses.dataclass(frozen=True)
+class Scalars:
+    """What an update reads besides tensors, each a float tensor of shape [1]; `step` counts from 1."""
+
+    learning_rate: ir.Value
+    step: ir.Value
+    weight_decay: ir.Value
+
+
+Update = Callable[[Builder, ir.Value, ir.Value, State, Scalars], tuple[ir.Value, State]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Optimizer:
+    """An update rule with its hyperparameters.
+
+    `slots` are the names of its state tensors, which start as zeros. An `elementwise` rule treats each number
+    alone, so that it may run over all parameters as one flat buffer; others see one parameter at a time.
+    `slot_shapes` says how a slot's shape follows from the parameter's, where it is not the same.
+    """
+
+    name: str
+    slots: tuple[str, ...]
+    update: Update
+    hyperparameters: Mapping[str, float | bool | int]
+    elementwise: bool = True
+    weight_decay: float = 0.0
+    slot_shapes: Callable[[str, tuple[int, ...]], tuple[int, ...]] | None = None
+
+
+def sgd(
+    *, momentum: float = 0.0, dampening: float = 0.0, weight_decay: float = 0.0, nesterov: bool = False
+) -> Optimizer:
+    """b ← μb + (1−d)g,  p ← p − lr·b   (nesterov: p − lr·(g + μb)); the first step sets b ← g"""
+    if nesterov and (momentum <= 0 or dampening != 0):
+        raise ValueError("Nesterov momentum requires a momentum and zero dampening")
+
+    def update(op: Builder, p: ir.Value, g: ir.Value, state: State, s: Scalars) -> tuple[ir.Value, State]:
+        g = op.Add(g, op.Mul(p, s.weight_decay)) if weight_decay else g
+        if momentum == 0.0:
+            return op.Sub(p, op.Mul(g, s.learning_rate)), {}
+        fresh = op.Mul(g, 1.0 - dampening) if dampening else g
+        buffer = op.Add(op.Mul(state["momentum0"], momentum), fresh)
+        if dampening:
+            buffer = op.Where(op.Equal(s.step, 1.0), g, buffer)
+        direction = op.Add(g, op.Mul(buffer, momentum)) if nesterov else buffer
+        return op.Sub(p, op.Mul(direction, s.learning_rate)), {"momentum0": buffer}
+
+    slots = ("momentum0",) if momentum else ()
+    hyper = {"momentum": momentum, "dampening": dampening, "nesterov": nesterov}
+    return Optimizer("SGD", slots, update, hyper, weight_decay=weight_decay)
+
+
+def _moments(op: Builder, g: ir.Value, state: State, betas: tuple[float, float]) -> tuple[ir.Value, ir.Value]:
+    """m ← m + (1−β₁)(g − m),  v ← v + (1−β₂)(g² − v)"""
+    m, v = state["momentum0"], state["momentum1"]
+    m = op.Add(m, op.Mul(op.Sub(g, m), 1.0 - betas[0]))
+    v = op.Add(v, op.Mul(op.Sub(op.Mul(g, g), v), 1.0 - betas[1]))
+    return m, v
+
+
+def _adam_step(
+    op: Builder,
+    m: ir.Value,
+    v: ir.Value,
+    s: Scalars,
+    betas: tuple[float, float],
+    eps: float,
+    bias_correction: bool,
+) -> ir.Value:
+    """lr/(1−β₁ᵗ) · m / (√v/√(1−β₂ᵗ) + ε), with the scalars gathered: lr·√c₂/c₁ · m / (√v + ε·√c₂)"""
+    if not bias_correction:
+        return op.Mul(op.Div(m, op.Add(op.Sqrt(v), eps)), s.learning_rate)
+    first = op.Sub(1.0, op.Pow(op.constant_like(betas[0], s.step), s.step))
+    second = op.Sqrt(op.Sub(1.0, op.Pow(op.constant_like(betas[1], s.step), s.step)))
+    rate = op.Div(op.Mul(s.learning_rate, second), first)
+    return op.Mul(op.Div(m, op.Add(op.Sqrt(v), op.Mul(second, eps))), rate)
+
+
+def adam(
+    *, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.0,
+    bias_correction: bool = True,
+) -> Optimizer:  # fmt: skip
+    """Adam with weight decay added to the gradient, as torch.optim.Adam"""
+
+    def update(op: Builder, p: ir.Value, g: ir.Value, state: State, s: Scalars) -> tuple[ir.Value, State]:
+        g = op.Add(g, op.Mul(p, s.weight_decay)) if weight_decay else g
+        m, v = _moments(op, g, state, betas)
+        step = _adam_step(op, m, v, s, betas, eps, bias_correction)
+        return op.Sub(p, step), {"momentum0": m, "momentum1": v}
+
+    hyper = {"beta1": betas[0], "beta2": betas[1], "eps": eps, "bias_correction": bias_correction}
+    return Optimizer("Adam", ("momentum0", "momentum1"), update, hyper, weight_decay=weight_decay)
+
+
+def adamw(
+    *, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.01,
+    bias_correction: bool = True,
+) -> Optimizer:  # fmt: skip
+    """p ← p·(1 − lr·wd) − Adam's step, as torch.optim.AdamW"""
+
+    def update(op: Builder, p: ir.Value, g: ir.Value, state: State, s: Scalars) -> tuple[ir.Value, State]:
+        m, v = _moments(op, g, state, betas)
+        if weight_decay:
+            p = op.Mul(p, op.Sub(1.0, op.Mul(s.learning_rate, s.weight_decay)))
+        step = _adam_step(op, m, v, s, betas, eps, bias_correction)
+        return op.Sub(p, step), {"momentum0": m, "momentum1": v}
+
+    hyper = {"beta1": betas[0], "beta2": betas[1], "eps": eps, "bias_correction": bias_correction}
+    return Optimizer("AdamW", ("momentum0", "momentum1"), update, hyper, weight_decay=weight_decay)
+
+
+def adagrad(*, eps: float = 1e-10, weight_decay: float = 0.0, lr_decay: float = 0.0) -> Optimizer:
+    """h ← h + g²,  p ← p − lr/(1 + (t−1)·decay) · g/(√h + ε)"""
+
+    def update(op: Builder, p: ir.Value, g: ir.Value, state: State, s: Scalars) -> tuple[ir.Value, State]:
+        g = op.Add(g, op.Mul(p, s.weight_decay)) if weight_decay else g
+        h = op.Add(state["momentum0"], op.Mul(g, g))
+        rate = s.learning_rate
+        if lr_decay:
+            rate = op.Div(rate, op.Add(op.Mul(op.Sub(s.step, 1.0), lr_decay), 1.0))
+        return op.Sub(p, op.Mul(op.Div(g, op.Add(op.Sqrt(h), eps)), rate)), {"momentum0": h}
+
+    hyper = {"eps": eps, "lr_decay": lr_decay}
+    return Optimizer("Adagrad", ("momentum0",), update, hyper, weight_decay=weight_decay)
+
+
+def rmsprop(
+    *,
+    alpha: float = 0.99,
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    momentum: float = 0.0,
+    centered: bool = False,
+) -> Optimizer:
+    """v ← αv + (1−α)g²,  p ← p − lr·g/(√v + ε); centered subtracts the squared mean gradient from v"""
+    slots = ["momentum0"] + ["momentum1"] * bool(momentum)
+    mean_slot = f"momentum{len(slots)}"
+    slots += [mean_slot] * centered
+
+    def update(op: Builder, p: ir.Value, g: ir.Value, state: State, s: Scalars) -> tuple[ir.Value, State]:
+        g = op.Add(g, op.Mul(p, s.weight_decay)) if weight_decay else g
+        v = op.Add(op.Mul(state["momentum0"], alpha), op.Mul(op.Mul(g, g), 1.0 - alpha))
+        new: State = {"momentum0": v}
+        spread = v
+        if centered:
+            mean = op.Add(op.Mul(state[mean_slot], alpha), op.Mul(g, 1.0 - alpha))
+            new[mean_slot] = mean
+            spread = op.Sub(v, op.Mul(mean, mean))
+        direction = op.Div(g, op.Add(op.Sqrt(spread), eps))
+        if momentum:
+            direction = op.Add(op.Mul(state["momentum1"], momentum), direction)
+            new["momentum1"] = direction
+        return op.Sub(p, op.Mul(direction, s.learning_rate)), new
+
+    hyper = {"alpha": alpha, "eps": eps, "momentum": momentum, "centered": centered}
+    return Optimizer("RMSprop", tuple(slots), update, hyper, weight_decay=weight_decay)
+
+
+def lion(*, betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 0.0) -> Optimizer:
+    """p ← p·(1 − lr·wd) − lr·sign(β₁m + (1−β₁)g),  m ← β₂m + (1−β₂)g   (Chen et al. 2023)"""
+
+    def update(op: Builder, p: ir.Value, g: ir.Value, state: State, s: Scalars) -> tuple[ir.Value, State]:
+        m = state["momentum0"]
+        direction = op.Sign(op.Add(op.Mul(m, betas[0]), op.Mul(g, 1.0 - betas[0])))
+        if weight_decay:
+            p = op.Mul(p, op.Sub(1.0, op.Mul(s.learning_rate, s.weight_decay)))
+        m = op.Add(op.Mul(m, betas[1]), op.Mul(g, 1.0 - betas[1]))
+        return op.Sub(p, op.Mul(direction, s.learning_rate)), {"momentum0": m}
+
+    hyper = {"beta1": betas[0], "beta2": betas[1]}
+    return Optimizer("Lion", ("momentum0",), update, hyper, weight_decay=weight_decay)
+
+
+def lamb(
+    *, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-6, weight_decay: float = 0.0,
+    bias_correction: bool = True,
+) -> Optimizer:  # fmt: skip
+    """p ← p − lr·(‖p‖/‖u‖)·u, u = m̂/(√v̂ + ε) + wd·p; the ratio is 1 where a norm is 0   (You et al. 2020)"""
+
+    def update(op: Builder, p: ir.Value, g: ir.Value, state: State, s: Scalars) -> tuple[ir.Value, State]:
+        m, v = _moments(op, g, state, betas)
+        unit = dataclasses.replace(s, learning_rate=op.constant_like(1.0, s.learning_rate))
+        direction = _adam_step(op, m, v, unit, betas, eps, bias_correction)
+        if weight_decay:
+            direction = op.Add(direction, op.Mul(p, s.weight_decay))
+        size, length = _norm(op, p), _norm(op, direction)
+        usable = op.And(op.Greater(size, 0.0), op.Greater(length, 0.0))
+        ratio = op.Where(usable, op.Div(size, op.Where(usable, length, 1.0)), 1.0)
+        rate = op.Mul(ratio, s.learning_rate)
+        return op.Sub(p, op.Mul(direction, rate)), {"momentum0": m, "momentum1": v}
+
+    hyper = {"beta1": betas[0], "beta2": betas[1], "eps": eps, "bias_correction": bias_correction}
+    return Optimizer(
+        "LAMB", ("momentum0", "momentum1"), update, hyper, elementwise=False, weight_decay=weight_decay
+    )
+
+
+def adafactor(
+    *, beta2_decay: float = -0.8, eps: tuple[float | None, float] = (None, 1e-3), d: float = 1.0,
+    weight_decay: float = 0.0,
+) -> Optimizer:  # fmt: skip
+    """Row and column averages of g² stand in for the second moment; as torch.optim.Adafactor"""
+    floor = 1.1920929e-07 if eps[0] is None else eps[0]
+
+    def slot_shapes(slot: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        if len(shape) < 2:
+            return shape if slot == "momentum0" else (0,)
+        return (*shape[:-1], 1) if slot == "momentum0" else (*shape[:-2], 1, shape[-1])
+
+    def update(op: Builder, p: ir.Value, g: ir.Value, state: State, s: Scalars) -> tuple[ir.Value, State]:
+        # β₂ₜ = 1 − t^decay; the weight of the new average is t^decay
+        share = op.Pow(s.step, beta2_decay)
+        relative = op.Min(s.learning_rate, op.Pow(s.step, -0.5))
+        scale = op.Max(_rms(op, p), eps[1])
+        rate = op.Mul(relative, scale)
+        if weight_decay:
+            p = op.Mul(p, op.Sub(1.0, op.Mul(s.learning_rate, s.weight_decay)))
+        square = op.Mul(g, g)
+        if op.rank(p) < 2:
+            v = _lerp(op, state["momentum0"], square, share)
+            new: State = {"momentum0": v, "momentum1": state["momentum1"]}
+        else:
+            rows = _lerp(op, state["momentum0"], op.ReduceMean(square, [-1], keepdims=1), share)
+            columns = _lerp(op, state["momentum1"], op.ReduceMean(square, [-2], keepdims=1), share)
+            mean = op.Max(op.ReduceMean(rows, [-2], keepdims=1), floor)
+            v = op.Div(op.MatMul(rows, columns), mean)
+            new = {"momentum0": rows, "momentum1": columns}
+        direction = op.Mul(g, op.Reciprocal(op.Sqrt(op.Max(v, floor * floor))))
+        limited = op.Div(rate, op.Max(op.Div(_rms(op, direction), d), 1.0))
+        return op.Sub(p, op.Mul(direction, limited)), new
+
+    hyper = {"beta2_decay": beta2_decay, "eps1": floor, "eps2": eps[1], "d": d}
+    return Optimizer(
+        "Adafactor", ("momentum0", "momentum1"), update, hyper, elementwise=False, weight_decay=weight_decay,
+        slot_shapes=slot_shapes,
+    )  # fmt: skip
+
+
+def _lerp(op: Builder, old: ir.Value, new: ir.Value, share: ir.Value) -> ir.Value:
+    return op.Add(old, op.Mul(op.Sub(new, old), share))
+
+
+def _norm(op: Builder, x: ir.Value) -> ir.Value:
+    return op.Reshape(op.Sqrt(op.ReduceSum(op.Mul(x, x), keepdims=0)), [1])
+
+
+def _rms(op: Builder, x: ir.Value) -> ir.Value:
+    return op.Reshape(op.Sqrt(op.ReduceMean(op.Mul(x, x), keepdims=0)), [1])

@@ -1,0 +1,195 @@
+"""From a forward model with a loss to the two graphs of training: the step and its evaluation.
+
+The step's inputs are the user's, the labels, every parameter, a gradient buffer for each trainable, a flag
+that says whether the buffers are added to or replaced, and a seed where the model is random. Its outputs
+are the loss, what else was asked for, the gradients, and the next value of each batch-norm statistic.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from importlib import metadata
+
+import numpy as np
+import onnx_ir as ir
+
+from onward.autodiff.differentiate import add_gradients, find_value
+from onward.autodiff.engine import DifferentiableBuilder, is_differentiable
+from onward.errors import ModelError
+from onward.graph.cleanup import finish
+from onward.graph.random import SEED_INPUT, make_random_explicit
+from onward.graph.statistics import next_statistics
+
+__all__ = ["RESET_INPUT", "TrainingGraphs", "build_training_graphs", "producer"]
+
+RESET_INPUT = "lazy_reset_grad"
+
+
+@dataclasses.dataclass
+class TrainingGraphs:
+    """The step, its evaluation, and the values that both read as inputs."""
+
+    training: ir.Model
+    evaluation: ir.Model
+    trainable: dict[str, ir.TensorProtocol]
+    frozen: dict[str, ir.TensorProtocol]
+
+
+def build_training_graphs(
+    model: ir.Model,
+    loss: str,
+    *,
+    trainable: Sequence[str],
+    frozen: Sequence[str] = (),
+    outputs: Sequence[str] = (),
+) -> TrainingGraphs:
+    """Differentiate `loss` with respect to the trainables; takes over `model`, which must be in the dialect."""
+    graph = model.graph
+    _choose_outputs(graph, [loss, *outputs])
+    _check_loss(find_value(graph, loss))
+    statistics = [name for name in _statistics(graph) if name not in trainable]
+    frozen = [name for name in graph.initializers if name in {*frozen, *statistics}]
+    order = [name for name in graph.initializers if name in {*trainable, *frozen}]
+    tensors = {name: _tensor(graph.initializers[name]) for name in order}
+    labels = _label_ranges(graph)
+    evaluation = model.clone()
+    _evaluation_form(evaluation.graph)
+    _turn_into_inputs(evaluation.graph, order)
+    wanted = [name for name in order if name in trainable]
+    wanted += [value.name for value in graph.inputs if value.name in trainable]  # gradients of inputs
+    _build_step(model, loss, wanted, order)
+    about = {
+        "onward.version": producer()[1],
+        "onward.loss": loss,
+        "onward.trainable": json.dumps([name for name in order if name in trainable]),
+        "onward.frozen": json.dumps(frozen),
+        "onward.labels": json.dumps(labels),
+    }
+    for made, role in ((model, "training"), (evaluation, "eval")):
+        made.producer_name, made.producer_version = producer()
+        made.metadata_props.update({**about, "onward.role": role})
+        finish(made)
+    return TrainingGraphs(
+        training=model,
+        evaluation=evaluation,
+        trainable={name: tensors[name] for name in order if name in trainable},
+        frozen={name: tensors[name] for name in order if name not in trainable},
+    )
+
+
+def producer() -> tuple[str, str]:
+    """The name and version that Onward writes into what it makes."""
+    try:
+        return "onward", metadata.version("onward")
+    except metadata.PackageNotFoundError:  # running from a source tree that is not installed
+        return "onward", "0"
+
+
+def _build_step(model: ir.Model, loss: str, wanted: Sequence[str], order: Sequence[str]) -> None:
+    graph = model.graph
+    seed = make_random_explicit(model)
+    target = find_value(graph, loss)
+    op = DifferentiableBuilder(graph)
+    statistics = next_statistics(op)
+    sources = [find_value(graph, name) for name in wanted]
+    one = op.constant(np.ones(op.static_shape(target) or (), op.dtype(target).numpy()), name="one")
+    gradients = add_gradients(op, {target: one}, sources) if sources else {}
+    if seed is not None:
+        graph.inputs.remove(seed)
+    _turn_into_inputs(graph, order)
+    buffers = [
+        op.input(f"{value.name}_grad.accumulation.buffer", value.dtype, value.shape) for value in gradients
+    ]
+    reset = op.input(RESET_INPUT, ir.DataType.BOOL, [1])
+    if seed is not None:
+        graph.inputs.append(seed)
+    for (value, derivative), buffer in zip(gradients.items(), buffers):
+        out = op.Where(reset, derivative, op.Add(buffer, derivative))
+        _name_output(op, out, f"{value.name}_grad.accumulation.out", value)
+    for statistic in statistics:
+        _name_output(op, op.Identity(statistic.following), f"{statistic.current.name}.next", statistic.current)
+    model.metadata_props["onward.statistics"] = json.dumps([s.current.name for s in statistics])
+    model.metadata_props["onward.random"] = json.dumps(SEED_INPUT if seed is not None else None)
+
+
+def _name_output(op: DifferentiableBuilder, value: ir.Value, name: str, like: ir.Value) -> None:
+    value.name = op.namer(name)
+    value.type, value.shape = like.type, like.shape
+    op.graph.outputs.append(value)
+
+
+def _choose_outputs(graph: ir.Graph, names: Sequence[str]) -> None:
+    values = [find_value(graph, name) for name in dict.fromkeys(names)]
+    graph.outputs.clear()
+    graph.outputs.extend(values)
+
+
+def _check_loss(loss: ir.Value) -> None:
+    dims = None if loss.shape is None else list(loss.shape)
+    if not is_differentiable(loss):
+        raise ModelError(f"the loss '{loss.name}' is {loss.dtype}, not a floating number")
+    if dims is None or any(dim != 1 for dim in dims):
+        shown = "of unknown shape" if dims is None else f"of shape {[str(dim) for dim in dims]}"
+        raise ModelError(
+            f"the loss '{loss.name}' is {shown}: training needs a single number; "
+            "give a loss (loss=…), or make the model's first output a scalar"
+        )
+
+
+def _turn_into_inputs(graph: ir.Graph, names: Sequence[str]) -> None:
+    """Parameters are inputs of the file, in the order of the model's initializers."""
+    for name in names:
+        value = graph.initializers.pop(name)
+        value.const_value = None
+        if not value.is_graph_input():
+            graph.inputs.append(value)
+
+
+def _tensor(value: ir.Value) -> ir.TensorProtocol:
+    if value.const_value is None:
+        raise ModelError(f"'{value.name}' has no value in the model")
+    return value.const_value
+
+
+def _statistics(graph: ir.Graph) -> list[str]:
+    """The running statistics of batch norms in training mode, by name."""
+    names: list[str] = []
+    for node in graph:
+        if node.op_type == "BatchNormalization" and node.attributes.get_int("training_mode", 0):
+            names += [v.name or "" for v in node.inputs[3:5] if v is not None and v.is_initializer()]
+    return names
+
+
+def _evaluation_form(graph: ir.Graph) -> None:
+    """Dropout passes its input on; batch norm uses its running statistics."""
+    for node in graph:
+        if node.op_type == "Dropout" and len(node.inputs) > 2:
+            node.replace_input_with(2, None)
+        elif node.op_type == "BatchNormalization" and node.attributes.get_int("training_mode", 0):
+            node.attributes["training_mode"] = ir.AttrInt64("training_mode", 0)
+            node.resize_outputs(1)
+
+
+def _label_ranges(graph: ir.Graph) -> dict[str, dict[str, int]]:
+    """Inputs that hold class numbers and how many classes there are, so that bad ones can be refused."""
+    ranges: dict[str, dict[str, int]] = {}
+    for node in graph:
+        if node.op_type not in ("SoftmaxCrossEntropyLoss", "NegativeLogLikelihoodLoss"):
+            continue
+        scores, labels = node.inputs[0], node.inputs[1]
+        while labels is not None and (made := labels.producer()) is not None and made.op_type in _RESHAPING:
+            labels = made.inputs[0]
+        if labels is None or not labels.is_graph_input() or scores is None or scores.shape is None:
+            continue
+        classes = scores.shape[1]
+        if isinstance(classes, int):
+            ranges[labels.name or ""] = {"classes": classes}
+            ignored = node.attributes.get_int("ignore_index", None)
+            if ignored is not None:
+                ranges[labels.name or ""]["ignore_index"] = ignored
+    return ranges
+
+
+_RESHAPING = ("Reshape", "Flatten", "Squeeze", "Unsqueeze", "Cast", "Identity")
