@@ -56,6 +56,7 @@ class _Labels:
     @staticmethod
     def read(op, node: ir.Node) -> _Labels:
         _, labels, weights = (*node.inputs, None)[:3]
+        assert labels is not None
         ignore = node.attributes.get("ignore_index")
         valid = None
         if ignore is not None:

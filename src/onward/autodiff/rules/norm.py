@@ -1,0 +1,252 @@
+"""Gradients of normalizations.
+
+All share one equation: with x̂ = (x − mean)·r, r = 1/√(variance + ε), and g the gradient of x̂,
+dx = r·(g − mean(g) − x̂·mean(g·x̂)), the means taken over whatever was normalized together.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+
+from onward.autodiff.registry import gradient
+from onward.autodiff.rules.saved import saved_output
+
+
+def _standardized(op, x, axes, *, epsilon):
+    """(x̂, r) over some axes."""
+    centred = op.Sub(x, op.ReduceMean(x, axes, keepdims=1))
+    variance = op.ReduceMean(op.Mul(centred, centred), axes, keepdims=1)
+    r = op.Reciprocal(op.Sqrt(op.Add(variance, epsilon)))
+    return op.Mul(centred, r), r
+
+
+def _through_statistics(op, g, x_hat, r, axes):
+    """dx = r·(g − mean(g) − x̂·mean(g·x̂))"""
+    mean_g = op.ReduceMean(g, axes, keepdims=1)
+    mean_gx = op.ReduceMean(op.Mul(g, x_hat), axes, keepdims=1)
+    return op.Mul(op.Sub(op.Sub(g, mean_g), op.Mul(x_hat, mean_gx)), r)
+
+
+@gradient("LayerNormalization")
+def layer_normalization(op, node, dy, dmean=None, dr=None):
+    """y = x̂·scale + bias over the axes from `axis` on   ⇒   dscale = Σ dy·x̂,  dbias = Σ dy,
+
+    dx as above with g = dy·scale. The forward node's own mean and r are used. As outputs, they add
+    dmean/n − dr·r²·x̂/n to dx.
+    """
+    x, scale, bias = (*node.inputs, None)[:3]
+    rank = op.rank(x)
+    axis = node.attributes.get_int("axis", -1) % rank
+    axes = list(range(axis, rank))
+    stash = ir.DataType(node.attributes.get_int("stash_type", 1))
+    precise = stash if op.dtype(x) != ir.DataType.DOUBLE else ir.DataType.DOUBLE
+    outer = None if x.shape is None else ir.Shape([*x.shape[:axis], *([1] * len(axes))])
+    mean = saved_output(op, node, 1, dtype=precise, shape=outer)
+    r = saved_output(op, node, 2, dtype=precise, shape=outer)
+
+    def cast(value):
+        return value if op.dtype(value) == precise else op.Cast(value, to=precise.value)
+
+    x_hat = op.Mul(op.Sub(cast(x), mean), r)
+    dx = dscale = dbias = None
+    if dy is not None:
+        dy, weight = cast(dy), cast(scale)
+        dyx = op.Mul(dy, x_hat)
+        if axis == rank - 1 and op.rank(scale) == 1 and op.static_dim(scale, 0) not in (None, 1):
+            # Weighted means along rows are products with a vector: no pass over memory of their own.
+            share = op.Unsqueeze(op.Div(weight, float(op.static_dim(scale, 0) or 1)), [1])
+            mean_g, mean_gx = op.MatMul(dy, share), op.MatMul(dyx, share)
+        else:
+            mean_g = op.ReduceMean(op.Mul(dy, weight), axes, keepdims=1)
+            mean_gx = op.ReduceMean(op.Mul(dyx, weight), axes, keepdims=1)
+        dx = op.Mul(op.Sub(op.Sub(op.Mul(dy, weight), mean_g), op.Mul(x_hat, mean_gx)), r)
+        if op.wanted(scale):
+            dscale = _cast_to(op, op.sum_to(dyx, scale), scale)
+        if op.wanted(bias):
+            dbias = _cast_to(op, op.sum_to(dy, bias), bias)
+    if dmean is not None or dr is not None:
+        size = op.Cast(op.ReduceProd(op.Shape(x, start=axis), keepdims=0), to=precise.value)
+        for term in (
+            dmean,
+            None if dr is None else op.Neg(op.Mul(op.Mul(dr, op.Mul(r, r)), x_hat)),
+        ):
+            if term is not None:
+                spread = op.Div(op.Expand(term, op.shape(x)), size)
+                dx = spread if dx is None else op.Add(dx, spread)
+    return dx if dx is None else _cast_to(op, dx, x), dscale, dbias
+
+
+def _cast_to(op, value, like):
+    kind = op.dtype(like)
+    return value if op.dtype(value) == kind else op.Cast(value, to=kind.value)
+
+
+@gradient("BatchNormalization")
+def batch_normalization(op, node, dy, drunning_mean=None, drunning_var=None):
+    """y = x̂·scale + bias, one mean and variance for each channel (axis 1)
+
+    Training: they are the batch's own, so dx as above; running statistics are
+    momentum·input + (1 − momentum)·batch. Otherwise they are inputs:
+    dx = r·g,  dmean = −Σ r·g,  dvar = −½·Σ g·x̂·r².
+    """
+    x, scale, bias, mean, var = node.inputs
+    rank = op.rank(x)
+    axes = [axis for axis in range(rank) if axis != 1]
+    epsilon = node.attributes.get_float("epsilon", 1e-5)
+
+    def channel(value):
+        value = _cast_to(op, value, x)
+        return op.Unsqueeze(value, list(range(1, rank - 1))) if rank > 2 else value
+
+    def per_channel(value, like):
+        return _cast_to(op, op.ReduceSum(value, axes, keepdims=0), like)
+
+    if not node.attributes.get_int("training_mode", 0):
+        r = op.Reciprocal(op.Sqrt(op.Add(var, epsilon)))
+        dbias = per_channel(dy, bias)
+        dx = op.Mul(dy, channel(op.Mul(_cast_to(op, scale, var), r)))
+        if not any(op.wanted(value) for value in (scale, mean, var)):
+            return dx, None, dbias
+        x_hat = op.Mul(op.Sub(x, channel(mean)), channel(r))
+        dscale = per_channel(op.Mul(dy, x_hat), scale)
+        weight = op.Mul(_cast_to(op, scale, var), r)
+        dmean = op.Neg(op.Mul(_cast_to(op, dbias, var), weight))
+        dvar = op.Mul(op.Mul(op.Mul(_cast_to(op, dscale, var), weight), r), -0.5)
+        return dx, dscale, dbias, dmean, dvar
+
+    batch_mean = op.ReduceMean(x, axes, keepdims=1)
+    centred = op.Sub(x, batch_mean)
+    variance = op.ReduceMean(op.Mul(centred, centred), axes, keepdims=1)
+    r = op.Reciprocal(op.Sqrt(op.Add(variance, epsilon)))
+    count = _count(op, x, axes)
+    dx = dscale = dbias = None
+    if dy is not None:
+        sum_dy = op.ReduceSum(dy, axes, keepdims=1)
+        sum_dyx = op.ReduceSum(op.Mul(dy, centred), axes, keepdims=1)
+        # dx = κ·dy − x·a − b with one κ, a, b for each channel
+        kappa = op.Mul(channel(scale), r)
+        slope = op.Div(op.Mul(op.Mul(kappa, op.Mul(r, r)), sum_dyx), count)
+        offset = op.Div(op.Mul(kappa, sum_dy), count)
+        dx = op.Sub(op.Mul(dy, kappa), op.Add(op.Mul(centred, slope), offset))
+        dscale = _cast_to(op, op.Reshape(op.Mul(sum_dyx, r), [-1]), scale)
+        dbias = _cast_to(op, op.Reshape(sum_dy, [-1]), bias)
+    dmean = dvar = None
+    momentum = node.attributes.get_float("momentum", 0.9)
+    if drunning_mean is not None:
+        dmean = op.Mul(drunning_mean, momentum)
+        term = op.Expand(channel(op.Mul(drunning_mean, 1 - momentum)), op.shape(x))
+        term = op.Div(term, count)
+        dx = term if dx is None else op.Add(dx, term)
+    if drunning_var is not None:
+        dvar = op.Mul(drunning_var, momentum)
+        term = op.Div(op.Mul(centred, channel(op.Mul(drunning_var, 2 * (1 - momentum)))), count)
+        dx = term if dx is None else op.Add(dx, term)
+    return dx, dscale, dbias, dmean, dvar
+
+
+def _count(op, x, axes):
+    """How many elements some axes hold, as a scalar of x's type."""
+    dims = [op.static_dim(x, axis) for axis in axes]
+    if all(dim is not None for dim in dims):
+        return op.constant_like(float(np.prod([dim or 0 for dim in dims])), x)
+    shape = op.Gather(op.Shape(x), axes, axis=0)
+    return op.CastLike(op.ReduceProd(shape, keepdims=0), x)
+
+
+@gradient("InstanceNormalization")
+def instance_normalization(op, node, dy):
+    """y = x̂·scale + bias, one mean and variance for each image's channel"""
+    x, scale, _ = node.inputs
+    rank = op.rank(x)
+    space = list(range(2, rank))
+    epsilon = node.attributes.get_float("epsilon", 1e-5)
+    x_hat, r = _standardized(op, x, space, epsilon=epsilon)
+    dx = _through_statistics(op, op.Mul(dy, op.Unsqueeze(scale, list(range(1, rank - 1)))), x_hat, r, space)
+    return (
+        dx,
+        op.ReduceSum(op.Mul(dy, x_hat), [0, *space], keepdims=0),
+        op.ReduceSum(dy, [0, *space], keepdims=0),
+    )
+
+
+@gradient("GroupNormalization")
+def group_normalization(op, node, dy):
+    """y = x̂·scale + bias, one mean and variance for each image's group of channels"""
+    x, scale, bias = node.inputs
+    rank = op.rank(x)
+    stash = ir.DataType(node.attributes.get_int("stash_type", 1))
+    groups = node.attributes.get_int("num_groups", 1)
+    epsilon = node.attributes.get_float("epsilon", 1e-5)
+    precise = stash if op.dtype(x) in (ir.DataType.FLOAT16, ir.DataType.BFLOAT16) else op.dtype(x)
+
+    def cast(value):
+        return value if op.dtype(value) == precise else op.Cast(value, to=precise.value)
+
+    space = list(range(2, rank))
+    grouped = op.constant(np.asarray([0, groups, -1], np.int64))
+    x_hat, r = _standardized(op, op.Reshape(cast(x), grouped), [2], epsilon=epsilon)
+    weight = op.Unsqueeze(cast(scale), list(range(1, rank - 1))) if space else cast(scale)
+    g = op.Reshape(op.Mul(cast(dy), weight), grouped)
+    dx = op.Reshape(_through_statistics(op, g, x_hat, r, [2]), op.shape(x))
+    dyx = op.Mul(cast(dy), op.Reshape(x_hat, op.shape(x)))
+    return (
+        _cast_to(op, dx, x),
+        _cast_to(op, op.ReduceSum(dyx, [0, *space], keepdims=0), scale),
+        _cast_to(op, op.ReduceSum(cast(dy), [0, *space], keepdims=0), bias),
+    )
+
+
+@gradient("LpNormalization")
+def lp_normalization(op, node, dy):
+    """y = x/‖x‖ₚ   ⇒   dx = (dy − u·Σ dy·y)/‖x‖ₚ,  u = y for p = 2, sign(x) for p = 1; 0 where ‖x‖ is"""
+    x, y = node.inputs[0], node.outputs[0]
+    axis = node.attributes.get_int("axis", -1)
+    first = node.attributes.get_int("p", 2) == 1
+    norm = (op.ReduceL1 if first else op.ReduceL2)(x, [axis], keepdims=1)
+    inverse = op.Where(op.Equal(norm, 0.0), op.constant_like(0.0, x), op.Reciprocal(norm))
+    inner = op.ReduceSum(op.Mul(dy, y), [axis], keepdims=1)
+    return op.Mul(op.Sub(dy, op.Mul(op.Sign(x) if first else y, inner)), inverse)
+
+
+@gradient("MeanVarianceNormalization")
+def mean_variance_normalization(op, node, dy):
+    """y = (x − mean)/s, s = σ + 10⁻⁹   ⇒   dx = (dy − mean(dy) − y·mean(dy·y)·s/σ)/s"""
+    x, y = node.inputs[0], node.outputs[0]
+    axes = list(node.attributes.get_ints("axes", [0, 2, 3]))
+    centred = op.Sub(x, op.ReduceMean(x, axes, keepdims=1))
+    sigma = op.Sqrt(op.ReduceMean(op.Mul(centred, centred), axes, keepdims=1))
+    s = op.Add(sigma, 1e-9)
+    ratio = op.Where(op.Equal(sigma, 0.0), op.constant_like(1.0, x), op.Div(s, sigma))
+    inner = op.Mul(op.ReduceMean(op.Mul(dy, y), axes, keepdims=1), ratio)
+    mean_dy = op.ReduceMean(dy, axes, keepdims=1)
+    return op.Div(op.Sub(op.Sub(dy, mean_dy), op.Mul(y, inner)), s)
+
+
+@gradient("LRN")
+def lrn(op, node, dy):
+    """y = x·d^−β, d = k + α/n·Σ x² over n channels   ⇒   dx = dy·d^−β − 2αβ/n·x·Σ′ dy·x·d^(−β−1)
+
+    Σ′ runs over the channels whose window holds this one.
+    """
+    x = node.inputs[0]
+    size = node.attributes.get_int("size", 1)
+    alpha, beta = node.attributes.get_float("alpha", 1e-4), node.attributes.get_float("beta", 0.75)
+    before, after = (size - 1) // 2, size - 1 - (size - 1) // 2
+
+    def mean_over_window(value, low, high):
+        """The mean over `size` channels, those outside being 0."""
+        pooled = op.AveragePool(
+            op.Unsqueeze(op.Reshape(value, [0, 0, -1]), [1]),
+            kernel_shape=[size, 1],
+            pads=[low, 0, high, 0],
+            count_include_pad=1,
+        )
+        return op.Reshape(pooled, op.shape(x))
+
+    d = op.Add(
+        op.Mul(mean_over_window(op.Mul(x, x), before, after), alpha), node.attributes.get_float("bias", 1.0)
+    )
+    scaled = op.Mul(dy, op.Pow(d, -beta))
+    spread = mean_over_window(op.Div(op.Mul(scaled, x), d), after, before)
+    return op.Sub(scaled, op.Mul(op.Mul(x, spread), 2 * alpha * beta))
