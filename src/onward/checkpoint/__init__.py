@@ -1,0 +1,33 @@
+"""Checkpoints: what they hold (`state`), their bytes (`codec`, SPEC.md), files (`store`), interchange."""
+
+from onward.checkpoint.codec import UnsealedCheckpointWarning, decode, encode
+from onward.checkpoint.interchange import from_safetensors, to_safetensors
+from onward.checkpoint.state import CheckpointData, NominalTensor, OptimizerGroup, check_property
+from onward.checkpoint.store import (
+    Latest,
+    SkippedCheckpointWarning,
+    load,
+    load_latest,
+    rotate,
+    save,
+    save_step,
+)
+
+__all__ = [
+    "CheckpointData",
+    "Latest",
+    "NominalTensor",
+    "OptimizerGroup",
+    "SkippedCheckpointWarning",
+    "UnsealedCheckpointWarning",
+    "check_property",
+    "decode",
+    "encode",
+    "from_safetensors",
+    "load",
+    "load_latest",
+    "rotate",
+    "save",
+    "save_step",
+    "to_safetensors",
+]

@@ -1,0 +1,232 @@
+"""Replace a file by another one as a whole: after any crash there is the old file or the new one.
+
+The new content goes to a temporary file beside the target, is flushed to the disk, read again and checked by
+the caller, and only then takes the target's name. Knows files and system calls, nothing of checkpoints but
+their error. Temporaries that a killed process left behind are removed by the next save to the same name;
+those of a living one are locked and stay.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import stat
+from collections.abc import Callable, Iterator
+from hashlib import sha256
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+
+from onward.checkpoint.seal import Writable
+from onward.errors import CheckpointError
+
+try:
+    import fcntl
+except ImportError:  # Windows: an open file cannot be removed there, which does what the lock does elsewhere
+    fcntl = None
+
+__all__ = [
+    "NOT_COMMITTED",
+    "UNCERTAIN",
+    "open_regular",
+    "read_all",
+    "read_into",
+    "replace_file",
+    "temporary_name",
+]
+
+NOT_COMMITTED = "not committed, the old one is kept"
+UNCERTAIN = "committed, durability uncertain"
+_SUFFIX = ".onward-tmp"
+_CHUNK = 4 << 20
+
+
+def replace_file(
+    path: str | os.PathLike[str],
+    write: Callable[[Writable], object],
+    *,
+    check: Callable[[Path], None],
+    before_commit: Callable[[Path], None] | None = None,
+) -> Path:
+    """Save what `write` produces under `path`, atomically, and return the real path.
+
+    `check` gets the temporary file after it was flushed and raises if it is not good. `before_commit` gets
+    the real path and runs last before the new file takes its name. A failure raises `CheckpointError` whose
+    text says "not committed, the old one is kept" or "committed, durability uncertain".
+    """
+    path = Path(path)
+    target = Path(os.path.realpath(path))
+    try:
+        mode = _replaceable(target)
+        _sweep(target)
+        with _temporary(target) as (file, temporary):
+            write(_Unbuffered(file.fileno()))
+            if mode is not None and hasattr(os, "fchmod"):
+                os.fchmod(file.fileno(), mode)
+            os.fsync(file.fileno())
+            check(temporary)
+            if before_commit is not None:
+                before_commit(target)
+            if os.name == "nt":
+                file.close()
+            os.replace(temporary, target)
+    except OSError as error:
+        raise CheckpointError(path, f"{NOT_COMMITTED}: {error.strerror or error}") from error
+    except CheckpointError as error:
+        raise CheckpointError(
+            path, f"{NOT_COMMITTED}: {error.reason}", field=error.field, offset=error.offset
+        ) from error
+    try:
+        _sync_directory(target.parent)
+    except OSError as error:
+        raise CheckpointError(path, f"{UNCERTAIN}: {error.strerror or error}") from error
+    return target
+
+
+def _sync_directory(directory: Path) -> None:
+    """Flush a directory's entries to the disk, where the system can (not on Windows)."""
+    if os.name == "nt":
+        return
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def open_regular(path: str | os.PathLike[str], *, follow: bool = True) -> Iterator[IO[bytes]]:
+    """Open a regular file to read it without a buffer; never waits on a pipe and never reads a device."""
+    flags = os.O_RDONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_NONBLOCK", 0)
+    if not follow:
+        flags |= getattr(os, "O_NOFOLLOW", 0)
+        if os.path.islink(path):
+            raise OSError("it is a symbolic link")
+    with open(os.open(path, flags), "rb", buffering=0) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError("it is not a regular file")
+        yield file
+
+
+def read_all(file: IO[bytes], size: int) -> np.ndarray:
+    """Return the next `size` bytes of a file as an array."""
+    buffer = np.empty(size, np.uint8)
+    view = buffer.data
+    position = 0
+    while position < size:
+        position += read_into(file, view[position : position + _CHUNK])
+    return buffer
+
+
+def read_into(file: IO[bytes], view: memoryview) -> int:
+    """Read some bytes, at least one, into a buffer and return how many."""
+    count = file.readinto(view)  # type: ignore[attr-defined]
+    if not count:
+        raise OSError("the file became shorter while it was read")
+    return count
+
+
+class _Unbuffered:
+    """Writes everything it is given, however little the system takes at once."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    def write(self, data: memoryview | bytes) -> None:
+        view = memoryview(data)
+        while view:
+            view = view[os.write(self._descriptor, view) :]
+
+
+def temporary_name(target: Path) -> Path:
+    """Return a new name beside the target that later saves to it recognise as left over."""
+    return target.parent / f"{_prefix(target)}{secrets.token_hex(8)}{_SUFFIX}"
+
+
+def _replaceable(target: Path) -> int | None:
+    """Return the permissions of the file to be replaced, None if there is none; refuse other kinds."""
+    try:
+        found = os.stat(target)
+    except FileNotFoundError:
+        return None
+    if not stat.S_ISREG(found.st_mode):
+        raise OSError("there is something that is not a regular file")
+    return stat.S_IMODE(found.st_mode)
+
+
+def _prefix(target: Path) -> str:
+    """Return how the names of a target's temporaries begin; long names are hashed to stay within limits."""
+    name = target.name
+    if len(os.fsencode(name)) > 200:
+        name = sha256(os.fsencode(name)).hexdigest()
+    return f".{name}."
+
+
+@contextlib.contextmanager
+def _temporary(target: Path) -> Iterator[tuple[IO[bytes], Path]]:
+    """Create and lock a file beside the target; it is removed unless it was renamed."""
+    file, path = _create(target)
+    try:
+        yield file, path
+    except BaseException:
+        with contextlib.suppress(OSError):
+            file.close()
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+        raise
+    with contextlib.suppress(OSError):  # everything was flushed before
+        file.close()
+
+
+def _create(target: Path) -> tuple[IO[bytes], Path]:
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0) | getattr(os, "O_NOFOLLOW", 0)
+    for _ in range(100):
+        path = temporary_name(target)
+        descriptor = os.open(path, flags, 0o600)
+        # Another save's sweep may have come between creation and lock: then the file is gone, try again.
+        if _lock(descriptor) is not False and (os.name == "nt" or os.fstat(descriptor).st_nlink):
+            return open(descriptor, "r+b", buffering=0), path
+        os.close(descriptor)
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+    raise OSError("no temporary file could be created")
+
+
+def _lock(descriptor: int) -> bool | None:
+    """Return whether this process now holds the file's lock; None if there are no locks here."""
+    if fcntl is None:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+    return True
+
+
+def _sweep(target: Path) -> None:
+    """Remove temporaries of this target that no living process holds; never fails."""
+    prefix = _prefix(target)
+    try:
+        names = [
+            name for name in os.listdir(target.parent) if name.startswith(prefix) and name.endswith(_SUFFIX)
+        ]
+    except OSError:
+        return
+    for name in names:
+        path = target.parent / name
+        with contextlib.suppress(OSError):
+            if len(name) != len(prefix) + 16 + len(_SUFFIX):
+                continue
+            if fcntl is None:
+                os.unlink(path)
+                continue
+            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+            try:
+                if _lock(descriptor):
+                    os.unlink(path)
+            finally:
+                os.close(descriptor)

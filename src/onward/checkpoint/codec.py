@@ -1,0 +1,270 @@
+"""Checkpoint data to bytes and back, in the layout that SPEC.md describes.
+
+The writer builds the small FlatBuffer of names and shapes in memory and streams the arrays behind it, so it
+needs no second copy of the parameters. The reader returns views over bytes that `verify` has accepted.
+Knows nothing about files: `store` does.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Iterable
+from math import prod
+
+import numpy as np
+
+from onward.checkpoint import reserved, seal, state
+from onward.checkpoint.building import ALIGNMENT, Entry, Group, Plan, build_metadata
+from onward.checkpoint.dtypes import dtype_of
+from onward.checkpoint.state import CheckpointData, NominalTensor, OptimizerGroup, PropertyValue
+from onward.checkpoint.verify import Layout, TensorRecord, verify, verify_external
+from onward.errors import CheckpointError
+
+__all__ = [
+    "EXTERNAL_THRESHOLD",
+    "UnsealedCheckpointWarning",
+    "arrays",
+    "decode",
+    "encode",
+    "layout_of",
+    "little_endian_bytes",
+    "native_array",
+    "open_layout",
+]
+
+EXTERNAL_THRESHOLD = 1800 << 20
+_EXTERNAL_MINIMUM = 64  # smaller tensors stay inside, as in the original
+_LIMIT = 2**31 - 4096  # FlatBuffer offsets are 32 bits; readers in C++ refuse from 2 GiB
+
+
+class UnsealedCheckpointWarning(UserWarning):
+    """A checkpoint without integrity trailer was loaded: its structure was checked, its values cannot be."""
+
+
+def encode(
+    data: CheckpointData, stream: seal.Writable, *, external_threshold: int = EXTERNAL_THRESHOLD
+) -> bytes:
+    """Write `data` to a binary stream, trailer included, and return its sha256; equal data gives equal bytes.
+
+    Tensors go behind the FlatBuffer when they are larger than `external_threshold` bytes together. Raises
+    `TypeError` or `ValueError`, before the first byte, for data that a checkpoint cannot hold.
+
+    >>> import io
+    >>> stream = io.BytesIO()
+    >>> digest = encode(CheckpointData(trainable={"w": np.ones(2, np.float32)}), stream)
+    >>> decode(stream.getvalue()).trainable["w"]
+    array([1., 1.], dtype=float32)
+    """
+    state.check(data)
+    plan = _place(_plan(data), external_threshold)
+    properties = _all_properties(data)
+    metadata = build_metadata(plan, properties, external_base=0)
+    if plan.external_size:
+        # The offsets are fixed-width, so the second build has the length of the first.
+        metadata = build_metadata(plan, properties, external_base=len(metadata) + plan.inline_size)
+    if len(metadata) + plan.inline_size > _LIMIT:
+        raise ValueError(
+            f"{len(metadata) + plan.inline_size} bytes of names, shapes and small tensors do not fit into "
+            "one checkpoint; save fewer parameters together or lower external_threshold"
+        )
+    out = seal.HashingWriter(stream)
+    out.write(metadata)
+    _write_region(out, (e for e in plan.parameters() + plan.state() if not e.external), prefixed=True)
+    _pad_to(out, len(metadata) + plan.inline_size)
+    _write_region(out, (e for e in plan.parameters() + plan.state() if e.external), prefixed=False)
+    return out.seal()
+
+
+def decode(
+    buffer: bytes | bytearray | memoryview,
+    *,
+    path: str = "<bytes>",
+    data: memoryview | None = None,
+) -> CheckpointData:
+    """Return the content of a checkpoint's bytes; arrays are read-only views over them where aligned.
+
+    `data` is the content of the second file that the original writes for large models. Everything is verified
+    before it is used; anything wrong raises `CheckpointError`. `path` is for messages.
+    """
+    payload, layout = open_layout(memoryview(buffer).cast("B"), path=path)
+    if layout.data_beside:
+        if data is None:
+            raise CheckpointError(
+                path, "its values are in a second file, which was not given", field="external data"
+            )
+        verify_external(layout, len(data), path=path)
+    return arrays(layout, payload, data, path=path)
+
+
+def open_layout(buffer: memoryview, *, path: str) -> tuple[memoryview, Layout]:
+    """Check trailer and structure; return the payload and its layout. Warns if there is no trailer."""
+    sealed = seal.unseal(buffer, path=path)
+    layout = layout_of(buffer, sealed=sealed, path=path)
+    if not sealed:
+        warnings.warn(
+            f"checkpoint '{path}' has no checksum (Onward did not write it): its structure is sound, "
+            "but damaged values would go unnoticed; save it again with Onward to protect it",
+            UnsealedCheckpointWarning,
+            stacklevel=3,
+        )
+    return buffer[: len(buffer) - seal.TRAILER_SIZE] if sealed else buffer, layout
+
+
+def layout_of(buffer: memoryview, *, sealed: bool, path: str) -> Layout:
+    """Verify the structure of a checkpoint whose trailer, if it is `sealed`, has been checked."""
+    payload = buffer[: len(buffer) - seal.TRAILER_SIZE] if sealed else buffer
+    flags = seal.block_flags(payload, path=path) or 0
+    return verify(payload, path=path, data_in_file=bool(flags & seal.DATA_IN_FILE))
+
+
+def arrays(layout: Layout, payload: memoryview, data: memoryview | None, *, path: str) -> CheckpointData:
+    """Return checkpoint data whose arrays view the verified bytes."""
+
+    def tensor(record: TensorRecord) -> np.ndarray:
+        source = data if record.external and data is not None else payload
+        return native_array(source, record.start, code=record.code, dims=record.dims)
+
+    result = CheckpointData(nominal=layout.nominal)
+    for records, tensors in ((layout.trainable, result.trainable), (layout.frozen, result.frozen)):
+        for record in records:
+            tensors[record.name] = NominalTensor(record.code) if layout.nominal else tensor(record)
+    for group in layout.groups:
+        slots = {name: {r.name: tensor(r) for r in records} for name, records in group.slots.items()}
+        if group.name == reserved.ACCUMULATION_GROUP:
+            for name, found in slots.items():
+                if list(found) != [reserved.ACCUMULATION_SLOT]:
+                    raise CheckpointError(
+                        path, f"accumulated gradient of '{name}' is malformed", field=group.name
+                    )
+                result.accumulation[name] = found[reserved.ACCUMULATION_SLOT]
+        else:
+            result.optimizer.append(
+                OptimizerGroup(group.name, group.step, group.initial_learning_rate, slots)
+            )
+    _split_properties(layout.properties, result, path)
+    return result
+
+
+def _split_properties(properties: dict[str, PropertyValue], result: CheckpointData, path: str) -> None:
+    for name, value in properties.items():
+        if name.startswith(reserved.EXTRA_PREFIX):
+            try:
+                result.extras[name.removeprefix(reserved.EXTRA_PREFIX)] = reserved.parse_extra(str(value))
+            except ValueError as error:
+                raise CheckpointError(path, f"property '{name}' is malformed: {error}", field=name) from None
+        elif name.startswith(reserved.PREFIX):
+            raise CheckpointError(
+                path,
+                f"property '{name}' is unknown: a newer Onward wrote this file; update to read it",
+                field=name,
+            )
+        else:
+            result.properties[name] = value
+
+
+def native_array(source: memoryview, start: int, *, code: int, dims: tuple[int, ...]) -> np.ndarray:
+    """Return a read-only array over little-endian bytes that were checked; copied only if unaligned."""
+    dtype = dtype_of(code)
+    if 0 in dims:
+        values = np.zeros(dims, dtype)
+    else:
+        raw = np.frombuffer(source, np.uint8, count=prod(dims) * dtype.itemsize, offset=start)
+        values = raw.view(dtype).reshape(dims)
+        if sys.byteorder == "big" and dtype.itemsize > 1:
+            values = values.byteswap()
+        if not values.flags.aligned:
+            values = values.copy()
+    values.flags.writeable = False
+    return values
+
+
+def _all_properties(data: CheckpointData) -> dict[str, PropertyValue]:
+    properties: dict[str, PropertyValue] = {}
+    for name, value in data.properties.items():
+        if name.startswith(reserved.PREFIX):
+            raise ValueError(f"property '{name}': names that start with '{reserved.PREFIX}' are reserved")
+        properties[name] = state.check_property(name, value)
+    for name, value in data.extras.items():
+        properties[reserved.EXTRA_PREFIX + name] = reserved.spell_extra(value)
+    return properties
+
+
+def _plan(data: CheckpointData) -> Plan:
+    groups = []
+    for group in data.optimizer:
+        if group.name.startswith(reserved.PREFIX):
+            raise ValueError(
+                f"optimizer group '{group.name}': names that start with '{reserved.PREFIX}' are reserved"
+            )
+        slots = [
+            (parameter, [Entry(slot, array) for slot, array in found.items()])
+            for parameter, found in group.slots.items()
+        ]
+        groups.append(Group(group.name, group.step, group.initial_learning_rate, slots))
+    if data.accumulation:
+        buffers = [
+            (name, [Entry(reserved.ACCUMULATION_SLOT, array)]) for name, array in data.accumulation.items()
+        ]
+        groups.append(Group(reserved.ACCUMULATION_GROUP, 0, 0.0, buffers))
+    return Plan(
+        [Entry(name, tensor) for name, tensor in data.trainable.items()],
+        [Entry(name, tensor) for name, tensor in data.frozen.items()],
+        groups,
+        nominal=data.nominal,
+    )
+
+
+def _place(plan: Plan, threshold: int) -> Plan:
+    """Choose each tensor's place: inside; else parameters outside; else optimizer state outside as well."""
+    for candidates in (plan.parameters(), plan.state()):
+        if sum(entry.nbytes for entry in plan.parameters() + plan.state() if not entry.external) <= threshold:
+            break
+        for entry in candidates:
+            entry.external = entry.nbytes >= _EXTERNAL_MINIMUM
+    inline = external = 0
+    for entry in plan.parameters() + plan.state():
+        if isinstance(entry.tensor, NominalTensor):
+            continue
+        if entry.external:
+            entry.offset = _round_up(external, ALIGNMENT)
+            external = entry.offset + entry.nbytes
+        else:
+            # Four bytes in front hold the vector's length, so the first offset is never 0.
+            entry.offset = _round_up(inline + 4, ALIGNMENT if entry.nbytes >= ALIGNMENT else 8)
+            inline = entry.offset + entry.nbytes
+    plan.inline_size = _round_up(inline, ALIGNMENT)
+    plan.external_size = external
+    return plan
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def _write_region(out: seal.HashingWriter, entries: Iterable[Entry], *, prefixed: bool) -> None:
+    """Write tensors at their offsets from here, each after its length if `prefixed`."""
+    base = out.length
+    for entry in entries:
+        if isinstance(entry.tensor, NominalTensor):
+            continue
+        if prefixed:
+            _pad_to(out, base + entry.offset - 4)
+            out.write(entry.nbytes.to_bytes(4, "little"))
+        else:
+            _pad_to(out, base + entry.offset)
+        out.write(little_endian_bytes(entry.tensor))
+
+
+def _pad_to(out: seal.HashingWriter, position: int) -> None:
+    out.write(bytes(position - out.length))
+
+
+def little_endian_bytes(tensor: np.ndarray) -> memoryview:
+    """Return a contiguous array's own bytes; only other layouts and byte orders are copied."""
+    flat = np.ascontiguousarray(tensor).reshape(-1)
+    if not flat.dtype.isnative:
+        flat = flat.astype(flat.dtype.newbyteorder("="))
+    if sys.byteorder == "big" and flat.dtype.itemsize > 1:
+        flat = flat.byteswap()
+    return flat.view(np.uint8).data

@@ -1,0 +1,158 @@
+"""What Onward puts around the FlatBuffer: a block after the file identifier and a trailer at the end.
+
+The trailer (magic, payload length, sha256 of everything before the digest) finds accidents: bit rot,
+truncation, half copies. It does not find forgery: who can change the payload can also recompute the digest.
+
+The block says that the trailer must be there, so that cutting it off is noticed, and where large tensors are.
+FlatBuffers readers step over it. It is not a property, because the original runtime copies properties into
+the files that it saves itself, and those have no trailer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from typing import Protocol
+
+from onward.errors import CheckpointError
+
+__all__ = [
+    "BLOCK_SIZE",
+    "DATA_IN_FILE",
+    "DIGEST_SIZE",
+    "MAGIC",
+    "TRAILER_SIZE",
+    "HashingWriter",
+    "Writable",
+    "add_block",
+    "block_flags",
+    "check_digest",
+    "check_length",
+    "unseal",
+]
+
+BLOCK_SIZE = 64  # keeps the alignment of everything behind it
+TRAILER_SIZE = 48
+DIGEST_SIZE = 32
+MAGIC = b"ONWDSEAL"
+DATA_IN_FILE = 1
+_BLOCK_MAGIC = b"ONWDHEAD"
+_BLOCK_VERSION = 1
+_BLOCK = struct.Struct("<8sII")
+_BLOCK_START = 8  # behind the root offset and the file identifier
+_TRAILER_HEAD = struct.Struct("<8sQ")
+
+_CHUNK = 4 << 20
+
+
+class Writable(Protocol):
+    """Anything with a `write` that takes all the bytes it is given."""
+
+    def write(self, data: memoryview | bytes, /) -> object: ...
+
+
+class HashingWriter:
+    """Passes bytes on to a stream in bounded pieces while it counts and hashes them."""
+
+    def __init__(self, stream: Writable) -> None:
+        self._stream = stream
+        self._sha = hashlib.sha256()
+        self.length = 0
+
+    def write(self, data: memoryview | bytes) -> None:
+        """Write all of `data`."""
+        view = memoryview(data)
+        for start in range(0, len(view), _CHUNK):
+            piece = view[start : start + _CHUNK]
+            self._sha.update(piece)
+            self._stream.write(piece)
+        self.length += len(view)
+
+    def digest(self) -> bytes:
+        """Return the sha256 of what was written so far."""
+        return self._sha.digest()
+
+    def seal(self) -> bytes:
+        """Write the trailer, which nothing may follow, and return its digest."""
+        head = _TRAILER_HEAD.pack(MAGIC, self.length)
+        self._sha.update(head)
+        digest = self._sha.digest()
+        self._stream.write(head + digest)
+        return digest
+
+
+def add_block(flatbuffer: bytes, *, data_in_file: bool) -> bytes:
+    """Return a finished FlatBuffer with Onward's block between its identifier and the rest."""
+    # Every offset but the root's is relative to its own place and moves along with its target.
+    root = int.from_bytes(flatbuffer[:4], "little") + BLOCK_SIZE
+    block = _BLOCK.pack(_BLOCK_MAGIC, _BLOCK_VERSION, DATA_IN_FILE if data_in_file else 0)
+    return b"".join(
+        (
+            root.to_bytes(4, "little"),
+            flatbuffer[4:8],
+            block.ljust(BLOCK_SIZE, b"\0"),
+            flatbuffer[_BLOCK_START:],
+        )
+    )
+
+
+def block_flags(payload: memoryview, *, path: str) -> int | None:
+    """Return the flags of Onward's block, None if the file has none."""
+    if len(payload) < _BLOCK_START + BLOCK_SIZE:
+        return None
+    magic, version, flags = _BLOCK.unpack_from(payload, _BLOCK_START)
+    if magic != _BLOCK_MAGIC:
+        return None
+    if version != _BLOCK_VERSION or flags & ~DATA_IN_FILE:
+        raise CheckpointError(
+            path,
+            f"written by a newer Onward (block version {version}, flags {flags:#x}); update to read it",
+            field="block",
+            offset=_BLOCK_START + len(_BLOCK_MAGIC),
+        )
+    return flags
+
+
+def check_length(tail: bytes | memoryview, size: int, *, path: str, required: bool = True) -> bool:
+    """Check the head of the last 48 bytes of a file of `size` bytes; return whether there is a trailer."""
+    end = size - TRAILER_SIZE
+    magic, length = _TRAILER_HEAD.unpack_from(tail) if end >= 0 else (b"", 0)
+    if magic != MAGIC:
+        if required:
+            raise CheckpointError(
+                path, "the file is damaged: its trailer is missing", field="trailer", offset=size
+            )
+        return False
+    if length != end:
+        raise CheckpointError(
+            path,
+            f"the file is damaged: its trailer says {length} bytes, there are {end}",
+            field="trailer.length",
+            offset=end + len(MAGIC),
+        )
+    return True
+
+
+def check_digest(found: bytes, expected: bytes, size: int, *, path: str) -> None:
+    """Raise unless the digest that was computed is the one in the trailer."""
+    if found != expected:
+        raise CheckpointError(
+            path,
+            "the file is damaged: its content does not match its checksum",
+            field="trailer.sha256",
+            offset=size - DIGEST_SIZE,
+        )
+
+
+def unseal(buffer: memoryview, *, path: str) -> bool:
+    """Return whether there is a trailer, after checking it; raise if it is wrong or missing but promised."""
+    promised = block_flags(buffer, path=path) is not None
+    size = len(buffer)
+    if not check_length(buffer[max(size - TRAILER_SIZE, 0) :], size, path=path, required=promised):
+        return False
+    sha = hashlib.sha256()
+    hashed = size - DIGEST_SIZE
+    for start in range(0, hashed, _CHUNK):
+        sha.update(buffer[start : min(start + _CHUNK, hashed)])
+    check_digest(sha.digest(), bytes(buffer[hashed:]), size, path=path)
+    return True

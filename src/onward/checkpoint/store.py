@@ -1,0 +1,282 @@
+"""Checkpoints on disk: atomic save, retention and recovery.
+
+Knows the order of operations that keeps a good checkpoint at every moment. The bytes are `codec`'s, reading
+is `reading`'s, the replacement of one file is `atomic`'s.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import warnings
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from onward.checkpoint import codec, seal
+from onward.checkpoint.atomic import UNCERTAIN, open_regular, replace_file, temporary_name
+from onward.checkpoint.codec import EXTERNAL_THRESHOLD
+from onward.checkpoint.reading import check_file, data_path, load
+from onward.checkpoint.state import CheckpointData
+from onward.errors import CheckpointError
+
+__all__ = ["Latest", "SkippedCheckpointWarning", "load", "load_latest", "rotate", "save", "save_step"]
+
+_STEP = re.compile(r"checkpoint-(\d+)")
+_CHUNK = 4 << 20
+
+
+class SkippedCheckpointWarning(UserWarning):
+    """A damaged checkpoint was passed over for an older one, or could not be cleaned up."""
+
+
+@dataclass(slots=True)
+class Latest:
+    """The newest good checkpoint, where it was, and the errors of newer ones that were not good."""
+
+    data: CheckpointData
+    path: Path
+    skipped: list[CheckpointError] = field(default_factory=list)
+
+
+def save(
+    data: CheckpointData,
+    path: str | os.PathLike[str],
+    *,
+    keep: int = 1,
+    external_threshold: int = EXTERNAL_THRESHOLD,
+) -> None:
+    """Save a checkpoint so that, whatever happens, the old one or the new one is there and whole.
+
+    With `keep` above 1 the replaced file stays as `<path>.1`, the one before as `<path>.2` and so on; a file
+    that is damaged is replaced, not kept. Raises `CheckpointError` ("not committed, the old one is kept" or
+    "committed, durability uncertain"); `TypeError` or `ValueError` for data that no checkpoint can hold.
+
+    >>> import tempfile, numpy
+    >>> with tempfile.TemporaryDirectory() as directory:
+    ...     save(CheckpointData(trainable={"w": numpy.ones(2, "float32")}), directory + "/checkpoint")
+    ...     load(directory + "/checkpoint").trainable["w"].tolist()
+    [1.0, 1.0]
+    """
+    _check_keep(keep)
+    written: dict[str, bytes] = {}
+    kept: list[_Kept] = []
+
+    def write(stream: seal.Writable) -> None:
+        written["digest"] = codec.encode(data, stream, external_threshold=external_threshold)
+
+    def check(temporary: Path) -> None:
+        check_file(temporary, digest=written["digest"])
+
+    def hold(target: Path) -> None:
+        if keep > 1:
+            kept.extend(_hold_old(target))
+
+    try:
+        target = replace_file(path, write, check=check, before_commit=hold)
+    except BaseException:
+        for old in kept:
+            with contextlib.suppress(OSError):
+                os.unlink(old.path)
+        raise
+    try:
+        _shift(target, kept, keep)
+    except OSError as error:
+        raise CheckpointError(target, f"{UNCERTAIN}: older ones could not be kept: {error}") from error
+    _point_data_at(target)
+
+
+def save_step(
+    data: CheckpointData,
+    directory: str | os.PathLike[str],
+    *,
+    step: int,
+    keep: int = 2,
+    external_threshold: int = EXTERNAL_THRESHOLD,
+) -> Path:
+    """Save as `<directory>/checkpoint-<step>`, then remove all but the `keep` good ones of highest step.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as directory:
+    ...     for step in (10, 20, 30):
+    ...         path = save_step(CheckpointData(properties={"step": step}), directory, step=step)
+    ...     sorted(os.listdir(directory)), load_latest(directory).data.properties
+    (['checkpoint-000000000020', 'checkpoint-000000000030'], {'step': 30})
+    """
+    if step < 0:
+        raise ValueError(f"step must not be negative: {step}")
+    _check_keep(keep)
+    folder = Path(directory)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(folder, f"the directory cannot be made: {error.strerror or error}") from error
+    path = folder / f"checkpoint-{step:012d}"
+    save(data, path, external_threshold=external_threshold)
+    _remove_old(folder, keep, known_good=path)
+    return path
+
+
+def rotate(directory: str | os.PathLike[str], *, keep: int = 2) -> list[Path]:
+    """Remove step checkpoints older than the newest `keep` that verify; return what was removed.
+
+    Nothing is removed while fewer than `keep` verify, and no damaged one in front of them.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as directory:
+    ...     rotate(directory)
+    []
+    """
+    _check_keep(keep)
+    return _remove_old(Path(directory), keep, known_good=None)
+
+
+def load_latest(path: str | os.PathLike[str]) -> Latest:
+    """Load the newest checkpoint that verifies, and say (in the result and as warnings) what was skipped.
+
+    `path` is a directory of `save_step`, highest step first, or a file that `save` keeps older versions of.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as directory:
+    ...     _ = save_step(CheckpointData(), directory, step=7)
+    ...     load_latest(directory).path.name
+    'checkpoint-000000000007'
+    """
+    skipped: list[CheckpointError] = []
+    candidates = _steps(Path(path)) if os.path.isdir(path) else _versions(Path(path))
+    for candidate in candidates:
+        try:
+            data = load(candidate)
+        except CheckpointError as error:
+            skipped.append(error)
+            continue
+        for error in skipped:
+            warnings.warn(f"skipped: {error}", SkippedCheckpointWarning, stacklevel=2)
+        return Latest(data, candidate, skipped)
+    found = "; ".join(f"{os.path.basename(error.path)}: {error.reason}" for error in skipped)
+    raise CheckpointError(
+        os.fspath(path), f"no checkpoint verifies ({found})" if found else "no checkpoint is there"
+    )
+
+
+def _check_keep(keep: int) -> None:
+    if keep < 1:
+        raise ValueError(f"keep must be at least 1, not {keep}")
+
+
+@dataclass(slots=True)
+class _Kept:
+    """A second name for the file that is about to be replaced; `beside` if its values are in another file."""
+
+    path: Path
+    beside: bool
+
+
+def _hold_old(target: Path) -> list[_Kept]:
+    """Give the current file a second name, so that it outlives its replacement; damaged ones are let go."""
+    try:
+        layout, _ = check_file(target)
+    except CheckpointError:
+        return []
+    held = temporary_name(target)
+    try:
+        os.link(target, held)
+    except OSError:  # no hard links on this file system
+        _copy(target, held)
+    return [_Kept(held, layout.data_beside)]
+
+
+def _copy(source: Path, destination: Path) -> None:
+    def write(stream: seal.Writable) -> None:
+        with open_regular(source) as file:
+            while piece := file.read(_CHUNK):
+                stream.write(piece)
+
+    replace_file(destination, write, check=lambda temporary: None)
+
+
+def _shift(target: Path, kept: list[_Kept], keep: int) -> None:
+    """Move `<target>.1` to `.2` and so on, and the file that was replaced to `.1`; drop the rest."""
+    if not kept:
+        return
+    for number in range(keep - 1, 1, -1):
+        for suffix in ("", ".data"):
+            with contextlib.suppress(FileNotFoundError):
+                os.replace(f"{target}.{number - 1}{suffix}", f"{target}.{number}{suffix}")
+    for old in kept:
+        if old.beside:
+            os.replace(data_path(target), data_path(f"{target}.1"))
+        with contextlib.suppress(FileNotFoundError):  # another save may have swept it as a left-over
+            os.replace(old.path, f"{target}.1")
+    for version in _versions(target):
+        number = version.name.removeprefix(f"{target.name}.")
+        if number.isdecimal() and int(number) >= keep:
+            _remove(version)
+        elif version != target:
+            _point_data_at(version)
+
+
+def _point_data_at(target: Path) -> None:
+    """Let `<target>.data` name the file itself if large values are in it: the original looks for them there.
+
+    A convenience for the original only, so a file system without symbolic links is no error.
+    """
+    link = data_path(target)
+    with contextlib.suppress(OSError, CheckpointError):
+        with open_regular(target) as file:
+            flags = seal.block_flags(memoryview(file.read(8 + seal.BLOCK_SIZE)), path=str(target))
+        if flags is None:
+            return
+        ours = os.path.islink(link)
+        if not flags & seal.DATA_IN_FILE:
+            if ours:
+                os.unlink(link)
+        elif not ours or os.readlink(link) != target.name:
+            temporary = temporary_name(link)
+            os.symlink(target.name, temporary)
+            os.replace(temporary, link)
+
+
+def _steps(directory: Path) -> list[Path]:
+    """Return the step checkpoints of a directory, highest step first."""
+    try:
+        names = os.listdir(directory)
+    except OSError as error:
+        raise CheckpointError(directory, error.strerror or str(error)) from error
+    found = [(int(match[1]), name) for name in names if (match := _STEP.fullmatch(name))]
+    return [directory / name for _, name in sorted(found, reverse=True)]
+
+
+def _versions(path: Path) -> list[Path]:
+    """Return a file and the older versions that `save` kept of it, newest first."""
+    pattern = re.compile(re.escape(path.name) + r"\.(\d+)")
+    numbers = [int(match[1]) for name in os.listdir(path.parent) if (match := pattern.fullmatch(name))]
+    current = [path] if path.exists() else []
+    return current + [path.with_name(f"{path.name}.{number}") for number in sorted(numbers)]
+
+
+def _remove_old(directory: Path, keep: int, *, known_good: Path | None) -> list[Path]:
+    good = 0
+    removed = []
+    for path in _steps(directory):
+        if path == known_good:
+            good += 1
+        elif good >= keep:
+            _remove(path)
+            removed.append(path)
+        else:
+            with contextlib.suppress(CheckpointError):
+                check_file(path)
+                good += 1
+    return removed
+
+
+def _remove(path: Path) -> None:
+    try:
+        os.unlink(path)
+        if os.path.lexists(data_path(path)):
+            os.unlink(data_path(path))
+    except OSError as error:
+        warnings.warn(
+            f"an old checkpoint could not be removed: {error}", SkippedCheckpointWarning, stacklevel=3
+        )
