@@ -1,0 +1,37 @@
+"""Operators that stop the gradient: what they give is no real number, or does not depend on one smoothly.
+
+The ones next to which a family has rules (comparisons, ArgMax, Shape) are declared there.
+"""
+
+from __future__ import annotations
+
+from onward.autodiff.registry import no_gradient
+
+no_gradient("Constant", "ConstantOfShape", "EyeLike", because="of a shape only")
+no_gradient(
+    "BlackmanWindow",
+    "HammingWindow",
+    "HannWindow",
+    "MelWeightMatrix",
+    because="of sizes and frequencies only",
+)
+no_gradient(
+    "RandomNormal",
+    "RandomNormalLike",
+    "RandomUniform",
+    "RandomUniformLike",
+    "Bernoulli",
+    "Multinomial",
+    because="a random number is a constant of the step",
+)
+no_gradient("Hardmax", because="constant almost everywhere")
+no_gradient("NonMaxSuppression", because="indices of boxes")
+no_gradient("ImageDecoder", because="of bytes")
+no_gradient(
+    "RegexFullMatch",
+    "StringConcat",
+    "StringNormalizer",
+    "StringSplit",
+    "TfIdfVectorizer",
+    because="of strings or token numbers",
+)
