@@ -1,0 +1,373 @@
+"""Gradients of convolutions and of Col2Im.
+
+The gradients of a convolution have several formulations, equal in value and different in speed.
+`input_formulation` and `weight_formulation` choose by shape; nothing else knows of the choice.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import onnx_ir as ir
+
+from onward.autodiff.registry import gradient
+from onward.autodiff.rules.windows import (
+    Sizes,
+    Window,
+    calculate,
+    cut,
+    ints,
+    padded,
+    ranked,
+    reach,
+    spatial,
+    split_padding,
+    tap_slice,
+    window_of,
+)
+
+
+@gradient("Conv")
+def conv(op, node, dy):
+    """y = x ⋆ w + b   ⇒   dx = dy ∗ w (transposed),  dw = x ⋆ dy over batch and positions,  db = Σ dy"""
+    x, w, bias = (*node.inputs, None)[:3]
+    dy = ranked(dy, x)
+    window = window_of(op, node, x, kernel_of(op, node, w))
+    product = Product(x, w, dy, window, node.attributes.get_int("group", 1))
+    dx = input_gradient(op, product) if op.wanted(x) else None
+    dw = weight_gradient(op, product) if op.wanted(w) else None
+    return dx, dw, sum_channels(op, dy) if op.wanted(bias) else None
+
+
+@gradient("ConvTranspose")
+def conv_transpose(op, node, dy):
+    """y = x ∗ w + b, the transpose of ⋆   ⇒   dx = dy ⋆ w,  dw = dy ⋆ x over batch and positions,  db = Σ dy"""
+    x, w, bias = (*node.inputs, None)[:3]
+    dy = ranked(dy, x)
+    window = transposed_window(op, node, x, kernel_of(op, node, w))
+    group = node.attributes.get_int("group", 1)
+    dx = dw = None
+    if op.wanted(x):
+        pads = window.static_pads
+        source = dy if pads is not None else padded(op, dy, window.begin, window.end, axes=window.axes)
+        dx = op.Conv(source, w, **placement(window), pads=pads, group=group)
+        # Output padding of a whole stride and more gives windows that no input made.
+        if np.any(ints(node, "output_padding", [0]) >= window.strides) or has(node, "output_shape"):
+            dx = cut(op, dx, np.zeros_like(window.strides), spatial(op, x), axes=window.axes)
+    if op.wanted(w):
+        dw = weight_gradient(op, Product(dy, w, x, window, group))
+    return dx, dw, sum_channels(op, dy) if op.wanted(bias) else None
+
+
+@gradient("Col2Im")
+def col2im(op, node, dy):
+    """y adds up blocks of pixels   ⇒   dx[c, t, p] = dy[c, p·stride + t·dilation − pad]"""
+    x, image_shape, block_shape = node.inputs
+    size, block = known(op, image_shape), known(op, block_shape)
+    rank = op.rank(dy) - 2 if dy.shape is not None else op.static_dim(image_shape, 0)
+    strides, dilations = ints(node, "strides", [1] * rank), ints(node, "dilations", [1] * rank)
+    pads = ints(node, "pads", [0] * 2 * rank)
+    window = Window(block, strides, dilations, pads[:rank], pads[rank:])
+    total = calculate(op, "Add", size, pads[:rank] + pads[rank:])
+    free = calculate(op, "Sub", total, reach(op, block, dilations))
+    count = calculate(op, "Add", calculate(op, "Div", free, strides), 1)
+    columns = padded(op, dy, window.begin, window.end, axes=window.axes)
+    for axis in range(rank):
+        tap = count_up(op, block, axis, int(dilations[axis]))
+        place = count_up(op, count, axis, int(strides[axis]))
+        index = op.Add(op.Unsqueeze(tap, [1]), op.Unsqueeze(place, [0]))
+        columns = op.Gather(columns, index, axis=2 + 2 * axis)
+    order = [0, 1, *range(2, 2 + 2 * rank, 2), *range(3, 3 + 2 * rank, 2)]
+    return op.Reshape(op.Transpose(columns, perm=order), op.shape(x)), None, None
+
+
+# ---- the two products of a convolution ------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """A convolution y = x ⋆ w with the gradient dy of its result."""
+
+    x: ir.Value
+    w: ir.Value
+    dy: ir.Value
+    window: Window
+    group: int
+
+
+def input_formulation(op, product: Product) -> str:
+    """Which way to get dx: "transpose" (ConvTranspose) or "flip" (Conv with the kernel turned around).
+
+    Conv has faster kernels for depthwise weights and for a kernel of one; ConvTranspose for the rest, and
+    it needs no shape to be known. From measurements on the CPU provider.
+    """
+    window, pads = product.window, product.window.static_pads
+    outputs, inputs = op.static_dim(product.w, 0), op.static_dim(product.w, 1)
+    if window.static_kernel is None or pads is None or np.any(window.strides > 1):
+        return "transpose"
+    if np.any(mirrored_pads(window) < 0):
+        return "transpose"
+    depthwise = inputs == 1 and outputs == product.group
+    return "flip" if depthwise or (product.group == 1 and np.all(window.kernel == 1)) else "transpose"
+
+
+def weight_formulation(op, product: Product) -> str:
+    """Which way to get dw; measured with one thread on the CPU provider.
+
+    "depthwise": multiply and sum per tap. "columns": all taps side by side, one MatMul per image, best where
+    there are few input channels. "channels_first"/"channels_last": one Gemm per tap with the batch folded
+    into the summed axis, first for large images, last for small. "correlate": no size needs to be known.
+    """
+    window = product.window
+    if window.static_kernel is None:
+        return "correlate"
+    inputs, places = op.static_dim(product.w, 1), spatial(op, product.dy)
+    if inputs == 1 and product.group > 1:
+        return "depthwise"
+    if product.group > 1:
+        return "channels_first"
+    if (inputs is not None and inputs < 16) or np.all(window.kernel == 1):
+        return "columns"
+    small = isinstance(places, np.ndarray) and np.prod(places) < 1000
+    return "channels_last" if small else "channels_first"
+
+
+def input_gradient(op, product: Product) -> ir.Value:
+    """dx of y = x ⋆ w."""
+    window, x, w, dy = product.window, product.x, product.w, product.dy
+    if input_formulation(op, product) == "flip":
+        return _input_by_flip(op, product)
+    pads, size = window.static_pads, spatial(op, x)
+    places, kernel = spatial(op, dy), window.kernel
+    attributes = {**placement(window), "group": product.group}
+    if pads is not None and isinstance(size, np.ndarray) and isinstance(places, np.ndarray):
+        if isinstance(kernel, np.ndarray):
+            span = (kernel - 1) * window.dilations + 1
+            rest = size + window.begin + window.end - span - (places - 1) * window.strides
+            return op.ConvTranspose(dy, w, **attributes, pads=pads, output_padding=rest.tolist())
+    spare = (window.strides - 1).tolist() if np.any(window.strides > 1) else None
+    if pads is not None:
+        full = op.ConvTranspose(dy, w, **attributes, pads=pads, output_padding=spare)
+        if spare is None:
+            return full
+        return cut(op, full, np.zeros_like(window.strides), size, axes=window.axes)
+    full = op.ConvTranspose(dy, w, **attributes, output_padding=spare)
+    return cut(op, full, window.begin, size, axes=window.axes)
+
+
+def mirrored_pads(window: Window) -> np.ndarray:
+    """The padding with which a turned kernel of stride 1 gives back the input's size."""
+    span = (np.asarray(window.kernel) - 1) * window.dilations
+    return np.concatenate([span - np.asarray(window.begin), span - np.asarray(window.end)])
+
+
+def _input_by_flip(op, product: Product) -> ir.Value:
+    window, w = product.window, product.w
+    many = [axis for axis, size in zip(window.axes, np.asarray(window.kernel)) if size > 1]
+    if many:
+        low = [np.iinfo(np.int64).min] * len(many)
+        w = op.Slice(w, [-1] * len(many), low, many, [-1] * len(many))
+    if product.group == 1:
+        w = op.Transpose(w, perm=[1, 0, *window.axes])
+    return op.Conv(
+        product.dy,
+        w,
+        dilations=window.dilations.tolist(),
+        strides=window.strides.tolist(),
+        pads=mirrored_pads(window).tolist(),
+        group=product.group,
+    )
+
+
+def weight_gradient(op, product: Product) -> ir.Value:
+    """dw of y = x ⋆ w."""
+    forms = {
+        "depthwise": _weight_depthwise,
+        "columns": _weight_columns,
+        "channels_first": _weight_channels_first,
+        "channels_last": _weight_channels_last,
+        "correlate": _weight_correlate,
+    }
+    return forms[weight_formulation(op, product)](op, product)
+
+
+def _weight_depthwise(op, product: Product) -> ir.Value:
+    """dw[c, m, t] = Σ over batch and positions of dy[c, m]·x[c] at tap t; m outputs for each channel"""
+    window, dy = product.window, product.dy
+    x = padded(op, product.x, window.begin, window.end, axes=window.axes)
+    count = spatial(op, dy)
+    axes, single = [0, *window.axes], op.static_dim(product.w, 0) == product.group
+    if not single:
+        dy = op.Reshape(dy, op.Concat([0, product.group, -1], values(op, count), axis=0))
+        axes = [0, *range(3, 3 + len(window.axes))]
+    sums = []
+    for tap in window.taps():
+        read = tap_slice(op, x, tap, window, count, axes=window.axes)
+        read = read if single else op.Unsqueeze(read, [2])
+        sums.append(op.Reshape(op.ReduceSum(op.Mul(dy, read), axes, keepdims=0), [-1, 1]))
+    return op.Reshape(stack(op, sums), op.shape(product.w))
+
+
+def _weight_columns(op, product: Product) -> ir.Value:
+    """dw[o, t·c] = Σ over images of dy·columnsᵀ, columns = every tap's channels side by side"""
+    window, dy = product.window, product.dy
+    x = padded(op, product.x, window.begin, window.end, axes=window.axes)
+    count = spatial(op, dy)
+    reads = [tap_slice(op, x, tap, window, count, axes=window.axes) for tap in window.taps()]
+    columns = op.Reshape(stack(op, reads, axis=1), per_image(op, product.x, len(reads)))
+    flat = op.Reshape(dy, per_image(op, dy, 1))
+    product_each = op.MatMul(flat, op.Transpose(columns, perm=[0, 2, 1]))
+    return _tap_major(op, op.ReduceSum(product_each, [0], keepdims=0), product)
+
+
+def _weight_channels_first(op, product: Product) -> ir.Value:
+    """dw[g, o, c, t] = Σ dy[g, o, np]·x[g, c, np at t]"""
+    window, group = product.window, product.group
+    swap = [1, 0, *window.axes]
+    x = op.Transpose(padded(op, product.x, window.begin, window.end, axes=window.axes), perm=swap)
+    dy = op.Transpose(product.dy, perm=swap)
+    count = spatial(op, product.dy)
+    dy = op.Reshape(dy, grouped(op, product.dy, group))
+    parts = []
+    for tap in window.taps():
+        read = tap_slice(op, x, tap, window, count, axes=window.axes)
+        read = op.Reshape(read, grouped(op, product.x, group))
+        if group == 1:
+            part = op.Gemm(dy, read, transB=1)
+        else:
+            part = op.MatMul(dy, op.Transpose(read, perm=[0, 2, 1]))
+        parts.append(op.Unsqueeze(part, [-1]))
+    return op.Reshape(stack(op, parts), op.shape(product.w))
+
+
+def _weight_channels_last(op, product: Product) -> ir.Value:
+    """dw[o, c, t] = Σ dy[o, np]·x[np at t, c]"""
+    window = product.window
+    inner = list(range(1, 1 + len(window.axes)))
+    x = op.Transpose(product.x, perm=[0, *window.axes, 1])
+    x = padded(op, x, window.begin, window.end, axes=inner)
+    dy = op.Transpose(product.dy, perm=[1, 0, *window.axes])
+    dy = op.Reshape(dy, grouped(op, product.dy, 1))
+    count = spatial(op, product.dy)
+    channels = op.dim(product.x, 1)
+    parts = []
+    for tap in window.taps():
+        read = tap_slice(op, x, tap, window, count, axes=inner)
+        read = op.Reshape(read, op.Concat([-1], channels, axis=0))
+        parts.append(op.Unsqueeze(op.Gemm(dy, read), [-1]))
+    return op.Reshape(stack(op, parts), op.shape(product.w))
+
+
+def _weight_correlate(op, product: Product) -> ir.Value:
+    """dw = x ⋆ dy with batch and channels exchanged, strides and dilations too"""
+    window, group = product.window, product.group
+    x = padded(op, product.x, window.begin, window.end, axes=window.axes)
+    shape = op.Shape(x)
+    tail = op.Shape(x, start=2)
+    x = op.Reshape(x, op.Concat([0, group, -1], tail, axis=0))
+    x = op.Transpose(x, perm=[2, 1, 0, *range(3, 3 + len(window.axes))])
+    merged = op.Concat([-1], op.Mul(op.Gather(shape, [0]), [group]), tail, axis=0)
+    x = op.Reshape(x, merged)
+    dy = op.Transpose(product.dy, perm=[1, 0, *window.axes])
+    dw = op.Conv(x, dy, strides=window.dilations.tolist(), dilations=window.strides.tolist(), group=group)
+    dw = cut(op, dw, np.zeros_like(window.strides), window.kernel, axes=window.axes)
+    return op.Transpose(dw, perm=[1, 0, *window.axes])
+
+
+def _tap_major(op, flat: ir.Value, product: Product) -> ir.Value:
+    """[out, tap·in] as weights [out, in, taps…]."""
+    kernel = product.window.static_kernel or []
+    if all(size == 1 for size in kernel):
+        return op.Reshape(flat, op.shape(product.w))
+    last = len(kernel) + 1
+    shaped = op.Reshape(flat, [0, *kernel, -1])
+    return op.Transpose(shaped, perm=[0, last, *range(1, last)])
+
+
+# ---- sizes ----------------------------------------------------------------------------------------
+
+
+def kernel_of(op, node: ir.Node, w: ir.Value) -> Sizes:
+    """The kernel's size, from the weights or the attribute."""
+    if has(node, "kernel_shape"):
+        return ints(node, "kernel_shape", [])
+    return spatial(op, w)
+
+
+def transposed_window(op, node: ir.Node, x: ir.Value, kernel: Sizes) -> Window:
+    """The window of a ConvTranspose over its output."""
+    rank = op.rank(x) - 2
+    strides, dilations = ints(node, "strides", [1] * rank), ints(node, "dilations", [1] * rank)
+    extra = ints(node, "output_padding", [0] * rank)
+    auto_pad = node.attributes.get_string("auto_pad", "NOTSET")
+    same = auto_pad in ("SAME_UPPER", "SAME_LOWER")
+    if not has(node, "output_shape") and not same:
+        pads = ints(node, "pads", [0] * 2 * rank) if auto_pad == "NOTSET" else np.zeros(2 * rank, np.int64)
+        return Window(kernel, strides, dilations, pads[:rank], pads[rank:])
+    size = spatial(op, x)
+    full = calculate(op, "Add", reach(op, kernel, dilations), extra)
+    if has(node, "output_shape"):
+        full = calculate(op, "Add", full, calculate(op, "Mul", calculate(op, "Sub", size, 1), strides))
+        wanted: Sizes = ints(node, "output_shape", [])[-rank:]
+    else:
+        wanted = strides
+    total = calculate(op, "Max", calculate(op, "Sub", full, wanted), np.zeros(rank, np.int64))
+    return Window(kernel, strides, dilations, *split_padding(op, total, upper=auto_pad == "SAME_UPPER"))
+
+
+def placement(window: Window) -> dict[str, list[int]]:
+    """The attributes of a convolution operator that say where its windows are."""
+    return {"strides": window.strides.tolist(), "dilations": window.dilations.tolist()}
+
+
+def has(node: ir.Node, name: str) -> bool:
+    """Whether a list attribute is there and says something."""
+    return bool(node.attributes.get_ints(name, []))
+
+
+def sum_channels(op, dy: ir.Value) -> ir.Value:
+    """Σ over batch and positions: the gradient of a bias."""
+    return op.ReduceSum(dy, [0, *range(2, op.rank(dy))], keepdims=0)
+
+
+def grouped(op, value: ir.Value, group: int) -> ir.Value | list[int]:
+    """The shape [group, channels/group, everything else], without the first where there is one group."""
+    channels = op.static_dim(value, 1)
+    lead = [] if group == 1 else [group]
+    if channels is not None:
+        return [*lead, channels // group, -1]
+    each = op.dim(value, 1) if group == 1 else op.Div(op.dim(value, 1), [group])
+    return op.Concat(*([lead] if lead else []), each, [-1], axis=0)
+
+
+def per_image(op, value: ir.Value, times: int) -> ir.Value | list[int]:
+    """The shape [batch, times·channels, everything else]."""
+    channels = op.static_dim(value, 1)
+    if channels is not None:
+        return [0, times * channels, -1]
+    return op.Concat([0], op.Mul(op.dim(value, 1), [times]), [-1], axis=0)
+
+
+def stack(op, parts: list[ir.Value], *, axis: int = -1) -> ir.Value:
+    """Concat, where there is more than one."""
+    return parts[0] if len(parts) == 1 else op.Concat(*parts, axis=axis)
+
+
+def known(op, vector: ir.Value) -> Sizes:
+    """A vector of sizes that may be constant."""
+    found = op.const_value(vector)
+    return vector if found is None else np.asarray(found, np.int64)
+
+
+def values(op, sizes: Sizes) -> ir.Value:
+    """Sizes as a value of the graph."""
+    return sizes if isinstance(sizes, ir.Value) else op.constant(sizes, name="sizes")
+
+
+def count_up(op, sizes: Sizes, axis: int, step: int) -> ir.Value:
+    """0, step, 2·step … with as many entries as one of the sizes says."""
+    if isinstance(sizes, np.ndarray):
+        return op.constant(np.arange(int(sizes[axis]), dtype=np.int64) * step)
+    limit = op.Mul(op.Gather(sizes, np.asarray(axis, np.int64)), np.asarray(step, np.int64))
+    return op.Range(np.asarray(0, np.int64), limit, np.asarray(step, np.int64))
