@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from onward.errors import ExportError
-from onward.export.sources import Pooling, Source
+from onward.export.pooling import pooling_head
+from onward.export.sources import Source
 from onward.export.tasks import Axes
 
 __all__ = ["Adapter", "Traceable", "adapt", "encode"]
@@ -152,6 +153,7 @@ def _prepared(source: Source, *, training: bool) -> Iterator[Any]:
         model = copy.deepcopy(model).to(device="cpu", dtype=torch.float32)
     modes = {module: module.training for module in model.modules()}
     attention = getattr(model.config, "_attn_implementation", None)
+    frozen = _still(model) if training else []
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()} if training else {}
     try:
         if attention not in (None, "eager"):
@@ -159,6 +161,8 @@ def _prepared(source: Source, *, training: bool) -> Iterator[Any]:
         model.train(training)
         yield model
     finally:
+        for owner, name, value in frozen:
+            setattr(owner, name, value)
         if source.borrowed and not strange:
             if attention not in (None, "eager"):
                 model.set_attn_implementation(attention)
@@ -170,11 +174,26 @@ def _prepared(source: Source, *, training: bool) -> Iterator[Any]:
                     buffer.data.copy_(buffers[name])
 
 
+def _still(model: Any) -> list[tuple[Any, str, Any]]:
+    """Turn off what draws random numbers outside the graph; what was set, to set it again.
+
+    A trace would freeze one draw of it: skipped layers would be missing, and masked frames always the same.
+    """
+    found = [(owner, "layerdrop", 0.0) for owner in (model.config, *model.modules())]
+    found += [(model.config, "apply_spec_augment", False), (model.config, "encoder_layerdrop", 0.0)]
+    found += [(model.config, "decoder_layerdrop", 0.0)]
+    present = [(owner, name, value) for owner, name, value in found if getattr(owner, name, None)]
+    undo = [(owner, name, getattr(owner, name)) for owner, name, _ in present]
+    for owner, name, value in present:
+        setattr(owner, name, value)
+    return undo
+
+
 def _text(source: Source, model: Any) -> Traceable:
     offered = set(getattr(source.tokenizer, "model_input_names", _TEXT_INPUTS)) | {"attention_mask"}
     names = [name for name in _TEXT_INPUTS if name in offered and name in _parameters(model)]
     adapter = Adapter(model, names, lambda batch: ())
-    outputs = _outputs(source, model, adapter)
+    outputs = _outputs(source, adapter)
     fixed = {"use_cache": False} if "use_cache" in _parameters(model) else {}
 
     def run(batch: dict[str, Tensor]) -> Sequence[Tensor]:
@@ -191,27 +210,14 @@ def _text(source: Source, model: Any) -> Traceable:
     )
 
 
-def _outputs(
-    source: Source, model: Any, adapter: Adapter
-) -> Callable[[Any, Tensor | None], Sequence[Tensor]]:
-    """From the model's answer to the task's tensors; a missing one names what there is instead."""
+def _outputs(source: Source, adapter: Adapter) -> Callable[[Any, Tensor | None], Sequence[Tensor]]:
+    """From the model's answer to the task's tensors."""
     if source.task.name == "pooling":
-        linears = []
-        for index, dense in enumerate(source.pooling.dense):
-            linear = nn.Linear(dense.weight.shape[1], dense.weight.shape[0], bias=dense.bias is not None)
-            linear.weight = nn.Parameter(dense.weight.float())
-            if dense.bias is not None:
-                linear.bias = nn.Parameter(dense.bias.float())
-            adapter.add_module(f"dense_{index}", linear)
-            activation = getattr(nn, dense.activation, None)
-            if activation is None:
-                raise ExportError(
-                    f"{source.origin}: unknown activation {dense.activation!r} after the pooling"
-                )
-            linears.append((linear, activation()))
-        return lambda answer, mask: (
-            _embed(source.pooling, _get(source, answer, "last_hidden_state"), mask, linears),
-        )
+        head = pooling_head(source.pooling)
+        # The head's own layers, if it has any, are parameters of the export like the model's.
+        for name, child in head.named_children():
+            adapter.add_module(name, child)
+        return lambda answer, mask: (head(_get(source, answer, "last_hidden_state"), mask),)
     names = tuple(source.task.outputs)
     return lambda answer, mask: tuple(_get(source, answer, name) for name in names)
 
@@ -225,42 +231,6 @@ def _get(source: Source, answer: Any, name: str) -> Tensor:
         f"{source.origin}: {type(source.model).__name__} gives no {name!r}, which task {source.task.name!r} "
         f"needs; it gives {', '.join(answer.keys())}"
     )
-
-
-def _embed(
-    pooling: Pooling, hidden: Tensor, mask: Tensor | None, dense: Sequence[tuple[nn.Module, nn.Module]]
-) -> Tensor:
-    if mask is None:
-        mask = torch.ones(hidden.shape[:2], dtype=torch.int64)
-    vectors = [_pool(mode, hidden, mask) for mode in pooling.modes]
-    vector = vectors[0] if len(vectors) == 1 else torch.cat(vectors, dim=1)
-    for linear, activation in dense:
-        vector = activation(linear(vector))
-    if pooling.normalize:
-        vector = vector / (vector * vector).sum(1, keepdim=True).sqrt().clamp(min=1e-12)
-    return vector
-
-
-def _pool(mode: str, hidden: Tensor, mask: Tensor) -> Tensor:
-    weight = mask.unsqueeze(-1).to(hidden.dtype)
-    if mode == "cls":
-        # The first real token: with padding on the left it is not at 0.
-        return _pick(hidden, mask.to(torch.int32).argmax(dim=1))
-    if mode == "lasttoken":
-        positions = torch.arange(1, 1 + mask.shape[1], dtype=torch.int32)
-        return _pick(hidden, (mask.to(torch.int32) * positions).argmax(dim=1))
-    if mode == "max":
-        return (hidden + (1.0 - weight) * torch.finfo(hidden.dtype).min).max(dim=1).values
-    if mode == "weightedmean":
-        weight = weight * torch.cumsum(weight, dim=1)
-    total = (hidden * weight).sum(1)
-    count = weight.sum(1).clamp(min=1e-9)
-    return total / (count.sqrt() if mode == "mean_sqrt_len_tokens" else count)
-
-
-def _pick(hidden: Tensor, position: Tensor) -> Tensor:
-    index = position.reshape(-1, 1, 1).expand(-1, 1, hidden.shape[-1])
-    return hidden.gather(1, index).squeeze(1)
 
 
 def _generation(source: Source, model: Any) -> Traceable:

@@ -104,7 +104,7 @@ def artifacts_from_transformers(
     ignored; for text-generation the input ids themselves), `start_positions` and `end_positions` for question
     answering. Another loss, such as `LossType.MSELoss` on pooled embeddings, can be given instead. The task's
     own outputs stay available beside the loss. Which parameters train follows `requires_grad` of the model
-    unless named. The default optimizer is AdamW. `artifact_options` go to `onward.artifacts.generate_artifacts`.
+    unless named. The default optimizer is AdamW. `artifact_options` go to `generate_artifacts`.
 
     >>> artifacts_from_transformers("my-bert", "text-classification", "artifacts")  # doctest: +SKIP
     PosixPath('artifacts')
