@@ -7,7 +7,6 @@ gradient graph in float64 there; then the gradient graph in its own precision on
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
@@ -214,9 +213,9 @@ def _with_initializers_as_inputs(model: onnx.ModelProto, names: Sequence[str]) -
 def _evaluator(model: onnx.ModelProto, kind: str):
     names = [value.name for value in model.graph.output]
     if kind == "onnx":
-        from onnx.reference import ReferenceEvaluator
+        from onward.autodiff.reference import reference_evaluator
 
-        session = ReferenceEvaluator(model, new_ops=[_precise_erf()])
+        session = reference_evaluator(model)
     else:
         import onnxruntime
 
@@ -234,17 +233,6 @@ def _evaluator(model: onnx.ModelProto, kind: str):
             return dict(zip(names, session.run(None, wanted)))
 
     return run
-
-
-def _precise_erf():
-    """ONNX's own evaluator rounds Erf to float32, which no finite difference survives."""
-    from onnx.reference.op_run import OpRun
-
-    class Erf(OpRun):
-        def _run(self, x):
-            return (np.asarray(np.vectorize(math.erf, otypes=[np.float64])(x)).astype(x.dtype),)
-
-    return Erf
 
 
 def _directions(point: np.ndarray, rng: np.random.Generator) -> list[np.ndarray]:

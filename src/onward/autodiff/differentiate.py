@@ -10,7 +10,9 @@ import onnx
 import onnx_ir as ir
 
 from onward.autodiff.engine import DifferentiableBuilder, backward, is_differentiable
+from onward.autodiff.sequences import zeros
 from onward.errors import ModelError
+from onward.graph.body_shapes import infer_graph
 from onward.graph.cleanup import finish
 from onward.graph.dialect import normalize
 from onward.graph.load import ModelSource
@@ -107,8 +109,9 @@ def add_gradients(
     op: DifferentiableBuilder, cotangents: dict[ir.Value, ir.Value], wrt: Sequence[ir.Value]
 ) -> dict[ir.Value, ir.Value]:
     """Like `backward`, with zeros where nothing depends on a value."""
+    infer_graph(op)
     found = backward(op, cotangents, wrt)
-    return {value: op.zeros_like(value) if dx is None else dx for value, dx in found.items()}
+    return {value: zeros(op, value) if dx is None else dx for value, dx in found.items()}
 
 
 def find_value(graph: ir.Graph, name: str) -> ir.Value:

@@ -7,15 +7,25 @@ broadcasting, and reports every operator without a rule at once, before anything
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+import functools
+from collections.abc import Iterable, Mapping, Sequence, Set
 
 import onnx_ir as ir
 
 from onward.autodiff import registry
+from onward.autodiff.sequences import add_sequences
 from onward.errors import UnsupportedOps
-from onward.graph.builder import Builder, subgraphs_of
+from onward.graph.builder import Builder, captured_values, subgraphs_of
 
-__all__ = ["DifferentiableBuilder", "backward", "captured_values", "is_differentiable"]
+__all__ = [
+    "DifferentiableBuilder",
+    "Path",
+    "add_cotangent",
+    "backward",
+    "captured_values",
+    "find_path",
+    "is_differentiable",
+]
 
 _FLOATING = frozenset({ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16, ir.DataType.BFLOAT16})
 
@@ -31,9 +41,18 @@ class DifferentiableBuilder(Builder):
         """Whether a gradient with respect to this value is needed; a rule may skip the work if not."""
         return value in self.active
 
+    def adopt(self, node: ir.Node) -> None:
+        """Append a node that was made elsewhere; equal nodes that are emitted later become this one."""
+        self.graph.append(node)
+        self._remember(node)
 
-@dataclasses.dataclass
-class _Path:
+    def forget(self) -> None:
+        """Share no longer what was emitted so far: some of it may have been removed."""
+        self._known = {}
+
+
+@dataclasses.dataclass(frozen=True)
+class Path:
     """The nodes between what is differentiated and what with respect to, in forward order."""
 
     nodes: list[ir.Node]
@@ -47,14 +66,18 @@ def backward(
 
     Appends to the builder's graph. All values belong to that graph or to one around it.
     """
-    path = _find_path(op.graph, set(cotangents), wrt)
+    path = find_path(op.graph, set(cotangents), wrt)
     _refuse_unsupported(path, wrt)
     op.active = path.active
     gradients: dict[ir.Value, list[ir.Value]] = {value: [seed] for value, seed in cotangents.items()}
+    asked = set(wrt)
     for node in reversed(path.nodes):
         arriving = [_total(op, gradients.pop(output, []), output) for output in node.outputs]
         if all(dy is None for dy in arriving):
             continue
+        for output, dy in zip(node.outputs, arriving):
+            if dy is not None and output in asked:
+                gradients[output] = [dy]
         rule = registry.find(node.op_type, node.domain)
         assert rule is not None, node.op_type
         op.scope = f"{node.name or node.op_type}/grad"
@@ -77,26 +100,12 @@ def is_differentiable(value: ir.Value | None) -> bool:
     return isinstance(kind, ir.TensorType) and kind.dtype in _FLOATING
 
 
-def captured_values(node: ir.Node) -> list[ir.Value]:
-    """Values of the graphs around a node that the bodies in its attributes read, each once, in order."""
-    captured: dict[ir.Value, None] = {}
-
-    def visit(graph: ir.Graph, inside: set[ir.Value]) -> None:
-        own = inside | set(graph.inputs) | set(graph.initializers.values())
-        for inner in graph:
-            for value in inner.inputs:
-                if value is not None and value not in own:
-                    captured.setdefault(value)
-            for nested in subgraphs_of(inner):
-                visit(nested, own)
-            own.update(inner.outputs)
-        for value in graph.outputs:
-            if value not in own:
-                captured.setdefault(value)
-
-    for graph in subgraphs_of(node):
-        visit(graph, set())
-    return list(captured)
+def add_cotangent(
+    op: Builder, cotangents: dict[ir.Value, ir.Value], value: ir.Value, gradient: ir.Value
+) -> None:
+    """Add what arrives for a value to what arrived for it before."""
+    known = cotangents.get(value)
+    cotangents[value] = gradient if known is None else _sum(op, [known, gradient], value)
 
 
 def _contributions(
@@ -117,7 +126,7 @@ def _contributions(
 def _describe(gradient: ir.Value, primal: ir.Value) -> ir.Value:
     """A gradient has its primal's type and shape, also where inference lost it on the way."""
     if (gradient.producer() is not None and gradient.shape is None) or _vaguer(gradient.shape, primal.shape):
-        gradient.shape = primal.shape
+        gradient.shape = None if primal.shape is None else ir.Shape(primal.shape)
     return gradient
 
 
@@ -130,74 +139,84 @@ def _vaguer(have: ir.Shape | None, known: ir.Shape | None) -> bool:
 
 
 def _total(op: Builder, parts: list[ir.Value], primal: ir.Value) -> ir.Value | None:
-    if not parts:
-        return None
-    if isinstance(primal.type, ir.SequenceType | ir.OptionalType):
-        from onward.autodiff.sequences import add_sequences
+    return _sum(op, parts, primal) if parts else None
 
-        total = parts[0]
-        for part in parts[1:]:
-            total = add_sequences(op, total, part)
-        return total
+
+def _sum(op: Builder, parts: list[ir.Value], primal: ir.Value) -> ir.Value:
     if len(parts) == 1:
         return parts[0]
+    if isinstance(primal.type, ir.SequenceType | ir.OptionalType):
+        return functools.reduce(functools.partial(add_sequences, op), parts)
     return _describe(op.Add(*parts) if len(parts) == 2 else op.Sum(*parts), primal)
 
 
-def _find_path(graph: ir.Graph, targets: set[ir.Value], wrt: Iterable[ir.Value]) -> _Path:
+def find_path(graph: ir.Graph, targets: Set[ir.Value], wrt: Iterable[ir.Value]) -> Path:
+    """What lies between some values of a graph and the values that depend on them."""
     reached = set(wrt)
-    order: list[ir.Node] = []
-    reads: dict[ir.Node, list[ir.Value]] = {}
+    order: list[tuple[ir.Node, list[ir.Value]]] = []
     for node in graph:
         if registry.is_constant(node.op_type, node.domain):
             continue
-        values = [value for value in node.inputs if value is not None]
+        values = [value for value in node.inputs if value in reached]
         if subgraphs_of(node):
-            values.extend(captured_values(node))
-        values = [value for value in values if value in reached]
+            values.extend(value for value in captured_values(node) if value in reached)
         if values:
-            order.append(node)
-            reads[node] = values
+            order.append((node, values))  # type: ignore[arg-type]
             reached.update(output for output in node.outputs if is_differentiable(output))
     needed = set(targets)
     nodes: list[ir.Node] = []
-    for node in reversed(order):
+    for node, values in reversed(order):
         if any(output in needed and output in reached for output in node.outputs):
             nodes.append(node)
-            needed.update(reads[node])
+            needed.update(values)
     nodes.reverse()
-    return _Path(nodes, reached & needed)
+    return Path(nodes, reached & needed)
 
 
-def _refuse_unsupported(path: _Path, wrt: Sequence[ir.Value]) -> None:
-    missing = [node for node in path.nodes if registry.find(node.op_type, node.domain) is None]
+@dataclasses.dataclass(frozen=True)
+class _Missing:
+    """A node without a rule, and the names of the trainable values that reach it."""
+
+    node: ir.Node
+    sources: tuple[str, ...]
+
+
+def _refuse_unsupported(path: Path, wrt: Sequence[ir.Value]) -> None:
+    missing = list(_missing(path, {value: {value.name or "?"} for value in wrt}))
     if not missing:
         return
-    sources = _sources(path, wrt)
+    rows = [(_kind(found.node), f"node '{found.node.name}'", found.sources) for found in missing]
+    kinds, nodes = (max(len(row[column]) for row in rows) for column in (0, 1))
     lines = []
-    for node in missing:
-        names = sorted(
-            {name for value in node.inputs if value is not None for name in sources.get(value, ())}
-        )
+    for kind, node, names in rows:
         more = f" (+{len(names) - 1} more)" if len(names) > 1 else ""
-        kind = node.op_type if node.domain in ("", "ai.onnx") else f"{node.domain}.{node.op_type}"
-        lines.append(f"  {kind}   node '{node.name}'   reached from '{names[0] if names else '?'}'{more}")
-    plural = "operator has" if len(missing) == 1 else "operators have"
+        lines.append(f"  {kind:<{kinds}}  {node:<{nodes}}  reached from '{names[0] if names else '?'}'{more}")
+    which = "1 operator" if len(missing) == 1 else f"{len(missing)} operators"
+    verb = "has" if len(missing) == 1 else "have"
     raise UnsupportedOps(
-        f"{len(missing)} {plural} no gradient between the loss and trainable parameters:\n"
+        f"{which} between the loss and trainable parameters {verb} no gradient:\n"
         + "\n".join(lines)
         + "\nFreeze those parameters (frozen_params=…), or register a rule: see docs/adding-a-gradient.md"
     )
 
 
-def _sources(path: _Path, wrt: Sequence[ir.Value]) -> dict[ir.Value, set[str]]:
-    """For each value on the path, the names of the trainable values that it depends on."""
-    sources: dict[ir.Value, set[str]] = {value: {value.name or "?"} for value in wrt}
+def _kind(node: ir.Node) -> str:
+    return node.op_type if node.domain in ("", "ai.onnx") else f"{node.domain}.{node.op_type}"
+
+
+def _missing(path: Path, sources: dict[ir.Value, set[str]]) -> Iterable[_Missing]:
+    """Nodes on a path that have no rule, also those in bodies that would be differentiated."""
+    if all((rule := registry.find(n.op_type, n.domain)) and not rule.bodies for n in path.nodes):
+        return
+    sources = dict(sources)
     for node in path.nodes:
-        union: set[str] = set()
-        for value in [*node.inputs, *(captured_values(node) if subgraphs_of(node) else [])]:
-            if value is not None:
-                union |= sources.get(value, set())
-        for output in node.outputs:
-            sources[output] = union
-    return sources
+        values = [*node.inputs, *(captured_values(node) if subgraphs_of(node) else [])]
+        union = set().union(*(sources.get(value, set()) for value in values if value is not None))
+        sources.update(dict.fromkeys(node.outputs, union))
+        rule = registry.find(node.op_type, node.domain)
+        if rule is None:
+            yield _Missing(node, tuple(sorted(union)))
+        elif rule.bodies is not None:
+            for body, varying, results in rule.bodies(node, path.active, path.active):
+                inner = {value: sources.get(value, union) for value in varying}
+                yield from _missing(find_path(body, results, varying), inner)

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import importlib
 import pkgutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 
 import onnx_ir as ir
 
@@ -28,6 +28,11 @@ __all__ = [
 # One gradient for each input (None is zero), or gradients by value where a rule also reaches captured values.
 Gradients = Sequence[ir.Value | None] | Mapping[ir.Value, ir.Value | None] | ir.Value | None
 RuleFunction = Callable[..., Gradients]
+# For each body that a rule differentiates: the body, the values in it that may vary (its inputs or captured
+# ones) and the outputs of it that matter; given the node, what varies around it and what matters there.
+Bodies = Callable[
+    [ir.Node, Set[ir.Value], Set[ir.Value]], Sequence[tuple[ir.Graph, set[ir.Value], set[ir.Value]]]
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +43,7 @@ class Rule:
     function: RuleFunction
     broadcasts: bool
     domain: str = ""
+    bodies: Bodies | None = None
 
 
 _rules: dict[tuple[str, str], Rule] = {}
@@ -45,18 +51,19 @@ _constant: dict[tuple[str, str], str] = {}
 
 
 def gradient(
-    *op_types: str, broadcasts: bool = False, domain: str = ""
+    *op_types: str, broadcasts: bool = False, domain: str = "", bodies: Bodies | None = None
 ) -> Callable[[RuleFunction], RuleFunction]:
     """Register the function below as the rule of an operator.
 
     The rule is called as `rule(op, node, *dys)`: a builder, the forward node, and the gradient of each of
     the operator's outputs (None where none arrives). It returns one gradient for each input, in order; a
     shorter answer leaves the rest zero. With `broadcasts`, the engine sums each back to its input's shape.
+    An operator that holds graphs says with `bodies` what of them is differentiated.
     """
 
     def register(function: RuleFunction) -> RuleFunction:
         for op_type in op_types:
-            _rules[domain, op_type] = Rule(op_type, function, broadcasts, domain)
+            _rules[domain, op_type] = Rule(op_type, function, broadcasts, domain, bodies)
         return function
 
     return register

@@ -1,0 +1,389 @@
+"""Gradients of If, Loop and Scan: their bodies are differentiated.
+
+Each backward node runs the forward body again, from what was kept of that turn, and the body's gradient after
+it. What a turn begins with is kept as further outputs of the forward node: stacked where its shape is the
+same in every turn, else as a sequence. Random numbers are kept too, never drawn again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+import onnx_ir as ir
+
+from onward.autodiff import bodies
+from onward.autodiff.registry import gradient
+from onward.autodiff.sequences import add, zeros
+from onward.errors import ModelError
+from onward.graph.body_shapes import describe, keeps_its_shape
+from onward.graph.builder import captured_values, subgraphs_of
+
+# ---- If ----------------------------------------------------------------------------------------------
+
+
+def _if_bodies(node, varying, mattering):
+    reads = {value for value in captured_values(node) if value in varying}
+    return [
+        (branch, reads, {inner for outer, inner in zip(node.outputs, branch.outputs) if outer in mattering})
+        for branch in subgraphs_of(node)
+    ]
+
+
+@gradient("If", bodies=_if_bodies)
+def if_(op, node, *dys):
+    """y = f(c) if p else g(c)   ⇒   dc = fᵀ'(c)·dy if p else gᵀ'(c)·dy"""
+    captured = [value for value in captured_values(node) if op.wanted(value)]
+    branches = {name: node.attributes[name].as_graph() for name in ("then_branch", "else_branch")}
+    made = {}
+    for name, branch in branches.items():
+        inner = bodies.body_builder(op, name)
+        kept = {value: bodies.argument(inner, value, "kept") for value in bodies.random_values(branch)}
+        results = bodies.inline(inner, branch, [], given=kept)
+        found = bodies.differentiate_body(inner, list(zip(results, dys)), captured)
+        made[name] = inner, found, kept
+    reached = [value for value in captured if any(found[value] is not None for _, found, _ in made.values())]
+    if not reached:
+        return {}
+    for name, (inner, found, kept) in made.items():
+        bodies.close(inner, [found[value] for value in reached], reached)
+        for value, placeholder in kept.items():
+            if placeholder.uses():
+                ir.convenience.replace_all_uses_with(placeholder, _export(op, node, branches, name, value))
+    graphs = {name: inner.graph for name, (inner, _, _) in made.items()}
+    return dict(zip(reached, bodies.emit(op, "If", node.inputs, graphs, likes=reached)))
+
+
+def _export(op, node, branches, name, value):
+    """A value of one branch as a further output of If; the other branch gives an empty one."""
+    for key, branch in branches.items():
+        if key == name:
+            branch.outputs.append(_copy_into(op, branch, value))
+        else:
+            empty = op.constant(np.zeros([0] * op.rank(value), op.dtype(value).numpy()), name="empty")
+            branch.outputs.append(_copy_into(op, branch, empty))
+    return _new_output(op, node, value.type, None if value.shape is None else [None] * value.shape.rank())
+
+
+# ---- Loop --------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class _Turns:
+    """The parts of a Loop or Scan, by what each is to the body."""
+
+    node: ir.Node
+    body: ir.Graph
+    initial: Sequence[ir.Value]
+    entering: Sequence[ir.Value]
+    leaving: Sequence[ir.Value]
+    emitted: Sequence[ir.Value]
+    scanned: Sequence[ir.Value] = ()
+    slices: Sequence[ir.Value] = ()
+
+    @property
+    def states(self) -> list[tuple[ir.Value, ir.Value]]:
+        return list(zip(self.entering, self.leaving))
+
+    def activity(self, varying, mattering) -> tuple[set[ir.Value], set[ir.Value]]:
+        """The body's inputs and captured values that vary, and its outputs that matter."""
+        sources = {inner for outer, inner in zip(self.initial, self.entering) if outer in varying}
+        sources |= {inner for outer, inner in zip(self.scanned, self.slices) if outer in varying}
+        sources |= {value for value in captured_values(self.node) if value in varying}
+        results = zip(self.node.outputs, [*self.leaving, *self.emitted])
+        targets = {inner for outer, inner in results if outer in mattering}
+        return bodies.turning_values(self.body, self.states, sources=sources, targets=targets)
+
+
+def _loop(node: ir.Node) -> _Turns:
+    body = node.attributes["body"].as_graph()
+    count = len(node.inputs) - 2
+    return _Turns(
+        node,
+        body,
+        _present(node.inputs[2:]),
+        body.inputs[2:],
+        body.outputs[1 : 1 + count],
+        body.outputs[1 + count :],
+    )
+
+
+def _loop_bodies(node, varying, mattering):
+    turns = _loop(node)
+    return [(turns.body, *turns.activity(varying, mattering))]
+
+
+@gradient("Loop", bodies=_loop_bodies)
+def loop(op, node, *dys):
+    """sₜ₊₁, eₜ = f(t, sₜ, c)   ⇒   from the last turn to the first:
+    dsₜ, δc = f'ᵀ(t, sₜ, c)·(dsₜ₊₁, deₜ),   dc = Σ δc
+    """
+    turns = _loop(node)
+    arriving = {value for value, dy in zip(node.outputs, dys) if dy is not None}
+    sources, targets = turns.activity(op.active, arriving)
+    live = [i for i, (a, b) in enumerate(turns.states) if a in sources and b in targets]
+    captured = [value for value in captured_values(node) if value in sources]
+
+    inner = bodies.body_builder(op, "body")
+    number = inner.input(f"{op.scope}/number", ir.DataType.INT64, [])
+    going = inner.input(f"{op.scope}/going", ir.DataType.BOOL, [])
+    ds = {i: bodies.body_input(inner, turns.entering[i], "ds") for i in live}
+    sums = [bodies.body_input(inner, value, "sum") for value in captured]
+
+    turn = bodies.argument(inner, turns.body.inputs[0], "turn")
+    begins = {value: bodies.argument(inner, value, "begin") for value in turns.entering}
+    kept = {value: bodies.argument(inner, value, "kept") for value in bodies.random_values(turns.body)}
+    true = op.constant(np.asarray(True), name="true")
+    results = bodies.inline(inner, turns.body, [turn, true, *begins.values()], given=kept)
+    outcome = results[1 : 1 + len(turns.leaving)]
+    arrived = {i: dy for i, dy in enumerate(dys[len(turns.leaving) :]) if dy is not None}
+    de = {i: bodies.argument(inner, turns.emitted[i], "de") for i in arrived}
+    found = bodies.differentiate_body(
+        inner,
+        [(outcome[i], ds[i]) for i in live]
+        + [(results[1 + len(turns.leaving) + i], dy) for i, dy in de.items()],
+        [*(begins[turns.entering[i]] for i in live), *captured],
+    )
+    likes = [turns.entering[i] for i in live] + captured
+    before = [found[begins[turns.entering[i]]] for i in live]
+    added = [_added(inner, total, found[value]) for value, total in zip(captured, sums)]
+    bodies.close(inner, [going, *before, *added], [going, *likes])
+
+    keep = {v: a for v, a in [*begins.items(), *kept.items()] if a.uses()}
+    trips, record = _record_loop(op, turns, list(keep))
+    inner.before = next(iter(inner.graph), None)
+    if keep or turn.uses() or any(placeholder.uses() for placeholder in de.values()):
+        now = inner.Sub(op.Sub(trips, 1), number)
+        ir.convenience.replace_all_uses_with(turn, now)
+        for value, placeholder in keep.items():
+            stack = record[value]
+            whole = isinstance(stack.type, ir.SequenceType)
+            piece = inner.SequenceAt(stack, now) if whole else inner.Gather(stack, now, axis=0)
+            describe(piece, value.type, value.shape)
+            ir.convenience.replace_all_uses_with(placeholder, piece)
+        for i, placeholder in de.items():
+            if placeholder.uses():
+                piece = inner.Gather(arrived[i], now, axis=0)
+                describe(piece, turns.emitted[i].type, turns.emitted[i].shape)
+                ir.convenience.replace_all_uses_with(placeholder, piece)
+    first = [zeros(op, node.outputs[i]) if dys[i] is None else dys[i] for i in live]
+    first += [zeros(op, value) for value in captured]
+    outer = [turns.initial[i] for i in live] + captured
+    gradients = bodies.emit(op, "Loop", [trips, None, *first], {"body": inner.graph}, likes=outer)
+    return _summed(op, outer, gradients)
+
+
+def _record_loop(op, turns: _Turns, values: list[ir.Value]) -> tuple[ir.Value, dict[ir.Value, ir.Value]]:
+    """How many turns there were, and what values of the body were in each: stacks, or sequences."""
+    steady = [value for value in values if keeps_its_shape(value)]
+    changing = [value for value in values if value not in steady]
+    place = {value: value for value in values}
+    if changing and turns.emitted:
+        # States come before what is emitted, so that a sequence cannot be added behind: loop once more.
+        turns, place = _repeat(op, turns, values)
+    body, node = turns.body, turns.node
+    record: dict[ir.Value, ir.Value] = {}
+    for value in changing:
+        element = ir.TensorType(op.dtype(value))
+        sequence = ir.Value(name=op.namer(f"{op.scope}/kept"), type=ir.SequenceType(element))
+        longer = ir.Node("", "SequenceInsert", [sequence, place[value]], name=op.namer("SequenceInsert"))
+        longer.outputs[0].name = op.namer(f"{op.scope}/kept.next")
+        longer.outputs[0].type = sequence.type
+        body.append(longer)
+        body.inputs.append(sequence)
+        body.outputs.append(longer.outputs[0])
+        empty = ir.Node("", "SequenceEmpty", [], [ir.AttrInt64("dtype", int(element.dtype))])
+        empty.name = op.namer("SequenceEmpty")
+        empty.outputs[0].name = op.namer("SequenceEmpty.out")
+        empty.outputs[0].type = sequence.type
+        op.graph.insert_before(node, empty)
+        node.resize_inputs(len(node.inputs) + 1)
+        node.replace_input_with(len(node.inputs) - 1, empty.outputs[0])
+        record[value] = _new_output(op, node, sequence.type, value.shape)
+    for value in steady:
+        body.outputs.append(_copy_into(op, body, place[value]))
+        record[value] = _new_output(op, node, value.type, [None, *(value.shape or ())])
+    if changing:
+        return op.SequenceLength(record[changing[0]]), record
+    stacks = [record[value] for value in steady] or list(node.outputs[len(turns.leaving) :])
+    if not stacks:
+        body.outputs.append(_copy_into(op, body, body.inputs[0]))
+        stacks = [_new_output(op, node, ir.TensorType(ir.DataType.INT64), [None])]
+    return op.Squeeze(op.Shape(stacks[0], start=0, end=1), [0]), record
+
+
+def _repeat(op, turns: _Turns, values: list[ir.Value]) -> tuple[_Turns, dict[ir.Value, ir.Value]]:
+    """The loop again, without what it emits; and where the body's values are in it."""
+    if any(value not in turns.entering for value in values):
+        source = next(v for v in values if v not in turns.entering).producer()
+        raise ModelError(
+            f"random operator {source.op_type if source else '?'} in the body of Loop '{turns.node.name}', "
+            "whose state changes its shape: its numbers cannot be kept for the backward pass"
+        )
+    inner = bodies.body_builder(op, "again")
+    inputs = [bodies.body_input(inner, value, "in") for value in turns.body.inputs]
+    results = bodies.inline(inner, turns.body, inputs)
+    count = 1 + len(turns.leaving)
+    bodies.close(inner, results[:count], turns.body.outputs[:count])
+    finals = turns.node.outputs[: len(turns.leaving)]
+    bodies.emit(op, "Loop", list(turns.node.inputs), {"body": inner.graph}, likes=finals)
+    again = _loop(op.graph[-1])
+    return again, dict(zip(turns.entering, again.entering))
+
+
+# ---- Scan --------------------------------------------------------------------------------------------
+
+
+def _scan(node: ir.Node) -> _Turns:
+    body = node.attributes["body"].as_graph()
+    count = len(node.inputs) - node.attributes["num_scan_inputs"].as_int()
+    return _Turns(
+        node,
+        body,
+        _present(node.inputs[:count]),
+        body.inputs[:count],
+        body.outputs[:count],
+        body.outputs[count:],
+        _present(node.inputs[count:]),
+        body.inputs[count:],
+    )
+
+
+def _scan_bodies(node, varying, mattering):
+    turns = _scan(node)
+    return [(turns.body, *turns.activity(varying, mattering))]
+
+
+@gradient("Scan", bodies=_scan_bodies)
+def scan(op, node, *dys):
+    """sₜ₊₁, eₜ = f(sₜ, xₜ, c)   ⇒   from the last turn to the first:
+    dsₜ, dxₜ, δc = f'ᵀ(sₜ, xₜ, c)·(dsₜ₊₁, deₜ),   dc = Σ δc
+    """
+    turns = _scan(node)
+    arriving = {value for value, dy in zip(node.outputs, dys) if dy is not None}
+    sources, targets = turns.activity(op.active, arriving)
+    live = [i for i, (a, b) in enumerate(turns.states) if a in sources and b in targets]
+    sliced = [i for i, value in enumerate(turns.slices) if value in sources]
+    captured = [value for value in captured_values(node) if value in sources]
+    count = len(turns.leaving)
+
+    inner = bodies.body_builder(op, "body")
+    ds = {i: bodies.body_input(inner, turns.entering[i], "ds") for i in live}
+    sums = [bodies.body_input(inner, value, "sum") for value in captured]
+    begins = {value: bodies.argument(inner, value, "begin") for value in turns.entering}
+    pieces = {value: bodies.argument(inner, value, "x") for value in turns.slices}
+    kept = {value: bodies.argument(inner, value, "kept") for value in bodies.random_values(turns.body)}
+    results = bodies.inline(inner, turns.body, [*begins.values(), *pieces.values()], given=kept)
+    de = {
+        i: bodies.argument(inner, value, "de")
+        for i, value in enumerate(turns.emitted)
+        if dys[count + i] is not None
+    }
+    found = bodies.differentiate_body(
+        inner,
+        [(results[i], ds[i]) for i in live] + [(results[count + i], dy) for i, dy in de.items()],
+        [
+            *(begins[turns.entering[i]] for i in live),
+            *(pieces[turns.slices[i]] for i in sliced),
+            *captured,
+        ],
+    )
+    before = [found[begins[turns.entering[i]]] for i in live]
+    added = [_added(inner, total, found[value]) for value, total in zip(captured, sums)]
+    dx = {i: found[pieces[turns.slices[i]]] for i in sliced}
+    dx = {i: value for i, value in dx.items() if value is not None}
+    bodies.close(
+        inner,
+        [*before, *added, *dx.values()],
+        [*(turns.entering[i] for i in live), *captured, *(turns.slices[i] for i in dx)],
+    )
+
+    # Scan inputs of the backward node: (value, placeholder in the body, axis, direction in the forward node).
+    axes_in, ways_in = _layout(node, "input", len(turns.slices))
+    axes_out, ways_out = _layout(node, "output", len(turns.emitted))
+    walked = [
+        (turns.scanned[i], pieces[turns.slices[i]], axes_in[i], ways_in[i]) for i in range(len(turns.slices))
+    ]
+    walked += [(dys[count + i], dy, axes_out[i], ways_out[i]) for i, dy in de.items()]
+    for value, placeholder in [*begins.items(), *kept.items()]:
+        if placeholder.uses():
+            walked.append((_record_scan(op, turns, value), placeholder, 0, 0))
+    used = [row for row in walked if row[1].uses() or row[1].is_graph_output()]
+    used = used or walked[:1]  # something must say how many turns there are
+    inner.graph.inputs.extend(placeholder for _, placeholder, _, _ in used)
+    first = [zeros(op, node.outputs[i]) if dys[i] is None else dys[i] for i in live]
+    first += [zeros(op, value) for value in captured]
+    outer = [turns.initial[i] for i in live] + captured + [turns.scanned[i] for i in dx]
+    gradients = bodies.emit(
+        op,
+        "Scan",
+        [*first, *(value for value, _, _, _ in used)],
+        {
+            "body": inner.graph,
+            "num_scan_inputs": len(used),
+            "scan_input_axes": [axis for _, _, axis, _ in used],
+            "scan_input_directions": [1 - way for _, _, _, way in used],
+            "scan_output_axes": [axes_in[i] for i in dx] or None,
+            "scan_output_directions": [1 - ways_in[i] for i in dx] or None,
+        },
+        likes=outer,
+    )
+    return _summed(op, outer, gradients)
+
+
+def _layout(node: ir.Node, side: str, count: int) -> tuple[list[int], list[int]]:
+    """The axes and directions of a Scan's inputs or outputs."""
+    axes = node.attributes.get_ints(f"scan_{side}_axes", None) or [0] * count
+    ways = node.attributes.get_ints(f"scan_{side}_directions", None) or [0] * count
+    return list(axes), list(ways)
+
+
+def _record_scan(op, turns: _Turns, value: ir.Value) -> ir.Value:
+    """Stack a value of the body over the turns, as a further output of the forward Scan."""
+    node, count = turns.node, len(turns.node.outputs) - len(turns.leaving)
+    for what in ("axes", "directions"):
+        if (old := node.attributes.get_ints(f"scan_output_{what}", None)) is not None:
+            node.attributes[f"scan_output_{what}"] = ir.AttrInt64s(
+                f"scan_output_{what}", [*(old or [0] * count), 0]
+            )
+    turns.body.outputs.append(_copy_into(op, turns.body, value))
+    shape = None if value.shape is None else [None, *value.shape]
+    return _new_output(op, node, value.type, shape)
+
+
+# ---- shared --------------------------------------------------------------------------------------------
+
+
+def _present(values: Sequence[ir.Value | None]) -> list[ir.Value]:
+    """Inputs that the standard does not let be absent."""
+    return [value for value in values if value is not None]
+
+
+def _added(op, total: ir.Value, part: ir.Value | None) -> ir.Value:
+    return total if part is None else add(op, total, part)
+
+
+def _copy_into(op, body: ir.Graph, value: ir.Value) -> ir.Value:
+    node = ir.Node("", "Identity", [value], num_outputs=1, name=op.namer(f"{op.scope}/keep"))
+    node.outputs[0].name = op.namer(f"{op.scope}/keep.out")
+    describe(node.outputs[0], value.type, value.shape)
+    body.append(node)
+    return node.outputs[0]
+
+
+def _new_output(op, node: ir.Node, kind, shape) -> ir.Value:
+    node.resize_outputs(len(node.outputs) + 1)
+    value = node.outputs[-1]
+    value.name = op.namer(f"{op.scope}/kept")
+    describe(value, kind, None if shape is None else ir.Shape(shape))
+    return value
+
+
+def _summed(op, values, gradients) -> dict[ir.Value, ir.Value]:
+    """Gradients by value; one that is read in several places gets the sum."""
+    total: dict[ir.Value, ir.Value] = {}
+    for value, dx in zip(values, gradients):
+        if value is not None:
+            total[value] = add(op, total[value], dx) if value in total else dx
+    return total
