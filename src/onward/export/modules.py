@@ -98,6 +98,13 @@ def refuse_unusable(model: nn.Module, *, training: bool) -> None:
                 f"batch norm '{name}' has momentum=None (a cumulative average), which "
                 "BatchNormalization cannot express: set a momentum"
             )
+        for owner in (module, vars(module).get("config")):
+            for kind in ("layerdrop", "encoder_layerdrop", "decoder_layerdrop"):
+                rate = getattr(owner, kind, 0.0)
+                if training and isinstance(rate, float) and rate > 0:
+                    raise ExportError(
+                        f"'{name}' has {kind}={rate}: a graph cannot skip whole layers at random; set it to 0"
+                    )
 
 
 @contextmanager
@@ -156,6 +163,7 @@ def prepared(model: nn.Module, *, training: bool) -> Iterator[None]:
 def traceable(model: nn.Module) -> Iterator[None]:
     """Layers that exporters refuse or garble compute the same thing in a form that they take."""
     with ExitStack() as stack:
+        stack.enter_context(_Plain(layers_drop=any(hasattr(m, "layerdrop") for m in model.modules())))
         for module in model.modules():
             if isinstance(module, nn.RNNBase) and module.dropout > 0 and module.training:
                 stack.enter_context(_forward(module, _layer_by_layer))
@@ -254,6 +262,62 @@ def _layer_by_layer(self: nn.RNNBase, input: torch.Tensor, hx: Any = None) -> An
     if not batched:
         x, final = x.squeeze(batch_axis), tuple(state.squeeze(1) for state in final)
     return x, final if lstm else final[0]
+
+
+class _Plain(TorchFunctionMode):
+    """Fused attention spelled out, because exporters write its dropout so that it never drops.
+
+    With `layers_drop`, the draw that decides whether a layer is skipped is a number and not a tensor, so that no
+    exporter sees a branch on it; the rate is known to be zero (`refuse_unusable`).
+    """
+
+    def __init__(self, *, layers_drop: bool) -> None:
+        super().__init__()
+        self.layers_drop = layers_drop
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name == "scaled_dot_product_attention":
+            return _attention(*args, **kwargs)
+        if name == "multi_head_attention_forward" and not kwargs.get("need_weights", True):
+            # Asked for its weights, the function takes its unfused branch.
+            return func(*args, **(kwargs | {"need_weights": True}))[0], None
+        if self.layers_drop and name == "rand" and args in (([],), ((),)) and not kwargs:
+            return 0.5
+        return func(*args, **kwargs)
+
+
+def _attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """softmax(q·kᵀ·scale + mask)·v, with dropout on the weights; a row that may see nothing gives zeros."""
+    if enable_gqa:
+        key = key.repeat_interleave(query.size(-3) // key.size(-3), -3)
+        value = value.repeat_interleave(query.size(-3) // value.size(-3), -3)
+    factor = query.shape[-1] ** -0.5 if scale is None else scale
+    scores = torch.matmul(query * factor, key.transpose(-2, -1))
+    if is_causal:
+        rows = torch.arange(query.size(-2), device=query.device)
+        attn_mask = torch.arange(key.size(-2), device=query.device) <= rows.unsqueeze(-1)
+    if attn_mask is None:
+        weights = scores.softmax(-1)
+    elif attn_mask.dtype == torch.bool:
+        hidden = attn_mask.logical_not()
+        lowest = torch.finfo(scores.dtype).min
+        weights = scores.masked_fill(hidden, lowest).softmax(-1).masked_fill(hidden, 0.0)
+    else:
+        weights = (scores + attn_mask).softmax(-1)
+    if dropout_p > 0.0:
+        weights = F.dropout(weights, dropout_p, training=True)
+    return torch.matmul(weights, value)
 
 
 class Neutral(TorchFunctionMode):
