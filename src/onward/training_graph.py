@@ -58,7 +58,7 @@ def build_training_graphs(
     _evaluation_form(evaluation.graph)
     _turn_into_inputs(evaluation.graph, order)
     wanted = [name for name in order if name in trainable]
-    wanted += [value.name for value in graph.inputs if value.name in trainable]  # gradients of inputs
+    wanted += [value.name or "" for value in graph.inputs if value.name in trainable]  # gradients of inputs
     _build_step(model, loss, wanted, order)
     about = {
         "onward.version": producer()[1],
@@ -109,7 +109,9 @@ def _build_step(model: ir.Model, loss: str, wanted: Sequence[str], order: Sequen
         out = op.Where(reset, derivative, op.Add(buffer, derivative))
         _name_output(op, out, f"{value.name}_grad.accumulation.out", value)
     for statistic in statistics:
-        _name_output(op, op.Identity(statistic.following), f"{statistic.current.name}.next", statistic.current)
+        _name_output(
+            op, op.Identity(statistic.following), f"{statistic.current.name}.next", statistic.current
+        )
     model.metadata_props["onward.statistics"] = json.dumps([s.current.name for s in statistics])
     model.metadata_props["onward.random"] = json.dumps(SEED_INPUT if seed is not None else None)
 

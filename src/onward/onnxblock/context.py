@@ -93,7 +93,9 @@ def empty_base(opset_version: int | None = None) -> Iterator[Accessor]:
 def custom_op_library(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Allow custom operators of a shared library while building; sessions made meanwhile register it."""
     if _library.get() is not None:
-        raise ModelError("CustomOp library already set. Leave the outer `with onnxblock.custom_op_library(…)`.")
+        raise ModelError(
+            "CustomOp library already set. Leave the outer `with onnxblock.custom_op_library(…)`."
+        )
     library = Path(path)
     if not library.exists():
         raise ModelError(f"Custom op library path {library} does not exist.")

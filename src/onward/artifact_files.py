@@ -1,0 +1,93 @@
+"""Writes a set of artifacts so that all of them are there, or the directory is as it was."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import onnx_ir as ir
+
+from onward.checkpoint import CheckpointData, save
+from onward.errors import ModelError
+from onward.graph.save import write_model
+
+__all__ = ["write_artifacts"]
+
+
+def write_artifacts(
+    directory: Path,
+    models: Mapping[str, ir.Model],
+    checkpoints: Mapping[str, CheckpointData],
+    *,
+    ort_format: bool = False,
+    custom_op_library: str | os.PathLike[str] | None = None,
+) -> list[Path]:
+    """Write `{name}.onnx` for each model and `{name}` for each checkpoint; returns the files.
+
+    Everything is written into a temporary folder inside the directory first, then moved; old files are put
+    back if a move fails.
+    """
+    made_directory = not directory.exists()
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        staging = Path(tempfile.mkdtemp(prefix=".onward-", dir=directory))
+    except OSError as error:
+        raise ModelError(
+            f"cannot write to '{directory}': {error.strerror or error}; nothing was written"
+        ) from error
+    try:
+        for name, model in models.items():
+            write_model(model, staging / f"{name}.onnx")
+            if ort_format:
+                _write_ort(staging / f"{name}.onnx", custom_op_library)
+        for name, data in checkpoints.items():
+            save(data, staging / name)
+        return _move_all(staging, directory)
+    except OSError as error:
+        raise ModelError(
+            f"cannot write artifacts to '{directory}': {error.strerror or error}; the directory is as it was"
+        ) from error
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+        if made_directory and directory.exists() and not any(directory.iterdir()):
+            directory.rmdir()
+
+
+def _move_all(staging: Path, directory: Path) -> list[Path]:
+    old = staging / "replaced"
+    files = sorted(path for path in staging.iterdir())
+    old.mkdir()
+    moved: list[Path] = []
+    try:
+        for path in files:
+            target = directory / path.name
+            if target.is_dir():
+                raise OSError(f"'{target}' is a directory")
+            if target.exists():
+                os.replace(target, old / path.name)
+            moved.append(target)
+            os.replace(path, target)
+    except OSError:
+        for target in moved:
+            target.unlink(missing_ok=True)
+            if (old / target.name).exists():
+                os.replace(old / target.name, target)
+        raise
+    return moved
+
+
+def _write_ort(path: Path, custom_op_library: str | os.PathLike[str] | None) -> None:
+    """The same model in onnxruntime's own format, as `.ort` beside it."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options.optimized_model_filepath = str(path.with_suffix(".ort"))
+    options.add_session_config_entry("session.save_model_format", "ORT")
+    if custom_op_library is not None:
+        options.register_custom_ops_library(os.fspath(custom_op_library))
+    onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])

@@ -1,0 +1,159 @@
+"""Block, ForwardBlock and TrainingBlock: what users subclass."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Sequence
+from typing import Any
+
+import onnx
+import onnx_ir as ir
+
+from onward.errors import ModelError
+from onward.graph.dialect import normalize
+from onward.onnxblock.context import current_model
+from onward.onnxblock.emit import find_type
+from onward.training_graph import build_training_graphs
+
+__all__ = ["Block", "ForwardBlock", "TrainingBlock"]
+
+
+class Block(abc.ABC):
+    """A piece of a graph: `build` takes names of values and returns the names of its results.
+
+    Blocks are called inside `onnxblock.base(model)` or `onnxblock.empty_base()`, or by another block's
+    `build`; `self.base` is then the model being built. A subclass need not call `super().__init__()`.
+    """
+
+    base: onnx.ModelProto | None = None
+
+    def __init__(self, temp_file_name: str = "temp.onnx") -> None:
+        # The name is accepted for compatibility; nothing is written to disk.
+        del temp_file_name
+
+    @abc.abstractmethod
+    def build(self, *args: Any, **kwargs: Any) -> Any:
+        """Append to `self.base` and return the name of the output, or several names."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.base = current_model()
+        output = self.build(*args, **kwargs)
+        _check(self.base, output)
+        return output
+
+    def infer_shapes_on_base(self) -> onnx.ModelProto:
+        """The base model with the types and shapes of all its values."""
+        return onnx.shape_inference.infer_shapes(current_model(), data_prop=True)
+
+
+class ForwardBlock(Block):
+    """Builds a forward model: what `build` returns becomes the model's outputs."""
+
+    _model: onnx.ModelProto | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.base = current_model()
+        output = self.build(*args, **kwargs)
+        _check(self.base, output)
+        _set_outputs(self.base, output)
+        self._model = self.base
+        return output
+
+    def to_model_proto(self) -> onnx.ModelProto:
+        """The model that was built."""
+        if self._model is None:
+            raise ModelError("Please build the forward models first before trying to retrieve them.")
+        return self._model
+
+
+class TrainingBlock(Block):
+    """Builds a training model: the first name that `build` returns is the loss."""
+
+    _requires_grad: dict[str, bool]
+    _built: tuple[onnx.ModelProto, onnx.ModelProto] | None = None
+    _parameters: tuple[list[onnx.TensorProto], list[onnx.TensorProto]] | None = None
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> TrainingBlock:
+        # set here, not in __init__, which subclasses may skip
+        self = super().__new__(cls)
+        self._requires_grad = {}
+        return self
+
+    def requires_grad(self, name: str, value: bool = True) -> None:
+        """Make a parameter (or an input) trainable, or with False frozen."""
+        self._requires_grad[name] = value
+
+    def parameters(self) -> tuple[list[onnx.TensorProto], list[onnx.TensorProto]]:
+        """The trainable and the frozen parameters, in the order of the model's initializers."""
+        if self._parameters is None:
+            raise ModelError(
+                "Please build the training model first before trying to retrieve the parameters."
+            )
+        return self._parameters
+
+    def to_model_proto(self) -> tuple[onnx.ModelProto, onnx.ModelProto]:
+        """The training and the evaluation model."""
+        if self._built is None:
+            raise ModelError(
+                "Please build the training and eval models first before trying to retrieve them."
+            )
+        return self._built
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.base = current_model()
+        output = self.build(*args, **kwargs)
+        _check(self.base, output)
+        names = [output] if isinstance(output, str) else list(output)
+        _set_outputs(self.base, names)
+        graphs = build_training_graphs(
+            normalize(self.base),
+            names[0],
+            outputs=names[1:],
+            trainable=_existing(self.base, [n for n, value in self._requires_grad.items() if value]),
+            frozen=_existing(self.base, [n for n, value in self._requires_grad.items() if not value]),
+        )
+        self._built = ir.to_proto(graphs.training), ir.to_proto(graphs.evaluation)
+        self._parameters = (
+            [ir.serde.serialize_tensor(t) for t in _named(graphs.trainable)],
+            [ir.serde.serialize_tensor(t) for t in _named(graphs.frozen)],
+        )
+        return output
+
+
+def _named(tensors: dict[str, ir.TensorProtocol]) -> list[ir.TensorProtocol]:
+    for name, tensor in tensors.items():
+        tensor.name = name
+    return list(tensors.values())
+
+
+def _existing(model: onnx.ModelProto, names: Sequence[str]) -> list[str]:
+    known = {t.name for t in model.graph.initializer} | {v.name for v in model.graph.input}
+    for name in names:
+        if name not in known:
+            raise ModelError(f"Node arg {name} is not found in the graph")
+    return list(names)
+
+
+def _set_outputs(model: onnx.ModelProto, output: str | Sequence[str]) -> None:
+    names = [output] if isinstance(output, str) else list(output)
+    values = []
+    for name in names:
+        value = onnx.ValueInfoProto(name=name)
+        value.type.CopyFrom(find_type(name))
+        values.append(value)
+    del model.graph.output[:]
+    model.graph.output.extend(values)
+
+
+def _check(model: onnx.ModelProto, output: Any) -> None:
+    """A build that names nothing, or something that is not there, is caught where it happened."""
+    names = [output] if isinstance(output, str) else output
+    if not isinstance(names, Sequence) or not names or not all(isinstance(name, str) for name in names):
+        raise TypeError(
+            f"a block's build must return the name of its output or a list of names, got {output!r}"
+        )
+    made = {name for node in model.graph.node for name in node.output}
+    made |= {value.name for value in model.graph.input} | {tensor.name for tensor in model.graph.initializer}
+    for name in names:
+        if name not in made:
+            raise ModelError(f"a block's build returned '{name}', which nothing in the model computes")

@@ -1,0 +1,276 @@
+"""The small blocks that losses and models are composed of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+
+from onward.graph.builder import Builder
+from onward.onnxblock.base import Block
+from onward.onnxblock.context import current_model
+from onward.onnxblock.emit import add_input, emit, find_type
+
+__all__ = [
+    "Abs",
+    "Add",
+    "Cast",
+    "Clip",
+    "Constant",
+    "Div",
+    "InputLike",
+    "LabelEncoder",
+    "Linear",
+    "Log",
+    "Mul",
+    "Neg",
+    "PassThrough",
+    "Pow",
+    "ReduceAllL2",
+    "ReduceMean",
+    "ReduceSum",
+    "SequenceConstruct",
+    "Sigmoid",
+    "Sub",
+]
+
+
+class _Operator(Block):
+    """A block that is one operator, named like the class."""
+
+    def build(self, *names: str) -> str:
+        kind = type(self).__name__
+        return emit(names, lambda op, *values: getattr(op, kind)(*values))[0]
+
+
+class Add(_Operator):
+    """x + y"""
+
+
+class Sub(_Operator):
+    """x − y"""
+
+
+class Mul(_Operator):
+    """x·y"""
+
+
+class Div(_Operator):
+    """x / y"""
+
+
+class Sigmoid(_Operator):
+    """1 / (1 + e^−x)"""
+
+
+class Log(_Operator):
+    """ln x"""
+
+
+class Neg(_Operator):
+    """−x"""
+
+
+class Abs(_Operator):
+    """|x|"""
+
+
+class SequenceConstruct(_Operator):
+    """A sequence of tensors."""
+
+
+class Pow(Block):
+    """x to a fixed power"""
+
+    def __init__(self, exponent: float) -> None:
+        self._exponent = exponent
+
+    def build(self, name: str) -> str:
+        return emit([name], lambda op, x: op.Pow(x, self._exponent))[0]
+
+
+class _Reduction(Block):
+    def __init__(self, keepdims: bool = True) -> None:
+        self._keepdims = keepdims
+
+    def build(self, name: str) -> str:
+        kind = type(self).__name__
+        return emit([name], lambda op, x: getattr(op, kind)(x, keepdims=int(self._keepdims)))[0]
+
+
+class ReduceMean(_Reduction):
+    """The mean of all elements."""
+
+
+class ReduceSum(_Reduction):
+    """The sum of all elements."""
+
+
+class Constant(Block):
+    """A number, as a float32 tensor of one element."""
+
+    def __init__(self, value_float: float) -> None:
+        self._value = value_float
+
+    def build(self) -> str:
+        return emit([], lambda op: op.Identity(np.asarray([self._value], np.float32)))[0]
+
+
+class ReduceAllL2(Block):
+    """√Σ‖x‖² over several tensors, or over a sequence of them"""
+
+    def build(self, *names: str) -> str:
+        return emit(names, total_norm)[0]
+
+
+class Clip(Block):
+    """x limited to [clip_min, clip_max]; None leaves an end open"""
+
+    def __init__(self, clip_min: float | None = None, clip_max: float | None = None) -> None:
+        self._min, self._max = clip_min, clip_max
+
+    def build(self, name: str) -> str:
+        return emit([name], lambda op, x: op.Clip(x, self._min, self._max))[0]
+
+
+class PassThrough(Block):
+    """x itself, under another name"""
+
+    def build(self, name: str) -> str:
+        return emit([name], lambda op, x: op.Identity(x))[0]
+
+
+class InputLike(Block):
+    """A new graph input with the type and shape of another value."""
+
+    def __init__(self, like: str | None = None) -> None:
+        self._like = like
+
+    def build(self, name: str | None = None) -> str:
+        if self._like is None:
+            raise ValueError("InputLike needs the name of the value to be like")
+        value = onnx.ValueInfoProto(name=name or f"{self._like}.input")
+        value.type.CopyFrom(find_type(self._like))
+        current_model().graph.input.append(value)
+        return value.name
+
+
+class LabelEncoder(Block):
+    """Maps labels by a table; the attributes of ai.onnx.ml's LabelEncoder."""
+
+    def __init__(
+        self,
+        default_float: float = 0.0,
+        default_int64: int = -1,
+        default_string: str = "_Unused",
+        keys_floats: Sequence[float] | None = None,
+        keys_int64s: Sequence[int] | None = None,
+        keys_strings: Sequence[str] | None = None,
+        values_floats: Sequence[float] | None = None,
+        values_int64s: Sequence[int] | None = None,
+        values_strings: Sequence[str] | None = None,
+    ) -> None:
+        given = {
+            "default_float": default_float,
+            "default_int64": default_int64,
+            "default_string": default_string,
+            "keys_floats": keys_floats,
+            "keys_int64s": keys_int64s,
+            "keys_strings": keys_strings,
+            "values_floats": values_floats,
+            "values_int64s": values_int64s,
+            "values_strings": values_strings,
+        }
+        self._attributes: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
+
+    def build(self, name: str) -> str:
+        model = current_model()
+        if not any(entry.domain == "ai.onnx.ml" for entry in model.opset_import):
+            model.opset_import.append(onnx.helper.make_opsetid("ai.onnx.ml", 3))
+        for entry in model.opset_import:
+            if entry.domain == "ai.onnx.ml":
+                entry.version = min(entry.version, 3)
+        kind = (
+            ir.DataType.INT64 if "values_int64s" in self._attributes
+            else ir.DataType.STRING if "values_strings" in self._attributes
+            else ir.DataType.FLOAT
+        )  # fmt: skip
+
+        def build(op: Builder, x: ir.Value) -> ir.Value:
+            (encoded,) = op.node("LabelEncoder", [x], self._attributes, domain="ai.onnx.ml")
+            encoded.type, encoded.shape = ir.TensorType(kind), x.shape
+            return encoded
+
+        return emit([name], build)[0]
+
+
+class Cast(Block):
+    """x as another element type (an onnx.TensorProto type)"""
+
+    def __init__(self, to: int) -> None:
+        self._to = to
+
+    def build(self, name: str) -> str:
+        return emit([name], lambda op, x: op.Cast(x, to=self._to))[0]
+
+
+class Linear(Block):
+    """α·x·Wᵀ + β·b with new parameters `{name}.weight` and `{name}.bias`, uniform in ±1/√in"""
+
+    def __init__(
+        self, in_features: int, out_features: int, bias: bool = True, alpha: float = 1.0, beta: float = 1.0
+    ) -> None:
+        self._sizes = in_features, out_features
+        self._bias, self._alpha, self._beta = bias, alpha, beta
+
+    def build(self, name: str) -> str:
+        model = current_model()
+        taken = {tensor.name for tensor in model.graph.initializer}
+        prefix, count = "linear", 0
+        while f"{prefix}.weight" in taken:
+            count += 1
+            prefix = f"linear_{count}"
+        inputs, outputs = self._sizes
+        limit = 1.0 / np.sqrt(inputs)
+        rng = np.random.default_rng(len(taken))
+        shapes = {f"{prefix}.weight": (outputs, inputs)} | (
+            {f"{prefix}.bias": (outputs,)} if self._bias else {}
+        )
+        for key, shape in shapes.items():
+            data = rng.uniform(-limit, limit, shape).astype(np.float32)
+            model.graph.initializer.append(onnx.numpy_helper.from_array(data, key))
+        return emit(
+            [name, *shapes],
+            lambda op, x, *w: op.Gemm(x, *w, alpha=self._alpha, beta=self._beta, transB=1),
+            scope=prefix,
+        )[0]
+
+
+def total_norm(op: Builder, *values: ir.Value) -> ir.Value:
+    """√Σ‖x‖², shape [1], over tensors or one sequence of tensors."""
+    if len(values) == 1 and isinstance(values[0].type, ir.SequenceType):
+        return op.Sqrt(_sequence_square_sum(op, values[0]))
+    squares = [op.Reshape(op.ReduceSumSquare(value, keepdims=0), [1]) for value in values]
+    return op.Sqrt(squares[0] if len(squares) == 1 else op.Sum(*squares))
+
+
+def _sequence_square_sum(op: Builder, sequence: ir.Value) -> ir.Value:
+    body = op.subgraph("sum_squares")
+    index = body.input("index", ir.DataType.INT64, [])
+    going = body.input("going", ir.DataType.BOOL, [])
+    total = body.input("total", ir.DataType.FLOAT, [1])
+    element = body.SequenceAt(sequence, index)
+    added = body.Add(total, body.Reshape(body.ReduceSumSquare(element, keepdims=0), [1]))
+    body.graph.outputs.extend([body.Identity(going), added])
+    zero = np.zeros(1, np.float32)
+    result = op.Loop(op.SequenceLength(sequence), True, zero, body=body.graph)
+    result.type, result.shape = ir.TensorType(ir.DataType.FLOAT), ir.Shape([1])
+    return result
+
+
+def new_label(name: str, dtype: int, dims: Sequence[int | str | None]) -> str:
+    """Add an input for labels or targets."""
+    return add_input(name, dtype, dims)

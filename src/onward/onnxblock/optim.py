@@ -1,0 +1,251 @@
+"""Optimizer blocks, in the sequence form that plain sessions feed: lists of tensors in and out.
+
+Called with `parameters()` of a training block inside `onnxblock.empty_base()`. `generate_artifacts` takes
+them too, and then writes the flat form that Onward's own runtime prefers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+
+from onward.graph.builder import Builder
+from onward.onnxblock.base import Block
+from onward.onnxblock.blocks import total_norm
+from onward.onnxblock.context import current_model
+from onward.onnxblock.emit import emit
+from onward.optim import rules
+
+__all__ = [
+    "SGD",
+    "Adafactor",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "ClipGradNorm",
+    "ClipGradValue",
+    "Lamb",
+    "Lion",
+    "OptimizerBlock",
+    "RMSprop",
+]
+
+_SLOT_INPUTS = ("first_order_moments", "second_order_moments", "third_order_moments")
+Parameters = tuple[Sequence[onnx.TensorProto], Sequence[onnx.TensorProto]]
+
+
+class ClipGradNorm(Block):
+    """Scales gradients by min(max_norm / (‖g‖ + 1e-6), 1), ‖g‖ over all of them together.
+
+    Takes the name of a sequence and gives one, or names of tensors and gives as many.
+    """
+
+    def __init__(self, max_norm: float) -> None:
+        if not max_norm > 0:
+            raise ValueError(f"max_norm is {max_norm}: it must be positive")
+        self.max_norm = max_norm
+
+    def build(self, *gradient_names: str) -> str | list[str]:
+        def clip(op: Builder, *gradients: ir.Value) -> list[ir.Value]:
+            norm = op.Add(total_norm(op, *gradients), 1e-6)
+            factor = op.Min(op.Div(np.asarray([self.max_norm], np.float32), norm), 1.0)
+            if isinstance(gradients[0].type, ir.SequenceType):
+                return [_map(op, gradients[0], lambda inner, g: inner.Mul(g, factor))]
+            return [op.Mul(g, factor) for g in gradients]
+
+        names = emit(gradient_names, clip, scope="clip")
+        return names[0] if len(names) == 1 else names
+
+
+class ClipGradValue(Block):
+    """Limits every element of the gradients to [−max_value, max_value]."""
+
+    def __init__(self, max_value: float) -> None:
+        if not max_value > 0:
+            raise ValueError(f"max_value is {max_value}: it must be positive")
+        self.max_value = max_value
+
+    def build(self, *gradient_names: str) -> str | list[str]:
+        def clip(op: Builder, *gradients: ir.Value) -> list[ir.Value]:
+            limit = self.max_value
+            if isinstance(gradients[0].type, ir.SequenceType):
+                return [_map(op, gradients[0], lambda inner, g: inner.Clip(g, -limit, limit))]
+            return [op.Clip(g, -limit, limit) for g in gradients]
+
+        names = emit(gradient_names, clip, scope="clip")
+        return names[0] if len(names) == 1 else names
+
+
+class OptimizerBlock(Block):
+    """An update rule over all trainable parameters, as sequences; subclasses give the rule."""
+
+    rule: rules.Optimizer
+    clip_grad: ClipGradNorm | ClipGradValue | None = None
+
+    def build(self, parameters: Parameters) -> str:
+        """Add the optimizer's inputs, updates and outputs; returns the name of the flag `updated_flag`."""
+        if self.rule.slot_shapes is not None:
+            raise ValueError(
+                f"{self.rule.name} keeps state of other shapes: use it through generate_artifacts"
+            )
+        model = current_model()
+        model.graph.name = f"{self.rule.name} optimizer"
+        inputs = [("learning_rate", onnx.TensorProto.FLOAT), ("step", onnx.TensorProto.INT64)]
+        for name, kind in inputs:
+            model.graph.input.append(onnx.helper.make_tensor_value_info(name, kind, [1]))
+        sequences = ["params", "gradients", *_SLOT_INPUTS[: len(self.rule.slots)]]
+        for name in sequences:
+            model.graph.input.append(
+                onnx.helper.make_tensor_sequence_value_info(name, onnx.TensorProto.FLOAT, None)
+            )
+        gradients = "gradients" if self.clip_grad is None else self.clip_grad("gradients")
+        assert isinstance(gradients, str)
+        names = ["learning_rate", "step", "params", gradients, *sequences[2:]]
+        made = emit(names, self._update, scope=self.rule.name)
+        final = ["updated_flag", "updated_params", *(f"updated_{name}" for name in sequences[2:])]
+        for old, new in zip(made, final):
+            model.graph.node.append(onnx.helper.make_node("Identity", [old], [new], name=new))
+        model.graph.output.append(onnx.helper.make_tensor_value_info(final[0], onnx.TensorProto.BOOL, [1]))
+        for name in final[1:]:
+            model.graph.output.append(
+                onnx.helper.make_tensor_sequence_value_info(name, onnx.TensorProto.FLOAT, None)
+            )
+        return final[0]
+
+    def _update(
+        self, op: Builder, rate: ir.Value, step: ir.Value, params: ir.Value, grads: ir.Value, *slots: ir.Value
+    ) -> list[ir.Value]:
+        decay = op.constant(np.asarray([self.rule.weight_decay], np.float32), name="weight_decay")
+        scalars = rules.Scalars(rate, op.Cast(step, to=ir.DataType.FLOAT), decay)
+        body = op.subgraph("update")
+        index = body.input("index", ir.DataType.INT64, [])
+        going = body.input("going", ir.DataType.BOOL, [])
+        count = 1 + len(slots)
+        carried = [_sequence_input(body, f"carried{i}") for i in range(count)]
+        state = {name: _at(body, slot, index) for name, slot in zip(self.rule.slots, slots)}
+        parameter, state = self.rule.update(
+            body, _at(body, params, index), _at(body, grads, index), state, scalars
+        )
+        results = [parameter, *(state[name] for name in self.rule.slots)]
+        body.graph.outputs.append(body.Identity(going))
+        body.graph.outputs.extend(_insert(body, old, new) for old, new in zip(carried, results))
+        empty = [op.node("SequenceEmpty", [], {"dtype": int(ir.DataType.FLOAT)})[0]] * count
+        updated = op.Loop(op.SequenceLength(params), True, *empty, body=body.graph, outputs=count)
+        for value in updated:
+            value.type = ir.SequenceType(ir.TensorType(ir.DataType.FLOAT))
+        flag = op.constant(np.asarray([True]), name="flag")
+        return [op.Identity(flag), *updated]
+
+
+class AdamW(OptimizerBlock):
+    """AdamW with the defaults of the API it stands in for."""
+
+    def __init__(
+        self,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.0,
+        clip_grad: ClipGradNorm | ClipGradValue | None = None,
+    ) -> None:
+        self.rule = rules.adamw(
+            betas=betas, eps=eps, weight_decay=weight_decay, bias_correction=bias_correction
+        )
+        self.clip_grad = clip_grad
+
+
+class SGD(OptimizerBlock):
+    """Stochastic gradient descent, with momentum by choice."""
+
+    def __init__(
+        self,
+        clip_grad: ClipGradNorm | ClipGradValue | None = None,
+        *,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+    ) -> None:
+        self.rule = rules.sgd(
+            momentum=momentum, dampening=dampening, weight_decay=weight_decay, nesterov=nesterov
+        )
+        self.clip_grad = clip_grad
+
+
+class _ByKeyword(OptimizerBlock):
+    _make: staticmethod
+
+    def __init__(self, clip_grad: ClipGradNorm | ClipGradValue | None = None, **options) -> None:
+        self.rule = type(self)._make(**options)
+        self.clip_grad = clip_grad
+
+
+class Adam(_ByKeyword):
+    """Adam; options as in `onward.optim.adam`."""
+
+    _make = staticmethod(rules.adam)
+
+
+class Adagrad(_ByKeyword):
+    """Adagrad; options as in `onward.optim.adagrad`."""
+
+    _make = staticmethod(rules.adagrad)
+
+
+class RMSprop(_ByKeyword):
+    """RMSprop; options as in `onward.optim.rmsprop`."""
+
+    _make = staticmethod(rules.rmsprop)
+
+
+class Lion(_ByKeyword):
+    """Lion; options as in `onward.optim.lion`."""
+
+    _make = staticmethod(rules.lion)
+
+
+class Lamb(_ByKeyword):
+    """LAMB; options as in `onward.optim.lamb`."""
+
+    _make = staticmethod(rules.lamb)
+
+
+class Adafactor(_ByKeyword):
+    """Adafactor; options as in `onward.optim.adafactor`."""
+
+    _make = staticmethod(rules.adafactor)
+
+
+def _sequence_input(op: Builder, name: str) -> ir.Value:
+    value = op.input(name, None)
+    value.type = ir.SequenceType(ir.TensorType(ir.DataType.FLOAT))
+    return value
+
+
+def _at(op: Builder, sequence: ir.Value, index: ir.Value) -> ir.Value:
+    element = op.SequenceAt(sequence, index)
+    element.type = ir.TensorType(ir.DataType.FLOAT)
+    return element
+
+
+def _insert(op: Builder, sequence: ir.Value, element: ir.Value) -> ir.Value:
+    longer = op.SequenceInsert(sequence, element)
+    longer.type = ir.SequenceType(ir.TensorType(ir.DataType.FLOAT))
+    return longer
+
+
+def _map(op: Builder, sequence: ir.Value, function) -> ir.Value:
+    """A new sequence with `function(builder, element)` of every element."""
+    body = op.subgraph("map")
+    index = body.input("index", ir.DataType.INT64, [])
+    going = body.input("going", ir.DataType.BOOL, [])
+    carried = _sequence_input(body, "carried")
+    result = _insert(body, carried, function(body, _at(body, sequence, index)))
+    body.graph.outputs.extend([body.Identity(going), result])
+    (empty,) = op.node("SequenceEmpty", [], {"dtype": int(ir.DataType.FLOAT)})
+    mapped = op.Loop(op.SequenceLength(sequence), True, empty, body=body.graph)
+    mapped.type = ir.SequenceType(ir.TensorType(ir.DataType.FLOAT))
+    return mapped

@@ -1,0 +1,133 @@
+"""The optimizer model: an update rule as an ONNX file.
+
+An elementwise rule becomes one small graph over a vector of any length, which the runtime applies to flat
+buffers. Any other rule is written out for each parameter. Gradients are first multiplied by
+`gradient_scale`, with which the runtime clips by norm and averages accumulated steps.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+
+import onnx_ir as ir
+
+from onward.graph.builder import Builder
+from onward.graph.cleanup import finish
+from onward.graph.dialect import OPSET
+from onward.optim.rules import Optimizer, Scalars
+
+__all__ = ["Clipping", "ParameterGroup", "optimizer_model"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Clipping:
+    """How gradients are limited before an update; None leaves them as they are."""
+
+    norm: float | None = None
+    value: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class ParameterGroup:
+    """Parameters with a weight decay or a learning rate of their own (a multiple of the optimizer's)."""
+
+    parameters: tuple[str, ...]
+    weight_decay: float | None = None
+    learning_rate_scale: float = 1.0
+
+
+def optimizer_model(
+    rule: Optimizer,
+    parameters: Mapping[str, Sequence[int]],
+    *,
+    clipping: Clipping | None = None,
+    groups: Sequence[ParameterGroup] = (),
+) -> ir.Model:
+    """Build the optimizer model of a rule for parameters of these names and shapes.
+
+    >>> from onward.optim import adamw
+    >>> [value.name for value in optimizer_model(adamw(), {"w": (3, 4)}).graph.inputs][:4]
+    ['parameter', 'gradient', 'momentum0', 'momentum1']
+    """
+    clipping = clipping or Clipping()
+    graph = ir.Graph([], [], nodes=[], opset_imports={"": OPSET}, name=f"{rule.name} optimizer")
+    op = Builder(graph)
+    if rule.elementwise:
+        tensors = {"": _Tensor("parameter", "gradient", "", ["N"])}
+    else:
+        tensors = {
+            name: _Tensor(name, f"{name}_grad", f"{name}.", list(shape)) for name, shape in parameters.items()
+        }
+    values = {name: _inputs(op, rule, tensor) for name, tensor in tensors.items()}
+    rate = op.input("learning_rate", ir.DataType.FLOAT, [1])
+    step = op.input("step", ir.DataType.INT64, [1])
+    scale = op.input("gradient_scale", ir.DataType.FLOAT, [1])
+    decay = op.input("weight_decay", ir.DataType.FLOAT, [1])
+    count = op.Cast(step, to=ir.DataType.FLOAT)
+    of_parameter = {name: group for group in groups for name in group.parameters}
+    for name, tensor in tensors.items():
+        scalars = Scalars(rate, count, decay)
+        if not rule.elementwise and (group := of_parameter.get(name)) is not None:
+            scalars = _scalars_of(op, scalars, group)
+        parameter, gradient, state = values[name]
+        gradient = op.Mul(gradient, scale)
+        if clipping.value is not None:
+            gradient = op.Clip(gradient, -clipping.value, clipping.value)
+        updated, following = rule.update(op, parameter, gradient, state, scalars)
+        _output(op, updated, f"{tensor.parameter}.next", parameter)
+        for slot in rule.slots:
+            _output(op, following[slot], f"{tensor.prefix}{slot}.next", state[slot])
+    model = ir.Model(graph, ir_version=10, producer_name="onward")
+    model.metadata_props["onward.role"] = "optimizer"
+    model.metadata_props["onward.optimizer"] = json.dumps(
+        {
+            "name": rule.name,
+            "elementwise": rule.elementwise,
+            "slots": list(rule.slots),
+            "hyperparameters": dict(rule.hyperparameters),
+            "weight_decay": rule.weight_decay,
+            "clip_norm": clipping.norm,
+            "clip_value": clipping.value,
+            "groups": [dataclasses.asdict(group) for group in groups],
+        }
+    )
+    return finish(model)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Tensor:
+    parameter: str
+    gradient: str
+    prefix: str
+    dims: list[int | str]
+
+
+def _inputs(op: Builder, rule: Optimizer, tensor: _Tensor) -> tuple[ir.Value, ir.Value, dict[str, ir.Value]]:
+    parameter = op.input(tensor.parameter, ir.DataType.FLOAT, tensor.dims)
+    gradient = op.input(tensor.gradient, ir.DataType.FLOAT, tensor.dims)
+    state = {}
+    for slot in rule.slots:
+        dims: list[int | str] = tensor.dims
+        if rule.slot_shapes is not None:
+            dims = list(rule.slot_shapes(slot, tuple(int(dim) for dim in tensor.dims)))
+        state[slot] = op.input(f"{tensor.prefix}{slot}", ir.DataType.FLOAT, dims)
+    return parameter, gradient, state
+
+
+def _scalars_of(op: Builder, scalars: Scalars, group: ParameterGroup) -> Scalars:
+    rate, decay = scalars.learning_rate, scalars.weight_decay
+    if group.learning_rate_scale != 1.0:
+        rate = op.Mul(rate, group.learning_rate_scale)
+    if group.weight_decay is not None:
+        decay = op.constant_like(group.weight_decay, decay)
+    return Scalars(rate, scalars.step, decay)
+
+
+def _output(op: Builder, value: ir.Value, name: str, like: ir.Value) -> None:
+    if value is like:  # a slot that the rule left alone
+        value = op.Identity(value)
+    value.name = op.namer(name)
+    value.shape = like.shape
+    op.graph.outputs.append(value)
