@@ -18,7 +18,7 @@ from onward.autodiff.engine import (
     find_path,
     is_differentiable,
 )
-from onward.autodiff.sequences import zeros
+from onward.autodiff.sequences import add, zeros
 from onward.errors import ModelError
 from onward.graph.body_shapes import describe, infer_node
 from onward.graph.builder import RANDOM, subgraphs_of
@@ -27,11 +27,14 @@ __all__ = [
     "argument",
     "body_builder",
     "body_input",
+    "by_value",
     "close",
     "differentiate_body",
     "emit",
     "inline",
     "random_values",
+    "refuse_random",
+    "sequence_like",
     "turning_values",
 ]
 
@@ -102,11 +105,30 @@ def random_values(body: ir.Graph) -> list[ir.Value]:
                     f"random operator {source.op_type} '{source.name}' stands two bodies deep: its numbers "
                     "cannot be kept for the backward pass; move it out of the inner body"
                 )
-        if node.domain in ("", "ai.onnx") and node.op_type in RANDOM:
+        if node.domain in ("", "ai.onnx") and node.op_type in RANDOM and not _is_idle(node):
             found.extend(
                 value for value in node.outputs if value.name and (value.uses() or value.is_graph_output())
             )
     return found
+
+
+def _is_idle(node: ir.Node) -> bool:
+    """Dropout that is not training."""
+    if node.op_type != "Dropout":
+        return False
+    mode = node.inputs[2] if len(node.inputs) > 2 else None
+    tensor = None if mode is None else mode.const_value
+    return mode is None or (tensor is not None and not tensor.numpy().any())
+
+
+def refuse_random(body: ir.Graph, node: ir.Node) -> None:
+    """Raise where a body that is run again draws random numbers that nothing keeps."""
+    drawn = random_values(body)
+    if drawn and (source := drawn[0].producer()):
+        raise ModelError(
+            f"random operator {source.op_type} '{source.name}' in the body of {node.op_type} '{node.name}': "
+            "its numbers cannot be kept for the backward pass; draw them outside"
+        )
 
 
 def differentiate_body(
@@ -201,6 +223,22 @@ def emit(
         describe(value, like.type, like.shape)
     op.graph.append(node)
     return list(node.outputs)
+
+
+def sequence_like(op: DifferentiableBuilder, element: ir.Value) -> ir.Value:
+    """A description of the sequence of such elements."""
+    kind = ir.SequenceType(ir.TensorType(op.dtype(element)))
+    return ir.Value(type=kind, shape=None if element.shape is None else ir.Shape(element.shape))
+
+
+def by_value(
+    op: DifferentiableBuilder, values: Sequence[ir.Value], gradients: Sequence[ir.Value]
+) -> dict[ir.Value, ir.Value]:
+    """Gradients by value; one that is read in several places gets their sum."""
+    total: dict[ir.Value, ir.Value] = {}
+    for value, dx in zip(values, gradients):
+        total[value] = add(op, total[value], dx) if value in total else dx
+    return total
 
 
 def _copy_node(op: DifferentiableBuilder, node: ir.Node, known: dict[ir.Value, ir.Value]) -> ir.Node:

@@ -1,8 +1,9 @@
 """ONNX's reference evaluator, corrected where a finite difference would notice.
 
 Its Erf rounds to float32; its Loop stacks only vectors and takes an absent condition for false; its Scan
-knows no axes or directions; its SequenceMap sees no captured values. Those are written here by the
-standard's text.
+knows no axes or directions; its SequenceMap sees no captured values; its SequenceInsert cannot insert at the
+end; what its Optional packs, OptionalGetElement does not unpack. Those are written here by the standard's
+text.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ import onnx
 from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun
 
-__all__ = ["Erf", "Loop", "Scan", "SequenceMap", "reference_evaluator"]
+__all__ = ["Erf", "Loop", "Optional", "Scan", "SequenceInsert", "SequenceMap", "reference_evaluator"]
 
 
 def reference_evaluator(model: onnx.ModelProto) -> ReferenceEvaluator:
     """An evaluator of a model in numpy."""
-    return ReferenceEvaluator(model, new_ops=[Erf, Loop, Scan, SequenceMap])
+    return ReferenceEvaluator(model, new_ops=[Erf, Loop, Optional, Scan, SequenceInsert, SequenceMap])
 
 
 class Erf(OpRun):
@@ -30,6 +31,26 @@ class Erf(OpRun):
 
     def _run(self, x):  # type: ignore[override]
         return (np.asarray(np.vectorize(math.erf, otypes=[np.float64])(x)).astype(x.dtype),)
+
+
+class SequenceInsert(OpRun):
+    """SequenceInsert at any position from −n to n."""
+
+    op_domain = ""
+
+    def _run(self, sequence, tensor, position=None):  # type: ignore[override]
+        longer = list(sequence)
+        longer.insert(len(longer) if position is None else int(np.asarray(position).item()), tensor)
+        return (longer,)
+
+
+class Optional(OpRun):
+    """Optional: numpy needs no wrapper around what is there."""
+
+    op_domain = ""
+
+    def _run(self, value=None, type=None):  # type: ignore[override]
+        return (value,)
 
 
 class _WithBody(OpRun):

@@ -5,13 +5,27 @@ The gradient of an optional is that of what it holds.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import onnx_ir as ir
 
 from onward.graph.builder import Builder
 
-__all__ = ["add", "add_sequences", "element_like", "map_sequence", "zeros"]
+__all__ = [
+    "add",
+    "add_sequences",
+    "append_all",
+    "element_like",
+    "is_sequence",
+    "map_sequence",
+    "part_of",
+    "zeros",
+]
+
+
+def is_sequence(value: ir.Value) -> bool:
+    """Whether a value is a sequence of tensors."""
+    return isinstance(value.type, ir.SequenceType)
 
 
 def add_sequences(op: Builder, a: ir.Value, b: ir.Value) -> ir.Value:
@@ -35,7 +49,7 @@ def zeros(op: Builder, like: ir.Value) -> ir.Value:
     return map_sequence(op, [like], lambda inner, x: inner.zeros_like(x))
 
 
-def map_sequence(op: Builder, sequences: Sequence[ir.Value], function) -> ir.Value:
+def map_sequence(op: Builder, sequences: Sequence[ir.Value], function: Callable) -> ir.Value:
     """The sequence of what a function builds from the elements of one or more sequences."""
     inner = op.subgraph("element")
     elements = [element_like(inner, sequence) for sequence in sequences]
@@ -60,8 +74,46 @@ def map_sequence(op: Builder, sequences: Sequence[ir.Value], function) -> ir.Val
     mapped.name = op.namer(f"{node.name}.out")
     mapped.type = ir.SequenceType(ir.TensorType(op.dtype(result)))
     mapped.shape = result.shape
-    op.graph.append(node)
+    if op.before is not None:
+        op.graph.insert_before(op.before, node)
+    else:
+        op.graph.append(node)
     return mapped
+
+
+def append_all(op: Builder, front: ir.Value, back: ir.Value) -> ir.Value:
+    """One sequence behind another."""
+    return _collect(op, front, op.SequenceLength(back), lambda inner, index: inner.SequenceAt(back, index))
+
+
+def part_of(op: Builder, sequence: ir.Value, start: ir.Value, length: ir.Value) -> ir.Value:
+    """So many elements of a sequence, from a position on."""
+    empty = op.SequenceEmpty(dtype=int(op.dtype(sequence)))
+    return _collect(
+        op, empty, length, lambda inner, index: inner.SequenceAt(sequence, inner.Add(index, start))
+    )
+
+
+def _collect(op: Builder, first: ir.Value, count: ir.Value, element: Callable) -> ir.Value:
+    """A sequence with `count` more elements, each built from its number."""
+    inner = op.subgraph("collect")
+    number = inner.input("number", ir.DataType.INT64, [])
+    going = inner.input("going", ir.DataType.BOOL, [])
+    state = ir.Value(name=op.namer("collected"), type=first.type, shape=first.shape)
+    inner.graph.inputs.append(state)
+    inner.graph.outputs.extend([inner.Identity(going), inner.SequenceInsert(state, element(inner, number))])
+    name = op.namer(f"{op.scope}/Loop" if op.scope else "Loop")
+    node = ir.Node(
+        "", "Loop", [count, None, first], [ir.AttrGraph("body", inner.graph)], num_outputs=1, name=name
+    )
+    (collected,) = node.outputs
+    collected.name = op.namer(f"{name}.out")
+    collected.type = first.type
+    if op.before is not None:
+        op.graph.insert_before(op.before, node)
+    else:
+        op.graph.append(node)
+    return collected
 
 
 def element_like(inner: Builder, sequence: ir.Value) -> ir.Value:

@@ -35,7 +35,7 @@ def infer_node(op: Builder, node: ir.Node) -> None:
         _INFER[node.op_type](op, node)
         return
     # What was known before any assumption about a loop's state was tried.
-    before = [(v, v.type, v.meta.setdefault(_DECLARED, v.shape)) for v in node.outputs]
+    before = [(v, v.type, v.meta.setdefault(_DECLARED, _meant(v.shape))) for v in node.outputs]
     try:
         op.infer(node)
     except ModelError:
@@ -206,6 +206,15 @@ def _sharper(found: ir.Shape | None, before: ir.Shape | None) -> ir.Shape | None
     if found.rank() != before.rank():
         return found
     return ir.Shape([b if _unknown(f) else f for f, b in zip(found, before)])
+
+
+def _meant(shape: ir.Shape | None) -> ir.Shape | None:
+    """Without the names that inference made up: it gives one to the elements of a sequence, whose sizes differ."""
+    if shape is None:
+        return None
+    return ir.Shape(
+        [None if isinstance(d, ir.SymbolicDim) and (d.value or "").startswith("unk__") else d for d in shape]
+    )
 
 
 def _unknown(dim: int | ir.SymbolicDim) -> bool:

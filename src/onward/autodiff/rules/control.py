@@ -15,10 +15,10 @@ import onnx_ir as ir
 
 from onward.autodiff import bodies
 from onward.autodiff.registry import gradient
-from onward.autodiff.sequences import add, zeros
+from onward.autodiff.sequences import add, append_all, is_sequence, part_of, zeros
 from onward.errors import ModelError
 from onward.graph.body_shapes import describe, keeps_its_shape
-from onward.graph.builder import captured_values, subgraphs_of
+from onward.graph.builder import Builder, captured_values, subgraphs_of
 
 # ---- If ----------------------------------------------------------------------------------------------
 
@@ -157,9 +157,7 @@ def loop(op, node, *dys):
         now = inner.Sub(op.Sub(trips, 1), number)
         ir.convenience.replace_all_uses_with(turn, now)
         for value, placeholder in keep.items():
-            stack = record[value]
-            whole = isinstance(stack.type, ir.SequenceType)
-            piece = inner.SequenceAt(stack, now) if whole else inner.Gather(stack, now, axis=0)
+            piece = record[value].at(inner, now)
             describe(piece, value.type, value.shape)
             ir.convenience.replace_all_uses_with(placeholder, piece)
         for i, placeholder in de.items():
@@ -171,11 +169,28 @@ def loop(op, node, *dys):
     first += [zeros(op, value) for value in captured]
     outer = [turns.initial[i] for i in live] + captured
     gradients = bodies.emit(op, "Loop", [trips, None, *first], {"body": inner.graph}, likes=outer)
-    return _summed(op, outer, gradients)
+    return bodies.by_value(op, outer, gradients)
 
 
-def _record_loop(op, turns: _Turns, values: list[ir.Value]) -> tuple[ir.Value, dict[ir.Value, ir.Value]]:
-    """How many turns there were, and what values of the body were in each: stacks, or sequences."""
+@dataclasses.dataclass(frozen=True)
+class _Record:
+    """What a value of the body was in every turn: stacked, a sequence, or sequences one behind the other."""
+
+    kept: ir.Value
+    lengths: ir.Value | None = None
+
+    def at(self, op, turn: ir.Value) -> ir.Value:
+        """The value in one turn."""
+        if self.lengths is not None:
+            ends = op.CumSum(self.lengths, np.asarray(0, np.int64), exclusive=1)
+            return part_of(op, self.kept, op.Gather(ends, turn), op.Gather(self.lengths, turn))
+        return (
+            op.SequenceAt(self.kept, turn) if is_sequence(self.kept) else op.Gather(self.kept, turn, axis=0)
+        )
+
+
+def _record_loop(op, turns: _Turns, values: list[ir.Value]) -> tuple[ir.Value, dict[ir.Value, _Record]]:
+    """How many turns there were, and what values of the body were in each."""
     steady = [value for value in values if keeps_its_shape(value)]
     changing = [value for value in values if value not in steady]
     place = {value: value for value in values}
@@ -183,34 +198,41 @@ def _record_loop(op, turns: _Turns, values: list[ir.Value]) -> tuple[ir.Value, d
         # States come before what is emitted, so that a sequence cannot be added behind: loop once more.
         turns, place = _repeat(op, turns, values)
     body, node = turns.body, turns.node
-    record: dict[ir.Value, ir.Value] = {}
-    for value in changing:
-        element = ir.TensorType(op.dtype(value))
-        sequence = ir.Value(name=op.namer(f"{op.scope}/kept"), type=ir.SequenceType(element))
-        longer = ir.Node("", "SequenceInsert", [sequence, place[value]], name=op.namer("SequenceInsert"))
-        longer.outputs[0].name = op.namer(f"{op.scope}/kept.next")
-        longer.outputs[0].type = sequence.type
-        body.append(longer)
-        body.inputs.append(sequence)
-        body.outputs.append(longer.outputs[0])
-        empty = ir.Node("", "SequenceEmpty", [], [ir.AttrInt64("dtype", int(element.dtype))])
-        empty.name = op.namer("SequenceEmpty")
-        empty.outputs[0].name = op.namer("SequenceEmpty.out")
-        empty.outputs[0].type = sequence.type
-        op.graph.insert_before(node, empty)
-        node.resize_inputs(len(node.inputs) + 1)
-        node.replace_input_with(len(node.inputs) - 1, empty.outputs[0])
-        record[value] = _new_output(op, node, sequence.type, value.shape)
-    for value in steady:
-        body.outputs.append(_copy_into(op, body, place[value]))
-        record[value] = _new_output(op, node, value.type, [None, *(value.shape or ())])
-    if changing:
-        return op.SequenceLength(record[changing[0]]), record
-    stacks = [record[value] for value in steady] or list(node.outputs[len(turns.leaving) :])
-    if not stacks:
+    inside = Builder(body, parent=op)
+    sequences = {value: _carry_sequence(op, inside, node, place[value]) for value in changing}
+    stacks: dict[ir.Value, ir.Value] = {}
+    for value in [*steady, *(value for value in changing if is_sequence(value))]:
+        element = inside.SequenceLength(place[value]) if is_sequence(value) else place[value]
+        body.outputs.append(_copy_into(op, body, element))
+        stacks[value] = _new_output(op, node, element.type, [None, *(element.shape or ())])
+    record = {value: _Record(stacks[value]) for value in steady}
+    record |= {value: _Record(sequences[value], stacks.get(value)) for value in changing}
+    countable = [*stacks.values(), *node.outputs[len(turns.leaving) + len(changing) :]]
+    if not countable and changing:
+        return op.SequenceLength(sequences[changing[0]]), record
+    if not countable:
         body.outputs.append(_copy_into(op, body, body.inputs[0]))
-        stacks = [_new_output(op, node, ir.TensorType(ir.DataType.INT64), [None])]
-    return op.Squeeze(op.Shape(stacks[0], start=0, end=1), [0]), record
+        countable = [_new_output(op, node, ir.TensorType(ir.DataType.INT64), [None])]
+    return op.Squeeze(op.Shape(countable[0], start=0, end=1), [0]), record
+
+
+def _carry_sequence(op, inside: Builder, node: ir.Node, value: ir.Value) -> ir.Value:
+    """Collect a value of the body over the turns, in one more state of the loop that emits nothing yet."""
+    kind = ir.SequenceType(ir.TensorType(op.dtype(value)))
+    empty = ir.Node("", "SequenceEmpty", [], [ir.AttrInt64("dtype", int(op.dtype(value)))], num_outputs=1)
+    empty.name = op.namer("SequenceEmpty")
+    empty.outputs[0].name = op.namer("SequenceEmpty.out")
+    empty.outputs[0].type = kind
+    op.graph.insert_before(node, empty)
+    node.resize_inputs(len(node.inputs) + 1)
+    node.replace_input_with(len(node.inputs) - 1, empty.outputs[0])
+    sequence = ir.Value(name=op.namer(f"{op.scope}/kept"), type=kind)
+    inside.graph.inputs.append(sequence)
+    longer = (
+        append_all(inside, sequence, value) if is_sequence(value) else inside.SequenceInsert(sequence, value)
+    )
+    inside.graph.outputs.append(longer)
+    return _new_output(op, node, kind, value.shape)
 
 
 def _repeat(op, turns: _Turns, values: list[ir.Value]) -> tuple[_Turns, dict[ir.Value, ir.Value]]:
@@ -329,7 +351,7 @@ def scan(op, node, *dys):
         },
         likes=outer,
     )
-    return _summed(op, outer, gradients)
+    return bodies.by_value(op, outer, gradients)
 
 
 def _layout(node: ir.Node, side: str, count: int) -> tuple[list[int], list[int]]:
@@ -378,12 +400,3 @@ def _new_output(op, node: ir.Node, kind, shape) -> ir.Value:
     value.name = op.namer(f"{op.scope}/kept")
     describe(value, kind, None if shape is None else ir.Shape(shape))
     return value
-
-
-def _summed(op, values, gradients) -> dict[ir.Value, ir.Value]:
-    """Gradients by value; one that is read in several places gets the sum."""
-    total: dict[ir.Value, ir.Value] = {}
-    for value, dx in zip(values, gradients):
-        if value is not None:
-            total[value] = add(op, total[value], dx) if value in total else dx
-    return total

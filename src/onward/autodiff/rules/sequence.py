@@ -1,0 +1,145 @@
+"""Gradients of operators on sequences and optionals.
+
+The gradient of a sequence is a sequence of the same length; that of an optional is that of what it holds.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from onward.autodiff import bodies
+from onward.autodiff.registry import gradient, no_gradient
+from onward.autodiff.sequences import is_sequence, map_sequence, zeros
+from onward.graph.builder import captured_values
+
+no_gradient("SequenceEmpty", because="it has no inputs")
+no_gradient("SequenceLength", "OptionalHasElement", because="its result is not real")
+
+
+@gradient("SequenceConstruct")
+def sequence_construct(op, node, ds):
+    """s = [x₀, x₁, …]   ⇒   dxᵢ = dsᵢ"""
+    return [
+        op.SequenceAt(ds, np.asarray(index, np.int64)) if op.wanted(x) else None
+        for index, x in enumerate(node.inputs)
+    ]
+
+
+@gradient("SequenceAt")
+def sequence_at(op, node, dy):
+    """y = s[i]   ⇒   ds = zeros, but dy at i"""
+    sequence, position = node.inputs
+    index = _from_start(op, position, sequence)
+    return op.SequenceInsert(op.SequenceErase(zeros(op, sequence), index), dy, index)
+
+
+@gradient("SequenceInsert")
+def sequence_insert(op, node, dz):
+    """z = s with x put in at i   ⇒   ds = dz without its i-th,  dx = dz[i]"""
+    sequence, _, position = (*node.inputs, None)[:3]
+    index = np.asarray(-1, np.int64) if position is None else _from_start(op, position, sequence)
+    return op.SequenceErase(dz, index), op.SequenceAt(dz, index)
+
+
+@gradient("SequenceErase")
+def sequence_erase(op, node, dz):
+    """z = s without its i-th   ⇒   ds = dz with zeros put in at i"""
+    sequence, position = (*node.inputs, None)[:2]
+    erased = op.SequenceAt(sequence, np.asarray(-1, np.int64) if position is None else position)
+    index = None if position is None else _from_start(op, position, sequence)
+    return op.SequenceInsert(dz, op.zeros_like(erased), index)
+
+
+@gradient("SplitToSequence")
+def split_to_sequence(op, node, ds):
+    """s = x cut along an axis   ⇒   dx = ds joined along it"""
+    split = (*node.inputs, None)[1]
+    new_axis = 0 if split is not None or node.attributes.get_int("keepdims", 1) else 1
+    return op.ConcatFromSequence(ds, axis=node.attributes.get_int("axis", 0), new_axis=new_axis)
+
+
+@gradient("ConcatFromSequence")
+def concat_from_sequence(op, node, dy):
+    """y = the elements of s joined along an axis   ⇒   ds = dy cut where they met"""
+    axis = node.attributes.get_int("axis")
+    if node.attributes.get_int("new_axis", 0):
+        return op.SplitToSequence(dy, axis=axis, keepdims=0)
+    return op.SplitToSequence(dy, _sizes(op, node.inputs[0], axis), axis=axis)
+
+
+@gradient("Optional", "OptionalGetElement")
+def optional(op, node, dy):
+    """y = x, packed or unpacked   ⇒   dx = dy"""
+    return dy
+
+
+def _map_bodies(node, varying, mattering):
+    body = node.attributes["body"].as_graph()
+    sources = {inner for outer, inner in zip(node.inputs, body.inputs) if outer in varying}
+    sources |= {value for value in captured_values(node) if value in varying}
+    return [
+        (body, sources, {inner for outer, inner in zip(node.outputs, body.outputs) if outer in mattering})
+    ]
+
+
+@gradient("SequenceMap", bodies=_map_bodies)
+def sequence_map(op, node, *dys):
+    """yᵢ = f(sᵢ, x, c)   ⇒   dsᵢ, δxᵢ, δcᵢ = f'ᵀ(sᵢ, x, c)·dyᵢ,   dx = Σ δxᵢ,   dc = Σ δcᵢ"""
+    body = node.attributes["body"].as_graph()
+    bodies.refuse_random(body, node)
+    inner = bodies.body_builder(op, "element")
+    arguments = [bodies.body_input(inner, value, "x") for value in body.inputs]
+    results = bodies.inline(inner, body, arguments)
+    arriving = [(i, dy) for i, dy in enumerate(dys) if dy is not None]
+    pieces = [(results[i], bodies.body_input(inner, body.outputs[i], "dy")) for i, _ in arriving]
+    wanted = [(outer, a) for outer, a in zip(node.inputs, arguments) if op.wanted(outer)]
+    wanted += [(value, value) for value in captured_values(node) if op.wanted(value)]
+    found = bodies.differentiate_body(inner, pieces, [a for _, a in wanted])
+    live = [(outer, a) for outer, a in wanted if found[a] is not None]
+    if not live:
+        return {}
+    bodies.close(inner, [found[a] for _, a in live], [a for _, a in live])
+    parts = bodies.emit(
+        op,
+        "SequenceMap",
+        [*node.inputs, *(dy for _, dy in arriving)],
+        {"body": inner.graph},
+        likes=[bodies.sequence_like(op, a) for _, a in live],
+    )
+    gradients = [
+        part if is_sequence(outer) else _sum_over(op, part, outer) for (outer, _), part in zip(live, parts)
+    ]
+    return bodies.by_value(op, [outer for outer, _ in live], gradients)
+
+
+def _sum_over(op, parts, like):
+    """The sum of a sequence's elements, also of none: zeros go along."""
+    stacked = op.ConcatFromSequence(op.SequenceInsert(parts, zeros(op, like)), axis=0, new_axis=1)
+    return op.ReduceSum(stacked, [0], keepdims=0)
+
+
+def _from_start(op, position, sequence):
+    """A position counted from the front, since the lengths before and after differ."""
+    value = op.const_value(position)
+    if value is not None and value.item() >= 0:
+        return position
+    index = op.Cast(position, to=7)
+    length = op.SequenceLength(sequence)
+    if value is not None:
+        return op.Add(index, length)
+    return op.Where(op.Less(index, np.asarray(0, np.int64)), op.Add(index, length), index)
+
+
+def _sizes(op, sequence, axis):
+    """The size of each element along an axis, as a vector."""
+    producer = sequence.producer()
+    if producer is not None and producer.op_type == "SequenceConstruct":
+        return op.Concat(*(op.dim(x, axis) for x in producer.inputs), axis=0)
+    rank = None if sequence.shape is None else sequence.shape.rank()
+
+    def size(inner, element):
+        if rank is None:
+            return inner.Gather(inner.Shape(element), np.asarray([axis], np.int64))
+        return inner.Shape(element, start=axis % rank, end=axis % rank + 1)
+
+    return op.ConcatFromSequence(map_sequence(op, [sequence], size), axis=0)
