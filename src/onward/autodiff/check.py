@@ -228,7 +228,7 @@ def _evaluator(model: onnx.ModelProto, kind: str):
     known = {value.name for value in model.graph.input}
 
     def run(feeds: Arrays) -> dict[str, np.ndarray]:
-        wanted = {name: array for name, array in feeds.items() if name in known}
+        wanted = {name: np.asarray(array) for name, array in feeds.items() if name in known}
         with np.errstate(all="ignore"):
             return dict(zip(names, session.run(None, wanted)))
 
