@@ -1,17 +1,26 @@
 """Any model to one normal form, so that gradient rules see one opset and one spelling of each operator.
 
-Functions are inlined, Constant nodes become initializers, default attributes are written out, types and
-shapes inferred. The meaning of the model does not change.
+Functions are inlined, operators of other opsets and fused operators are written in those of one opset,
+Constant nodes become initializers, default attributes are written out, types and shapes inferred. The
+meaning of the model does not change: docs/dialect.md says what comes in and what goes out.
 """
 
 from __future__ import annotations
+
+import functools
 
 import onnx
 import onnx_ir as ir
 import onnx_ir.passes.common as passes
 
 from onward.errors import ModelError
+from onward.graph.contrib import expand_contrib
+from onward.graph.definitions import expand_by_definition
+from onward.graph.infer import infer_shapes
 from onward.graph.load import ModelSource, load_model
+from onward.graph.newer import downgrade, lowest_opset
+from onward.graph.opsets import OLDEST, upgrade
+from onward.graph.rewrite import Expansion, rewrite
 
 __all__ = ["OPSET", "normalize"]
 
@@ -20,23 +29,125 @@ OPSET = 21
 
 
 def normalize(source: ModelSource) -> ir.Model:
-    """Read a model and bring it into Onward's dialect."""
+    """Read a model and bring it into Onward's dialect: opset 21, or later where a type in use is newer.
+
+    >>> import onnx.parser
+    >>> old = onnx.parser.parse_model(
+    ...     '<ir_version: 7, opset_import: ["": 11]> g (float[N, 4] x) => (float[N] y)'
+    ...     '{ y = ReduceSum<axes=[1], keepdims=0>(x) }')
+    >>> model = normalize(old)
+    >>> model.graph.opset_imports[""], [len(node.inputs) for node in model.graph]
+    (21, [2])
+    """
     model = load_model(source)
-    if not model.graph.opset_imports:
-        raise ModelError("the model names no opset")
-    version = model.graph.opset_imports.get("", OPSET)
-    if model.functions:
-        passes.InlinePass()(model)
-    if version < OPSET:
-        model = ir.from_proto(onnx.version_converter.convert_version(ir.to_proto(model), OPSET))
-    model.graph.opset_imports[""] = OPSET
+    version = _version(model)
+    _inline(model, version)
+    _lift_constants(model)
+    _forget_symbols(model)
+    infer_shapes(model)
+    expand_by_definition(model, version)
+    target = max(version, OPSET)
+    rewrite(model, functools.partial(_expansion, version=version), opset=target, infer=infer_shapes)
+    model.graph.opset_imports[""] = target
     model.ir_version = max(model.ir_version or 10, 10)
-    sequence = ir.passes.Sequential(
+    for node in model.graph.all_nodes():
+        node.version = None
+    _lift_constants(model)
+    ir.passes.Sequential(
+        passes.AddDefaultAttributesPass(),
+        passes.NameFixPass(),
+        passes.RemoveUnusedOpsetsPass(),
+    )(model)
+    model.graph.opset_imports[""] = target
+    infer_shapes(model)
+    if target > OPSET:
+        _drop_newer_defaults(model)
+        model.graph.opset_imports[""] = lowest_opset(model, target, OPSET)
+    return model
+
+
+def _version(model: ir.Model) -> int:
+    imports = model.graph.opset_imports
+    if "ai.onnx" in imports:
+        imports[""] = imports.pop("ai.onnx")
+    for node in model.graph.all_nodes():
+        if node.domain == "ai.onnx":
+            node.domain = ""
+    version = imports.setdefault("", OPSET)
+    newest = onnx.defs.onnx_opset_version()
+    if version < OLDEST:
+        raise ModelError(
+            f"the model is of opset {version}; opsets {OLDEST} to {newest} are understood. "
+            "Export it again, or convert it with onnx.version_converter"
+        )
+    if version > newest:
+        raise ModelError(
+            f"the model is of opset {version}, but the installed onnx knows {newest}: update onnx"
+        )
+    return version
+
+
+def _expansion(node: ir.Node, *, version: int) -> Expansion | None:
+    if node.domain != "":
+        return expand_contrib(node)
+    own = node.version or version
+    return expand_contrib(node) or upgrade(node, own) or downgrade(node, own)
+
+
+def _inline(model: ir.Model, version: int) -> None:
+    """Put the bodies of the model's functions where they are called; a body may be of another opset."""
+    if not model.functions:
+        return
+    for function in model.functions.values():
+        imports = function.opset_imports
+        own = imports.get("", imports.get("ai.onnx", version))
+        if own != version:
+            for node in function.all_nodes():
+                if node.domain in ("", "ai.onnx"):
+                    node.version = own
+        imports.pop("ai.onnx", None)
+        imports[""] = version
+        for domain, number in model.graph.opset_imports.items():
+            if domain in imports:
+                imports[domain] = number
+    try:
+        passes.InlinePass()(model)
+    except Exception as error:
+        raise ModelError(f"the model's functions cannot be inlined: {error}") from error
+    model.functions.clear()
+
+
+def _lift_constants(model: ir.Model) -> None:
+    ir.passes.Sequential(
         passes.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0),
         passes.LiftSubgraphInitializersToMainGraphPass(),
         passes.RemoveInitializersFromInputsPass(),
-        passes.AddDefaultAttributesPass(),
-        passes.NameFixPass(),
-        passes.ShapeInferencePass(check_type=True, strict_mode=False, data_prop=True),
-    )
-    return sequence(model).model
+    )(model)
+
+
+def _forget_symbols(model: ir.Model) -> None:
+    """Symbols that some earlier inference invented are forgotten: ours must not collide with them."""
+    for graph in model.graphs():
+        for value in [v for node in graph for v in node.outputs]:
+            if value.shape is not None and any(_invented(dim) for dim in value.shape):
+                value.shape = ir.Shape([None if _invented(dim) else dim for dim in value.shape])
+
+
+def _invented(dim: int | ir.SymbolicDim) -> bool:
+    return isinstance(dim, ir.SymbolicDim) and (dim.value or "").startswith("unk__")
+
+
+def _drop_newer_defaults(model: ir.Model) -> None:
+    """Attributes that opset 21 lacks, at their defaults, would hold the model at a newer opset."""
+    for node in model.graph.all_nodes():
+        if node.domain != "":
+            continue
+        try:
+            older = onnx.defs.get_schema(node.op_type, OPSET, "")
+            newer = onnx.defs.get_schema(node.op_type, model.graph.opset_imports[""], "")
+        except onnx.defs.SchemaError:
+            continue
+        for name in [name for name in node.attributes if name not in older.attributes]:
+            default = newer.attributes[name].default_value if name in newer.attributes else None
+            if default is not None and ir.from_proto(default) == node.attributes[name]:
+                del node.attributes[name]

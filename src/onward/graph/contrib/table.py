@@ -1,0 +1,33 @@
+"""The table of fused operators: (domain, operator) → function that builds it from standard ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import onnx_ir as ir
+
+from onward.errors import ModelError
+from onward.graph.rewrite import Expansion, given
+
+__all__ = ["TABLE", "fused", "needed"]
+
+TABLE: dict[tuple[str, str], Expansion] = {}
+
+
+def fused(*op_types: str, domain: str = "com.microsoft") -> Callable[[Expansion], Expansion]:
+    """Register the expansion of these operators."""
+
+    def register(expansion: Expansion) -> Expansion:
+        for op_type in op_types:
+            TABLE[domain, op_type] = expansion
+        return expansion
+
+    return register
+
+
+def needed(node: ir.Node, index: int) -> ir.Value:
+    """An input that the operator cannot do without."""
+    value = given(node, index)
+    if value is None:
+        raise ModelError(f"input {index} is missing")
+    return value

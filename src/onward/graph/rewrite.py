@@ -1,0 +1,165 @@
+"""Replaces nodes by what they mean, in place and in order.
+
+A table says which operators are spelt otherwise; this walks a model, its bodies included, asks the table,
+and puts the new nodes where the old one stood, under the old names. Types are inferred on the way, so that
+an expansion sees the ranks and types of its inputs. Knows no operator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import onnx_ir as ir
+
+from onward.errors import ModelError
+from onward.graph.builder import Builder, Operand, subgraphs_of
+
+__all__ = ["Expansion", "Unknown", "attribute", "given", "rewrite", "wanted"]
+
+# Builds what the node computes and returns its outputs, in order; None where an output is not wanted.
+Expansion = Callable[[Builder, ir.Node], ir.Value | Sequence[ir.Value | None]]
+Lookup = Callable[[ir.Node], Expansion | None]
+
+
+class Unknown(ModelError):
+    """An expansion needs a rank or type that is not known yet."""
+
+
+def attribute(node: ir.Node, name: str, default: Any = None) -> Any:
+    """The value of an attribute, or `default` where the node has none."""
+    attr = node.attributes.get(name)
+    return default if attr is None else attr.value
+
+
+def given(node: ir.Node, index: int) -> ir.Value | None:
+    """An input, or None where the node leaves it out."""
+    return node.inputs[index] if index < len(node.inputs) else None
+
+
+def wanted(node: ir.Node, index: int) -> bool:
+    """Whether anything uses an output."""
+    if index >= len(node.outputs):
+        return False
+    value = node.outputs[index]
+    return bool(value.uses()) or value.is_graph_output()
+
+
+def rewrite(model: ir.Model, lookup: Lookup, *, opset: int, infer: Callable[[ir.Model], None]) -> int:
+    """Expand every node for which `lookup` has an expansion; returns how many. `infer` is for the stuck."""
+    op = _Recorder(model.graph)
+    op.opset = opset
+    count = 0
+    while True:
+        walk = _Walk(lookup)
+        try:
+            walk.graph(op, model.graph)
+        except Unknown as problem:
+            # A value's rank depends on sizes computed in the graph: look at the whole model, then go on.
+            if walk.count == 0:
+                raise ModelError(str(problem)) from problem
+            infer(model)
+            count += walk.count
+            continue
+        return count + walk.count
+
+
+class _Recorder(Builder):
+    """A builder that knows which nodes it made since the last expansion."""
+
+    def __init__(self, graph: ir.Graph, *, parent: Builder | None = None) -> None:
+        super().__init__(graph, parent=parent)
+        self.made: dict[ir.Node, None] = {}
+
+    def node(
+        self,
+        op_type: str,
+        inputs: Sequence[Operand],
+        attributes: dict[str, Any] | None = None,
+        *,
+        outputs: int = 1,
+        domain: str = "",
+    ) -> tuple[ir.Value, ...]:
+        """Append a node, and remember it."""
+        results = super().node(op_type, inputs, attributes, outputs=outputs, domain=domain)
+        producer = results[0].producer()
+        assert producer is not None
+        self.made[producer] = None
+        return results
+
+
+class _Walk:
+    def __init__(self, lookup: Lookup) -> None:
+        self.lookup = lookup
+        self.count = 0
+
+    def graph(self, op: _Recorder, graph: ir.Graph) -> None:
+        for node in list(graph):
+            for inner in subgraphs_of(node):
+                builder = _Recorder(inner, parent=op)
+                builder.opset = op.opset
+                self.graph(builder, inner)
+            expansion = self.lookup(node)
+            if expansion is None:
+                _infer_missing(op, node)
+            else:
+                op.before, op.scope = node, node.name or ""
+                _replace(op, node, expansion)
+                self.count += 1
+        op.before, op.scope = None, ""
+
+
+def _replace(op: _Recorder, node: ir.Node, expansion: Expansion) -> None:
+    op.made.clear()
+    try:
+        result = expansion(op, node)
+    except ModelError as error:
+        op.graph.remove(list(op.made), safe=False)
+        # The builder says so where a rank or type that it needs is not known.
+        kind = Unknown if "unknown" in str(error) else ModelError
+        raise kind(f"{node.op_type} '{node.name}': {error}") from error
+    results = [result] if isinstance(result, ir.Value) else list(result)
+    taken: set[int] = set()
+    for index, old in enumerate(node.outputs):
+        new = results[index] if index < len(results) else None
+        if new is None:
+            if wanted(node, index):
+                raise ModelError(
+                    f"{node.op_type} '{node.name}': its output '{old.name}' has no standard form; "
+                    "export the model without it"
+                )
+            continue
+        producer = new.producer()
+        fresh = producer in op.made and id(new) not in taken
+        if not fresh and old.is_graph_output():
+            new = op.Identity(new)
+            fresh = True
+        if new.shape is None or (old.shape is not None and _more_known(old.shape, new.shape)):
+            new.shape = old.shape
+        if new.type is None:
+            new.type = old.type
+        ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
+        if fresh:
+            name, old.name = old.name, None
+            new.name = name
+            taken.add(id(new))
+    op.graph.remove(node, safe=True)
+
+
+def _more_known(old: ir.Shape, new: ir.Shape) -> bool:
+    return old.rank() == new.rank() and sum(_named(d) for d in old) > sum(_named(d) for d in new)
+
+
+def _named(dim: int | ir.SymbolicDim) -> bool:
+    return isinstance(dim, int) or dim.value is not None
+
+
+def _infer_missing(op: Builder, node: ir.Node) -> None:
+    if all(value.type is not None and value.shape is not None for value in node.outputs):
+        return
+    if node.domain not in ("", "ai.onnx"):
+        return
+    try:
+        op.infer(node)
+    except (ModelError, onnx.defs.SchemaError):
+        return  # the whole-model inference that follows has its say
