@@ -159,7 +159,11 @@ def _infer_missing(op: Builder, node: ir.Node) -> None:
         return
     if node.domain not in ("", "ai.onnx"):
         return
+    known = [(value, value.type, value.shape) for value in node.outputs]
     try:
         op.infer(node)
-    except (ModelError, onnx.defs.SchemaError):
-        return  # the whole-model inference that follows has its say
+    except ModelError:
+        pass  # the whole-model inference that follows has its say
+    for value, kind, shape in known:
+        value.type = value.type if kind is None else kind
+        value.shape = value.shape if shape is None else shape
