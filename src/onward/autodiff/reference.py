@@ -3,7 +3,7 @@
 Its Erf rounds to float32; its Loop stacks only vectors and takes an absent condition for false; its Scan
 knows no axes or directions; its SequenceMap sees no captured values; its SequenceInsert cannot insert at the
 end; what its Optional packs, OptionalGetElement does not unpack. Those are written here by the standard's
-text.
+text; operators on images are in `reference_images`.
 """
 
 from __future__ import annotations
@@ -16,12 +16,16 @@ import onnx
 from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun
 
+from onward.autodiff.reference_images import IMAGE_OPS
+
 __all__ = ["Erf", "Loop", "Optional", "Scan", "SequenceInsert", "SequenceMap", "reference_evaluator"]
 
 
 def reference_evaluator(model: onnx.ModelProto) -> ReferenceEvaluator:
     """An evaluator of a model in numpy."""
-    return ReferenceEvaluator(model, new_ops=[Erf, Loop, Optional, Scan, SequenceInsert, SequenceMap])
+    return ReferenceEvaluator(
+        model, new_ops=[*IMAGE_OPS, Erf, Loop, Optional, Scan, SequenceInsert, SequenceMap]
+    )
 
 
 class Erf(OpRun):

@@ -31,7 +31,8 @@ from onward.autodiff.rules.windows import (
 @gradient("Conv")
 def conv(op, node, dy):
     """y = x ⋆ w + b   ⇒   dx = dy ∗ w (transposed),  dw = x ⋆ dy over batch and positions,  db = Σ dy"""
-    x, w, bias = (*node.inputs, None)[:3]
+    x, w, *rest = node.inputs
+    bias = rest[0] if rest else None
     dy = ranked(dy, x)
     window = window_of(op, node, x, kernel_of(op, node, w))
     product = Product(x, w, dy, window, node.attributes.get_int("group", 1))
@@ -43,7 +44,8 @@ def conv(op, node, dy):
 @gradient("ConvTranspose")
 def conv_transpose(op, node, dy):
     """y = x ∗ w + b, the transpose of ⋆   ⇒   dx = dy ⋆ w,  dw = dy ⋆ x over batch and positions,  db = Σ dy"""
-    x, w, bias = (*node.inputs, None)[:3]
+    x, w, *rest = node.inputs
+    bias = rest[0] if rest else None
     dy = ranked(dy, x)
     window = transposed_window(op, node, x, kernel_of(op, node, w))
     group = node.attributes.get_int("group", 1)

@@ -26,7 +26,8 @@ def deform_conv(op, node, dy):
     Sampling is linear with zeros outside: dx adds m·ds·weight into each pixel that was read, and
     d offset = Σ m·ds·pixel·∂weight. Samples are laid out [batch, part, tap, position, channel of the part].
     """
-    x, w, offset, bias, mask = (*node.inputs, None, None)[:5]
+    x, w, offset, *rest = node.inputs
+    bias, mask = (*rest, None, None)[:2]
     dy = ranked(dy, x)
     group = node.attributes.get_int("group", 1)
     parts = node.attributes.get_int("offset_group", 1)

@@ -132,9 +132,9 @@ def padded(op, x: ir.Value, begin: Sizes, end: Sizes, *, axes: list[int]) -> ir.
 
 def cut(op, x: ir.Value, start: Sizes, size: Sizes, *, axes: list[int]) -> ir.Value:
     """`size` elements of `x` from `start` on."""
-    have = [op.static_dim(x, axis) for axis in axes]
-    if isinstance(start, np.ndarray) and not start.any() and isinstance(size, np.ndarray):
-        if have == size.tolist():
+    if isinstance(start, np.ndarray) and isinstance(size, np.ndarray):
+        have = [op.static_dim(x, axis) for axis in axes]
+        if not start.any() and have == size.tolist():
             return x
     return op.Slice(x, start, calculate(op, "Add", start, size), np.asarray(axes, np.int64))
 
