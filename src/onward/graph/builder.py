@@ -7,8 +7,9 @@ the same thing, and names what it makes. Knows ONNX schemas; knows nothing of gr
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -223,7 +224,7 @@ class Builder:
 
     def zeros_like(self, value: ir.Value) -> ir.Value:
         """Zeros of a value's shape and type."""
-        zero = self.constant(np.zeros((1,), dtype=self.dtype(value).numpy()), name="zero")
+        zero = self.constant(np.zeros((), dtype=self.dtype(value).numpy()), name="zero")
         return self.Expand(zero, self.shape(value))
 
     def sum_to(self, gradient: ir.Value, target: ir.Value) -> ir.Value:
@@ -260,6 +261,16 @@ class Builder:
         axes = self.Squeeze(self.NonZero(differs), [0])
         summed = self.ReduceSum(gradient, axes, keepdims=1, noop_with_empty_axes=1)
         return self.Reshape(summed, shape) if missing != 0 else summed
+
+    @contextlib.contextmanager
+    def inserting(self, before: ir.Node) -> Iterator[None]:
+        """Put what is built before a node that exists; nothing made after it can then be reused."""
+        state = self.before, self._known
+        self.before, self._known = before, None
+        try:
+            yield
+        finally:
+            self.before, self._known = state
 
     def subgraph(self, name: str = "body") -> Builder:
         """A builder of a new graph inside this one, for a body of If, Loop or Scan."""

@@ -36,6 +36,7 @@ def layer_normalization(op, node, dy, dmean=None, dr=None):
     dmean/n − dr·r²·x̂/n to dx.
     """
     x, scale, bias = (*node.inputs, None)[:3]
+    assert x is not None
     rank = op.rank(x)
     axis = node.attributes.get_int("axis", -1) % rank
     axes = list(range(axis, rank))
