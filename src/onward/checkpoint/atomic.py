@@ -171,10 +171,7 @@ def _temporary(target: Path) -> Iterator[tuple[IO[bytes], Path]]:
     try:
         yield file, path
     except BaseException:
-        with contextlib.suppress(OSError):
-            file.close()
-        with contextlib.suppress(OSError):
-            os.unlink(path)
+        _discard(file, path)
         raise
     with contextlib.suppress(OSError):  # everything was flushed before
         file.close()
@@ -184,14 +181,23 @@ def _create(target: Path) -> tuple[IO[bytes], Path]:
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0) | getattr(os, "O_NOFOLLOW", 0)
     for _ in range(100):
         path = temporary_name(target)
-        descriptor = os.open(path, flags, 0o600)
-        # Another save's sweep may have come between creation and lock: then the file is gone, try again.
-        if _lock(descriptor) is not False and (os.name == "nt" or os.fstat(descriptor).st_nlink):
-            return open(descriptor, "r+b", buffering=0), path
-        os.close(descriptor)
-        with contextlib.suppress(OSError):
-            os.unlink(path)
+        file = os.fdopen(os.open(path, flags, 0o600), "r+b", buffering=0)
+        try:
+            # Another save's sweep may have come between creation and lock: then the file is gone, try again.
+            if _lock(file.fileno()) is not False and (os.name == "nt" or os.fstat(file.fileno()).st_nlink):
+                return file, path
+        except BaseException:
+            _discard(file, path)
+            raise
+        _discard(file, path)
     raise OSError("no temporary file could be created")
+
+
+def _discard(file: IO[bytes], path: Path) -> None:
+    with contextlib.suppress(OSError):
+        file.close()
+    with contextlib.suppress(OSError):
+        os.unlink(path)
 
 
 def _lock(descriptor: int) -> bool | None:
@@ -221,7 +227,7 @@ def _sweep(target: Path) -> None:
         with contextlib.suppress(OSError):
             if len(name) != len(prefix) + 16 + len(_SUFFIX):
                 continue
-            if fcntl is None:
+            if fcntl is None or os.path.islink(path):  # links take no lock and hold no data
                 os.unlink(path)
                 continue
             descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)

@@ -31,6 +31,7 @@ __all__ = [
     "little_endian_bytes",
     "native_array",
     "open_layout",
+    "warn_unsealed",
 ]
 
 EXTERNAL_THRESHOLD = 1800 << 20
@@ -87,28 +88,34 @@ def decode(
     `data` is the content of the second file that the original writes for large models. Everything is verified
     before it is used; anything wrong raises `CheckpointError`. `path` is for messages.
     """
-    payload, layout = open_layout(memoryview(buffer).cast("B"), path=path)
+    payload, layout, sealed = open_layout(memoryview(buffer).cast("B"), path=path)
     if layout.data_beside:
         if data is None:
             raise CheckpointError(
                 path, "its values are in a second file, which was not given", field="external data"
             )
         verify_external(layout, len(data), path=path)
-    return arrays(layout, payload, data, path=path)
+    result = arrays(layout, payload, data, path=path)
+    if not sealed:
+        warn_unsealed(path)
+    return result
 
 
-def open_layout(buffer: memoryview, *, path: str) -> tuple[memoryview, Layout]:
-    """Check trailer and structure; return the payload and its layout. Warns if there is no trailer."""
+def open_layout(buffer: memoryview, *, path: str) -> tuple[memoryview, Layout, bool]:
+    """Check trailer and structure; return the payload, its layout and whether there is a trailer."""
     sealed = seal.unseal(buffer, path=path)
     layout = layout_of(buffer, sealed=sealed, path=path)
-    if not sealed:
-        warnings.warn(
-            f"checkpoint '{path}' has no checksum (Onward did not write it): its structure is sound, "
-            "but damaged values would go unnoticed; save it again with Onward to protect it",
-            UnsealedCheckpointWarning,
-            stacklevel=3,
-        )
-    return buffer[: len(buffer) - seal.TRAILER_SIZE] if sealed else buffer, layout
+    return buffer[: len(buffer) - seal.TRAILER_SIZE] if sealed else buffer, layout, sealed
+
+
+def warn_unsealed(path: str) -> None:
+    """Warn that a file was loaded whose values nothing protects."""
+    warnings.warn(
+        f"checkpoint '{path}' has no checksum (Onward did not write it): its structure is sound, "
+        "but damaged values would go unnoticed; save it again with Onward to protect it",
+        UnsealedCheckpointWarning,
+        stacklevel=3,
+    )
 
 
 def layout_of(buffer: memoryview, *, sealed: bool, path: str) -> Layout:
@@ -198,21 +205,26 @@ def _plan(data: CheckpointData) -> Plan:
                 f"optimizer group '{group.name}': names that start with '{reserved.PREFIX}' are reserved"
             )
         slots = [
-            (parameter, [Entry(slot, array) for slot, array in found.items()])
+            (parameter, [Entry(slot, np.asarray(array)) for slot, array in found.items()])
             for parameter, found in group.slots.items()
         ]
         groups.append(Group(group.name, group.step, group.initial_learning_rate, slots))
     if data.accumulation:
         buffers = [
-            (name, [Entry(reserved.ACCUMULATION_SLOT, array)]) for name, array in data.accumulation.items()
+            (name, [Entry(reserved.ACCUMULATION_SLOT, np.asarray(array))])
+            for name, array in data.accumulation.items()
         ]
         groups.append(Group(reserved.ACCUMULATION_GROUP, 0, 0.0, buffers))
     return Plan(
-        [Entry(name, tensor) for name, tensor in data.trainable.items()],
-        [Entry(name, tensor) for name, tensor in data.frozen.items()],
+        [_entry(name, tensor) for name, tensor in data.trainable.items()],
+        [_entry(name, tensor) for name, tensor in data.frozen.items()],
         groups,
         nominal=data.nominal,
     )
+
+
+def _entry(name: str, tensor: np.ndarray | NominalTensor) -> Entry:
+    return Entry(name, tensor if isinstance(tensor, NominalTensor) else np.asarray(tensor))
 
 
 def _place(plan: Plan, threshold: int) -> Plan:

@@ -42,9 +42,12 @@ def load(path: str | os.PathLike[str]) -> CheckpointData:
             buffer = read_all(file, size)
     except OSError as error:
         raise CheckpointError(name, error.strerror or str(error)) from error
-    payload, layout = codec.open_layout(buffer.data, path=name)
+    payload, layout, sealed = codec.open_layout(buffer.data, path=name)
     data = _read_beside(layout, name).data if layout.data_beside else None
-    return codec.arrays(layout, payload, data, path=name)
+    result = codec.arrays(layout, payload, data, path=name)
+    if not sealed:
+        codec.warn_unsealed(name)
+    return result
 
 
 def check_file(path: str | os.PathLike[str], *, digest: bytes | None = None) -> tuple[Layout, bool]:

@@ -140,7 +140,7 @@ def _check_names(what: str, names: Mapping[str, object]) -> None:
 
 
 def _check_array(what: str, array: object) -> None:
-    if not isinstance(array, np.ndarray):
+    if not isinstance(array, (np.ndarray, np.generic)):  # numpy turns results without axes into scalars
         raise TypeError(f"{what}: expected a numpy array, not {type(array).__name__}")
     code_of(array.dtype)
     if array.ndim > 32:

@@ -81,8 +81,9 @@ def save(
         raise
     try:
         _shift(target, kept, keep)
-    except OSError as error:
-        raise CheckpointError(target, f"{UNCERTAIN}: older ones could not be kept: {error}") from error
+    except (OSError, CheckpointError) as error:
+        reason = error.reason if isinstance(error, CheckpointError) else error.strerror or str(error)
+        raise CheckpointError(target, f"{UNCERTAIN}: older ones could not be kept: {reason}") from error
     _point_data_at(target)
 
 
@@ -232,26 +233,29 @@ def _point_data_at(target: Path) -> None:
             if ours:
                 os.unlink(link)
         elif not ours or os.readlink(link) != target.name:
-            temporary = temporary_name(link)
+            temporary = temporary_name(target)
             os.symlink(target.name, temporary)
             os.replace(temporary, link)
 
 
 def _steps(directory: Path) -> list[Path]:
     """Return the step checkpoints of a directory, highest step first."""
+    found = [(int(match[1]), name) for name in _listed(directory) if (match := _STEP.fullmatch(name))]
+    return [directory / name for _, name in sorted(found, reverse=True)]
+
+
+def _listed(directory: Path) -> list[str]:
     try:
-        names = os.listdir(directory)
+        return os.listdir(directory)
     except OSError as error:
         raise CheckpointError(directory, error.strerror or str(error)) from error
-    found = [(int(match[1]), name) for name in names if (match := _STEP.fullmatch(name))]
-    return [directory / name for _, name in sorted(found, reverse=True)]
 
 
 def _versions(path: Path) -> list[Path]:
     """Return a file and the older versions that `save` kept of it, newest first."""
     pattern = re.compile(re.escape(path.name) + r"\.(\d+)")
-    numbers = [int(match[1]) for name in os.listdir(path.parent) if (match := pattern.fullmatch(name))]
-    current = [path] if path.exists() else []
+    numbers = [int(match[1]) for name in _listed(path.parent) if (match := pattern.fullmatch(name))]
+    current = [path] if os.path.lexists(path) else []
     return current + [path.with_name(f"{path.name}.{number}") for number in sorted(numbers)]
 
 
