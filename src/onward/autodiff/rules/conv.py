@@ -141,13 +141,14 @@ def input_gradient(op, product: Product) -> ir.Value:
     if input_formulation(op, product) == "flip":
         return _input_by_flip(op, product)
     pads, size = window.static_pads, spatial(op, x)
-    places, kernel = spatial(op, dy), window.kernel
     attributes = {**placement(window), "group": product.group}
-    if pads is not None and isinstance(size, np.ndarray) and isinstance(places, np.ndarray):
-        if isinstance(kernel, np.ndarray):
-            span = (kernel - 1) * window.dilations + 1
-            rest = size + window.begin + window.end - span - (places - 1) * window.strides
-            return op.ConvTranspose(dy, w, **attributes, pads=pads, output_padding=rest.tolist())
+    covered = calculate(op, "Mul", calculate(op, "Sub", spatial(op, dy), 1), window.strides)
+    covered = calculate(op, "Add", covered, reach(op, window.kernel, window.dilations))
+    rest = calculate(
+        op, "Sub", calculate(op, "Add", size, calculate(op, "Add", window.begin, window.end)), covered
+    )
+    if pads is not None and isinstance(rest, np.ndarray):
+        return op.ConvTranspose(dy, w, **attributes, pads=pads, output_padding=rest.tolist())
     spare = (window.strides - 1).tolist() if np.any(window.strides > 1) else None
     if pads is not None:
         full = op.ConvTranspose(dy, w, **attributes, pads=pads, output_padding=spare)
