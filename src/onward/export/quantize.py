@@ -6,6 +6,7 @@ torch, tokenizers or tasks: the export of Hugging Face models and that of traine
 
 from __future__ import annotations
 
+import logging
 import sys
 import tempfile
 import time
@@ -108,7 +109,8 @@ def quantize(
     proto = _load(model)
     metadata = {prop.key: prop.value for prop in proto.metadata_props}
     options = _Options(reduce_range=reduce_range, block_size=block_size, exclude=tuple(exclude))
-    result = SCHEMES[name].apply(proto, options)
+    with _undisturbed():
+        result = SCHEMES[name].apply(proto, options)
     # The quantizers leave notes of their own in the metadata, or lose what was there: keep the model's.
     del result.metadata_props[:]
     onnx.helper.set_model_props(result, metadata)
@@ -162,15 +164,14 @@ def _int8_tensor(model: onnx.ModelProto, options: _Options) -> onnx.ModelProto:
 def _weight_only(model: onnx.ModelProto, options: _Options, *, bits: int) -> onnx.ModelProto:
     from onnxruntime.quantization.matmul_nbits_quantizer import MatMulNBitsQuantizer
 
-    with _quiet():
-        quantizer = MatMulNBitsQuantizer(
-            model,
-            bits=bits,
-            block_size=options.block_size,
-            is_symmetric=False,
-            nodes_to_exclude=list(options.exclude),
-        )
-        quantizer.process()
+    quantizer = MatMulNBitsQuantizer(
+        model,
+        bits=bits,
+        block_size=options.block_size,
+        is_symmetric=False,
+        nodes_to_exclude=list(options.exclude),
+    )
+    quantizer.process()
     matrices: onnx.ModelProto = quantizer.model.model  # pyright: ignore[reportAttributeAccessIssue, reportOptionalMemberAccess]
     # Embedding tables are half of a small model. Their own 4-bit operator needs opset 21; int8 does not.
     return _dynamic(matrices, options, per_channel=True, op_types=["Gather"])
@@ -185,12 +186,8 @@ def _int8_weights(model: onnx.ModelProto, options: _Options) -> onnx.ModelProto:
 
 
 def _fp16(model: onnx.ModelProto, options: _Options) -> onnx.ModelProto:
-    # The package appends its own folder, full of generic module names, to sys.path: take that back.
-    before = list(sys.path)
-    try:
-        from onnxruntime.transformers.float16 import convert_float_to_float16
-    finally:
-        sys.path[:] = before
+    from onnxruntime.transformers.float16 import convert_float_to_float16
+
     return convert_float_to_float16(
         model, keep_io_types=True, disable_shape_infer=False, node_block_list=list(options.exclude) or None
     )
@@ -204,7 +201,7 @@ def _dynamic(
     # The quantizer warns at every model that has not been through its own preprocessing, which only adds
     # shapes and fusions; this mark says that we know.
     onnx.helper.set_model_props(model, {"onnx.quant.pre_process": "onnxruntime.quant"})
-    with tempfile.TemporaryDirectory(prefix="onward-quantize-") as folder, _quiet():
+    with tempfile.TemporaryDirectory(prefix="onward-quantize-") as folder:
         path = Path(folder) / "model.onnx"
         large = model.ByteSize() > _ONE_FILE
         quantize_dynamic(
@@ -230,16 +227,18 @@ SCHEMES: Mapping[str, Scheme] = {
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence the quantizers' progress logging, which goes to the root logger and to a logger of theirs."""
-    import logging
+def _undisturbed() -> Iterator[None]:
+    """Undo what the quantizers do to the process: they log to the root logger and extend `sys.path`.
 
-    previous = logging.root.manager.disable
-    logging.disable(max(previous, logging.WARNING))
+    What they add to the path is a folder of theirs that is full of generic module names.
+    """
+    path, level = list(sys.path), logging.root.manager.disable
+    logging.disable(max(level, logging.WARNING))
     try:
         yield
     finally:
-        logging.disable(previous)
+        logging.disable(level)
+        sys.path[:] = path
 
 
 def _load(model: bytes | str | PathLike[str]) -> onnx.ModelProto:

@@ -9,6 +9,7 @@ import io
 import tempfile
 import warnings
 from collections.abc import Mapping
+from dataclasses import replace
 from os import fspath
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from onward.errors import ExportError
 from onward.export.adapters import Traceable
 from onward.export.parity import Report, compare, merge
 
-__all__ = ["ONE_FILE", "OPSETS", "check_opset", "check_parity", "trace"]
+__all__ = ["ONE_FILE", "OPSETS", "check_opset", "check_parity", "trace", "weight_bytes"]
 
 OPSETS = range(14, 23)
 ONE_FILE = 2**31 - 2**24
@@ -40,21 +41,26 @@ def weight_bytes(module: torch.nn.Module) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
 
-def trace(traceable: Traceable, *, opset: int) -> bytes | onnx.ModelProto:
-    """Export to ONNX: bytes, or for a model over 2 GB the model in memory, which no bytes can hold."""
+def trace(traceable: Traceable, *, opset: int) -> tuple[bytes | onnx.ModelProto, Traceable]:
+    """Export to ONNX: bytes, or for a model over 2 GB the model in memory, which no bytes can hold.
+
+    Returned with it is what was really exported: an input that the model accepts and ignores is left out, as
+    DeBERTa without segment embeddings ignores `token_type_ids`.
+    """
     if weight_bytes(traceable.module) <= ONE_FILE:
         buffer = io.BytesIO()
         _export(traceable, buffer, opset=opset)
         raw = buffer.getvalue()
         model = onnx.load_from_string(raw)
+        used = _used(traceable, model)
         # Writing a large model again takes as long as tracing it: only where something had to change.
-        return model.SerializeToString(deterministic=True) if _fix_axes(model, traceable) else raw
+        return (model.SerializeToString(deterministic=True) if _fix_axes(model, traceable) else raw), used
     with tempfile.TemporaryDirectory(prefix="onward-export-") as folder:
         path = Path(folder) / "model.onnx"
         _export(traceable, fspath(path), opset=opset)
         model = onnx.load(path)
     _fix_axes(model, traceable)
-    return model
+    return model, _used(traceable, model)
 
 
 def check_parity(model: bytes | onnx.ModelProto, traceable: Traceable, *, rtol: float, atol: float) -> Report:
@@ -81,7 +87,7 @@ def _compare(model: bytes | str, traceable: Traceable, *, rtol: float, atol: flo
     for case in traceable.cases:
         shapes = ", ".join(f"{name} {list(value.shape)}" for name, value in list(case.items())[:1])
         with torch.no_grad():
-            reference = traceable.module(*(case[name] for name in traceable.inputs))
+            reference = traceable.module(*case.values())
         got = session.run(names, {name: case[name].numpy() for name in traceable.inputs})
         reports.append(
             compare(
@@ -123,6 +129,11 @@ def _dynamic(ports: Mapping[str, Mapping[int, str]]) -> dict[str, dict[int, str]
     return {name: dict(axes) for name, axes in ports.items()}
 
 
+def _used(traceable: Traceable, model: onnx.ModelProto) -> Traceable:
+    kept = {value.name for value in model.graph.input}
+    return replace(traceable, inputs={name: axes for name, axes in traceable.inputs.items() if name in kept})
+
+
 def _fix_axes(model: onnx.ModelProto, traceable: Traceable) -> bool:
     """Name every dynamic axis and give every other its size; whether anything had to change.
 
@@ -138,7 +149,7 @@ def _fix_axes(model: onnx.ModelProto, traceable: Traceable) -> bool:
     if not wrong:
         return False
     with torch.no_grad():
-        answers = traceable.module(*(traceable.example[name] for name in traceable.inputs))
+        answers = traceable.module(*traceable.example.values())
     shapes = {name: value.shape for name, value in traceable.example.items()}
     shapes |= {name: value.shape for name, value in zip(traceable.outputs, answers)}
     for name, index, dim in wrong:

@@ -176,16 +176,17 @@ class _Exported:
 
 def _export(source: Source, *, opset: int, training: bool, rtol: float, atol: float) -> _Exported:
     with adapt(source, training=training) as traceable:
-        card = describe(source, traceable.inputs, traceable.outputs, opset=opset)
         if training:
+            card = describe(source, traceable.inputs, traceable.outputs, opset=opset)
             proto = _for_training(traceable, opset=opset, rtol=rtol, atol=atol)
             large = proto.ByteSize() > tracing.ONE_FILE
             model = proto if large else proto.SerializeToString(deterministic=True)
             return _Exported(model, {**card, "training": True}, None, ())
-        model = tracing.trace(traceable, opset=opset)
+        model, traceable = tracing.trace(traceable, opset=opset)
+        card = describe(source, traceable.inputs, traceable.outputs, opset=opset)
         subject = f"{source.origin} ({source.task.name}, opset {opset})"
         report = tracing.check_parity(model, traceable, rtol=rtol, atol=atol).raise_if_failed(subject)
-        feeds = [{name: value.numpy() for name, value in case.items()} for case in traceable.cases]
+        feeds = [{name: case[name].numpy() for name in traceable.inputs} for case in traceable.cases]
     return _Exported(model, card, report, feeds)
 
 
