@@ -1,1 +1,57 @@
-"""Onward."""
+"""Onward: train any ONNX model on the stock onnxruntime wheel.
+
+Names are imported when first used, so that `import onward` costs next to nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from onward import api, artifacts, distributed, export, onnxblock, optim
+    from onward.artifacts import build_artifacts, generate_artifacts
+    from onward.autodiff.check import check_gradient
+    from onward.autodiff.differentiate import gradient
+    from onward.errors import OnwardError
+    from onward.pipeline import load
+    from onward.trainer import Trainer
+
+__all__ = [
+    "OnwardError",
+    "Trainer",
+    "api",
+    "artifacts",
+    "build_artifacts",
+    "check_gradient",
+    "distributed",
+    "export",
+    "generate_artifacts",
+    "gradient",
+    "load",
+    "onnxblock",
+    "optim",
+]
+
+_MODULES = frozenset({"api", "artifacts", "distributed", "export", "onnxblock", "optim"})
+_ATTRIBUTES = {
+    "OnwardError": "onward.errors",
+    "Trainer": "onward.trainer",
+    "build_artifacts": "onward.artifacts",
+    "check_gradient": "onward.autodiff.check",
+    "generate_artifacts": "onward.artifacts",
+    "gradient": "onward.autodiff.differentiate",
+    "load": "onward.pipeline",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f"onward.{name}")
+    if name in _ATTRIBUTES:
+        return getattr(importlib.import_module(_ATTRIBUTES[name]), name)
+    raise AttributeError(f"module 'onward' has no attribute '{name}'")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,67 @@
+"""What a call is given, made ready for a session; what is wrong with it, said in one sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import onnxruntime as ort
+
+from onward.runtime.plan import Plan
+
+__all__ = ["check_labels", "prepare"]
+
+
+def prepare(plan: Plan, inputs: Sequence[Any]) -> tuple[list[Any], bool]:
+    """Arrays or OrtValues in the order of the plan's inputs, and whether the answer should be numpy."""
+    if len(inputs) != len(plan.inputs):
+        raise ValueError(
+            f"the model takes {len(plan.inputs)} inputs ({', '.join(plan.inputs)}), got {len(inputs)}"
+        )
+    as_numpy = False
+    ready = []
+    for value, name in zip(inputs, plan.inputs):
+        if isinstance(value, ort.OrtValue):
+            ready.append(value)
+            continue
+        as_numpy = True
+        array = value if type(value) is np.ndarray else np.asarray(value)
+        wanted = plan.dtypes.get(name)
+        if wanted is not None and array.dtype != wanted:
+            array = _convert(array, wanted, name)
+        ready.append(array if array.flags.c_contiguous else np.ascontiguousarray(array))
+    return ready, as_numpy or not inputs
+
+
+def _convert(array: np.ndarray, wanted: np.dtype, name: str) -> np.ndarray:
+    """Only what loses nothing that training could notice: float64 → float32, narrower → wider integers."""
+    if wanted == np.object_ and array.dtype.kind in "UO":
+        return array.astype(np.object_)
+    if np.can_cast(array.dtype, wanted, casting="same_kind") and array.dtype.kind == wanted.kind:
+        return array.astype(wanted)
+    if wanted.kind == "i" and array.dtype.kind == "u" and np.can_cast(array.dtype, wanted):
+        return array.astype(wanted)
+    raise TypeError(f"input '{name}' is {array.dtype}, the model takes {wanted}: convert it with .astype")
+
+
+def check_labels(plan: Plan, feeds: list[Any]) -> None:
+    """Refuse class numbers that the model has no class for."""
+    for index, classes, ignored in plan.labels:
+        value = feeds[index]
+        labels = value.numpy() if isinstance(value, ort.OrtValue) else value
+        if labels.size == 0 or labels.dtype.kind != "i":
+            continue
+        # negative numbers are huge when read as unsigned: one pass finds both ends
+        if labels.view(f"u{labels.dtype.itemsize}").max() < classes:
+            continue
+        bad = (labels < 0) | (labels >= classes)
+        if ignored is not None:
+            bad &= labels != ignored
+        if bad.any():
+            where = tuple(int(i) for i in np.argwhere(bad)[0])
+            hint = "" if ignored is None else f" (or {ignored}, which is ignored)"
+            raise ValueError(
+                f"'{plan.inputs[index]}' has label {int(labels[where])} at {where}: the model has {classes} classes, "
+                f"so labels are 0 to {classes - 1}{hint}"
+            )

@@ -1,0 +1,101 @@
+"""Optimizer: applies the optimizer model to a module's parameters."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from onward.api.module import Module
+from onward.checkpoint import CheckpointData, OptimizerGroup
+from onward.errors import OnwardError
+from onward.runtime.update import Updater, make_updater
+
+if TYPE_CHECKING:
+    from onward.api.schedulers import LRScheduler
+
+__all__ = ["Optimizer"]
+
+
+class Optimizer:
+    """Updates the trainable parameters of a module from its gradients.
+
+    `step()` leaves the gradients as they are: call `module.lazy_reset_grad()` after it, as ever.
+    """
+
+    def __init__(self, optimizer_uri: str | os.PathLike[str], module: Module) -> None:
+        if not isinstance(module, Module):
+            raise TypeError(f"Optimizer takes a Module, got {type(module).__name__}")
+        self._module = module
+        self._updater: Updater = make_updater(optimizer_uri, module._parameters, module._gradients)
+        self._initial_rate = 1e-3
+        self._scheduler: LRScheduler | None = None
+        self._gradient_scale = 1.0
+        self.gradient_norm: float | None = None
+        self.set_learning_rate(1e-3)
+        self._restore(module._state._data)
+        module._optimizer = self
+
+    def step(self) -> bool:
+        """Update the parameters; False where a gradient was not finite and the update was skipped."""
+        module = self._module
+        if not module._loaded:
+            raise OnwardError(
+                "The state is nominal: it has no parameter values. Please load the model parameters first."
+            )
+        scale = self._gradient_scale
+        if self._updater.clip_norm is not None or module.on_nonfinite != "ignore":
+            norm = self._norm() * scale
+            self.gradient_norm = norm
+            if module.on_nonfinite != "ignore":
+                if module._invalid is None and not np.isfinite(norm):
+                    module._refuse(self._blame())
+                if module._take_invalid() is not None:
+                    return False
+            if self._updater.clip_norm is not None:
+                scale *= min(self._updater.clip_norm / (norm + 1e-6), 1.0)
+        self._updater.run(scale)
+        return True
+
+    def set_learning_rate(self, learning_rate: float) -> None:
+        """Set the learning rate of the following steps."""
+        rate = float(learning_rate)
+        if not np.isfinite(rate):
+            raise ValueError(f"the learning rate is {rate}: it must be a finite number")
+        self._updater.learning_rate = rate
+
+    def get_learning_rate(self) -> float:
+        """The learning rate of the next step."""
+        return self._updater.learning_rate
+
+    def _norm(self) -> float:
+        """‖g‖ over all gradients."""
+        vector = self._module._gradients.vector
+        square = float(np.dot(vector, vector))
+        if not np.isfinite(square):  # it overflows float32 before it is really infinite
+            square = float(np.sum(np.square(vector, dtype=np.float64)))
+        return float(np.sqrt(square))
+
+    def _blame(self) -> str:
+        names = [n for n, view in self._module._gradients.views.items() if not np.isfinite(view).all()]
+        more = f" (+{len(names) - 1} more)" if len(names) > 1 else ""
+        which = f"of '{names[0]}'{more} " if names else ""
+        return f"the gradient {which}is not finite at training step {self._module._steps}"
+
+    def _restore(self, data: CheckpointData) -> None:
+        for group in data.optimizer:
+            if group.name == "group0":
+                self._updater.load(group.step, group.slots)
+                self._initial_rate = group.initial_learning_rate
+                self.set_learning_rate(float(data.extras.get("learning_rate", group.initial_learning_rate)))
+
+    def _describe_progress(self, data: CheckpointData) -> None:
+        data.optimizer = [
+            OptimizerGroup(
+                "group0", self._updater.step, self._initial_rate, self._updater.slots_by_parameter()
+            )
+        ]
+        data.extras["learning_rate"] = self.get_learning_rate()
+        if self._scheduler is not None:
+            data.extras["scheduler"] = self._scheduler.to_json()

@@ -1,0 +1,199 @@
+"""Learning-rate schedules: a factor for each step, times the initial rate.
+
+A new schedule is a subclass with `factor`. Their progress is part of the checkpoint (with
+`include_optimizer_state=True`), and a schedule made over a resumed optimizer goes on where it was.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from onward.api.optimizer import Optimizer
+
+__all__ = [
+    "ConstantLRScheduler",
+    "CosineLRScheduler",
+    "LRScheduler",
+    "LinearLRScheduler",
+    "OneCycleLRScheduler",
+    "PolynomialLRScheduler",
+    "StepLRScheduler",
+]
+
+
+class LRScheduler:
+    """Sets the optimizer's rate to initial_lr·factor(step); the constructor sets that of step 0.
+
+    Warmup rises linearly from 0 over `warmup_step_count` steps; `factor` describes what comes after.
+    """
+
+    def __init__(self, optimizer: Optimizer, initial_lr: float, *, warmup_step_count: int = 0) -> None:
+        if warmup_step_count < 0:
+            raise ValueError(f"warmup_step_count is {warmup_step_count}: it must not be negative")
+        if not (math.isfinite(initial_lr) and initial_lr >= 0):
+            raise ValueError(f"initial_lr is {initial_lr}: it must be a finite number, 0 or more")
+        self._optimizer = optimizer
+        self._initial_lr = float(initial_lr)
+        self._warmup = warmup_step_count
+        self._step = 0
+        resumed = optimizer._module._state._data.extras.get("scheduler")
+        optimizer._scheduler = self
+        optimizer._initial_rate = self._initial_lr
+        if isinstance(resumed, str):
+            saved = json.loads(resumed)
+            if saved["kind"] == type(self).__name__:
+                self._step = int(saved["step"])
+        self._apply()
+
+    def factor(self, step: int) -> float:
+        """The share of the initial rate at a step, counted from the start (warmup included)."""
+        raise NotImplementedError
+
+    def step(self) -> None:
+        """Go one step on; call it after `optimizer.step()`."""
+        self._step += 1
+        self._apply()
+
+    def rate(self, step: int) -> float:
+        """The learning rate at a step."""
+        if step < self._warmup:
+            return self._initial_lr * step / max(1, self._warmup)
+        return self._initial_lr * self.factor(step)
+
+    def to_json(self) -> str:
+        """What a checkpoint keeps of the schedule."""
+        return json.dumps({"kind": type(self).__name__, "step": self._step})
+
+    def _apply(self) -> None:
+        self._optimizer.set_learning_rate(self.rate(self._step))
+
+
+class LinearLRScheduler(LRScheduler):
+    """Rises to the initial rate over the warmup, then falls linearly to 0 at the last step."""
+
+    def __init__(
+        self, optimizer: Optimizer, warmup_step_count: int, total_step_count: int, initial_lr: float
+    ) -> None:
+        self._total = _positive("total_step_count", total_step_count)
+        super().__init__(optimizer, initial_lr, warmup_step_count=warmup_step_count)
+
+    def factor(self, step: int) -> float:
+        """(total − s) / (total − warmup), at least 0"""
+        return max(0.0, (self._total - step) / max(1, self._total - self._warmup))
+
+
+class ConstantLRScheduler(LRScheduler):
+    """The initial rate, after warmup."""
+
+    def factor(self, step: int) -> float:
+        """1"""
+        return 1.0
+
+
+class StepLRScheduler(LRScheduler):
+    """Multiplies the rate by `gamma` every `step_size` steps."""
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        initial_lr: float,
+        *,
+        step_size: int,
+        gamma: float = 0.1,
+        warmup_step_count: int = 0,
+    ) -> None:
+        self._size, self._gamma = _positive("step_size", step_size), gamma
+        super().__init__(optimizer, initial_lr, warmup_step_count=warmup_step_count)
+
+    def factor(self, step: int) -> float:
+        """γ^⌊(s − warmup)/size⌋"""
+        return self._gamma ** ((step - self._warmup) // self._size)
+
+
+class CosineLRScheduler(LRScheduler):
+    """Falls along half a cosine to `final_factor` of the initial rate."""
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        initial_lr: float,
+        *,
+        total_step_count: int,
+        warmup_step_count: int = 0,
+        final_factor: float = 0.0,
+    ) -> None:
+        self._total, self._final = _positive("total_step_count", total_step_count), final_factor
+        super().__init__(optimizer, initial_lr, warmup_step_count=warmup_step_count)
+
+    def factor(self, step: int) -> float:
+        """final + (1 − final)·½(1 + cos πt), t the share of the way"""
+        return self._final + (1 - self._final) * 0.5 * (
+            1 + math.cos(math.pi * _share(self, step, self._total))
+        )
+
+
+class PolynomialLRScheduler(LRScheduler):
+    """Falls as a power of the way that is left."""
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        initial_lr: float,
+        *,
+        total_step_count: int,
+        power: float = 1.0,
+        warmup_step_count: int = 0,
+        final_factor: float = 0.0,
+    ) -> None:
+        self._total, self._power = _positive("total_step_count", total_step_count), power
+        self._final = final_factor
+        super().__init__(optimizer, initial_lr, warmup_step_count=warmup_step_count)
+
+    def factor(self, step: int) -> float:
+        """final + (1 − final)·(1 − t)^power"""
+        return self._final + (1 - self._final) * (1 - _share(self, step, self._total)) ** self._power
+
+
+class OneCycleLRScheduler(LRScheduler):
+    """Rises along a cosine to the maximum at `pct_start` of the way, then falls to almost nothing."""
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        max_lr: float,
+        *,
+        total_step_count: int,
+        pct_start: float = 0.3,
+        div_factor: float = 25.0,
+        final_div_factor: float = 1e4,
+    ) -> None:
+        self._total = _positive("total_step_count", total_step_count)
+        if not 0.0 <= pct_start <= 1.0:
+            raise ValueError(f"pct_start is {pct_start}: it must lie between 0 and 1")
+        self._start, self._div, self._final_div = pct_start, div_factor, final_div_factor
+        super().__init__(optimizer, max_lr)
+
+    def factor(self, step: int) -> float:
+        """Cosine from 1/div to 1, then from 1 to 1/(div·final_div)"""
+        top = self._start * self._total - 1
+        low, end = 1 / self._div, 1 / (self._div * self._final_div)
+        if step <= top:
+            return _cosine(low, 1.0, step / max(top, 1e-12))
+        return _cosine(1.0, end, min(1.0, (step - top) / max(self._total - 1 - top, 1e-12)))
+
+
+def _cosine(start: float, stop: float, share: float) -> float:
+    return stop + (start - stop) / 2 * (1 + math.cos(math.pi * share))
+
+
+def _share(scheduler: LRScheduler, step: int, total: int) -> float:
+    return min(1.0, (step - scheduler._warmup) / max(1, total - scheduler._warmup))
+
+
+def _positive(name: str, value: int) -> int:
+    if value <= 0:
+        raise ValueError(f"{name} is {value}: it must be positive")
+    return value

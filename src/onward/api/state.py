@@ -1,0 +1,218 @@
+"""CheckpointState: parameters by name, properties, and the file they come from and go to."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from onward import checkpoint
+from onward.checkpoint import CheckpointData, NominalTensor, check_property
+from onward.errors import OnwardError
+
+if TYPE_CHECKING:
+    from onward.api.module import Module
+
+__all__ = ["CheckpointState", "Parameter", "Parameters", "Properties"]
+
+
+class Parameter:
+    """One parameter: its name, its numbers, its gradient."""
+
+    def __init__(self, name: str, state: CheckpointState) -> None:
+        self._name = name
+        self._state = state
+
+    @property
+    def name(self) -> str:
+        """The parameter's name."""
+        return self._name
+
+    @property
+    def data(self) -> np.ndarray:
+        """A copy of the parameter's numbers; assign to change them."""
+        return self._state._array(self._name).copy()
+
+    @data.setter
+    def data(self, value: np.ndarray) -> None:
+        self._state._assign(self._name, value)
+
+    @property
+    def grad(self) -> np.ndarray | None:
+        """A copy of the accumulated gradient: zeros before the first step, None where frozen."""
+        return self._state._gradient(self._name)
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether training changes this parameter."""
+        return self._name in self._state._data.trainable
+
+    def __repr__(self) -> str:
+        return f"Parameter('{self._name}', requires_grad={self.requires_grad})"
+
+
+class Parameters:
+    """The parameters of a state, by name."""
+
+    def __init__(self, state: CheckpointState) -> None:
+        self._state = state
+
+    def __getitem__(self, name: str) -> Parameter:
+        if name not in self:
+            raise KeyError(f"Parameter {name} not found.")
+        if self._state._data.nominal:
+            raise OnwardError(
+                f"The state is nominal: it has no value for '{name}'. Please load the parameter states first."
+            )
+        return Parameter(name, self._state)
+
+    def __setitem__(self, name: str, value: np.ndarray) -> None:
+        if name not in self:
+            raise KeyError(f"Parameter {name} not found.")
+        if self._state._data.nominal:
+            raise OnwardError(
+                f"The state is nominal: '{name}' cannot be set alone. Please load all the parameter states first."
+            )
+        self._state._assign(name, value)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._state._data.trainable or name in self._state._data.frozen
+
+    def __iter__(self) -> Iterator[tuple[str, Parameter]]:
+        for name in self._state._names():
+            yield name, Parameter(name, self._state)
+
+    def __len__(self) -> int:
+        return len(self._state._data.trainable) + len(self._state._data.frozen)
+
+    def __repr__(self) -> str:
+        return f"Parameters({self._state._names()})"
+
+
+class Properties:
+    """The user's own values in a checkpoint: int, float or str by name."""
+
+    def __init__(self, values: dict[str, int | float | str]) -> None:
+        self._values = values
+
+    def __getitem__(self, name: str) -> int | float | str:
+        if name not in self._values:
+            raise KeyError(f"Property {name} not found.")
+        return self._values[name]
+
+    def __setitem__(self, name: str, value: int | float | str) -> None:
+        self._values[name] = check_property(name, value)
+
+    def __delitem__(self, name: str) -> None:
+        if name not in self._values:
+            raise KeyError(f"Property {name} not found.")
+        del self._values[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._values
+
+    def __iter__(self) -> Iterator[tuple[str, int | float | str]]:
+        return iter(self._values.items())
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __repr__(self) -> str:
+        return f"Properties({self._values})"
+
+
+class CheckpointState:
+    """What training changes and what a checkpoint holds. Made by `load_checkpoint`."""
+
+    def __init__(self, state: CheckpointData) -> None:
+        if not isinstance(state, CheckpointData):
+            raise TypeError(f"Invalid argument for CheckpointState received {type(state)}")
+        self._data = state
+        self._module: Module | None = None
+        self.parameters = Parameters(self)
+        self.properties = Properties(state.properties)
+
+    @classmethod
+    def load_checkpoint(cls, checkpoint_uri: str | os.PathLike[str]) -> CheckpointState:
+        """Read a checkpoint file, verified before anything of it is used."""
+        return cls(checkpoint.load(checkpoint_uri))
+
+    @classmethod
+    def save_checkpoint(
+        cls,
+        state: CheckpointState,
+        checkpoint_uri: str | os.PathLike[str],
+        include_optimizer_state: bool = False,
+    ) -> None:
+        """Write a checkpoint file; the old one stays until the new one is safely there."""
+        if not isinstance(state, CheckpointState):
+            raise TypeError(f"Invalid argument for CheckpointState received {type(state)}")
+        checkpoint.save(state.to_data(include_optimizer_state=include_optimizer_state), checkpoint_uri)
+
+    def to_data(self, *, include_optimizer_state: bool = False) -> CheckpointData:
+        """The state as plain data, as it would be saved; arrays are not copied."""
+        data = self._data
+        saved = CheckpointData(
+            trainable=data.trainable,
+            frozen=data.frozen,
+            properties=dict(data.properties),
+            nominal=data.nominal,
+        )
+        if include_optimizer_state and not data.nominal:
+            if self._module is not None:
+                self._module._describe_progress(saved)
+            else:
+                saved.optimizer, saved.extras, saved.accumulation = (
+                    data.optimizer,
+                    data.extras,
+                    data.accumulation,
+                )
+        return saved
+
+    @property
+    def is_nominal(self) -> bool:
+        """Whether only names and types of the parameters are known."""
+        return self._data.nominal
+
+    def _names(self) -> list[str]:
+        return [*self._data.trainable, *self._data.frozen]
+
+    def _array(self, name: str) -> np.ndarray:
+        found = self._data.trainable.get(name)
+        value = self._data.frozen[name] if found is None else found
+        if isinstance(value, NominalTensor):
+            raise OnwardError(
+                f"The state is nominal: it has no value for '{name}'. Please load the parameter states first."
+            )
+        return value
+
+    def _assign(self, name: str, value: np.ndarray) -> None:
+        current = self._array(name)
+        array = np.asarray(value)
+        if array.shape != current.shape:
+            raise OnwardError(
+                f"Parameter data shape mismatch. Expected: {_braces(current.shape)}, Got: {_braces(array.shape)} "
+                f"(parameter '{name}')"
+            )
+        if array.dtype != current.dtype:
+            raise OnwardError(
+                f"Parameter data type mismatch. Expected: {current.dtype}, Got: {array.dtype} (parameter '{name}')"
+            )
+        if self._module is None:
+            group = self._data.trainable if name in self._data.trainable else self._data.frozen
+            group[name] = array.copy()
+        else:
+            np.copyto(current, array)
+
+    def _gradient(self, name: str) -> np.ndarray | None:
+        if name not in self._data.trainable:
+            return None
+        if self._module is None:
+            return np.zeros_like(self._array(name))
+        return self._module._gradients.views[name].copy()
+
+
+def _braces(shape: tuple[int, ...]) -> str:
+    return "{" + ",".join(map(str, shape)) + "}"

@@ -1,0 +1,61 @@
+"""Training models with `lazy_reset_grad` known: no selection, and one pass over memory less.
+
+Works on protobuf alone, since it is on the way of every start of training.
+"""
+
+from __future__ import annotations
+
+import onnx
+
+__all__ = ["specialize_reset"]
+
+_RESET = "lazy_reset_grad"
+_OUT = "_grad.accumulation.out"
+_BUFFER = "_grad.accumulation.buffer"
+
+
+def specialize_reset(model: onnx.ModelProto, *, reset: bool) -> onnx.ModelProto:
+    """A copy in which gradients replace their buffers (`reset`) or are always added to them."""
+    special = onnx.ModelProto()
+    special.CopyFrom(model)
+    graph = special.graph
+    renamed: dict[str, str] = {}
+    drop: set[int] = set()
+    adders = {node.output[0]: index for index, node in enumerate(graph.node) if node.op_type == "Add"}
+    for index, node in enumerate(graph.node):
+        if node.op_type != "Where" or node.input[0] != _RESET or not node.output[0].endswith(_OUT):
+            continue
+        _, gradient, accumulated = node.input
+        drop.add(index)
+        if reset:
+            drop.add(adders[accumulated])
+            renamed[gradient] = node.output[0] if gradient not in renamed else renamed[gradient]
+            if renamed[gradient] != node.output[0]:  # two parameters share one gradient
+                graph.node.append(onnx.helper.make_node("Identity", [renamed[gradient]], [node.output[0]]))
+        else:
+            renamed[accumulated] = node.output[0]
+    kept = [node for index, node in enumerate(graph.node) if index not in drop]
+    produced = {name for node in kept for name in node.output}
+    for name in [name for name in renamed if name not in produced]:
+        # a gradient that is a constant or an input of the graph cannot be renamed
+        kept.append(onnx.helper.make_node("Identity", [name], [renamed.pop(name)]))
+    for node in kept:
+        _rename(node, renamed)
+    del graph.node[:]
+    graph.node.extend(kept)
+    gone = {_RESET} | ({v.name for v in graph.input if v.name.endswith(_BUFFER)} if reset else set())
+    for value in [value for value in graph.input if value.name in gone]:
+        graph.input.remove(value)
+    del graph.value_info[:]
+    return special
+
+
+def _rename(node: onnx.NodeProto, names: dict[str, str]) -> None:
+    for field in (node.input, node.output):
+        for index, name in enumerate(field):
+            if name in names:
+                field[index] = names[name]
+    for attribute in node.attribute:
+        if attribute.HasField("g"):
+            for inner in attribute.g.node:
+                _rename(inner, names)

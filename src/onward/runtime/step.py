@@ -1,0 +1,196 @@
+"""One training step and one evaluation, bound to buffers: nothing is copied that need not be."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+
+from onward.graph.specialize import specialize_reset
+from onward.runtime.plan import BUFFER, OUT, RESET, SEED, Plan, read_plan
+from onward.runtime.sessions import make_session, providers_for, read_model, run_bound
+
+__all__ = ["EvaluationStep", "TrainingStep"]
+
+
+class _Bound:
+    """A session with its binding: fixed tensors bound once, the user's inputs at every run."""
+
+    def __init__(self, session: ort.InferenceSession, plan: Plan) -> None:
+        self.session = session
+        self.binding = session.io_binding()
+        self._names = [value.name for value in session.get_outputs()]
+        self._inputs = {value.name for value in session.get_inputs()}
+        self._fresh: list[str] = []
+        self._fixed: dict[str, np.ndarray] = {}
+        self._plan = plan
+        self._positions: list[int] = []
+
+    def bind_input(self, name: str, array: np.ndarray) -> None:
+        if name in self._inputs:
+            self.binding.bind_ortvalue_input(name, ort.OrtValue.ortvalue_from_numpy(_contiguous(array)))
+
+    def bind_output(self, name: str, array: np.ndarray) -> None:
+        self._fixed[name] = array
+        kind = array.dtype.type
+        self.binding.bind_output(name, "cpu", 0, kind, list(array.shape), _contiguous(array).ctypes.data)
+
+    def finish(self, returned: list[str]) -> None:
+        """Outputs that are not bound to memory get new memory at every run."""
+        self._fresh = [name for name in self._names if name not in self._fixed]
+        for name in self._fresh:
+            self.binding.bind_output(name, "cpu")
+        self._positions = [self._names.index(name) if name in self._fresh else -1 for name in returned]
+        self._returned = returned
+
+    def run(self, feeds: list[Any]) -> list[np.ndarray]:
+        for name, value in zip(self._plan.inputs, feeds):
+            if name not in self._inputs:
+                continue
+            if isinstance(value, ort.OrtValue):
+                self.binding.bind_ortvalue_input(name, value)
+            elif value.dtype == np.object_:
+                self.binding.bind_ortvalue_input(name, ort.OrtValue.ortvalue_from_numpy(value))
+            else:
+                self.binding.bind_cpu_input(name, value)
+        if self._fresh:
+            for name in self._fresh:
+                self.binding.bind_output(name, "cpu")
+        try:
+            run_bound(self.session, self.binding._iobinding)
+        except Exception as error:
+            raise _explain(error, self._plan, feeds) from error
+        made = self.binding.get_outputs() if self._fresh else []
+        return [
+            self._fixed[name].copy() if position < 0 else made[position].numpy()
+            for name, position in zip(self._returned, self._positions)
+        ]
+
+
+class TrainingStep:
+    """The training model, specialised for replacing and (when first needed) for adding up gradients."""
+
+    def __init__(
+        self, path: str | os.PathLike[str], *, device: str = "cpu", options: ort.SessionOptions | None = None
+    ) -> None:
+        self._model = read_model(path, "training")
+        self._external = any(
+            t.data_location == onnx.TensorProto.EXTERNAL for t in self._model.graph.initializer
+        )
+        self._path = os.fspath(path)
+        self.plan = read_plan(self._model, self._path)
+        self._providers = providers_for(device)
+        self._options = options
+        self._bound: dict[bool, _Bound] = {}
+        self._seed = np.zeros(1, np.int64)
+        self._loss: np.ndarray | None = None
+
+    def attach(
+        self,
+        parameters: Mapping[str, np.ndarray],
+        frozen: Mapping[str, np.ndarray],
+        gradients: Mapping[str, np.ndarray],
+    ) -> None:
+        """Give the step its memory."""
+        self._parameters, self._frozen, self._gradients = parameters, frozen, gradients
+        self._following = {
+            name: np.empty_like(frozen[name]) for name in self.plan.statistics if name in frozen
+        }
+        self._input_gradients: dict[str, np.ndarray] = {}
+        self._bound[True] = self._bind(reset=True)
+
+    def run(self, feeds: list[Any], *, reset: bool, seed: int, step: int) -> list[np.ndarray]:
+        """The loss and the additional outputs; gradients land in their buffers."""
+        if reset not in self._bound:
+            self._bound[reset] = self._bind(reset=reset)
+        if self.plan.random:
+            # an odd multiplier spreads neighbouring seeds and steps over all 64 bits
+            mixed = (seed * 0x9E3779B97F4A7C15 + step * 0xD1B54A32D192ED03) & 0xFFFFFFFFFFFFFFFF
+            self._seed[0] = mixed - (1 << 64) if mixed >= 1 << 63 else mixed
+        return self._bound[reset].run(feeds)
+
+    def commit_statistics(self) -> None:
+        """Take over the batch-norm statistics that the last run computed."""
+        for name, following in self._following.items():
+            np.copyto(self._frozen[name], following)
+
+    def _bind(self, *, reset: bool) -> _Bound:
+        special = specialize_reset(self._model, reset=reset)
+        if self._external:
+            # the runtime finds external data beside the file that it loads
+            from onward.runtime.external import session_beside
+
+            session = session_beside(special, self._path, providers=self._providers, options=self._options)
+        else:
+            session = make_session(
+                special,
+                providers=self._providers,
+                options=self._options,
+                what=f"training model '{self._path}'",
+            )
+        bound = _Bound(session, self.plan)
+        for name, array in {**self._parameters, **self._frozen}.items():
+            bound.bind_input(name, array)
+        for name, array in self._gradients.items():
+            bound.bind_input(f"{name}{BUFFER}", array)
+            bound.bind_output(f"{name}{OUT}", array)
+        for name, array in self._following.items():
+            bound.bind_output(f"{name}.next", array)
+        bound.bind_input(SEED, self._seed)
+        bound.bind_input(RESET, np.array([reset]))
+        loss = next(v for v in session.get_outputs() if v.name == self.plan.outputs[0])
+        bound.bind_output(loss.name, np.zeros([int(d) for d in loss.shape], np.float32))
+        bound.finish(self.plan.outputs)
+        return bound
+
+
+class EvaluationStep:
+    """The evaluation model over the same parameters."""
+
+    def __init__(
+        self, path: str | os.PathLike[str], *, device: str = "cpu", options: ort.SessionOptions | None = None
+    ) -> None:
+        self._path = os.fspath(path)
+        self._model = read_model(path, "eval")
+        self.plan = read_plan(self._model, self._path)
+        self._providers = providers_for(device)
+        self._options = options
+        self._bound: _Bound | None = None
+
+    def attach(self, parameters: Mapping[str, np.ndarray]) -> None:
+        """Give the evaluation its parameters; its session is made when first needed."""
+        self._parameters = parameters
+
+    def run(self, feeds: list[Any]) -> list[np.ndarray]:
+        """The loss and the additional outputs."""
+        if self._bound is None:
+            session = make_session(
+                self._path,
+                providers=self._providers,
+                options=self._options,
+                what=f"eval model '{self._path}'",
+            )
+            self._bound = _Bound(session, self.plan)
+            for name, array in self._parameters.items():
+                self._bound.bind_input(name, array)
+            self._bound.finish(self.plan.outputs)
+        return self._bound.run(feeds)
+
+
+def _contiguous(array: np.ndarray) -> np.ndarray:
+    """The runtime silently copies an array that is not contiguous, and then trains the copy: refuse."""
+    if not array.flags.c_contiguous:
+        raise AssertionError("a tensor bound to a session must be contiguous")
+    return array
+
+
+def _explain(error: Exception, plan: Plan, feeds: list[Any]) -> Exception:
+    given = []
+    for name, value in zip(plan.inputs, feeds):
+        shape = value.shape() if isinstance(value, ort.OrtValue) else value.shape
+        given.append(f"{name} {list(shape)}")
+    return ValueError(f"the step failed on inputs {', '.join(given)}: {error}")
