@@ -11,7 +11,7 @@ import pytest
 
 from onward.autodiff.check import check_gradient
 from onward.autodiff.differentiate import vector_jacobian
-from onward.autodiff.registry import registered_ops
+from onward.autodiff.registry import registered_ops, straight_through_ops
 
 FAMILIES = sorted(
     m.name for m in pkgutil.iter_modules([str(Path(__file__).parent)]) if m.name.startswith("cases_")
@@ -36,4 +36,5 @@ def test_gradient(case):
 
 
 def test_every_rule_has_a_case():
-    assert registered_ops() <= {case.op for case in CASES}
+    # Straight-through rules are not derivatives of a function with steps: test_quantized.py has those.
+    assert registered_ops() - straight_through_ops() <= {case.op for case in CASES}

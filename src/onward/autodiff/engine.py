@@ -154,6 +154,7 @@ def find_path(graph: ir.Graph, targets: Set[ir.Value], wrt: Iterable[ir.Value]) 
     """What lies between some values of a graph and the values that depend on them."""
     reached = set(wrt)
     order: list[tuple[ir.Node, list[ir.Value]]] = []
+    quantized: set[ir.Value] = set()  # integers that stand for real numbers
     for node in graph:
         if registry.is_constant(node.op_type, node.domain):
             continue
@@ -162,7 +163,12 @@ def find_path(graph: ir.Graph, targets: Set[ir.Value], wrt: Iterable[ir.Value]) 
             values.extend(value for value in captured_values(node) if value in reached)
         if values:
             order.append((node, values))  # type: ignore[arg-type]
-            reached.update(output for output in node.outputs if is_differentiable(output))
+            rule = registry.find(node.op_type, node.domain)
+            if (rule is not None and rule.straight_through) or not quantized.isdisjoint(values):  # type: ignore[arg-type]
+                quantized.update(output for output in node.outputs if not is_differentiable(output))
+                reached.update(node.outputs)
+            else:
+                reached.update(output for output in node.outputs if is_differentiable(output))
     needed = set(targets)
     nodes: list[ir.Node] = []
     for node, values in reversed(order):

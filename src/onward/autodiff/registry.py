@@ -23,6 +23,7 @@ __all__ = [
     "is_constant",
     "no_gradient",
     "registered_ops",
+    "straight_through_ops",
 ]
 
 # One gradient for each input (None is zero), or gradients by value where a rule also reaches captured values.
@@ -44,6 +45,7 @@ class Rule:
     broadcasts: bool
     domain: str = ""
     bodies: Bodies | None = None
+    straight_through: bool = False
 
 
 _rules: dict[tuple[str, str], Rule] = {}
@@ -51,19 +53,24 @@ _constant: dict[tuple[str, str], str] = {}
 
 
 def gradient(
-    *op_types: str, broadcasts: bool = False, domain: str = "", bodies: Bodies | None = None
+    *op_types: str,
+    broadcasts: bool = False,
+    domain: str = "",
+    bodies: Bodies | None = None,
+    straight_through: bool = False,
 ) -> Callable[[RuleFunction], RuleFunction]:
     """Register the function below as the rule of an operator.
 
     The rule is called as `rule(op, node, *dys)`: a builder, the forward node, and the gradient of each of
     the operator's outputs (None where none arrives). It returns one gradient for each input, in order; a
     shorter answer leaves the rest zero. With `broadcasts`, the engine sums each back to its input's shape.
+    With `straight_through`, integer outputs carry gradients too (floating tensors), as quantized values do.
     An operator that holds graphs says with `bodies` what of them is differentiated.
     """
 
     def register(function: RuleFunction) -> RuleFunction:
         for op_type in op_types:
-            _rules[domain, op_type] = Rule(op_type, function, broadcasts, domain, bodies)
+            _rules[domain, op_type] = Rule(op_type, function, broadcasts, domain, bodies, straight_through)
         return function
 
     return register
@@ -91,6 +98,12 @@ def registered_ops() -> set[str]:
     """Every ai.onnx operator that has a rule."""
     _load_rules()
     return {op_type for domain, op_type in _rules if domain == ""}
+
+
+def straight_through_ops() -> set[str]:
+    """Every ai.onnx operator whose rule is an estimate, not a derivative: rounding is taken as the identity."""
+    _load_rules()
+    return {op_type for (domain, op_type), rule in _rules.items() if domain == "" and rule.straight_through}
 
 
 def constant_ops() -> dict[str, str]:

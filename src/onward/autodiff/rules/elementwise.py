@@ -86,7 +86,7 @@ def div(op, node, dz):
 
 @gradient("Mod", broadcasts=True)
 def mod(op, node, dz):
-    """z = x − n·y with n = trunc(x/y)   ⇒   dx = dz,  dy = −n·dz  (fmod; the other kind is of integers)"""
+    """z = x − n·y with n = x/y truncated or rounded down   ⇒   dx = dz,  dy = −n·dz"""
     x, y = node.inputs
     if not op.wanted(y):
         return dz
@@ -108,16 +108,17 @@ def power(op, node, dz):
     if op.wanted(p):
         nothing = op.And(op.Equal(x, 0.0), op.GreaterOrEqual(p, 0.0))
         dp = op.Mul(dz, op.Mul(z, op.Log(op.Where(nothing, op.constant_like(1.0, x), x))))
-        dp = op.CastLike(dp, p)
+        dp = dp if op.dtype(p) == op.dtype(x) else op.Cast(dp, to=int(op.dtype(p)))
     return dx, dp
 
 
 def _power_base(op, dz, x, p, z):
     known = op.const_value(p)
     if known is None or known.size != 1:
-        one = op.constant_like(1, p)
-        lower = op.Where(op.Equal(p, op.constant_like(0, p)), one, op.Sub(p, one))
-        return op.Mul(dz, op.Mul(op.CastLike(p, x), op.Pow(x, lower)))
+        # In x's type: few integer types have kernels, and unsigned ones no p − 1.
+        p = p if op.dtype(p) == op.dtype(x) else op.Cast(p, to=int(op.dtype(x)))
+        lower = op.Where(op.Equal(p, 0.0), op.constant_like(1.0, p), op.Sub(p, 1.0))
+        return op.Mul(dz, op.Mul(p, op.Pow(x, lower)))
     exponent = float(known.reshape(()))
     if exponent == 0:
         return op.zeros_like(dz)
@@ -189,8 +190,9 @@ def clip(op, node, dz):
 
 @gradient("Cast", "CastLike")
 def cast(op, node, dz):
-    """z = x in another type   ⇒   dx = dz in the first"""
-    return op.Cast(dz, to=int(op.dtype(node.inputs[0])))
+    """z = x in another type   ⇒   dx = dz in the first; that of a quantized x stays a floating tensor"""
+    kind = op.dtype(node.inputs[0])
+    return op.Cast(dz, to=int(kind)) if kind.is_floating_point() else dz
 
 
 @gradient("Identity")

@@ -11,7 +11,7 @@ import dataclasses
 import onnx_ir as ir
 
 from onward.autodiff.registry import gradient
-from onward.autodiff.rules.activations import read_activations
+from onward.autodiff.rules.gates import read_activations
 from onward.autodiff.rules.recurrence import Recurrence, scan
 
 

@@ -1,0 +1,94 @@
+"""Gradients of quantized operators, straight through: rounding counts as the identity.
+
+The gradient of an integer tensor q that stands for real numbers is a floating tensor: that of the loss with
+respect to q as if it were real. Where a value saturates, nothing passes.
+"""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from onward.autodiff.registry import gradient
+from onward.autodiff.rules.blocks import Scales
+
+# The largest finite number of each 8-bit float; integers have −2ⁿ⁻¹ … 2ⁿ⁻¹ − 1 or 0 … 2ⁿ − 1.
+_FLOAT8 = {
+    ir.DataType.FLOAT8E4M3FN: 448.0,
+    ir.DataType.FLOAT8E4M3FNUZ: 240.0,
+    ir.DataType.FLOAT8E5M2: 57344.0,
+    ir.DataType.FLOAT8E5M2FNUZ: 57344.0,
+    ir.DataType.FLOAT4E2M1: 6.0,
+}
+
+
+@gradient("QuantizeLinear", straight_through=True)
+def quantize_linear(op, node, dq):
+    """q = saturate(round(x/s) + z)   ⇒   dx = dq/s,  ds = −Σ dq·x/s², both 0 where q saturates"""
+    x, scale, *rest = node.inputs
+    zero = rest[0] if rest else None
+    scales = Scales.read(op, node, x)
+    s = op.CastLike(scales.spread(op, scale), x)
+    dq = op.CastLike(dq, x)
+    low, high = _range(op.dtype(node.outputs[0]))
+    level = op.Round(op.Div(x, s))
+    if zero is not None:
+        level = op.Add(level, op.CastLike(scales.spread(op, zero), x))
+    inside = op.And(op.GreaterOrEqual(level, low), op.LessOrEqual(level, high))
+    dx = op.Where(inside, op.Div(dq, s), op.constant_like(0.0, x))
+    ds = None
+    if op.wanted(scale):
+        ds = op.CastLike(scales.gather(op, op.Neg(op.Div(op.Mul(dx, x), s)), scale), scale)
+    return dx, ds
+
+
+@gradient("DequantizeLinear", straight_through=True)
+def dequantize_linear(op, node, dy):
+    """y = (q − z)·s   ⇒   dq = dy·s,  ds = Σ dy·(q − z)"""
+    q, scale, *rest = node.inputs
+    zero = rest[0] if rest else None
+    scales = Scales.read(op, node, q)
+    dq = op.Mul(dy, scales.spread(op, scale)) if op.wanted(q) else None
+    ds = None
+    if op.wanted(scale):
+        steps = op.CastLike(q, scale)
+        if zero is not None:
+            steps = op.Sub(steps, op.CastLike(scales.spread(op, zero), scale))
+        ds = scales.gather(op, op.Mul(dy, steps), scale)
+    return dq, ds
+
+
+@gradient("DynamicQuantizeLinear", straight_through=True)
+def dynamic_quantize_linear(op, node, dq, _dscale=None, _dzero=None):
+    """q = round(x/s) + z with s and z from x's range   ⇒   dx = dq/s; s and z are constants of the step"""
+    return None if dq is None else op.Div(dq, node.outputs[1])
+
+
+@gradient("MatMulInteger", straight_through=True)
+def matmul_integer(op, node, dy):
+    """y = (A − a)·(B − b)   ⇒   dA = dy·(B − b)ᵀ,  dB = (A − a)ᵀ·dy"""
+    a, b, zero_a, zero_b = (*node.inputs, None, None)[:4]
+
+    def real(value, zero, *, rows):
+        found = op.CastLike(value, dy)
+        if zero is None:
+            return found
+        zero = op.CastLike(zero, dy)
+        return op.Sub(found, op.Unsqueeze(zero, [-1]) if rows and op.rank(zero) == 1 else zero)
+
+    def turned(value):
+        rank = op.rank(value)
+        return op.Transpose(value, perm=[*range(rank - 2), rank - 1, rank - 2])
+
+    da = db = None
+    if op.wanted(a):
+        da = op.sum_to(op.MatMul(dy, turned(real(b, zero_b, rows=False))), a)
+    if op.wanted(b):
+        db = op.sum_to(op.MatMul(turned(real(a, zero_a, rows=True)), dy), b)
+    return da, db
+
+
+def _range(kind: ir.DataType) -> tuple[float, float]:
+    if kind in _FLOAT8:
+        return -_FLOAT8[kind], _FLOAT8[kind]
+    bits, signed = int(kind.bitwidth), kind.name.startswith("INT")
+    return (-(2.0 ** (bits - 1)), 2.0 ** (bits - 1) - 1) if signed else (0.0, 2.0**bits - 1)
