@@ -158,6 +158,11 @@ def _rank(node: ir.Node) -> int | None:
         case "Expand":
             rank, length = rank_of(0), length_of(1)
             return None if rank is None or length is None else max(rank, length)
+        case "Unsqueeze" | "Squeeze":
+            rank, length = rank_of(0), length_of(1)
+            if rank is None or length is None:
+                return None
+            return rank + length if node.op_type == "Unsqueeze" else rank - length
         case "Tile":
             return rank_of(0) if rank_of(0) is not None else length_of(1)
         case name if name.startswith("Reduce"):

@@ -7,6 +7,7 @@ an expansion sees the ranks and types of its inputs. Knows no operator.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -160,10 +161,8 @@ def _infer_missing(op: Builder, node: ir.Node) -> None:
     if node.domain not in ("", "ai.onnx"):
         return
     known = [(value, value.type, value.shape) for value in node.outputs]
-    try:
+    with contextlib.suppress(ModelError):  # the whole-model inference that follows has its say
         op.infer(node)
-    except ModelError:
-        pass  # the whole-model inference that follows has its say
     for value, kind, shape in known:
         value.type = value.type if kind is None else kind
         value.shape = value.shape if shape is None else shape
