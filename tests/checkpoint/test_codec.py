@@ -122,6 +122,15 @@ def test_extras_are_exact(value):
     assert repr(found) == repr(value)
 
 
+@pytest.mark.parametrize(
+    ("given", "stored"),
+    [(np.float32(0.1), float(np.float32(0.1))), (np.uint64(2**64 - 1), 2**64 - 1), (np.True_, 1)],
+)
+def test_extras_take_numpy_scalars(given, stored):
+    found = decode(encoded(CheckpointData(extras={"x": given}))).extras["x"]
+    assert found == stored and type(found) is type(stored)
+
+
 def test_extras_and_accumulation_stay_out_of_what_the_user_put_in():
     found = decode(encoded(sample()))
     assert set(found.properties) == {"epoch", "loss", "note"}

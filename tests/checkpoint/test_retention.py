@@ -43,7 +43,7 @@ def test_save_keeps_the_last_versions(keep, threshold, tmp_path):
     assert {
         name: epoch(tmp_path / name) for name in names(tmp_path) if not name.endswith(".data")
     } == expected
-    links = sorted(f"{name}.data" for name in expected) if not threshold else []
+    links = sorted(f"{name}.data" for name in expected) if not threshold and os.name != "nt" else []
     assert [name for name in names(tmp_path) if name.endswith(".data")] == links
     assert all(os.readlink(tmp_path / link) == link.removesuffix(".data") for link in links)
 
@@ -122,7 +122,8 @@ def test_rotate_removes_what_is_older_than_the_last_good_ones(tmp_path):
     damage(step_file(tmp_path, 4))
     assert rotate(tmp_path, keep=2) == [step_file(tmp_path, 2), step_file(tmp_path, 1)]
     kept = [step_file(tmp_path, step).name for step in (3, 4, 5)]
-    assert names(tmp_path) == sorted(kept + [f"{name}.data" for name in kept])
+    assert [name for name in names(tmp_path) if not name.endswith(".data")] == kept
+    assert {name.removesuffix(".data") for name in names(tmp_path)} == set(kept)
 
 
 def test_nothing_is_removed_while_too_few_verify(tmp_path):

@@ -12,6 +12,7 @@ import contextlib
 import os
 import secrets
 import stat
+import time
 from collections.abc import Callable, Iterator
 from hashlib import sha256
 from pathlib import Path
@@ -71,7 +72,7 @@ def replace_file(
                 before_commit(target)
             if os.name == "nt":
                 file.close()
-            os.replace(temporary, target)
+            _rename(temporary, target)
     except OSError as error:
         raise CheckpointError(path, f"{NOT_COMMITTED}: {error.strerror or error}") from error
     except CheckpointError as error:
@@ -154,6 +155,17 @@ def _replaceable(target: Path) -> int | None:
     if not stat.S_ISREG(found.st_mode):
         raise OSError("there is something that is not a regular file")
     return stat.S_IMODE(found.st_mode)
+
+
+def _rename(temporary: Path, target: Path) -> None:
+    """Let the temporary take the target's name; Windows refuses while somebody reads the target, so wait."""
+    if os.name == "nt":
+        for delay in (0.01, 0.05, 0.25, 1.0):
+            with contextlib.suppress(PermissionError):
+                os.replace(temporary, target)
+                return
+            time.sleep(delay)
+    os.replace(temporary, target)
 
 
 def _prefix(target: Path) -> str:

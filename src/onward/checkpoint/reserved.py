@@ -6,6 +6,8 @@ readers of the original format see them as ordinary properties.
 
 from __future__ import annotations
 
+import numpy as np
+
 from onward.checkpoint.state import PropertyValue
 
 __all__ = [
@@ -31,7 +33,7 @@ def spell_extra(value: PropertyValue) -> str:
     """
     if isinstance(value, str):
         return "s:" + value
-    if isinstance(value, int):
+    if isinstance(value, (int, np.integer, np.bool_)):
         return f"i:{int(value)}"
     return f"f:{float(value)!r}"
 

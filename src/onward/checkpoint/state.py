@@ -125,7 +125,7 @@ def check(data: CheckpointData) -> None:
     _check_names("property", data.properties)
     _check_names("extra", data.extras)
     for name, value in data.extras.items():
-        if not isinstance(value, (str, int, float)):
+        if not isinstance(value, (str, int, float, np.bool_, np.integer, np.floating)):
             raise TypeError(
                 f"extra '{name}': a checkpoint holds int, float and str, not {type(value).__name__}"
             )
