@@ -11,6 +11,8 @@ from onward.autodiff.rules.sampling import (
     axis_taps,
     combine,
     coordinate_gradients,
+    count_rows,
+    extent,
     from_rows,
     scatter_rows,
     to_rows,
@@ -45,7 +47,7 @@ def deform_conv(op, node, dy):
     for axis, place in enumerate(places):
         coordinate = op.Add(op.Gather(offsets, np.asarray(axis, np.int64), axis=3), place)
         read.append(axis_taps(op, coordinate, extent(op, size, axis, like=offset), mode="linear"))
-    images = op.Reshape(count(op, op.Mul(batch, [parts])), op.Concat(batch, [parts], axis=0))
+    images = op.Reshape(count_rows(op, op.Mul(batch, [parts])), op.Concat(batch, [parts], axis=0))
     found = combine(op, read, size, lead=images, lead_rank=2)
 
     rows = to_rows(op, x, parts=parts)
@@ -100,15 +102,3 @@ def base_positions(op, window: Window, places: Sizes, *, like: ir.Value) -> list
         whole = op.Expand(spread, op.Concat(kernel, places_value, axis=0))
         grids.append(op.Cast(op.Reshape(whole, flat), to=op.dtype(like)))
     return grids
-
-
-def count(op, length: ir.Value) -> ir.Value:
-    """0 … length − 1, for a length in a vector of one."""
-    return op.Range(np.asarray(0, np.int64), op.Squeeze(length, [0]), np.asarray(1, np.int64))
-
-
-def extent(op, size: Sizes, axis: int, *, like: ir.Value) -> ir.Value:
-    """One size as a number of another value's type."""
-    if isinstance(size, np.ndarray):
-        return op.constant_like(float(size[axis]), like)
-    return op.Cast(op.Gather(size, np.asarray(axis, np.int64)), to=op.dtype(like))

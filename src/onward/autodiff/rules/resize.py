@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -55,7 +56,7 @@ def resize(op, node, dy):
 def _axis_matrix(op, node: ir.Node, axes: list[int], position: int) -> ir.Value:
     """[in, out]: the identity of one axis, resized along its rows as the node resizes that axis."""
     x, roi, scales, sizes = _inputs(node)
-    attributes = {name: node.attributes[name] for name in _COORDINATES if name in node.attributes}
+    attributes: dict[str, Any] = {n: node.attributes[n] for n in _COORDINATES if n in node.attributes}
     # What lies outside the image is a constant there, so it has no gradient.
     attributes["extrapolation_value"] = 0.0
     crops = attributes["coordinate_transformation_mode"].as_string() == "tf_crop_and_resize"

@@ -158,6 +158,18 @@ def coordinate_gradients(op, taps: Taps, felt: ir.Value) -> list[ir.Value | None
     ]
 
 
+def count_rows(op, length: ir.Value) -> ir.Value:
+    """0 … length − 1, for a length in a vector of one."""
+    return op.Range(np.asarray(0, np.int64), op.Squeeze(length, [0]), np.asarray(1, np.int64))
+
+
+def extent(op, size: Sizes, axis: int, *, like: ir.Value) -> ir.Value:
+    """One size as a number of another value's type."""
+    if isinstance(size, np.ndarray):
+        return op.constant_like(float(size[axis]), like)
+    return op.Cast(op.Gather(size, np.asarray(axis, np.int64)), to=op.dtype(like))
+
+
 def _product(op, factors: Sequence[ir.Value]) -> ir.Value:
     total = factors[0]
     for factor in factors[1:]:
