@@ -71,7 +71,7 @@ def sub(op, node, dz):
 def mul(op, node, dz):
     """z = x·y   ⇒   dx = dz·y,  dy = dz·x"""
     x, y = node.inputs
-    return op.Mul(dz, y), op.Mul(dz, x)
+    return op.Mul(dz, y) if op.wanted(x) else None, op.Mul(dz, x) if op.wanted(y) else None
 
 
 @gradient("Div")
@@ -90,7 +90,7 @@ def mod(op, node, dz):
     x, y = node.inputs
     if not op.wanted(y):
         return dz
-    n = op.Round(op.Div(op.Sub(x, node.outputs[0]), y))
+    n = op.Floor(op.Add(op.Div(op.Sub(x, node.outputs[0]), y), 0.5))  # Round has no bfloat16
     return dz, op.Neg(op.Mul(dz, n))
 
 
