@@ -188,9 +188,9 @@ class _Missing:
 
 
 def _refuse_unsupported(path: Path, wrt: Sequence[ir.Value]) -> None:
-    missing = list(_missing(path, {value: {value.name or "?"} for value in wrt}))
-    if not missing:
+    if not _lacks_rules(path):
         return
+    missing = list(_missing(path, {value: {value.name or "?"} for value in wrt}))
     rows = [(_kind(found.node), f"node '{found.node.name}'", found.sources) for found in missing]
     kinds, nodes = (max(len(row[column]) for row in rows) for column in (0, 1))
     lines = []
@@ -210,10 +210,21 @@ def _kind(node: ir.Node) -> str:
     return node.op_type if node.domain in ("", "ai.onnx") else f"{node.domain}.{node.op_type}"
 
 
+def _lacks_rules(path: Path) -> bool:
+    """Whether a node on a path has no rule. Asked first: who reaches which node takes longer to find out."""
+    for node in path.nodes:
+        rule = registry.find(node.op_type, node.domain)
+        if rule is None:
+            return True
+        if rule.bodies is not None:
+            inner = rule.bodies(node, path.active, path.active)
+            if any(_lacks_rules(find_path(body, results, varying)) for body, varying, results in inner):
+                return True
+    return False
+
+
 def _missing(path: Path, sources: dict[ir.Value, set[str]]) -> Iterable[_Missing]:
     """Nodes on a path that have no rule, also those in bodies that would be differentiated."""
-    if all((rule := registry.find(n.op_type, n.domain)) and not rule.bodies for n in path.nodes):
-        return
     sources = dict(sources)
     for node in path.nodes:
         values = [*node.inputs, *(captured_values(node) if subgraphs_of(node) else [])]

@@ -320,6 +320,13 @@ class Builder:
         schema = _schema(node.op_type, self.opset, node.domain)
         if schema is None:
             return
+        seen = self.root.__dict__.setdefault("_inferred", {})
+        signature = _signature(node)
+        if signature is not None and signature in seen:
+            for value, (dtype, shape) in zip(node.outputs, seen[signature]):
+                if dtype is not None:
+                    value.type, value.shape = ir.TensorType(dtype), None if shape is None else ir.Shape(shape)
+            return
         types: dict[str, onnx.TypeProto] = {}
         data: dict[str, onnx.TensorProto] = {}
         captured = captured_values(node) if subgraphs_of(node) else []
@@ -347,6 +354,15 @@ class Builder:
                 value.type = ir.serde.deserialize_type_proto_for_type(found)
                 value.shape = ir.serde.deserialize_type_proto_for_shape(found)
                 _forget_unnamed_symbols(value)
+        if signature is not None and all(
+            v.type is None or type(v.type) is ir.TensorType for v in node.outputs
+        ):
+            seen[signature] = [
+                (v.dtype, None if v.shape is None else tuple(v.shape))
+                if (v.name or "") in inferred
+                else (None, None)
+                for v in node.outputs
+            ]
 
     def _lookup(self, key: tuple | None) -> tuple[ir.Value, ...] | None:
         builder: Builder | None = self
@@ -440,6 +456,12 @@ def _key(
     """What makes two nodes compute the same thing; None where that cannot be said."""
     if op_type in RANDOM:
         return None
+    attrs = _attributes_key(attributes)
+    return None if attrs is None else (op_type, domain, tuple(id(v) for v in inputs), attrs, outputs)
+
+
+def _attributes_key(attributes: Any) -> tuple | None:
+    """Attributes as something to compare; None where they hold graphs or much data."""
     attrs = []
     for name, attr in attributes.items():
         if attr.type in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS) or attr.is_ref():
@@ -455,11 +477,31 @@ def _key(
             value = tuple(value)
         attrs.append((name, value))
     try:
-        key = (op_type, domain, tuple(id(v) for v in inputs), tuple(sorted(attrs)), outputs)
+        key = tuple(sorted(attrs))
         hash(key)
     except TypeError:
         return None
     return key
+
+
+def _signature(node: ir.Node) -> tuple | None:
+    """All that inference looks at; None where that is too much to compare."""
+    attrs = _attributes_key(node.attributes)
+    if attrs is None:
+        return None
+    inputs = []
+    for value in node.inputs:
+        if value is None or value.type is None:
+            inputs.append(None)
+            continue
+        if type(value.type) is not ir.TensorType:
+            return None
+        shape = value.shape
+        dims = None if shape is None else tuple(d if isinstance(d, int) else d.value for d in shape)
+        tensor = value.const_value
+        known = tensor is not None and tensor.size <= _SMALL and not value.is_graph_input()
+        inputs.append((value.type.dtype, dims, tensor.tobytes() if known and tensor is not None else None))
+    return (node.op_type, node.domain, attrs, tuple(inputs), tuple(bool(v.name) for v in node.outputs))
 
 
 def _forget_unnamed_symbols(value: ir.Value) -> None:
