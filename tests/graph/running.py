@@ -77,9 +77,12 @@ def assert_same(before: Sequence[Any], after: Sequence[Any], *, tolerance: float
             assert_same(expected, found, tolerance=tolerance)
             continue
         assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
-        if expected.dtype.kind in "fc" or expected.dtype.name == "bfloat16":
+        if expected.dtype.kind == "V":  # the narrow types of ml_dtypes
+            expected, found = expected.astype(np.float32), found.astype(np.float32)
+        if expected.dtype.kind in "fc":
+            wide = np.complex128 if expected.dtype.kind == "c" else np.float64
             np.testing.assert_allclose(
-                found.astype(np.float64), expected.astype(np.float64), rtol=tolerance, atol=tolerance
+                found.astype(wide), expected.astype(wide), rtol=tolerance, atol=tolerance
             )
         else:
             np.testing.assert_array_equal(found, expected)

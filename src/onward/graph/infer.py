@@ -20,6 +20,9 @@ _SMALL = 1024
 # Each round finds at least one more rank; graphs need two or three.
 _ROUNDS = 8
 
+# Their schemas infer nothing, or nothing without their definitions; the result is like the first input.
+_AS_INPUT = frozenset({"GroupNormalization", "MeanVarianceNormalization"})
+
 
 def infer_shapes(model: ir.Model) -> None:
     """Set the type and shape of every value that can be known."""
@@ -125,6 +128,11 @@ def _fill_ranks(graph: ir.Graph) -> bool:
     changed = False
     for node in graph.all_nodes():
         if node.domain not in ("", "ai.onnx") or not node.inputs:
+            continue
+        source = node.inputs[0]
+        if node.op_type in _AS_INPUT and source is not None and node.outputs[0].shape is None:
+            node.outputs[0].type, node.outputs[0].shape = source.type, source.shape
+            changed = changed or source.shape is not None
             continue
         open_ranks = [value for value in node.outputs if value.name and value.shape is None]
         rank = _rank(node) if open_ranks else None
