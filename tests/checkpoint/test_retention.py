@@ -85,6 +85,25 @@ def test_a_replaced_file_of_the_original_is_kept_with_its_values(tmp_path):
     assert names(tmp_path) == ["c", "c.1", "c.1.data"]
 
 
+@pytest.mark.filterwarnings("ignore::onward.checkpoint.UnsealedCheckpointWarning")
+@pytest.mark.parametrize("threshold", [1 << 30, 0], ids=["inside", "outside"])
+def test_the_second_file_of_a_replaced_checkpoint_goes_with_it(threshold, tmp_path):
+    for suffix in ("", ".data"):
+        shutil.copy(FIXTURES / f"original_external.ckpt{suffix}", tmp_path / f"c{suffix}")
+    save(sample(1), tmp_path / "c", external_threshold=threshold)
+    assert not (tmp_path / "c.data").is_file() or (tmp_path / "c.data").is_symlink()
+    assert epoch(tmp_path / "c") == 1
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_a_file_of_somebody_else_with_that_name_is_left_alone(keep, tmp_path):
+    (tmp_path / "c.data").write_bytes(b"external data of a model")
+    for number in (1, 2):
+        save(sample(number), tmp_path / "c", keep=keep, external_threshold=0)
+    assert (tmp_path / "c.data").read_bytes() == b"external data of a model"
+    assert epoch(tmp_path / "c") == 2
+
+
 def test_a_file_falls_back_to_its_older_version(tmp_path):
     path = tmp_path / "c"
     for number in (1, 2, 3):

@@ -69,15 +69,15 @@ def save(
         check_file(temporary, digest=written["digest"])
 
     def hold(target: Path) -> None:
-        if keep > 1:
-            kept.extend(_hold_old(target))
+        kept.extend(_hold_old(target, keep))
 
     try:
         target = replace_file(path, write, check=check, before_commit=hold)
     except BaseException:
         for old in kept:
-            with contextlib.suppress(OSError):
-                os.unlink(old.path)
+            if old.path is not None:
+                with contextlib.suppress(OSError):
+                    os.unlink(old.path)
         raise
     try:
         _shift(target, kept, keep)
@@ -167,24 +167,32 @@ def _check_keep(keep: int) -> None:
 
 @dataclass(slots=True)
 class _Kept:
-    """A second name for the file that is about to be replaced; `beside` if its values are in another file."""
+    """The file that is about to be replaced: its second name, if any, and if its values are in a second file."""
 
-    path: Path
+    path: Path | None
     beside: bool
 
 
-def _hold_old(target: Path) -> list[_Kept]:
+def _hold_old(target: Path, keep: int) -> list[_Kept]:
     """Give the current file a second name, so that it outlives its replacement; damaged ones are let go."""
+    if keep == 1 and not _is_real_file(data_path(target)):
+        return []
     try:
         layout, _ = check_file(target)
     except CheckpointError:
         return []
+    if keep == 1:
+        return [_Kept(None, layout.data_beside)]
     held = temporary_name(target)
     try:
         os.link(target, held)
     except OSError:  # no hard links on this file system
         _copy(target, held)
     return [_Kept(held, layout.data_beside)]
+
+
+def _is_real_file(path: Path) -> bool:
+    return os.path.isfile(path) and not os.path.islink(path)
 
 
 def _copy(source: Path, destination: Path) -> None:
@@ -205,6 +213,10 @@ def _shift(target: Path, kept: list[_Kept], keep: int) -> None:
             with contextlib.suppress(FileNotFoundError):
                 os.replace(f"{target}.{number - 1}{suffix}", f"{target}.{number}{suffix}")
     for old in kept:
+        if old.path is None:
+            if old.beside:  # nothing refers to it any more
+                os.unlink(data_path(target))
+            return
         if old.beside:
             os.replace(data_path(target), data_path(f"{target}.1"))
         with contextlib.suppress(FileNotFoundError):  # another save may have swept it as a left-over
@@ -227,6 +239,8 @@ def _point_data_at(target: Path) -> None:
         with open_regular(target) as file:
             flags = seal.block_flags(memoryview(file.read(8 + seal.BLOCK_SIZE)), path=str(target))
         if flags is None:
+            return
+        if _is_real_file(link):  # somebody else's: the file that a replaced checkpoint used is gone by now
             return
         ours = os.path.islink(link)
         if not flags & seal.DATA_IN_FILE:
