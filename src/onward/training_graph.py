@@ -20,7 +20,7 @@ from onward.autodiff.engine import DifferentiableBuilder, is_differentiable
 from onward.errors import ModelError
 from onward.graph.cleanup import finish
 from onward.graph.random import SEED_INPUT, make_random_explicit
-from onward.graph.statistics import next_statistics
+from onward.graph.statistics import make_statistics_explicit
 
 __all__ = ["RESET_INPUT", "TrainingGraphs", "build_training_graphs", "producer"]
 
@@ -92,7 +92,7 @@ def _build_step(model: ir.Model, loss: str, wanted: Sequence[str], order: Sequen
     seed = make_random_explicit(model)
     target = find_value(graph, loss)
     op = DifferentiableBuilder(graph)
-    statistics = next_statistics(op)
+    statistics = make_statistics_explicit(op)
     sources = [find_value(graph, name) for name in wanted]
     one = op.constant(np.ones(op.static_shape(target) or (), op.dtype(target).numpy()), name="one")
     gradients = add_gradients(op, {target: one}, sources) if sources else {}

@@ -16,6 +16,7 @@ from onward.graph.body_shapes import infer_graph
 from onward.graph.cleanup import finish
 from onward.graph.dialect import normalize
 from onward.graph.load import ModelSource
+from onward.graph.statistics import make_statistics_explicit
 
 __all__ = ["add_gradients", "find_value", "gradient", "vector_jacobian"]
 
@@ -42,21 +43,20 @@ def gradient(
     """
     prepared = normalize(model)
     graph = prepared.graph
+    op = DifferentiableBuilder(graph)
+    make_statistics_explicit(op)
     target = graph.outputs[0] if of is None else find_value(graph, of)
     if wrt is None:
         sources = [value for value in graph.inputs if is_differentiable(value)]
     else:
         sources = [find_value(graph, name) for name in ([wrt] if isinstance(wrt, str) else wrt)]
-    for value in [target, *sources]:
-        if not is_differentiable(value):
-            raise ModelError(f"'{value.name}' is {value.dtype}: only floating tensors have gradients")
+    _require_real([target, *sources])
     if not sources:
         raise ModelError(
             "nothing to differentiate with respect to: the model has no floating input; name some in wrt"
         )
-    op = DifferentiableBuilder(graph)
     if cotangent is not None:
-        seed = op.input(cotangent, target.dtype, target.shape)
+        seed = _cotangent(op, cotangent, target)
     else:
         seed = _one(op, target)
     for value, derivative in add_gradients(op, {target: seed}, sources).items():
@@ -73,6 +73,8 @@ def vector_jacobian(
     """
     prepared = normalize(model)
     graph = prepared.graph
+    op = DifferentiableBuilder(graph)
+    make_statistics_explicit(op)
     targets = (
         [v for v in graph.outputs if is_differentiable(v)]
         if of is None
@@ -83,7 +85,6 @@ def vector_jacobian(
         if wrt is None
         else [find_value(graph, n) for n in wrt]
     )
-    op = DifferentiableBuilder(graph)
     seeds: dict[ir.Value, ir.Value] = {}
     for value in targets:
         seeds[value] = op.input(f"{value.name}_cotangent", value.dtype, value.shape)
@@ -91,6 +92,20 @@ def vector_jacobian(
     for value, derivative in add_gradients(op, seeds, sources).items():
         _append_output(op, derivative, value)
     return ir.to_proto(finish(prepared)), [v.name or "" for v in targets], [v.name or "" for v in sources]
+
+
+def _require_real(values: Sequence[ir.Value]) -> None:
+    for value in values:
+        if not is_differentiable(value):
+            raise ModelError(f"'{value.name}' is {value.type}: only floating tensors have gradients")
+
+
+def _cotangent(op: DifferentiableBuilder, name: str, value: ir.Value) -> ir.Value:
+    """An input for the gradient that arrives for a value; for an optional, that of what it holds."""
+    kind = value.type
+    seed = op.input(name, None, value.shape)
+    seed.type = kind.elem_type if isinstance(kind, ir.OptionalType) else kind
+    return seed
 
 
 def _append_output(op: DifferentiableBuilder, derivative: ir.Value, value: ir.Value) -> None:

@@ -1,14 +1,20 @@
-"""Batch-norm statistics as state of the training step: each running value gets a `.next` output."""
+"""Batch-norm statistics as state of the training step.
+
+The runtime's training-mode BatchNormalization writes its running statistics into the memory of its own
+inputs, and is replaced by its inference form where those are constants. Here it is given scratch memory and
+a momentum of 0, so that it yields the batch's own mean and variance: what the gradient needs, too.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import onnx_ir as ir
 
 from onward.graph.builder import Builder
 
-__all__ = ["Statistic", "next_statistics"]
+__all__ = ["Statistic", "make_statistics_explicit"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,44 +25,75 @@ class Statistic:
     following: ir.Value
 
 
-def next_statistics(op: Builder) -> list[Statistic]:
-    """Add to the graph what each training-mode BatchNormalization makes of its running statistics.
+def make_statistics_explicit(op: Builder) -> list[Statistic]:
+    """Let each training-mode BatchNormalization give its batch's statistics; returns the next running ones.
 
     ONNX moves the running variance towards the batch's population variance, torch towards the unbiased one:
-    the part that comes from the batch is scaled by n/(n−1), so that trained models agree with torch's.
+    here the part that comes from the batch is scaled by n/(n−1), so that trained models agree with torch's.
+    A layer that is applied twice in a step moves its statistics once, by its last application.
     """
     found: dict[ir.Value, Statistic] = {}
-    for node in list(op.graph):
+    nodes = list(op.graph)
+    for node, after in zip(nodes, [*nodes[1:], None]):
         if node.op_type != "BatchNormalization" or not node.attributes.get_int("training_mode", 0):
             continue
         x, mean, variance = node.inputs[0], node.inputs[3], node.inputs[4]
         assert x is not None and mean is not None and variance is not None
-        if not (_is_state(mean) and _is_state(variance)):
-            continue
-        _want_outputs(op, node)
-        op.scope = node.name or "BatchNormalization"
         momentum = node.attributes.get_float("momentum", 0.9)
-        kept = op.Mul(variance, momentum)
-        batch = op.Sub(node.outputs[2], kept)
-        count = op.Div(op.Size(x), op.Squeeze(op.dim(variance, 0), [0]))
-        n = op.Cast(count, to=op.dtype(variance))
-        unbiased = op.Div(n, op.Max(op.Sub(n, 1.0), 1.0))
-        corrected = op.Add(kept, op.Mul(batch, unbiased))
-        # a layer that is applied twice moves its statistics twice; the second application counts here
-        found[mean] = Statistic(mean, node.outputs[1])
-        found[variance] = Statistic(variance, corrected)
+        op.scope = node.name or "BatchNormalization"
+        op.before = node
+        # two expressions, so that they never share the memory that the operator writes into
+        node.replace_input_with(3, _scratch(op, op.IsNaN, x, mean))
+        node.replace_input_with(4, _scratch(op, op.IsInf, x, variance))
+        node.attributes["momentum"] = ir.AttrFloat32("momentum", 0.0)
+        op.before = after
+        batch_mean, batch_variance = _batch_outputs(op, node, mean, variance, momentum)
+        op.before = None
+        count = op.Cast(op.Div(op.Size(x), op.Squeeze(op.dim(variance, 0), [0])), to=op.dtype(variance))
+        unbiased = op.Div(count, op.Max(op.Sub(count, 1.0), 1.0))
+        if _is_state(mean) and _is_state(variance):
+            found[mean] = Statistic(mean, _move(op, mean, batch_mean, momentum))
+            found[variance] = Statistic(
+                variance, _move(op, variance, op.Mul(batch_variance, unbiased), momentum)
+            )
     op.scope = ""
     return list(found.values())
 
 
-def _is_state(value: ir.Value) -> bool:
-    return value.is_initializer() or value.is_graph_input()
+def _scratch(op: Builder, test: Callable[..., ir.Value], x: ir.Value, like: ir.Value) -> ir.Value:
+    """Finite numbers, one for each channel, that no optimizer folds into a constant: they depend on x."""
+    others = [axis for axis in range(op.rank(x)) if axis != 1]
+    sample = op.Slice(x, [0] * len(others), [1] * len(others), others)
+    return op.Reshape(op.Cast(test(sample), to=op.dtype(like)), [-1])
 
 
-def _want_outputs(op: Builder, node: ir.Node) -> None:
+def _batch_outputs(
+    op: Builder, node: ir.Node, mean: ir.Value, variance: ir.Value, momentum: float
+) -> tuple[ir.Value, ir.Value]:
+    """Outputs 1 and 2 are the batch's now; whoever read the running ones gets those computed."""
     if len(node.outputs) < 3:
         node.resize_outputs(3)
-    for output, like in zip(node.outputs[1:], node.inputs[3:]):
-        assert like is not None
-        output.name = output.name or op.namer(f"{like.name}.moved")
+    made = []
+    for output, like in zip(node.outputs[1:], (mean, variance)):
+        output.name = output.name or op.namer(f"{like.name}.batch")
         output.type, output.shape = like.type, like.shape
+        uses, is_result = list(output.uses()), output.is_graph_output()
+        if uses or is_result:
+            running = _move(op, like, output, momentum)
+            if is_result:
+                running.name, output.name = output.name, op.namer(f"{output.name}.batch")
+                graph = op.graph
+                graph.outputs[graph.outputs.index(output)] = running
+            for user, index in uses:
+                user.replace_input_with(index, running)
+        made.append(output)
+    return made[0], made[1]
+
+
+def _move(op: Builder, running: ir.Value, batch: ir.Value, momentum: float) -> ir.Value:
+    """momentum·running + (1 − momentum)·batch"""
+    return op.Add(op.Mul(running, momentum), op.Mul(batch, 1.0 - momentum))
+
+
+def _is_state(value: ir.Value) -> bool:
+    return value.is_initializer() or value.is_graph_input()

@@ -116,9 +116,14 @@ def batch_normalization(op, node, dy, drunning_mean=None, drunning_var=None):
         dvar = op.Mul(op.Mul(op.Mul(_cast_to(op, dscale, var), weight), r), -0.5)
         return dx, dscale, dbias, dmean, dvar
 
-    batch_mean = op.ReduceMean(x, axes, keepdims=1)
-    centred = op.Sub(x, batch_mean)
-    variance = op.ReduceMean(op.Mul(centred, centred), axes, keepdims=1)
+    if node.attributes.get_float("momentum", 0.9) == 0.0 and len(node.outputs) > 2:
+        # graph.statistics has made the running statistics the batch's own
+        batch_mean, variance = (channel(value) for value in node.outputs[1:])
+        centred = op.Sub(x, batch_mean)
+    else:
+        batch_mean = op.ReduceMean(x, axes, keepdims=1)
+        centred = op.Sub(x, batch_mean)
+        variance = op.ReduceMean(op.Mul(centred, centred), axes, keepdims=1)
     r = op.Reciprocal(op.Sqrt(op.Add(variance, epsilon)))
     count = _count(op, x, axes)
     dx = dscale = dbias = None
