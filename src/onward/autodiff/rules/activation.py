@@ -97,10 +97,11 @@ def hard_sigmoid(op, node, dz):
 
 @gradient("HardSwish")
 def hard_swish(op, node, dz):
-    """z = x·min(max(x/6 + ½, 0), 1)   ⇒   dx = dz·(x/3 + ½) where |x| < 3, dz above, 0 below"""
+    """z = x·h with h = min(max(x/6 + ½, 0), 1)   ⇒   dx = dz·(h + x/6 where |x| < 3)"""
     x = node.inputs[0]
-    inside = op.Less(op.Abs(x), 3.0)
-    return op.Mul(dz, op.Where(inside, op.Add(op.Mul(x, 1 / 3), 0.5), step(op, x)))
+    h = op.HardSigmoid(x, alpha=1 / 6, beta=0.5)
+    inside = step(op, op.Sub(3.0, op.Abs(x)))
+    return op.Mul(dz, op.Add(h, op.Mul(op.Mul(x, 1 / 6), inside)))
 
 
 @gradient("Softplus")

@@ -146,12 +146,23 @@ def _spread(op, value, axis, inside, width, room):
 
     Of the last element's places, those beyond `room` are cut off.
     """
-    blocks = padded(op, op.Unsqueeze(value, [axis + 1]), [(axis + 1, inside, width - 1 - inside)])
     dims = [size_of(op, value, other) for other in range(op.rank(value))]
+    # Concat: Pad takes fifty times as long where the last axis has one element.
+    parts = [op.Unsqueeze(value, [axis + 1])]
+    if inside:
+        parts.insert(0, _block(op, value, dims, axis, inside))
+    if width - 1 - inside:
+        parts.append(_block(op, value, dims, axis, width - 1 - inside))
+    blocks = op.Concat(*parts, axis=axis + 1)
     count = op.static_dim(value, axis)
     dims[axis] = count * width
     wide = op.Reshape(blocks, joined(op, dims), allowzero=1)
     return op.Slice(wide, [0], [room], [axis]) if count * width > room else wide
+
+
+def _block(op, value, dims, axis, count):
+    shape = [*dims[: axis + 1], count, *dims[axis + 1 :]]
+    return op.Expand(op.constant_like(0.0, value), joined(op, shape))
 
 
 def _sliced_by_index(op, node, dz):
