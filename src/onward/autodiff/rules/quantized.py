@@ -58,9 +58,26 @@ def dequantize_linear(op, node, dy):
 
 
 @gradient("DynamicQuantizeLinear", straight_through=True)
-def dynamic_quantize_linear(op, node, dq, _dscale=None, _dzero=None):
-    """q = round(x/s) + z with s and z from x's range   ⇒   dx = dq/s; s and z are constants of the step"""
-    return None if dq is None else op.Div(dq, node.outputs[1])
+def dynamic_quantize_linear(op, node, dq, ds=None, _dz=None):
+    """q = round(x/s) + z, s = (max(x, 0) − min(x, 0))/255   ⇒   dx = dq/s
+
+    What s contributes through q and through a later product with s cancels but for rounding, so s and z count
+    as constants there. A gradient that comes through s alone goes to the extremes of x.
+    """
+    x, s = node.inputs[0], node.outputs[1]
+    if dq is not None:
+        return op.Div(dq, s)
+    if ds is None:
+        return None
+
+    def spread(extreme, beyond):
+        """1 at the elements that are the extreme (their share where several are), 0 where that is not x's."""
+        here = op.CastLike(op.And(op.Equal(x, extreme), beyond(extreme, 0.0)), x)
+        return op.Div(here, op.Max(op.ReduceSum(here, keepdims=0), 1.0))
+
+    high = spread(op.ReduceMax(x, keepdims=0), op.Greater)
+    low = spread(op.ReduceMin(x, keepdims=0), op.Less)
+    return op.Mul(op.Sub(high, low), op.Div(ds, 255.0))
 
 
 @gradient("MatMulInteger", straight_through=True)
