@@ -80,7 +80,9 @@ class InvertedResidual(nn.Module):
     def __init__(self, channels: int) -> None:
         super().__init__()
         wide = channels * 4
-        self.expand = nn.Sequential(nn.Conv2d(channels, wide, 1, bias=False), nn.BatchNorm2d(wide), nn.ReLU6())
+        self.expand = nn.Sequential(
+            nn.Conv2d(channels, wide, 1, bias=False), nn.BatchNorm2d(wide), nn.ReLU6()
+        )
         self.depthwise = nn.Sequential(
             nn.Conv2d(wide, wide, 3, 1, 1, groups=wide, bias=False), nn.BatchNorm2d(wide), nn.Hardswish()
         )
@@ -125,7 +127,11 @@ class ConvNeXtBlock(nn.Module):
         y = (self.scale * self.shrink(F.gelu(self.grow(y)))).permute(0, 3, 1, 2)
         if self.training:
             keep = 1 - self.rate
-            y = y / keep * torch.floor(keep + torch.rand((x.shape[0], 1, 1, 1), dtype=x.dtype, device=x.device))
+            y = (
+                y
+                / keep
+                * torch.floor(keep + torch.rand((x.shape[0], 1, 1, 1), dtype=x.dtype, device=x.device))
+            )
         return x + y
 
 
@@ -180,7 +186,13 @@ class Recurrent(nn.Module):
 
 def _mlp() -> nn.Module:
     return nn.Sequential(
-        nn.Linear(8, 16), nn.BatchNorm1d(16), nn.GELU(), nn.Dropout(0.1), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 3)
+        nn.Linear(8, 16),
+        nn.BatchNorm1d(16),
+        nn.GELU(),
+        nn.Dropout(0.1),
+        nn.Linear(16, 16),
+        nn.Tanh(),
+        nn.Linear(16, 3),
     )
 
 
@@ -346,7 +358,13 @@ def _clip_example() -> Arguments:
     }
 
 
-def _row(name: str, factory: Callable[[], nn.Module], example: Callable[[], Arguments], *axes: str, hf: bool = False):
+def _row(
+    name: str,
+    factory: Callable[[], nn.Module],
+    example: Callable[[], Arguments],
+    *axes: str,
+    hf: bool = False,
+):
     return name, Architecture(name, factory, example, frozenset(axes), hf)
 
 

@@ -145,7 +145,7 @@ def _constants(graph: onnx.GraphProto) -> dict[str, np.ndarray]:
 
 
 def neutralised(model: onnx.ModelProto) -> onnx.ModelProto:
-    """A copy without randomness, to compare with torch run without randomness (`modules.Neutral`)."""
+    """A copy without randomness, to compare with torch run without randomness (`neutral.Neutral`)."""
     copy = onnx.ModelProto()
     copy.CopyFrom(model)
     for graph in graphs(copy.graph):

@@ -15,7 +15,7 @@ import onnx
 import torch
 
 from onward.errors import ExportError
-from onward.export.modules import traceable
+from onward.export.standins import traceable
 from onward.export.structure import Adapter
 
 __all__ = ["OPSETS", "trace"]
@@ -36,6 +36,7 @@ def trace(
 ) -> onnx.ModelProto:
     """Export the adapter in the mode its parts are in, without weights; `fold` is not used."""
     import onnx_ir as ir
+    from onnx import inliner
 
     # AUTO rather than named dimensions: relations between sizes (a multiple of four, say) are the module's
     # business, and an axis that turns out to be fixed is found by running the result.
@@ -69,13 +70,15 @@ def trace(
         del exported.model.graph.initializers[name]
     proto = ir.to_proto(exported.model)
     if proto.functions:
-        proto = onnx.inliner.inline_local_functions(proto)
+        proto = inliner.inline_local_functions(proto)
     _remove_unused(proto.graph)
     return proto
 
 
 def _translations() -> dict[Any, Any]:
-    from onnxscript import opset18 as op
+    from onnxscript import opset18
+
+    op: Any = opset18  # its annotations speak of values while it runs, not while it is traced
 
     def batch_norm(
         input: Any,

@@ -1,34 +1,22 @@
 """Borrow a torch module for export and give it back as it was.
 
-Knows modules: wrappers, names, buffers, flags, random state, and the few layers that must behave differently
-while they are traced. Knows nothing of ONNX.
+Knows modules: wrappers, names, buffers, flags, random state. Knows nothing of ONNX.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
-from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 
 from onward.errors import ExportError
 
-__all__ = [
-    "Neutral",
-    "borrowed",
-    "clean_names",
-    "neutral_dropout",
-    "prepared",
-    "refuse_unusable",
-    "traceable",
-    "unwrap",
-]
+__all__ = ["borrowed", "clean_names", "prepared", "refuse_unusable", "unwrap"]
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -156,29 +144,25 @@ def prepared(model: nn.Module, *, training: bool) -> Iterator[None]:
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(torch.no_grad())
         stack.enter_context(_plain_transformers(model))
+        stack.enter_context(_unwrapped_parts(model))
         yield
 
 
 @contextmanager
-def traceable(model: nn.Module) -> Iterator[None]:
-    """Layers that exporters refuse or garble compute the same thing in a form that they take."""
-    with ExitStack() as stack:
-        stack.enter_context(_Plain(layers_drop=any(hasattr(m, "layerdrop") for m in model.modules())))
-        for module in model.modules():
-            if isinstance(module, nn.RNNBase) and module.dropout > 0 and module.training:
-                stack.enter_context(_forward(module, _layer_by_layer))
-        yield
-
-
-@contextmanager
-def _forward(module: nn.Module, function: Callable[..., Any]) -> Iterator[None]:
-    if "forward" in vars(module):
-        raise ExportError(f"{type(module).__name__}.forward was replaced on the instance; restore it first")
-    module.forward = function.__get__(module)  # type: ignore[method-assign]
+def _unwrapped_parts(model: nn.Module) -> Iterator[None]:
+    """Compiled and parallel parts stand aside for what they wrap: a tracer cannot enter them."""
+    replaced: list[tuple[nn.Module, str, nn.Module]] = []
+    for parent in list(model.modules()):
+        for name, child in parent._modules.items():
+            if child is not None and unwrap(child) is not child:
+                replaced.append((parent, name, child))
     try:
+        for parent, name, child in replaced:
+            parent._modules[name] = unwrap(child)
         yield
     finally:
-        del module.forward
+        for parent, name, child in replaced:
+            parent._modules[name] = child
 
 
 @contextmanager
@@ -216,186 +200,3 @@ def _configs(model: nn.Module) -> list[Any]:
     for module in model.modules():
         add(vars(module).get("config"))
     return list(found.values())
-
-
-def _layer_by_layer(self: nn.RNNBase, input: torch.Tensor, hx: Any = None) -> Any:
-    """What LSTM, GRU and RNN with dropout compute, one layer at a time: exporters take no dropout inside."""
-    if isinstance(input, nn.utils.rnn.PackedSequence):
-        raise ExportError(
-            "a recurrent layer with dropout takes a PackedSequence: export it over padded tensors"
-        )
-    batched = input.dim() == 3
-    batch_axis = 0 if self.batch_first else 1
-    x = input if batched else input.unsqueeze(batch_axis)
-    lstm = isinstance(self, nn.LSTM)
-    directions = 2 if self.bidirectional else 1
-    if hx is None:
-        depth, batch = self.num_layers * directions, x.size(batch_axis)
-        hidden = x.new_zeros(depth, batch, self.proj_size or self.hidden_size)
-        states = (hidden, x.new_zeros(depth, batch, self.hidden_size)) if lstm else (hidden,)
-    else:
-        states = tuple(hx) if lstm else (hx,)
-        states = states if batched else tuple(state.unsqueeze(1) for state in states)
-    step = {"LSTM": torch.lstm, "GRU": torch.gru, "RNN_TANH": torch.rnn_tanh, "RNN_RELU": torch.rnn_relu}[
-        self.mode
-    ]
-    last: list[tuple[torch.Tensor, ...]] = []
-    for layer in range(self.num_layers):
-        rows = slice(layer * directions, (layer + 1) * directions)
-        state = tuple(s[rows] for s in states)
-        weights = [weight for group in self.all_weights[rows] for weight in group]
-        x, *ended = step(
-            x,
-            state if lstm else state[0],
-            weights,
-            self.bias,
-            1,
-            0.0,
-            self.training,
-            self.bidirectional,
-            self.batch_first,
-        )
-        last.append(tuple(ended))
-        if layer + 1 < self.num_layers:
-            x = F.dropout(x, self.dropout, training=self.training)
-    final = tuple(torch.cat(parts) for parts in zip(*last))
-    if not batched:
-        x, final = x.squeeze(batch_axis), tuple(state.squeeze(1) for state in final)
-    return x, final if lstm else final[0]
-
-
-class _Plain(TorchFunctionMode):
-    """Fused attention spelled out, because exporters write its dropout so that it never drops.
-
-    With `layers_drop`, the draw that decides whether a layer is skipped is a number and not a tensor, so that no
-    exporter sees a branch on it; the rate is known to be zero (`refuse_unusable`).
-    """
-
-    def __init__(self, *, layers_drop: bool) -> None:
-        super().__init__()
-        self.layers_drop = layers_drop
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        name = getattr(func, "__name__", "")
-        if name == "scaled_dot_product_attention":
-            return _attention(*args, **kwargs)
-        if name == "multi_head_attention_forward" and not kwargs.get("need_weights", True):
-            # Asked for its weights, the function takes its unfused branch.
-            return func(*args, **(kwargs | {"need_weights": True}))[0], None
-        if self.layers_drop and name == "rand" and args in (([],), ((),)) and not kwargs:
-            return 0.5
-        return func(*args, **kwargs)
-
-
-def _attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> torch.Tensor:
-    """softmax(q·kᵀ·scale + mask)·v, with dropout on the weights; a row that may see nothing gives zeros."""
-    if enable_gqa:
-        key = key.repeat_interleave(query.size(-3) // key.size(-3), -3)
-        value = value.repeat_interleave(query.size(-3) // value.size(-3), -3)
-    factor = query.shape[-1] ** -0.5 if scale is None else scale
-    scores = torch.matmul(query * factor, key.transpose(-2, -1))
-    if is_causal:
-        rows = torch.arange(query.size(-2), device=query.device)
-        attn_mask = torch.arange(key.size(-2), device=query.device) <= rows.unsqueeze(-1)
-    if attn_mask is None:
-        weights = scores.softmax(-1)
-    elif attn_mask.dtype == torch.bool:
-        hidden = attn_mask.logical_not()
-        lowest = torch.finfo(scores.dtype).min
-        weights = scores.masked_fill(hidden, lowest).softmax(-1).masked_fill(hidden, 0.0)
-    else:
-        weights = (scores + attn_mask).softmax(-1)
-    if dropout_p > 0.0:
-        weights = F.dropout(weights, dropout_p, training=True)
-    return torch.matmul(weights, value)
-
-
-class Neutral(TorchFunctionMode):
-    """Within it nothing is random: dropout passes its input on, draws return a fixed value in their place.
-
-    `active` counts the dropouts that would have dropped something. The same stand-ins are put into the ONNX
-    model for comparison: uniform draws give 0.5, Bernoulli draws 1 where p >= 0.5, normal draws their mean.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.active = 0
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        name = getattr(func, "__name__", "")
-        if name in _DROPOUTS:
-            bound = dict(zip(("input", "p", "training"), args)) | kwargs
-            on = bound.get("training", bound.get("train", True))
-            self.active += bool(on and bound.get("p", 0.5) > 0)
-            return bound["input"]
-        if name == "scaled_dot_product_attention":
-            bound = dict(zip(("query", "key", "value", "attn_mask", "dropout_p"), args)) | kwargs
-            self.active += bound.get("dropout_p", 0.0) > 0
-            return func(*args[5:], **(bound | {"dropout_p": 0.0}))
-        if name == "multi_head_attention_forward":
-            args = list(args)
-            on = kwargs.get("training", True)
-            if len(args) > 10:
-                self.active += bool(on and args[10] > 0)
-                args[10] = 0.0
-            return func(*args, **kwargs)
-        if name in _DRAWS:
-            return _DRAWS[name](func(*args, **kwargs), args, kwargs)
-        return func(*args, **kwargs)
-
-
-_DROPOUTS = {
-    "dropout",
-    "dropout_",
-    "dropout1d",
-    "dropout2d",
-    "dropout3d",
-    "alpha_dropout",
-    "alpha_dropout_",
-    "feature_dropout",
-    "feature_dropout_",
-    "feature_alpha_dropout",
-}
-
-
-def _bernoulli(drawn: torch.Tensor, args: Any, kwargs: Any) -> torch.Tensor:
-    p = kwargs.get("p", args[1] if len(args) > 1 else None)
-    p = args[0] if p is None or isinstance(p, torch.Generator) else p
-    return drawn.copy_((torch.as_tensor(p) >= 0.5).to(drawn.dtype).expand_as(drawn))
-
-
-_DRAWS: dict[str, Callable[[torch.Tensor, Any, Any], torch.Tensor]] = {
-    "rand": lambda drawn, args, kwargs: drawn.fill_(0.5),
-    "rand_like": lambda drawn, args, kwargs: drawn.fill_(0.5),
-    "randn": lambda drawn, args, kwargs: drawn.zero_(),
-    "randn_like": lambda drawn, args, kwargs: drawn.zero_(),
-    "bernoulli": _bernoulli,
-    "bernoulli_": lambda drawn, args, kwargs: drawn.fill_(float(args[1] >= 0.5)) if len(args) > 1 else drawn,
-}
-
-
-@contextmanager
-def neutral_dropout(model: nn.Module) -> Iterator[Neutral]:
-    """Run torch without randomness, in its own kernels: the reference for the exported model."""
-    recurrent = [(m, m.dropout) for m in model.modules() if isinstance(m, nn.RNNBase) and m.dropout > 0]
-    mode = Neutral()
-    mode.active += sum(m.num_layers - 1 for m, _ in recurrent if m.training)
-    try:
-        for module, _ in recurrent:
-            module.dropout = 0.0
-        with mode:
-            yield mode
-    finally:
-        for module, rate in recurrent:
-            module.dropout = rate

@@ -16,14 +16,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
 
-import numpy as np
 import onnx
 import torch
 
 from onward.errors import ExportError
-from onward.export import assemble, axes, modules, parity
-from onward.export.axes import AxisGroup, DynamicAxes
-from onward.export.structure import Adapter, Leaf, bind_arguments
+from onward.export import assemble, modules, parity
+from onward.export.axes import DynamicAxes
+from onward.export.plan import Plan, make_plan
+from onward.export.structure import Adapter, bind_arguments
+from onward.export.verify import compare_with_torch, groups_that_follow
 
 __all__ = ["artifacts_from_torch", "from_torch"]
 
@@ -62,41 +63,54 @@ def from_torch(
     >>> [tensor.name for tensor in proto.graph.initializer]
     ['weight', 'bias']
     """
-    export = _exporter(exporter, opset)
+    trace = _exporter(exporter, opset)
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
     target = None if path is None else assemble.checkable_target(path)
     bare = modules.unwrap(model)
     modules.refuse_unusable(bare, training=training)
     positional, keywords = bind_arguments(bare, args, kwargs)
+    external_data_needed = _weights_outside(bare, target, external_data)
     with _quiet() as heard, modules.borrowed(bare), modules.prepared(bare, training=training):
         # Only the initial values count: running the module moves batch norm's statistics.
         original = {
             name: buffer.detach().clone() for name, buffer in bare.named_buffers(remove_duplicate=False)
         }
-        plan = _plan(bare, positional, keywords, input_names, output_names, dynamic_axes)
-        fold = not training and exporter == "torchscript" and _size(bare) < assemble.INLINE_LIMIT
-        proto, used = _graph(export, plan, opset=opset, fold=fold, training=training)
         values = dict(bare.named_parameters(remove_duplicate=False)) | original
-        by_clean = {clean: values[raw] for raw, clean in plan.names.items()}
-        weights = {name: by_clean[name] for name in used}
-        if training and plan.dropouts > assemble.active_dropouts(proto) and not _has_bodies(proto):
-            raise ExportError(
-                f"{plan.dropouts} dropouts are active in the module but only "
-                f"{assemble.active_dropouts(proto)} in the export: it would train without them"
-            )
+        plan = make_plan(bare, positional, keywords, input_names, output_names, dynamic_axes)
+        fold = not training and exporter == "torchscript" and not external_data_needed
+
+        def export(plan: Plan) -> tuple[onnx.ModelProto, dict[str, torch.Tensor]]:
+            proto, used = _graph(trace, plan, opset=opset, fold=fold, training=training)
+            by_clean = {clean: values[raw] for raw, clean in plan.names.items()}
+            return proto, {name: by_clean[name] for name in used}
+
+        proto, weights = export(plan)
+        fixed: list[str] = []
         if check:
-            report = _compare(plan, proto, weights, rtol=rtol, atol=atol)
+            report = compare_with_torch(plan, proto, weights, rtol=rtol, atol=atol)
+            if not report.passed and dynamic_axes == "auto" and plan.groups:
+                follow = groups_that_follow(plan, proto, weights, rtol=rtol, atol=atol)
+                fixed = [group.name for group in plan.groups if group not in follow]
+                plan = plan.keeping(follow)
+                proto, weights = export(plan)
+                report = compare_with_torch(plan, proto, weights, rtol=rtol, atol=atol)
             subject = f"{type(bare).__name__} at opset {opset} ({exporter})"
             parity.merge(report, notes=tuple(heard)).raise_if_failed(subject)
-    assemble.record(proto, _properties(bare, plan.names, used, training=training, exporter=exporter))
-    large = assemble.size_of(weights) >= assemble.INLINE_LIMIT
+        if training:
+            _require_dropout(plan, proto)
+        properties = _properties(bare, plan.names, list(weights), training=training, exporter=exporter)
+    if fixed:
+        warnings.warn(
+            f"the export fixes {', '.join(fixed)} at the example's size: the module takes others, "
+            "but its code turns that size into a constant when traced",
+            stacklevel=2,
+        )
+    assemble.record(proto, properties)
     if target is None:
-        if large or external_data is True:
-            raise ExportError("weights kept outside the model need a file to be beside: give a path")
         assemble.attach(proto, weights)
         return proto
-    assemble.save(proto, weights, target, external=large or external_data is True)
+    assemble.save(proto, weights, target, external=external_data_needed)
     return target
 
 
@@ -144,113 +158,8 @@ def artifacts_from_torch(
     return Path(directory)
 
 
-@dataclass(frozen=True)
-class _Plan:
-    """What is known of the module before it is exported."""
-
-    adapter: Adapter
-    leaves: tuple[Leaf, ...]
-    groups: tuple[AxisGroup, ...]
-    output_names: tuple[str, ...]
-    outputs: tuple[torch.Tensor, ...]
-    output_axes: Mapping[str, Mapping[int, str]]
-    names: Mapping[str, str]
-    dropouts: int
-
-    def run(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """The module's outputs without randomness."""
-        with modules.neutral_dropout(self.adapter.model):
-            return self.adapter(*tensors)
-
-    def input_axes(self) -> dict[str, dict[int, str]]:
-        table: dict[str, dict[int, str]] = {leaf.name: {} for leaf in self.leaves}
-        for group in self.groups:
-            for index, axis in group.dims:
-                table[self.leaves[index].name][axis] = group.name
-        return table
-
-
-def _plan(
-    bare: torch.nn.Module,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    input_names: Sequence[str] | None,
-    output_names: Sequence[str] | None,
-    dynamic_axes: DynamicAxes | Literal["auto"] | None,
-) -> _Plan:
-    adapter = Adapter(bare, args, kwargs)
-    names = modules.clean_names(bare)
-    inputs = _chosen_names("input", input_names, [leaf.name for leaf in adapter.inputs])
-    inputs = [f"{name}_input" if name in names.values() else name for name in inputs]
-    leaves = tuple(Leaf(name, leaf.value) for name, leaf in zip(inputs, adapter.inputs))
-    if dynamic_axes is not None and dynamic_axes != "auto" and not isinstance(dynamic_axes, Mapping):
-        raise TypeError(f'dynamic_axes must be "auto", a dictionary or None, not {dynamic_axes!r}')
-
-    def run(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        with modules.neutral_dropout(bare):
-            return adapter(*tensors)
-
-    leaves = _usable_example(leaves, run, type(bare).__name__, resize=dynamic_axes is not None)
-    declared = dynamic_axes if isinstance(dynamic_axes, Mapping) else None
-    groups = _groups(leaves, dynamic_axes, run)
-    ones = {dim: group.others[0] for group in groups if group.size == 1 for dim in group.dims}
-    if ones:  # a size of one invites broadcasting into the trace, and ties that are none
-        values = axes.fresh_inputs(leaves, ones, seed=1)
-        leaves = tuple(Leaf(leaf.name, value) for leaf, value in zip(leaves, values))
-        groups = _groups(leaves, dynamic_axes, run)
-    with modules.neutral_dropout(bare) as mode:
-        outputs = adapter(*(leaf.value for leaf in leaves))
-    results = _chosen_names("output", output_names, adapter.output_names)
-    results = [f"{name}_output" if name in names.values() or name in inputs else name for name in results]
-    for name in declared or {}:
-        if name not in inputs and name not in results:
-            known = ", ".join([*inputs, *results])
-            raise ValueError(f"dynamic_axes names '{name}', which is neither input nor output: {known}")
-    by_output = axes.output_axes(leaves, results, groups, run, base=outputs, declared=declared)
-    return _Plan(
-        adapter, leaves, tuple(groups), tuple(results), outputs, by_output, names, dropouts=mode.active
-    )
-
-
-def _groups(leaves: Sequence[Leaf], dynamic_axes: DynamicAxes | str | None, run: axes.Run) -> list[AxisGroup]:
-    if dynamic_axes is None:
-        return []
-    if isinstance(dynamic_axes, str):
-        return axes.find_groups(leaves, run)
-    return axes.declared_groups(leaves, dynamic_axes, run)
-
-
-def _usable_example(leaves: tuple[Leaf, ...], run: axes.Run, owner: str, *, resize: bool) -> tuple[Leaf, ...]:
-    """The example, or one of two rows if it has one that batch norm refuses to train on."""
-    try:
-        run([leaf.value for leaf in leaves])
-        return leaves
-    except ExportError:
-        raise
-    except Exception as error:
-        rows = {(i, 0): 2 for i, leaf in enumerate(leaves) if leaf.value.dim() and leaf.value.size(0) == 1}
-        if rows and resize:
-            values = axes.fresh_inputs(leaves, rows, seed=0)
-            try:
-                run(values)
-                return tuple(Leaf(leaf.name, value) for leaf, value in zip(leaves, values))
-            except Exception:
-                pass  # the first error is the one that concerns the user's arguments
-        raise ExportError(f"{owner} fails on the example arguments: {error}") from error
-
-
-def _chosen_names(kind: str, chosen: Sequence[str] | None, found: Sequence[str]) -> list[str]:
-    if chosen is None:
-        return list(found)
-    if isinstance(chosen, str) or len(chosen) != len(found):
-        raise ValueError(f"{kind}_names has {len(chosen)} names for {len(found)} {kind}s: {', '.join(found)}")
-    if len(set(chosen)) != len(chosen) or not all(chosen):
-        raise ValueError(f"{kind}_names must be different and not empty: {list(chosen)}")
-    return list(chosen)
-
-
 def _graph(
-    export: Callable[..., onnx.ModelProto], plan: _Plan, *, opset: int, fold: bool, training: bool
+    export: Callable[..., onnx.ModelProto], plan: Plan, *, opset: int, fold: bool, training: bool
 ) -> tuple[onnx.ModelProto, list[str]]:
     input_axes = plan.input_axes()
     proto = export(
@@ -271,57 +180,6 @@ def _graph(
         {name: (v, plan.output_axes[name]) for name, v in zip(plan.output_names, plan.outputs)},
     )
     return proto, used
-
-
-def _compare(
-    plan: _Plan, proto: onnx.ModelProto, weights: Mapping[str, torch.Tensor], *, rtol: float, atol: float
-) -> parity.Report:
-    """Both models on fresh inputs at the traced sizes and, where axes are dynamic, at two others."""
-    feed_weights = {name: _array(name, tensor) for name, tensor in weights.items()}
-    session = _session(proto, weights)
-    reports = []
-    for seed in range(3 if plan.groups else 1):
-        sizes = {g.name: g.others[seed - 1] for g in plan.groups} if seed else {}
-        dims = {dim: sizes[g.name] for g in plan.groups for dim in g.dims if sizes}
-        case = ", ".join(f"{name} {size}" for name, size in sizes.items()) or "the exported sizes"
-        tensors = axes.fresh_inputs(plan.leaves, dims, seed=seed)
-        expected = plan.run(tensors)
-        feeds = {leaf.name: _array(leaf.name, tensor) for leaf, tensor in zip(plan.leaves, tensors)}
-        reference = {name: _array(name, value) for name, value in zip(plan.output_names, expected)}
-        try:
-            got = dict(zip(plan.output_names, session.run(list(plan.output_names), feeds | feed_weights)))
-        except Exception as error:
-            reason = f"onnxruntime failed: {str(error).splitlines()[0]}"
-            failed = parity.Difference("run", np.inf, np.inf, False, (), reason, case)
-            reports.append(parity.Report((failed,), rtol=rtol, atol=atol))
-        else:
-            reports.append(parity.compare(reference, got, rtol=rtol, atol=atol, case=case))
-    return parity.merge(*reports)
-
-
-def _session(proto: onnx.ModelProto, weights: Mapping[str, torch.Tensor]) -> Any:
-    """A session over the neutralised model that takes weights as inputs: torch's memory, not a copy."""
-    import onnxruntime
-
-    neutral = assemble.neutralised(proto)
-    for name, tensor in weights.items():
-        kind = assemble.element_type(name, tensor)
-        neutral.graph.input.append(onnx.helper.make_tensor_value_info(name, kind, list(tensor.shape)))
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = torch.get_num_threads()
-    options.log_severity_level = 4
-    try:
-        return onnxruntime.InferenceSession(
-            neutral.SerializeToString(), options, providers=["CPUExecutionProvider"]
-        )
-    except Exception as error:
-        raise ExportError(f"onnxruntime cannot load the exported model: {error}") from error
-
-
-def _array(name: str, tensor: torch.Tensor) -> np.ndarray:
-    if tensor.dtype == torch.bfloat16:
-        raise ExportError(f"'{name}' is bfloat16, which cannot be compared on the CPU: pass check=False")
-    return tensor.detach().cpu().contiguous().numpy()
 
 
 def _properties(
@@ -384,12 +242,27 @@ class _Heard:
         return iter(dict.fromkeys(said))
 
 
-def _has_bodies(proto: onnx.ModelProto) -> bool:
-    return len(list(assemble.graphs(proto.graph))) > 1
+def _require_dropout(plan: Plan, proto: onnx.ModelProto) -> None:
+    active = assemble.active_dropouts(proto)
+    has_bodies = len(list(assemble.graphs(proto.graph))) > 1  # a loop's body stands for many
+    if plan.dropouts > active and not has_bodies:
+        raise ExportError(
+            f"{plan.dropouts} dropouts are active in the module but only {active} in the export: "
+            "it would train without them"
+        )
 
 
-def _size(model: torch.nn.Module) -> int:
-    return assemble.size_of({str(id(tensor)): tensor for tensor in [*model.parameters(), *model.buffers()]})
+def _weights_outside(model: torch.nn.Module, target: Path | None, choice: bool | Literal["auto"]) -> bool:
+    tensors = {str(id(tensor)): tensor for tensor in [*model.parameters(), *model.buffers()]}
+    size = assemble.size_of(tensors)
+    large = size >= assemble.INLINE_LIMIT
+    if choice is False and large:
+        raise ExportError(
+            f"the model holds {size / 2**30:.1f} GiB, more than one ONNX file can: allow external_data"
+        )
+    if target is None and (large or choice is True):
+        raise ExportError("weights kept outside the model need a file to be beside: give a path")
+    return large or choice is True
 
 
 def _json_list(text: str) -> list[str]:

@@ -15,7 +15,7 @@ import onnx
 import torch
 
 from onward.errors import ExportError
-from onward.export.modules import traceable
+from onward.export.standins import traceable
 from onward.export.structure import Adapter
 
 __all__ = ["OPSETS", "trace"]
@@ -70,32 +70,33 @@ def trace(
 
 @contextmanager
 def _silent() -> Iterator[None]:
-    """Keep the tracer from printing the whole graph when it fails."""
-    enabled = torch._C._jit_is_onnx_log_enabled()
-    torch._C._jit_set_onnx_log_enabled(False)
+    """Keep the tracer from printing the whole graph when it fails; it overrides its own switch for that."""
+    backend: Any = torch._C
+    printing = backend._jit_onnx_log
+    backend._jit_onnx_log = lambda *parts: None
     try:
         yield
     finally:
-        torch._C._jit_set_onnx_log_enabled(enabled)
+        backend._jit_onnx_log = printing
 
 
 @contextmanager
 def _translations(opset: int) -> Iterator[None]:
     """Operators that the tracer does not know or writes wrongly, for as long as we trace."""
+    registry: Any = torch.onnx
     table = {"aten::diff": _diff, "aten::cumsum": _cumsum}
     for name, translation in table.items():
-        torch.onnx.register_custom_op_symbolic(name, translation, opset)
+        registry.register_custom_op_symbolic(name, translation, opset)
     try:
         yield
     finally:
         for name in table:
-            torch.onnx.unregister_custom_op_symbolic(name, opset)
+            registry.unregister_custom_op_symbolic(name, opset)
 
 
 def _cumsum(g: Any, x: Any, dim: Any, dtype: Any) -> Any:
     """Running sum; of booleans it counts, where the tracer's own would sum booleans."""
-    from torch.onnx import symbolic_helper as symbolic
-
+    symbolic: Any = torch.onnx.symbolic_helper  # type: ignore[reportPrivateImportUsage]
     axis = g.op("Constant", value_t=torch.tensor(symbolic._parse_arg(dim, "i"), dtype=torch.int64))
     wanted = None if symbolic._is_none(dtype) else symbolic._parse_arg(dtype, "i")
     if wanted is not None:
@@ -107,8 +108,7 @@ def _cumsum(g: Any, x: Any, dim: Any, dtype: Any) -> Any:
 
 def _diff(g: Any, x: Any, n: Any, dim: Any, prepend: Any, append: Any) -> Any:
     """y[i] = x[i+1] - x[i] along one axis, of x with values before and after it."""
-    from torch.onnx import symbolic_helper as symbolic
-
+    symbolic: Any = torch.onnx.symbolic_helper  # type: ignore[reportPrivateImportUsage]
     axis = symbolic._parse_arg(dim, "i")
     if symbolic._parse_arg(n, "i") != 1:
         return symbolic._unimplemented("diff", "n other than 1", x)

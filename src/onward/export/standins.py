@@ -1,0 +1,155 @@
+"""Other ways to compute what some torch layers compute, in forms that exporters translate faithfully.
+
+Recurrent layers with dropout, and fused attention. Knows nothing of ONNX.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from onward.errors import ExportError
+
+__all__ = ["traceable"]
+
+
+@contextmanager
+def traceable(model: nn.Module) -> Iterator[None]:
+    """Layers that exporters refuse or garble compute the same thing in a form that they take.
+
+    Functions are replaced where modules look them up, for as long as the trace takes. A torch function mode
+    would be neater, but sizes that pass through one become constants in a trace.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(_replaced(F, "scaled_dot_product_attention", _attention))
+        stack.enter_context(_replaced(torch.Tensor, "unflatten", _unflatten))
+        stack.enter_context(_replaced(torch, "unflatten", _unflatten))
+        if any(hasattr(module, "layerdrop") for module in model.modules()):
+            stack.enter_context(_replaced(torch, "rand", _rand))
+        for module in model.modules():
+            if isinstance(module, nn.RNNBase) and module.dropout > 0 and module.training:
+                stack.enter_context(_forward(module, _layer_by_layer))
+        yield
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
+    original = getattr(owner, name)
+    setattr(owner, name, function)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+
+
+@contextmanager
+def _forward(module: nn.Module, function: Callable[..., Any]) -> Iterator[None]:
+    if "forward" in vars(module):
+        raise ExportError(f"{type(module).__name__}.forward was replaced on the instance; restore it first")
+    module.forward = function.__get__(module)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del module.forward
+
+
+def _layer_by_layer(self: nn.RNNBase, input: torch.Tensor, hx: Any = None) -> Any:
+    """What LSTM, GRU and RNN with dropout compute, one layer at a time: exporters take no dropout inside."""
+    if isinstance(input, nn.utils.rnn.PackedSequence):
+        raise ExportError(
+            "a recurrent layer with dropout takes a PackedSequence: export it over padded tensors"
+        )
+    batched = input.dim() == 3
+    batch_axis = 0 if self.batch_first else 1
+    x = input if batched else input.unsqueeze(batch_axis)
+    lstm = isinstance(self, nn.LSTM)
+    directions = 2 if self.bidirectional else 1
+    if hx is None:
+        depth, batch = self.num_layers * directions, x.size(batch_axis)
+        hidden = x.new_zeros(depth, batch, self.proj_size or self.hidden_size)
+        states = (hidden, x.new_zeros(depth, batch, self.hidden_size)) if lstm else (hidden,)
+    else:
+        states = tuple(hx) if lstm else (hx,)
+        states = states if batched else tuple(state.unsqueeze(1) for state in states)
+    step = {"LSTM": torch.lstm, "GRU": torch.gru, "RNN_TANH": torch.rnn_tanh, "RNN_RELU": torch.rnn_relu}[
+        self.mode
+    ]
+    last: list[tuple[torch.Tensor, ...]] = []
+    for layer in range(self.num_layers):
+        rows = slice(layer * directions, (layer + 1) * directions)
+        state = tuple(s[rows] for s in states)
+        weights = [weight for group in self.all_weights[rows] for weight in group]
+        x, *ended = step(
+            x,
+            state if lstm else state[0],
+            weights,
+            self.bias,
+            1,
+            0.0,
+            self.training,
+            self.bidirectional,
+            self.batch_first,
+        )
+        last.append(tuple(ended))
+        if layer + 1 < self.num_layers:
+            x = F.dropout(x, self.dropout, training=self.training)
+    final = tuple(torch.cat(parts) for parts in zip(*last))
+    if not batched:
+        x, final = x.squeeze(batch_axis), tuple(state.squeeze(1) for state in final)
+    return x, final if lstm else final[0]
+
+
+def _unflatten(self: torch.Tensor, dim: int, sizes: Any) -> torch.Tensor:
+    """One axis split into several by reshaping; the tracer would fix the sizes of all the others."""
+    if isinstance(dim, str):
+        raise ExportError("unflatten of a named dimension cannot be exported")
+    axis = dim % self.dim()
+    return self.reshape(*self.shape[:axis], *sizes, *self.shape[axis + 1 :])
+
+
+_draw = torch.rand
+
+
+def _rand(*size: Any, **options: Any) -> Any:
+    """A number where a module draws one to decide whether to skip a layer, so that no branch depends on a tensor.
+
+    The rate of skipping is known to be zero (`modules.refuse_unusable`).
+    """
+    return 0.5 if size in (([],), ((),)) and not options else _draw(*size, **options)
+
+
+def _attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """softmax(q·kᵀ·scale + mask)·v, with dropout on the weights; a row that may see nothing gives zeros."""
+    if enable_gqa:
+        key = key.repeat_interleave(query.size(-3) // key.size(-3), -3)
+        value = value.repeat_interleave(query.size(-3) // value.size(-3), -3)
+    factor = query.shape[-1] ** -0.5 if scale is None else scale
+    scores = torch.matmul(query * factor, key.transpose(-2, -1))
+    if is_causal:
+        rows = torch.arange(query.size(-2), device=query.device)
+        attn_mask = torch.arange(key.size(-2), device=query.device) <= rows.unsqueeze(-1)
+    if attn_mask is None:
+        weights = scores.softmax(-1)
+    elif attn_mask.dtype == torch.bool:
+        hidden = attn_mask.logical_not()
+        lowest = torch.finfo(scores.dtype).min
+        weights = scores.masked_fill(hidden, lowest).softmax(-1).masked_fill(hidden, 0.0)
+    else:
+        weights = (scores + attn_mask).softmax(-1)
+    if dropout_p > 0.0:
+        weights = F.dropout(weights, dropout_p, training=True)
+    return torch.matmul(weights, value)
