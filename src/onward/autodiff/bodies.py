@@ -88,28 +88,55 @@ def inline(
     for node in body:
         if node.outputs and all(value in known or not value.name for value in node.outputs):
             continue
+        if node.op_type == "Dropout" and len(node.outputs) > 1 and node.outputs[1] in known:
+            known[node.outputs[0]] = _dropped(op, node, known)
+            continue
         copy = _copy_node(op, node, known)
         op.adopt(copy)
         infer_node(op, copy)
     return [known.get(value, value) for value in body.outputs]
 
 
-def random_values(body: ir.Graph) -> list[ir.Value]:
-    """What random nodes of a body compute: running the body again would draw other numbers."""
+def random_values(op: DifferentiableBuilder, body: ir.Graph) -> list[ir.Value]:
+    """What random nodes of a body draw: running the body again would draw other numbers.
+
+    Of Dropout that is the mask, which is made an output of it.
+    """
     found: list[ir.Value] = []
     for node in body:
         for inner in subgraphs_of(node):
-            nested = random_values(inner)
+            nested = random_values(op, inner)
             if nested and (source := nested[0].producer()):
                 raise ModelError(
                     f"random operator {source.op_type} '{source.name}' stands two bodies deep: its numbers "
                     "cannot be kept for the backward pass; move it out of the inner body"
                 )
-        if node.domain in ("", "ai.onnx") and node.op_type in RANDOM and not _is_idle(node):
-            found.extend(
-                value for value in node.outputs if value.name and (value.uses() or value.is_graph_output())
-            )
+        if node.domain not in ("", "ai.onnx") or node.op_type not in RANDOM or _is_idle(node):
+            continue
+        if node.op_type == "Dropout":
+            found.append(_mask(op, node))
+        else:
+            found.extend(value for value in node.outputs if value.name)
     return found
+
+
+def _mask(op: DifferentiableBuilder, node: ir.Node) -> ir.Value:
+    if len(node.outputs) < 2:
+        node.resize_outputs(2)
+    mask = node.outputs[1]
+    mask.name = mask.name or op.namer(f"{node.name}.mask")
+    describe(mask, ir.TensorType(ir.DataType.BOOL), node.outputs[0].shape)
+    return mask
+
+
+def _dropped(op: DifferentiableBuilder, node: ir.Node, known: Mapping[ir.Value, ir.Value]) -> ir.Value:
+    """Dropout by a mask that is known: x·mask/(1 − ratio), or x where it is not training."""
+    x, ratio, training = (None if v is None else known.get(v, v) for v in (*node.inputs, None, None)[:3])
+    assert x is not None
+    dtype = op.dtype(x)
+    rest = 0.5 if ratio is None else op.Sub(1.0, op.Cast(ratio, to=int(dtype)))
+    dropped = op.Div(op.Mul(x, op.Cast(known[node.outputs[1]], to=int(dtype))), rest)
+    return dropped if training is None or training.const_value is not None else op.Where(training, dropped, x)
 
 
 def _is_idle(node: ir.Node) -> bool:
@@ -121,9 +148,9 @@ def _is_idle(node: ir.Node) -> bool:
     return mode is None or (tensor is not None and not tensor.numpy().any())
 
 
-def refuse_random(body: ir.Graph, node: ir.Node) -> None:
+def refuse_random(op: DifferentiableBuilder, body: ir.Graph, node: ir.Node) -> None:
     """Raise where a body that is run again draws random numbers that nothing keeps."""
-    drawn = random_values(body)
+    drawn = random_values(op, body)
     if drawn and (source := drawn[0].producer()):
         raise ModelError(
             f"random operator {source.op_type} '{source.name}' in the body of {node.op_type} '{node.name}': "

@@ -15,8 +15,9 @@ import onnx
 import onnx.inliner
 import onnx_ir as ir
 
-from onward.autodiff.differentiate import vector_jacobian
-from onward.errors import OnwardError
+from onward.autodiff.differentiate import find_value, vector_jacobian
+from onward.autodiff.engine import is_differentiable
+from onward.errors import ModelError, OnwardError
 from onward.graph.dialect import normalize
 from onward.graph.load import ModelSource, load_model
 
@@ -35,11 +36,12 @@ class GradientMismatch(OnwardError):
 
 @dataclasses.dataclass(frozen=True)
 class GradientCheck:
-    """What a successful check measured: the largest relative differences."""
+    """What a successful check measured: the largest relative differences, and the model that it checked."""
 
     finite_difference: float
     onnxruntime: float
     wrt: tuple[str, ...]
+    model: onnx.ModelProto = dataclasses.field(repr=False)
 
 
 def check_gradient(
@@ -67,26 +69,27 @@ def check_gradient(
     ('x',)
     """
     original = load_model(source=model) if not isinstance(model, ir.Model) else model
+    _require_feeds(original.graph, inputs)
+    if wrt is None:
+        wrt = [v.name or "" for v in original.graph.inputs if is_differentiable(v) and _is_tensor(v)]
+    _require_movable(original.graph, wrt)
     if any(node.domain not in ("", "ai.onnx") for node in original.graph.all_nodes()):
         original = normalize(original)
     derived, of, wrt = vector_jacobian(original, of=of, wrt=wrt)
     rng = np.random.default_rng(seed)
-    base = {name: np.asarray(array) for name, array in inputs.items()}
+    base = {name: x if isinstance(x, list) else np.asarray(x) for name, x in inputs.items()}
     forward = to_double(_with_initializers_as_inputs(ir.to_proto(original), wrt))
-    values = {**_initializers(original, wrt), **base}
     run_forward = _evaluator(forward, reference)
-    precise = {name: _double(array) for name, array in values.items()}
+    precise = {name: _double(x) for name, x in {**_initializers(original, wrt), **base}.items()}
     outputs = run_forward(precise)
     weights = {name: rng.uniform(0.5, 1.5, outputs[name].shape) for name in of}
     cotangents = {f"{name}_cotangent": weight for name, weight in weights.items()}
-
     exact = _evaluator(to_double(derived), reference)(
-        {**{k: _double(v) for k, v in base.items()}, **cotangents}
+        {**{name: _double(x) for name, x in base.items()}, **cotangents}
     )
     worst = 0.0
     for name in wrt:
-        directions = _directions(precise[name], rng)
-        for direction in directions:
+        for direction in _directions(precise[name], rng):
             measured = _difference(run_forward, precise, name, direction, weights)
             expected = float(np.sum(exact[f"{name}_grad"] * direction))
             error = abs(measured - expected) / (atol + rtol * max(abs(measured), abs(expected)))
@@ -101,22 +104,53 @@ def check_gradient(
     drift = 0.0
     for name in wrt:
         got, want = ran[f"{name}_grad"].astype(np.float64), exact[f"{name}_grad"]
-        if got.shape != want.shape or got.shape != precise[name].shape:
+        if not got.shape == want.shape == precise[name].shape:
             raise GradientMismatch(
-                f"gradient of '{name}' has shape {got.shape} on onnxruntime and {want.shape} on the reference "
-                f"evaluator, '{name}' itself {precise[name].shape}"
+                f"gradient of '{name}' has shape {got.shape} on onnxruntime and {want.shape} on the "
+                f"reference evaluator, '{name}' itself {precise[name].shape}"
             )
         limit = runtime_atol + runtime_rtol * np.maximum(
             np.abs(want), np.max(np.abs(want), initial=0.0) * 0.01
         )
         if not np.all(np.abs(got - want) <= limit):
-            worst_at = np.unravel_index(np.nanargmax(np.abs(got - want)), got.shape)
+            worst_at = np.unravel_index(np.argmax(np.nan_to_num(np.abs(got - want), nan=np.inf)), got.shape)
             raise GradientMismatch(
                 f"gradient of '{name}' on onnxruntime is {got[worst_at]:.8g} at {tuple(map(int, worst_at))}, "
                 f"the reference evaluator gives {want[worst_at]:.8g}"
             )
         drift = max(drift, float(np.max(np.abs(got - want) / (np.abs(want) + 1e-3), initial=0.0)))
-    return GradientCheck(worst, drift, tuple(wrt))
+    return GradientCheck(worst, drift, tuple(wrt), derived)
+
+
+def _require_feeds(graph: ir.Graph, feeds: Arrays) -> None:
+    """Every input has a value, and every value an input."""
+    names = [value.name or "" for value in graph.inputs]
+    unknown = [name for name in feeds if name not in names]
+    if unknown:
+        raise ModelError(
+            f"{', '.join(map(repr, unknown))} {'is' if len(unknown) == 1 else 'are'} not an input of the model, "
+            f"which has {', '.join(map(repr, names)) or 'none'}"
+        )
+    missing = [name for name in names if name not in feeds and name not in graph.initializers]
+    if missing:
+        raise ModelError(f"no value is given for the model's input {', '.join(map(repr, missing))}")
+
+
+def _require_movable(graph: ir.Graph, names: Sequence[str]) -> None:
+    """Finite differences move tensors that are fed or held: inputs and initializers."""
+    values = {value.name or "": value for value in [*graph.inputs, *graph.initializers.values()]}
+    for name in names:
+        value = find_value(graph, name)
+        if name not in values:
+            raise ModelError(
+                f"'{name}' is computed by the model: finite differences move only inputs and initializers"
+            )
+        if not _is_tensor(value):
+            raise ModelError(f"'{name}' is {value.type}: finite differences move only tensors")
+
+
+def _is_tensor(value: ir.Value) -> bool:
+    return isinstance(value.type, ir.TensorType) or value.const_value is not None
 
 
 def values_dtype(model: onnx.ModelProto, name: str) -> np.dtype:
@@ -188,6 +222,8 @@ def _tensor_to_double(tensor: onnx.TensorProto) -> None:
 
 
 def _double(array: np.ndarray) -> np.ndarray:
+    if isinstance(array, list):
+        return [_double(element) for element in array]  # type: ignore[return-value]
     return array.astype(np.float64) if array.dtype.kind == "f" else array
 
 

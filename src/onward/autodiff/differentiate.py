@@ -85,9 +85,9 @@ def vector_jacobian(
         if wrt is None
         else [find_value(graph, n) for n in wrt]
     )
-    seeds: dict[ir.Value, ir.Value] = {}
-    for value in targets:
-        seeds[value] = op.input(f"{value.name}_cotangent", value.dtype, value.shape)
+    targets, sources = list(dict.fromkeys(targets)), list(dict.fromkeys(sources))
+    _require_real([*targets, *sources])
+    seeds = {value: _cotangent(op, f"{value.name}_cotangent", value) for value in targets}
     graph.outputs.clear()
     for value, derivative in add_gradients(op, seeds, sources).items():
         _append_output(op, derivative, value)
@@ -109,13 +109,12 @@ def _cotangent(op: DifferentiableBuilder, name: str, value: ir.Value) -> ir.Valu
 
 
 def _append_output(op: DifferentiableBuilder, derivative: ir.Value, value: ir.Value) -> None:
-    (named,) = op.node("Identity", [derivative])
-    if named.is_graph_output():  # the same gradient under a second name
-        node = ir.Node("", "Identity", [derivative], num_outputs=1, name=op.namer("Identity"))
-        op.graph.append(node)
-        (named,) = node.outputs
-        named.type = derivative.type
+    # Not through the builder, which would find an Identity of the model and so rename one of its values.
+    node = ir.Node("", "Identity", [derivative], num_outputs=1, name=op.namer(f"{value.name}_grad/Identity"))
+    op.graph.append(node)
+    (named,) = node.outputs
     named.name = op.namer(f"{value.name}_grad")
+    named.type = derivative.type
     named.shape = value.shape
     op.graph.outputs.append(named)
 
@@ -143,6 +142,8 @@ def find_value(graph: ir.Graph, name: str) -> ir.Value:
 
 
 def _one(op: DifferentiableBuilder, target: ir.Value) -> ir.Value:
+    if not isinstance(target.type, ir.TensorType):
+        raise ModelError(f"'{target.name}' is {target.type}: name a cotangent input (cotangent='…')")
     dims = op.static_shape(target)
     if target.shape is not None and any(isinstance(d, int) and d != 1 for d in target.shape):
         raise ModelError(

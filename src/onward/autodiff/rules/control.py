@@ -39,7 +39,7 @@ def if_(op, node, *dys):
     made = {}
     for name, branch in branches.items():
         inner = bodies.body_builder(op, name)
-        kept = {value: bodies.argument(inner, value, "kept") for value in bodies.random_values(branch)}
+        kept = {value: bodies.argument(inner, value, "kept") for value in bodies.random_values(op, branch)}
         results = bodies.inline(inner, branch, [], given=kept)
         found = bodies.differentiate_body(inner, list(zip(results, dys)), captured)
         made[name] = inner, found, kept
@@ -133,7 +133,7 @@ def loop(op, node, *dys):
 
     turn = bodies.argument(inner, turns.body.inputs[0], "turn")
     begins = {value: bodies.argument(inner, value, "begin") for value in turns.entering}
-    kept = {value: bodies.argument(inner, value, "kept") for value in bodies.random_values(turns.body)}
+    kept = {value: bodies.argument(inner, value, "kept") for value in bodies.random_values(op, turns.body)}
     true = op.constant(np.asarray(True), name="true")
     results = bodies.inline(inner, turns.body, [turn, true, *begins.values()], given=kept)
     outcome = results[1 : 1 + len(turns.leaving)]
@@ -295,7 +295,7 @@ def scan(op, node, *dys):
     sums = [bodies.body_input(inner, value, "sum") for value in captured]
     begins = {value: bodies.argument(inner, value, "begin") for value in turns.entering}
     pieces = {value: bodies.argument(inner, value, "x") for value in turns.slices}
-    kept = {value: bodies.argument(inner, value, "kept") for value in bodies.random_values(turns.body)}
+    kept = {value: bodies.argument(inner, value, "kept") for value in bodies.random_values(op, turns.body)}
     results = bodies.inline(inner, turns.body, [*begins.values(), *pieces.values()], given=kept)
     de = {
         i: bodies.argument(inner, value, "de")

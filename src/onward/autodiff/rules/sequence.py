@@ -86,7 +86,7 @@ def _map_bodies(node, varying, mattering):
 def sequence_map(op, node, *dys):
     """yᵢ = f(sᵢ, x, c)   ⇒   dsᵢ, δxᵢ, δcᵢ = f'ᵀ(sᵢ, x, c)·dyᵢ,   dx = Σ δxᵢ,   dc = Σ δcᵢ"""
     body = node.attributes["body"].as_graph()
-    bodies.refuse_random(body, node)
+    bodies.refuse_random(op, body, node)
     inner = bodies.body_builder(op, "element")
     arguments = [bodies.body_input(inner, value, "x") for value in body.inputs]
     results = bodies.inline(inner, body, arguments)
