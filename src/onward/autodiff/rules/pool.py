@@ -21,8 +21,8 @@ def max_pool(op, node, dy, _=None):
     x = node.inputs[0]
     dy = ranked(dy, x)
     indices = _indices(op, node)
-    if _exact_tiles(op, node, x, dy):
-        # No pixel is in two windows, so that writing is adding.
+    if _exact_tiles(op, node, x) and op.dtype(x) != ir.DataType.DOUBLE:
+        # No pixel is in two windows, so that writing is adding. The runtime cannot write float64 so.
         kernel, strides = (list(node.attributes.get_ints(name)) for name in ("kernel_shape", "strides"))
         return op.MaxUnpool(dy, indices, kernel_shape=kernel, strides=strides)
     length = op.ReduceProd(op.shape(x), keepdims=1)
@@ -36,7 +36,7 @@ def average_pool(op, node, dy):
     x = node.inputs[0]
     dy = ranked(dy, x)
     kernel = list(node.attributes.get_ints("kernel_shape"))
-    if _exact_tiles(op, node, x, dy):
+    if _exact_tiles(op, node, x):
         return _repeat(op, op.Div(dy, float(math.prod(kernel))), kernel)
     return multiply(op, dy, _axis_matrices(op, node, x))
 
@@ -111,7 +111,7 @@ def _indices(op, node: ir.Node) -> ir.Value:
     return indices
 
 
-def _exact_tiles(op, node: ir.Node, x: ir.Value, dy: ir.Value) -> bool:
+def _exact_tiles(op, node: ir.Node, x: ir.Value) -> bool:
     """Whether the windows are known to lie side by side and to cover the input exactly."""
     kernel = ints(node, "kernel_shape", [])
     rank = len(kernel)

@@ -12,7 +12,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onward.autodiff.registry import gradient
-from onward.autodiff.rules.sampling import add_into, count_rows, extent, from_rows, to_rows
+from onward.autodiff.rules.sampling import add_into, count_rows, count_to, extent, from_rows, to_rows
 from onward.autodiff.rules.windows import spatial
 
 
@@ -78,7 +78,7 @@ def _points(op, node: ir.Node, rois: ir.Value, corner: int, bins: str, size: ir.
         number = op.Max(op.Ceil(step), zero)
         # With no region at all there is still one point to build the graph's shapes from.
         most = op.ReduceMax(op.Concat(number, op.Reshape(one, [1]), axis=0), [0], keepdims=0)
-        point = op.Range(zero, most, one)
+        point = count_to(op, most)
     at_least_one = op.Unsqueeze(op.Max(number, one), [1, 2])
     bin_ = op.CastLike(np.arange(count, dtype=np.float32).reshape(1, -1, 1), rois)
     reach = op.Add(bin_, op.Div(op.Add(point, 0.5), at_least_one))
@@ -115,8 +115,7 @@ def _to_corners(op, points: Points, d_coordinate: ir.Value) -> tuple[ir.Value, i
 
 def _offsets(op, points: Points) -> ir.Value:
     """How far each pixel is from each point: [region, bin, point, pixel]."""
-    zero, one = op.constant_like(0.0, points.size), op.constant_like(1.0, points.size)
-    return op.Sub(op.Range(zero, points.size, one), op.Unsqueeze(points.coordinate, [3]))
+    return op.Sub(count_to(op, points.size), op.Unsqueeze(points.coordinate, [3]))
 
 
 def _matrix(op, points: Points, like: ir.Value) -> ir.Value:

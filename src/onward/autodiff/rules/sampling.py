@@ -163,6 +163,12 @@ def count_rows(op, length: ir.Value) -> ir.Value:
     return op.Range(np.asarray(0, np.int64), op.Squeeze(length, [0]), np.asarray(1, np.int64))
 
 
+def count_to(op, length: ir.Value) -> ir.Value:
+    """0 … length − 1 in the type of a scalar length, which Range may not know."""
+    limit = op.Cast(length, to=ir.DataType.INT64)
+    return op.CastLike(op.Range(np.asarray(0, np.int64), limit, np.asarray(1, np.int64)), length)
+
+
 def extent(op, size: Sizes, axis: int, *, like: ir.Value) -> ir.Value:
     """One size as a number of another value's type."""
     if isinstance(size, np.ndarray):

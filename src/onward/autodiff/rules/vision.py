@@ -12,6 +12,7 @@ from onward.autodiff.rules.sampling import (
     combine,
     coordinate_gradients,
     count_rows,
+    count_to,
     extent,
     from_rows,
     scatter_rows,
@@ -123,8 +124,7 @@ def _bin_mask(op, low: ir.Value, high: ir.Value, bins: int, size: ir.Value) -> i
     low = op.Unsqueeze(low, [1])
     first = op.Add(op.Floor(op.Mul(step, op.CastLike(number.astype(np.float32), low))), low)
     last = op.Add(op.Ceil(op.Mul(step, op.CastLike((number + 1).astype(np.float32), low))), low)
-    zero, one = op.constant_like(0.0, low), op.constant_like(1.0, low)
-    pixel = op.Range(zero, size, one)
+    pixel = count_to(op, size)
     return op.And(op.GreaterOrEqual(pixel, op.Unsqueeze(first, [2])), op.Less(pixel, op.Unsqueeze(last, [2])))
 
 
