@@ -18,7 +18,16 @@ import onnx_ir as ir
 
 from onward.errors import ModelError
 
-__all__ = ["RANDOM", "Builder", "Namer", "Operand", "captured_values", "subgraphs_of", "type_proto"]
+__all__ = [
+    "RANDOM",
+    "Builder",
+    "Namer",
+    "Operand",
+    "captured_values",
+    "computation_key",
+    "subgraphs_of",
+    "type_proto",
+]
 
 Operand = ir.Value | None | bool | int | float | Sequence[Any] | np.ndarray | np.generic
 
@@ -448,6 +457,11 @@ def _formal(schema: onnx.defs.OpSchema, index: int) -> str:
         formal.option == onnx.defs.OpSchema.FormalParameterOption.Variadic and not formal.is_homogeneous
     )
     return f"{formal.type_str}#{index}" if heterogeneous else formal.type_str
+
+
+def computation_key(node: ir.Node) -> tuple | None:
+    """Equal for two nodes that compute the same thing; None where that cannot be said."""
+    return _key(node.op_type, node.domain, node.inputs, node.attributes, len(node.outputs))
 
 
 def _key(

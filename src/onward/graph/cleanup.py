@@ -1,11 +1,46 @@
-"""Takes out of a graph what its outputs do not need."""
+"""Takes out of a graph what its outputs do not need, and computes what is known before the run.
+
+Trainable values are initializers like any other constant, so nothing here folds or merges floating
+initializers unless the caller says which ones are parameters.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Collection
+from typing import Any
+
+import numpy as np
 import onnx_ir as ir
 import onnx_ir.passes.common as passes
+from onnx.reference import ReferenceEvaluator
 
-__all__ = ["finish", "remove_identities", "remove_unused"]
+from onward.errors import ModelError
+from onward.graph.builder import computation_key, subgraphs_of
+
+__all__ = [
+    "finish",
+    "fold_constants",
+    "remove_identities",
+    "remove_unused",
+    "share_constants",
+    "share_subexpressions",
+    "simplify",
+]
+
+# Shapes, axes and pads; nothing that takes noticeable space in a file.
+_SMALL = 1024
+# They compute shapes; others are left to the runtime, which folds too.
+_FOLDABLE = frozenset(
+    {
+        *("Abs", "Add", "And", "Cast", "Ceil", "Concat", "ConstantOfShape", "Div"),
+        *("Equal", "Expand", "Flatten", "Floor", "Gather", "GatherElements", "Greater", "GreaterOrEqual"),
+        *("Identity", "Less", "LessOrEqual", "Max", "Min", "Mod", "Mul", "Neg"),
+        *("Not", "Or", "Range", "ReduceMax", "ReduceMin", "ReduceProd", "ReduceSum", "Reshape"),
+        *("Shape", "Size", "Slice", "Split", "Sqrt", "Squeeze", "Sub", "Transpose"),
+        *("Unsqueeze", "Where"),
+    }
+)
 
 
 def remove_unused(model: ir.Model) -> ir.Model:
@@ -47,3 +82,131 @@ def finish(model: ir.Model) -> ir.Model:
     """The last pass over a graph that was built: no dead code, no needless Identity."""
     remove_identities(model)
     return remove_unused(model)
+
+
+def simplify(model: ir.Model, *, parameters: Collection[str] | None = None) -> ir.Model:
+    """Fold, share and drop what can be without changing a result.
+
+    `parameters` names the initializers that may change later; without it, every floating one may.
+    """
+    fold_constants(model)
+    remove_identities(model)
+    share_constants(model, parameters=parameters)
+    share_subexpressions(model)
+    return remove_unused(model)
+
+
+def fold_constants(model: ir.Model) -> ir.Model:
+    """Compute shape arithmetic now: sizes that are known, and what follows from them alone."""
+    _fold(model.graph, model.graph, set())
+    return model
+
+
+def _fold(root: ir.Graph, graph: ir.Graph, known: set[ir.Value]) -> None:
+    for node in list(graph):
+        for inner in subgraphs_of(node):
+            _fold(root, inner, known)
+        results = _computed(node, known)
+        if results is None:
+            continue
+        for value, array in zip(node.outputs, results):
+            if not value.name:
+                continue
+            constant = ir.Value(name=value.name)
+            value.name = None
+            constant.const_value = ir.tensor(
+                np.ascontiguousarray(array).reshape(array.shape), name=constant.name
+            )
+            constant.dtype, constant.shape = constant.const_value.dtype, ir.Shape(array.shape)
+            root.register_initializer(constant)
+            ir.convenience.replace_all_uses_with(value, constant)
+            known.add(constant)
+        graph.remove(node, safe=True)
+
+
+def _computed(node: ir.Node, known: set[ir.Value]) -> list[np.ndarray] | None:
+    """The outputs of a node whose inputs are known now; None where they are not, or are none of ours."""
+    if node.domain != "" or node.op_type not in _FOLDABLE:
+        return None
+    if any(value.is_graph_output() for value in node.outputs):
+        return None
+    if node.op_type in ("Shape", "Size"):
+        dims = _static(node.inputs[0], node)
+        return None if dims is None else [dims]
+    feeds: dict[str, np.ndarray] = {}
+    for value in node.inputs:
+        if value is None:
+            continue
+        tensor = value.const_value
+        if tensor is None or value.is_graph_input() or not value.is_initializer() or tensor.size > _SMALL:
+            return None
+        # A float that was not computed here may be a parameter.
+        if value not in known and tensor.dtype.is_floating_point():
+            return None
+        feeds[value.name or ""] = tensor.numpy()
+    for value in node.outputs:
+        size = 1
+        for dim in [_SMALL + 1] if value.shape is None else value.shape:
+            size *= dim if isinstance(dim, int) else _SMALL + 1
+        if size > _SMALL:
+            return None
+    try:
+        found: Any = ReferenceEvaluator(ir.to_proto(node)).run(None, feeds)
+        return list(found)
+    except Exception as error:
+        raise ModelError(
+            f"{node.op_type} '{node.name}' cannot be computed from its constants: {error}"
+        ) from error
+
+
+def _static(value: ir.Value | None, node: ir.Node) -> np.ndarray | None:
+    if value is None or value.shape is None:
+        return None
+    dims = list(value.shape)
+    if node.op_type == "Shape":
+        dims = dims[node.attributes.get_int("start", 0) : node.attributes.get_int("end", None)]
+    sizes = [dim for dim in dims if isinstance(dim, int)]
+    if len(sizes) != len(dims):
+        return None
+    return np.asarray(sizes if node.op_type == "Shape" else math.prod(sizes), np.int64)
+
+
+def share_constants(model: ir.Model, *, parameters: Collection[str] | None = None) -> ir.Model:
+    """Keep one of equal small constants; never one in the place of a parameter."""
+    found: dict[tuple, ir.Value] = {}
+    for name, value in list(model.graph.initializers.items()):
+        tensor = value.const_value
+        if tensor is None or tensor.size > _SMALL or value.is_graph_input() or value.is_graph_output():
+            continue
+        if tensor.dtype.is_floating_point() if parameters is None else name in parameters:
+            continue
+        if tensor.dtype == ir.DataType.STRING:
+            continue
+        first = found.setdefault((tensor.dtype, tuple(tensor.shape.numpy()), tensor.tobytes()), value)
+        if first is not value:
+            ir.convenience.replace_all_uses_with(value, first)
+            del model.graph.initializers[name]
+    return model
+
+
+def share_subexpressions(model: ir.Model) -> ir.Model:
+    """Compute once what several nodes compute; random operators and bodies are left alone."""
+    _share(model.graph, {})
+    return model
+
+
+def _share(graph: ir.Graph, outer: dict[tuple, ir.Node]) -> None:
+    found = dict(outer)
+    for node in list(graph):
+        for inner in subgraphs_of(node):
+            _share(inner, found)
+        key = computation_key(node)
+        if key is None:
+            continue
+        first = found.setdefault(key, node)
+        if first is node or any(value.is_graph_output() for value in node.outputs):
+            continue
+        if any(bool(a.name) != bool(b.name) for a, b in zip(first.outputs, node.outputs)):
+            continue
+        ir.convenience.replace_all_uses_with(list(node.outputs), list(first.outputs))
+        graph.remove(node, safe=True)

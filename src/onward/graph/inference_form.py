@@ -1,0 +1,147 @@
+"""From the form that trains to the form that answers.
+
+Dropout passes its input on, batch normalization uses its running statistics, and stochastic depth (whole
+branches dropped at random, as exporters write it in elementary operators) is what it is on average. Knows
+no losses and no files.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+
+from onward.graph.builder import Builder, subgraphs_of
+from onward.graph.cleanup import remove_unused
+
+__all__ = ["to_inference"]
+
+_UNIFORM = ("RandomUniform", "RandomUniformLike")
+
+
+def to_inference(model: ir.Model) -> ir.Model:
+    """Turn a model in place from training to inference; returns it."""
+    _walk(Builder(model.graph), model.graph)
+    return remove_unused(model)
+
+
+def _walk(op: Builder, graph: ir.Graph) -> None:
+    for node in list(graph):
+        for inner in subgraphs_of(node):
+            _walk(Builder(inner, parent=op), inner)
+        op.before = node
+        if node.op_type == "Dropout" and node.domain == "":
+            _remove_dropout(op, node)
+        elif node.op_type == "BatchNormalization" and node.attributes.get_int("training_mode", 0):
+            _freeze_statistics(op, node)
+        elif node.op_type == "Mul":
+            _remove_drop_path(op, node)
+    op.before = None
+
+
+def _remove_dropout(op: Builder, node: ir.Node) -> None:
+    source = node.inputs[0]
+    assert source is not None
+    if len(node.outputs) > 1 and (node.outputs[1].uses() or node.outputs[1].is_graph_output()):
+        ones = op.Expand(np.ones((1,), np.bool_), op.shape(source))
+        _pass_on(op, node.outputs[1], ones)
+    _pass_on(op, node.outputs[0], source)
+    op.graph.remove(node, safe=True)
+
+
+def _freeze_statistics(op: Builder, node: ir.Node) -> None:
+    """The running statistics are read, and come out as they went in."""
+    for output, current in zip(node.outputs[1:3], node.inputs[3:5]):
+        if current is not None:
+            _pass_on(op, output, current)
+    node.attributes["training_mode"] = ir.AttrInt64("training_mode", 0)
+    node.resize_outputs(1)
+
+
+def _remove_drop_path(op: Builder, node: ir.Node) -> None:
+    """x/k·mask or x·mask/k with a mask that is 1 with probability k: x on average."""
+    for branch, noise in (node.inputs, reversed(node.inputs)):
+        if branch is None or noise is None:
+            continue
+        mean = _mean(noise)
+        if mean is None:
+            continue
+        divided = branch.producer()
+        if mean != 1.0 and divided is not None and divided.op_type == "Div":
+            divisor = _number(divided.inputs[1])
+            if divisor is not None and np.isclose(divisor, mean, rtol=1e-6):
+                assert divided.inputs[0] is not None
+                branch, mean = divided.inputs[0], 1.0
+        if not np.isclose(mean, 1.0, rtol=1e-6):
+            branch = op.Mul(branch, op.constant_like(mean, branch))
+        _pass_on(op, node.outputs[0], branch)
+        op.graph.remove(node, safe=True)
+        return
+
+
+def _mean(value: ir.Value | None) -> float | None:
+    """The mean of a random mask; None for anything that is not one."""
+    node = None if value is None else value.producer()
+    if node is None or node.domain != "":
+        return None
+    match node.op_type:
+        case "Cast" | "CastLike" | "Identity" | "Reshape" | "Expand" | "Unsqueeze":
+            return _mean(node.inputs[0])
+        case "Div":
+            mean, divisor = _mean(node.inputs[0]), _number(node.inputs[1])
+            return None if mean is None or divisor is None else mean / divisor
+        case "Bernoulli":
+            return _number(node.inputs[0])
+        case "Floor":  # floor(k + u) is 1 with probability k
+            added = None if node.inputs[0] is None else node.inputs[0].producer()
+            if added is None or added.op_type != "Add":
+                return None
+            for uniform, keep in (added.inputs, reversed(added.inputs)):
+                if _is_uniform(uniform):
+                    return _share(_number(keep))
+            return None
+        case "Less" | "LessOrEqual":
+            return _share(_number(node.inputs[1])) if _is_uniform(node.inputs[0]) else None
+        case "Greater" | "GreaterOrEqual":
+            return _share(_number(node.inputs[0])) if _is_uniform(node.inputs[1]) else None
+        case _:
+            return None
+
+
+def _share(number: float | None) -> float | None:
+    return number if number is not None and 0.0 < number <= 1.0 else None
+
+
+def _is_uniform(value: ir.Value | None) -> bool:
+    node = None if value is None else value.producer()
+    return (
+        node is not None
+        and node.op_type in _UNIFORM
+        and node.attributes.get_float("low", 0.0) == 0.0
+        and node.attributes.get_float("high", 1.0) == 1.0
+    )
+
+
+def _number(value: ir.Value | None) -> float | None:
+    """A constant that is the same number everywhere."""
+    if value is None:
+        return None
+    node = value.producer()
+    if node is not None and node.op_type in ("Expand", "Cast", "CastLike", "Identity"):
+        return _number(node.inputs[0])
+    if node is not None and node.op_type == "ConstantOfShape":
+        held = node.attributes.get("value")
+        return 0.0 if held is None else float(held.as_tensor().numpy().reshape(-1)[0])
+    tensor = value.const_value if node is None else ir.convenience.get_const_tensor(value)
+    if tensor is None or value.is_graph_input() or tensor.size == 0 or tensor.size > 1:
+        return None
+    return float(tensor.numpy().reshape(-1)[0])
+
+
+def _pass_on(op: Builder, old: ir.Value, new: ir.Value) -> None:
+    """Everyone reads `new` instead; a graph output keeps its name."""
+    if old.is_graph_output():
+        name, old.name = old.name, None
+        new = op.Identity(new)
+        new.name = name
+        new.shape = new.shape if old.shape is None else old.shape
+    ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)

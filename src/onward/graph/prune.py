@@ -1,0 +1,62 @@
+"""Keeps of a model what some of its values need."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+
+import onnx_ir as ir
+
+from onward.errors import ModelError
+from onward.graph.cleanup import remove_unused
+
+__all__ = ["find_value", "prune", "values_of"]
+
+
+def values_of(graph: ir.Graph) -> dict[str, ir.Value]:
+    """Every input, initializer and node output of a graph, by name; bodies not included."""
+    values: dict[str, ir.Value] = {value.name or "": value for value in graph.inputs}
+    values.update(dict(graph.initializers.items()))
+    for node in graph:
+        values.update({output.name: output for output in node.outputs if output.name})
+    return values
+
+
+def find_value(graph: ir.Graph, name: str) -> ir.Value:
+    """The input, initializer or intermediate of a graph with this name."""
+    values = values_of(graph)
+    if name not in values:
+        near = difflib.get_close_matches(name, values, n=3)
+        hint = f"; did you mean {', '.join(repr(n) for n in near)}?" if near else ""
+        raise ModelError(f"'{name}' is not found in the graph{hint}")
+    return values[name]
+
+
+def prune(model: ir.Model, outputs: Sequence[str]) -> ir.Model:
+    """Make the named values the model's outputs, in this order, and drop all that they do not need.
+
+    Any value of the main graph may be named. Inputs that nothing reads go too. Changes the model and
+    returns it.
+
+    >>> from onward.graph.load import load_model
+    >>> import onnx.parser
+    >>> model = load_model(onnx.parser.parse_model(
+    ...     '<ir_version: 10, opset_import: ["": 21]> g (float[N] x, float[N] t) => (float[N] loss)'
+    ...     '{ y = Relu(x)  loss = Sub(y, t) }'))
+    >>> pruned = prune(model, ["y"])
+    >>> [value.name for value in pruned.graph.inputs], [node.op_type for node in pruned.graph]
+    (['x'], ['Relu'])
+    """
+    if isinstance(outputs, str) or not outputs:
+        raise ModelError("Expected a non empty vector of graph output names: a list with at least one name.")
+    if len(set(outputs)) != len(outputs):
+        raise ModelError(f"an output is named twice: {list(outputs)}")
+    graph = model.graph
+    chosen = [find_value(graph, name) for name in outputs]
+    graph.outputs.clear()
+    graph.outputs.extend(chosen)
+    remove_unused(model)
+    kept = [value for value in graph.inputs if value.uses() or value.is_graph_output()]
+    graph.inputs.clear()
+    graph.inputs.extend(kept)
+    return model
