@@ -40,19 +40,21 @@ def layer_normalization(op, node, dy, dmean=None, dr=None):
     rank = op.rank(x)
     axis = node.attributes.get_int("axis", -1) % rank
     axes = list(range(axis, rank))
-    stash = ir.DataType(node.attributes.get_int("stash_type", 1))
-    precise = stash if op.dtype(x) != ir.DataType.DOUBLE else ir.DataType.DOUBLE
-    outer = None if x.shape is None else ir.Shape([*x.shape[:axis], *([1] * len(axes))])
-    mean = saved_output(op, node, 1, dtype=precise, shape=outer)
-    r = saved_output(op, node, 2, dtype=precise, shape=outer)
+    precise = ir.DataType(node.attributes.get_int("stash_type", 1))
+    if op.dtype(x) == ir.DataType.DOUBLE:
+        # What the forward node can save is of a narrower type.
+        precise = ir.DataType.DOUBLE
+        epsilon = node.attributes.get_float("epsilon", 1e-5)
+        x_hat, r = _standardized(op, x, axes, epsilon=epsilon)
+    else:
+        outer = None if x.shape is None else ir.Shape([*x.shape[:axis], *([1] * len(axes))])
+        mean = saved_output(op, node, 1, dtype=precise, shape=outer)
+        r = saved_output(op, node, 2, dtype=precise, shape=outer)
+        x_hat = op.Mul(op.Sub(_cast(op, x, precise), mean), r)
 
-    def cast(value):
-        return value if op.dtype(value) == precise else op.Cast(value, to=precise.value)
-
-    x_hat = op.Mul(op.Sub(cast(x), mean), r)
     dx = dscale = dbias = None
     if dy is not None:
-        dy, weight = cast(dy), cast(scale)
+        dy, weight = _cast(op, dy, precise), _cast(op, scale, precise)
         dyx = op.Mul(dy, x_hat)
         if axis == rank - 1 and op.rank(scale) == 1 and op.static_dim(scale, 0) not in (None, 1):
             # Weighted means along rows are products with a vector: no pass over memory of their own.
@@ -67,6 +69,7 @@ def layer_normalization(op, node, dy, dmean=None, dr=None):
         if op.wanted(bias):
             dbias = _cast_to(op, op.sum_to(dy, bias), bias)
     if dmean is not None or dr is not None:
+        dmean, dr = (None if value is None else _cast(op, value, precise) for value in (dmean, dr))
         size = op.Cast(op.ReduceProd(op.Shape(x, start=axis), keepdims=0), to=precise.value)
         for term in (
             dmean,
@@ -78,9 +81,12 @@ def layer_normalization(op, node, dy, dmean=None, dr=None):
     return dx if dx is None else _cast_to(op, dx, x), dscale, dbias
 
 
-def _cast_to(op, value, like):
-    kind = op.dtype(like)
+def _cast(op, value, kind):
     return value if op.dtype(value) == kind else op.Cast(value, to=kind.value)
+
+
+def _cast_to(op, value, like):
+    return _cast(op, value, op.dtype(like))
 
 
 @gradient("BatchNormalization")
@@ -187,7 +193,7 @@ def group_normalization(op, node, dy):
     precise = stash if op.dtype(x) in (ir.DataType.FLOAT16, ir.DataType.BFLOAT16) else op.dtype(x)
 
     def cast(value):
-        return value if op.dtype(value) == precise else op.Cast(value, to=precise.value)
+        return _cast(op, value, precise)
 
     space = list(range(2, rank))
     grouped = op.constant(np.asarray([0, groups, -1], np.int64))
@@ -242,17 +248,19 @@ def lrn(op, node, dy):
 
     def mean_over_window(value, low, high):
         """The mean over `size` channels, those outside being 0."""
+        narrow = op.dtype(x) == ir.DataType.BFLOAT16  # which pooling does not take
+        value = _cast(op, value, ir.DataType.FLOAT) if narrow else value
         pooled = op.AveragePool(
             op.Unsqueeze(op.Reshape(value, [0, 0, -1]), [1]),
             kernel_shape=[size, 1],
             pads=[low, 0, high, 0],
             count_include_pad=1,
         )
-        return op.Reshape(pooled, op.shape(x))
+        return op.Reshape(_cast_to(op, pooled, x), op.shape(x))
 
     d = op.Add(
         op.Mul(mean_over_window(op.Mul(x, x), before, after), alpha), node.attributes.get_float("bias", 1.0)
     )
-    scaled = op.Mul(dy, op.Pow(d, -beta))
+    scaled = op.Mul(dy, op.Pow(d, op.constant_like(-beta, x)))
     spread = mean_over_window(op.Div(op.Mul(scaled, x), d), after, before)
     return op.Sub(scaled, op.Mul(op.Mul(x, spread), 2 * alpha * beta))
