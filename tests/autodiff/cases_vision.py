@@ -90,6 +90,8 @@ CASES = [
     _align("avg-output-half-pixel", coordinate_transformation_mode="output_half_pixel", spatial_scale=0.7),
     _align("avg", symbolic=True, sampling_ratio=1),
     _align("avg-adaptive", symbolic=True),
+    _align("avg-no-region", batch=(), symbolic=True),
+    _align("max-no-region", batch=(), mode="max", symbolic=True),
     _align("max", mode="max", sampling_ratio=2),
     _align("max-adaptive", mode="max", spatial_scale=0.8),
     _align(

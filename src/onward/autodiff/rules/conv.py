@@ -218,8 +218,8 @@ def _weight_columns(op, product: Product) -> ir.Value:
     x = padded(op, product.x, window.begin, window.end, axes=window.axes)
     count = spatial(op, dy)
     reads = [tap_slice(op, x, tap, window, count, axes=window.axes) for tap in window.taps()]
-    columns = op.Reshape(stack(op, reads, axis=1), per_image(op, product.x, len(reads)))
-    flat = op.Reshape(dy, per_image(op, dy, 1))
+    columns = op.Reshape(stack(op, reads, axis=1), per_image(op, product.x, len(reads), count))
+    flat = op.Reshape(dy, per_image(op, dy, 1, count))
     product_each = op.MatMul(flat, op.Transpose(columns, perm=[0, 2, 1]))
     return _tap_major(op, op.ReduceSum(product_each, [0], keepdims=0), product)
 
@@ -344,12 +344,13 @@ def grouped(op, value: ir.Value, group: int) -> ir.Value | list[int]:
     return op.Concat(*([lead] if lead else []), each, [-1], axis=0)
 
 
-def per_image(op, value: ir.Value, times: int) -> ir.Value | list[int]:
-    """The shape [batch, times·channels, everything else]."""
+def per_image(op, value: ir.Value, times: int, count: Sizes) -> ir.Value | list[int]:
+    """The shape [batch, times·channels, positions]; the batch may be empty, so no size is left open."""
     channels = op.static_dim(value, 1)
-    if channels is not None:
-        return [0, times * channels, -1]
-    return op.Concat([0], op.Mul(op.dim(value, 1), [times]), [-1], axis=0)
+    if channels is not None and isinstance(count, np.ndarray):
+        return [0, times * channels, int(np.prod(count))]
+    places = op.ReduceProd(values(op, count), keepdims=1)
+    return op.Concat([0], op.Mul(op.dim(value, 1), [times]), places, axis=0)
 
 
 def stack(op, parts: list[ir.Value], *, axis: int = -1) -> ir.Value:

@@ -67,10 +67,14 @@ def global_average_pool(op, node, dy):
 def global_max_pool(op, node, dy):
     """y = x[i], i the first largest   ⇒   dx[i] = dy"""
     x = node.inputs[0]
-    flat = op.Reshape(x, [0, 0, -1])
+    size = spatial(op, x)
+    length = (
+        op.constant(np.prod(size, keepdims=True)) if isinstance(size, np.ndarray) else op.ReduceProd(size)
+    )
+    flat = op.Reshape(x, op.Concat([0, 0], length, axis=0))
     first = op.ArgMax(flat, axis=2, keepdims=1)
     zero, one = np.asarray(0, np.int64), np.asarray(1, np.int64)
-    place = op.Range(zero, op.Squeeze(op.Shape(flat, start=2), [0]), one)
+    place = op.Range(zero, op.Squeeze(length, [0]), one)
     chosen = op.Where(op.Equal(place, first), op.Reshape(dy, [0, 0, 1]), 0.0)
     return op.Reshape(chosen, op.shape(x))
 

@@ -10,7 +10,7 @@ import onnx_ir as ir
 
 from onward.autodiff.registry import gradient
 from onward.autodiff.rules.separable import identity, multiply
-from onward.autodiff.rules.windows import ints
+from onward.autodiff.rules.windows import ints, ranked
 from onward.errors import UnsupportedOps
 
 # What decides where an output pixel reads; the rest of the attributes say how large the output is.
@@ -34,9 +34,8 @@ _BLOCKS = {("asymmetric", "floor")} | {
 def resize(op, node, dy):
     """y = x·R along each axis, R the weights of the interpolation   ⇒   dx = dy·Rᵀ"""
     x = node.inputs[0]
+    dy = ranked(dy, x)
     _refuse_moving_coordinates(op, node)
-    if dy.shape is None and x.shape is not None:
-        dy.shape = ir.Shape([None] * x.shape.rank())
     factors = _whole_factors(op, node)
     if factors is not None:
         if all(factor == 1 for factor in factors):

@@ -170,9 +170,10 @@ def _neighbours(op, points: Points) -> tuple[ir.Value, ir.Value, ir.Value, ir.Va
     part = op.Sub(1.0, op.Abs(op.Sub(op.Unsqueeze(points.coordinate, [3]), pixel)))
     weight = op.Unsqueeze(points.weight, [3])
     slope = op.Mul(op.CastLike(np.array([-1, 1], np.float32), low), weight)
-    used = op.Expand(op.Unsqueeze(points.used, [3]), [1, 1, 1, 2])
+    used = op.Expand(op.Unsqueeze(points.used, [3]), op.Shape(pixel))
     both = op.Cast(op.Min(pixel, last), to=ir.DataType.INT64), op.Mul(part, weight), slope, used
-    pixel, part, slope, used = (op.Reshape(value, [0, 0, -1]) for value in both)
+    flat = op.Concat(op.Shape(low, end=2), op.Mul(op.Shape(low, start=2), [2]), axis=0)
+    pixel, part, slope, used = (op.Reshape(value, flat, allowzero=1) for value in both)
     return pixel, part, slope, used
 
 
@@ -196,10 +197,10 @@ def _maximum(op, x, rois, batch, rows: Points, columns: Points, dy):
     value = op.Where(used, op.Mul(read, weight), op.constant_like(-np.inf, x))
     choices = op.Mul(op.Shape(pixel_y, start=2), op.Shape(pixel_x, start=2))
     flat = op.Concat(op.Shape(index, end=3), choices, op.dim(x, 1), axis=0)
-    best = op.ArgMax(op.Reshape(value, flat), axis=3, keepdims=1)
+    best = op.ArgMax(op.Reshape(value, flat, allowzero=1), axis=3, keepdims=1)
     chosen = op.Equal(op.Unsqueeze(count_rows(op, choices), [1]), best)
     spread = op.Unsqueeze(op.Transpose(dy, perm=[0, 2, 3, 1]), [3])
-    felt = op.Reshape(op.Where(chosen, spread, op.constant_like(0.0, x)), op.Shape(value))
+    felt = op.Reshape(op.Where(chosen, spread, op.constant_like(0.0, x)), op.Shape(value), allowzero=1)
     dx = d_rows = d_columns = None
     if op.wanted(x):
         updates = op.Reshape(op.Mul(felt, weight), op.Concat([-1], op.dim(x, 1), axis=0))
@@ -210,6 +211,11 @@ def _maximum(op, x, rois, batch, rows: Points, columns: Points, dy):
         d_columns = op.ReduceSum(
             op.Mul(d_weight, op.Mul(down(weight_y), across(slope_x))), [1, 3], keepdims=0
         )
-        d_rows = op.ReduceSum(op.Reshape(d_rows, [0, 0, -1, 2]), [3], keepdims=0)
-        d_columns = op.ReduceSum(op.Reshape(d_columns, [0, 0, -1, 2]), [3], keepdims=0)
+        d_rows, d_columns = _pairs(op, d_rows, rows), _pairs(op, d_columns, columns)
     return dx, d_rows, d_columns
+
+
+def _pairs(op, value: ir.Value, points: Points) -> ir.Value:
+    """The sum over the two neighbours of each point."""
+    shape = op.Concat(op.Shape(points.coordinate), [2], axis=0)
+    return op.ReduceSum(op.Reshape(value, shape, allowzero=1), [3], keepdims=0)
