@@ -11,12 +11,14 @@ from collections.abc import Callable
 import numpy as np
 import onnx_ir as ir
 
+from onward.ctc import ctc
 from onward.graph.builder import Builder
 
 __all__ = [
     "bce_with_logits",
     "cosine_embedding",
     "cross_entropy",
+    "ctc",
     "gaussian_nll",
     "huber",
     "kl_div",
@@ -202,10 +204,9 @@ def bce_with_logits(
 ) -> ir.Value:
     """softplus(−x) + (1 − t)·x, with the first term scaled by 1 + (pos_weight − 1)·t
 
-    Softplus is written as max(−x, 0) + log(1 + e^−|x|), which overflows for no logit.
+    The runtime's Softplus overflows for no logit, and has a gradient at 0 too, where new models start.
     """
-    magnitude = op.Log(op.Add(op.Exp(op.Neg(op.Abs(logits))), 1.0))
-    softplus = op.Add(magnitude, op.Relu(op.Neg(logits)))
+    softplus = op.Softplus(op.Neg(logits))
     positive = _as_value(op, pos_weight, logits)
     if positive is not None:
         softplus = op.Mul(softplus, op.Add(op.Mul(op.Sub(positive, 1.0), target), 1.0))

@@ -14,6 +14,7 @@ from onward.onnxblock.emit import add_input, emit, find_type, has_name
 
 __all__ = [
     "BCEWithLogitsLoss",
+    "CTCLoss",
     "CosineEmbeddingLoss",
     "CrossEntropyLoss",
     "HuberLoss",
@@ -151,6 +152,38 @@ class NLLLoss(_LabelLoss):
         self, weight: np.ndarray | None = None, reduction: str = "mean", ignore_index: int | None = None
     ) -> None:
         self._options = {"weight": weight, "reduction": _reduction(reduction), "ignore_index": ignore_index}
+
+
+class CTCLoss(Block):
+    """Connectionist temporal classification of log probabilities [time, batch, classes]."""
+
+    def __init__(self, blank: int = 0, reduction: str = "mean", zero_infinity: bool = False) -> None:
+        self._options = {
+            "blank": blank,
+            "reduction": _reduction(reduction),
+            "zero_infinity": zero_infinity,
+        }
+
+    def build(
+        self,
+        log_probs_name: str,
+        targets_name: str = "targets",
+        input_lengths_name: str = "input_lengths",
+        target_lengths_name: str = "target_lengths",
+    ) -> str:
+        """The loss; targets [batch, longest] and both lengths [batch] become int64 inputs where missing."""
+        dims = _dims(find_type(log_probs_name))
+        batch = dims[1] if len(dims) > 1 else None
+        wanted = {targets_name: [batch, f"{targets_name}_longest"], input_lengths_name: [batch]}
+        wanted[target_lengths_name] = [batch]
+        for name, shape in wanted.items():
+            if not has_name(name):
+                add_input(name, onnx.TensorProto.INT64, shape)
+        return emit(
+            [log_probs_name, *wanted],
+            lambda op, *values: losses.ctc(op, *values, **self._options),
+            scope="loss",
+        )[0]
 
 
 class CosineEmbeddingLoss(Block):
