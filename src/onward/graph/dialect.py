@@ -14,6 +14,7 @@ import onnx_ir as ir
 import onnx_ir.passes.common as passes
 
 from onward.errors import ModelError
+from onward.graph.branches import resolve_branches
 from onward.graph.contrib import expand_contrib
 from onward.graph.definitions import expand_by_definition
 from onward.graph.infer import infer_shapes
@@ -44,10 +45,12 @@ def normalize(source: ModelSource) -> ir.Model:
     _inline(model, version)
     _lift_constants(model)
     _forget_symbols(model)
-    infer_shapes(model)
-    expand_by_definition(model, version)
     target = max(version, OPSET)
-    rewrite(model, functools.partial(_expansion, version=version), opset=target, infer=infer_shapes)
+    expansion = functools.partial(_expansion, version=version)
+    if version > OPSET or any(expansion(node) is not None for node in model.graph.all_nodes()):
+        infer_shapes(model)
+        expand_by_definition(model, version)
+        rewrite(model, expansion, opset=target, infer=infer_shapes)
     model.graph.opset_imports[""] = target
     model.ir_version = max(model.ir_version or 10, 10)
     for node in model.graph.all_nodes():
@@ -60,6 +63,8 @@ def normalize(source: ModelSource) -> ir.Model:
     )(model)
     model.graph.opset_imports[""] = target
     infer_shapes(model)
+    while resolve_branches(model):
+        infer_shapes(model)
     if target > OPSET:
         _drop_newer_defaults(model)
         model.graph.opset_imports[""] = lowest_opset(model, target, OPSET)
