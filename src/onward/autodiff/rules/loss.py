@@ -17,8 +17,8 @@ def softmax_cross_entropy_loss(op, node, dloss, dlog_prob=None):
     with κᵢ = weight[labelᵢ] (0 where ignored), over Σ κ for a mean; and from ℓ as a second output
     dx = dℓ − exp(ℓ)·Σ dℓ.
     """
-    scores = node.inputs[0]
-    log_prob = saved_output(op, node, 1, dtype=scores.dtype, shape=scores.shape)
+    scores, _, weights = (*node.inputs, None)[:3]
+    log_prob = _log_probabilities(op, node)
     prob = op.Exp(log_prob)
     dx = dweight = None
     if dloss is not None:
@@ -30,7 +30,27 @@ def softmax_cross_entropy_loss(op, node, dloss, dlog_prob=None):
     if dlog_prob is not None:
         direct = op.Sub(dlog_prob, op.Mul(prob, op.ReduceSum(dlog_prob, [1], keepdims=1)))
         dx = direct if dx is None else op.Add(dx, direct)
-    return dx, None, dweight
+    return {scores: dx, **({} if weights is None else {weights: dweight})}
+
+
+def _log_probabilities(op, node):
+    """log softmax(x) of the forward pass.
+
+    Runtimes write the operator out with a softmax over an inner axis, half as fast as one over the last; so
+    the node becomes LogSoftmax and NegativeLogLikelihoodLoss, unless its second output is the model's own.
+    """
+    scores = node.inputs[0]
+    if any(value.is_graph_output() for value in node.outputs[1:]):
+        return saved_output(op, node, 1, dtype=scores.dtype, shape=scores.shape)
+    with op.inserting(before=node):
+        log_prob = op.LogSoftmax(scores, axis=1)
+    for value in node.outputs[1:]:
+        for use in list(value.uses()):
+            use.node.replace_input_with(use.idx, log_prob)
+    node.resize_outputs(1)
+    node.replace_input_with(0, log_prob)
+    node.op_type = "NegativeLogLikelihoodLoss"
+    return log_prob
 
 
 @gradient("NegativeLogLikelihoodLoss")
