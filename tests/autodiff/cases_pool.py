@@ -22,6 +22,8 @@ def _lp(label: str, shape: tuple[int, ...] = (1, 2, 4, 5), *, symbolic: bool = F
 
 CASES = [
     _max("tiles", (2, 2, 4, 6), kernel_shape=[2, 3], strides=[2, 3]),
+    _max("few-taps", (2, 2, 4, 6), kernel_shape=[2, 2], strides=[2, 2]),
+    _max("few-taps-1d", (2, 2, 9), kernel_shape=[3], strides=[3]),
     _max("tiles-rest", kernel_shape=[2, 2], strides=[2, 2]),
     _max("tiles", (1, 2, 4, 6), kernel_shape=[2, 2], strides=[2, 2], symbolic=True),
     _max("overlapping", kernel_shape=[3, 2], strides=[1, 1]),

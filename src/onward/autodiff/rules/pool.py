@@ -10,7 +10,7 @@ import onnx_ir as ir
 from onward.autodiff.registry import gradient
 from onward.autodiff.rules.sampling import add_into
 from onward.autodiff.rules.separable import identity, multiply
-from onward.autodiff.rules.windows import ints, ranked, spatial
+from onward.autodiff.rules.windows import ints, ranked, spatial, tap_slice, window_of
 
 
 @gradient("MaxPool")
@@ -20,9 +20,11 @@ def max_pool(op, node, dy, _=None):
         return None
     x = node.inputs[0]
     dy = ranked(dy, x)
+    form = max_formulation(op, node, x)
+    if form == "compare":
+        return _first_equal(op, node, x, dy)
     indices = _indices(op, node)
-    if _exact_tiles(op, node, x) and op.dtype(x) != ir.DataType.DOUBLE:
-        # No pixel is in two windows, so that writing is adding. The runtime cannot write float64 so.
+    if form == "write":
         kernel, strides = (list(node.attributes.get_ints(name)) for name in ("kernel_shape", "strides"))
         return op.MaxUnpool(dy, indices, kernel_shape=kernel, strides=strides)
     length = op.ReduceProd(op.shape(x), keepdims=1)
@@ -94,6 +96,38 @@ def max_unpool(op, node, dy):
     dy = ranked(dy, x)
     taken = op.Gather(op.Reshape(dy, [-1]), op.Reshape(indices, [-1]))
     return op.Reshape(taken, op.shape(x))
+
+
+def max_formulation(op, node: ir.Node, x: ir.Value) -> str:
+    """Which way to get MaxPool's gradient; measured with one thread on the CPU provider.
+
+    "compare": find each maximum again, tap by tap; the runtime pools ten times slower with indices than
+    without, so this is 1.4 times as fast for few taps. "write": no pixel is in two windows, so that MaxUnpool's
+    writing is adding. "scatter": add at the indices; any shapes.
+    """
+    kind = op.dtype(x)
+    # The runtime has neither Col2Im nor MaxUnpool in float64.
+    if not _exact_tiles(op, node, x) or kind == ir.DataType.DOUBLE:
+        return "scatter"
+    few = int(np.prod(ints(node, "kernel_shape", []))) <= 4
+    return "compare" if few and kind == ir.DataType.FLOAT and op.static_dim(x, 1) is not None else "write"
+
+
+def _first_equal(op, node: ir.Node, x: ir.Value, dy: ir.Value) -> ir.Value:
+    """dy at the first element of each tile that equals its maximum, 0 elsewhere."""
+    size = np.asarray(spatial(op, x))
+    window = window_of(op, node, x, ints(node, "kernel_shape", []))
+    count = size // window.strides
+    parts, free = [], None
+    for tap in window.taps():
+        equal = op.Equal(tap_slice(op, x, tap, window, count, axes=window.axes), node.outputs[0])
+        first = equal if free is None else op.And(equal, free)
+        free = op.Not(equal) if free is None else op.And(free, op.Not(equal))
+        parts.append(op.Unsqueeze(op.Where(first, dy, 0.0), [2]))
+    columns = op.Reshape(
+        op.Concat(*parts, axis=2), [0, op.static_dim(x, 1) * len(parts), int(np.prod(count))]
+    )
+    return op.Col2Im(columns, size, window.kernel, strides=window.strides.tolist())
 
 
 def _indices(op, node: ir.Node) -> ir.Value:
