@@ -47,6 +47,7 @@ def build_training_graphs(
 ) -> TrainingGraphs:
     """Differentiate `loss` with respect to the trainables; takes over `model`, which must be in the dialect."""
     graph = model.graph
+    results = [value.name or "" for value in graph.outputs if value.name != loss]
     _choose_outputs(graph, [loss, *outputs])
     _check_loss(find_value(graph, loss))
     statistics = [name for name in _statistics(graph) if name not in trainable]
@@ -63,6 +64,7 @@ def build_training_graphs(
     about = {
         "onward.version": producer()[1],
         "onward.loss": loss,
+        "onward.outputs": json.dumps(results),
         "onward.trainable": json.dumps([name for name in order if name in trainable]),
         "onward.frozen": json.dumps(frozen),
         "onward.labels": json.dumps(labels),

@@ -19,6 +19,7 @@ from onward.api.state import CheckpointState
 from onward.checkpoint import CheckpointData, NominalTensor
 from onward.errors import ModelError, NonFiniteError, OnwardError
 from onward.runtime.flat import FlatBuffer
+from onward.runtime.sessions import ModelFile
 from onward.runtime.step import EvaluationStep, TrainingStep
 
 __all__ = ["Module", "NonFinitePolicy"]
@@ -31,8 +32,9 @@ _PATIENCE = 10
 class Module:
     """A model that trains.
 
-    `on_nonfinite` says what to do about a loss or gradient that is not finite: raise (parameters keep their
-    values), skip that update, or ignore it. `seed` makes dropout reproducible; without it the one in the
+    The models are paths, or models in memory (bytes or ModelProto). `on_nonfinite` says what to do about a
+    loss or gradient that is not finite: raise (parameters keep their values), skip that update, or ignore it.
+    `seed` makes dropout reproducible; without it the one in the
     checkpoint continues, or 0.
 
     `module(x, labels)` runs a training step after `train()` (the default) and evaluates after `eval()`; it
@@ -42,9 +44,9 @@ class Module:
 
     def __init__(
         self,
-        train_model_uri: str | os.PathLike[str],
+        train_model_uri: ModelFile,
         state: CheckpointState,
-        eval_model_uri: str | os.PathLike[str] | None = None,
+        eval_model_uri: ModelFile | None = None,
         device: str = "cpu",
         session_options: ort.SessionOptions | None = None,
         *,

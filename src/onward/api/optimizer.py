@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import math
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -10,12 +10,16 @@ import numpy as np
 from onward.api.module import Module
 from onward.checkpoint import CheckpointData, OptimizerGroup
 from onward.errors import OnwardError
+from onward.runtime.sessions import ModelFile
 from onward.runtime.update import Updater, make_updater
 
 if TYPE_CHECKING:
     from onward.api.schedulers import LRScheduler
 
 __all__ = ["Optimizer"]
+
+# Some gradient rules clamp infinities to the largest float32: a norm beyond this is one of those.
+_OVERFLOW = 1e60
 
 
 class Optimizer:
@@ -24,7 +28,7 @@ class Optimizer:
     `step()` leaves the gradients as they are: call `module.lazy_reset_grad()` after it, as ever.
     """
 
-    def __init__(self, optimizer_uri: str | os.PathLike[str], module: Module) -> None:
+    def __init__(self, optimizer_uri: ModelFile, module: Module) -> None:
         if not isinstance(module, Module):
             raise TypeError(f"Optimizer takes a Module, got {type(module).__name__}")
         self._module = module
@@ -49,7 +53,7 @@ class Optimizer:
             norm = self._norm() * scale
             self.gradient_norm = norm
             if module.on_nonfinite != "ignore":
-                if module._invalid is None and not np.isfinite(norm):
+                if module._invalid is None and not math.isfinite(norm):
                     module._refuse(self._blame())
                 if module._take_invalid() is not None:
                     return False
@@ -75,7 +79,9 @@ class Optimizer:
         square = float(np.dot(vector, vector))
         if not np.isfinite(square):  # it overflows float32 before it is really infinite
             square = float(np.sum(np.square(vector, dtype=np.float64)))
-        return float(np.sqrt(square))
+            if square > _OVERFLOW:
+                return math.inf
+        return math.sqrt(square)
 
     def _blame(self) -> str:
         names = [n for n, view in self._module._gradients.views.items() if not np.isfinite(view).all()]

@@ -200,13 +200,12 @@ def _text(source: Source, model: Any) -> Traceable:
         return outputs(model(**batch, return_dict=True, **fixed), batch.get("attention_mask"))
 
     adapter.function = run
-    batches = ([_TEXTS[0]], _TEXTS, [_TEXTS[4], _TEXTS[2], _TEXTS[1]])
     return Traceable(
         module=adapter,
         inputs=dict.fromkeys(names, _TOKENS),
         outputs=source.task.outputs,
-        example=encode(source, _TEXTS[:3], names),
-        cases=[encode(source, texts, names) for texts in batches],
+        example=encode(source, [_TEXTS[0], _TEXTS[3]], names),
+        cases=[encode(source, texts, names) for texts in (_TEXTS[:1], _TEXTS)],
     )
 
 

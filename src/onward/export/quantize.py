@@ -22,6 +22,7 @@ import numpy as np
 import onnx
 
 from onward.errors import ModelError
+from onward.export.int8 import quantize_lookups, quantize_products
 
 __all__ = ["SCHEMES", "QuantizationReport", "measure", "quantize", "scheme_name"]
 
@@ -153,12 +154,20 @@ def measure(
     )
 
 
-def _int8(model: onnx.ModelProto, options: _Options, *, per_channel: bool = True) -> onnx.ModelProto:
-    return _dynamic(model, options, per_channel=per_channel, op_types=None)
+# What the stock quantizer has integer forms of, beside products and lookups.
+_OTHER_INTEGER_OPS = frozenset({"Attention", "Conv", "EmbedLayerNormalization", "LSTM"})
+
+
+def _int8(model: onnx.ModelProto, options: _Options) -> onnx.ModelProto:
+    levels = 63 if options.reduce_range else 127
+    quantize_products(model, levels=levels, exclude=options.exclude)
+    quantize_lookups(model, exclude=options.exclude)
+    others = sorted(_OTHER_INTEGER_OPS & {node.op_type for node in model.graph.node})
+    return _dynamic(model, options, per_channel=True, op_types=others) if others else model
 
 
 def _int8_tensor(model: onnx.ModelProto, options: _Options) -> onnx.ModelProto:
-    return _int8(model, options, per_channel=False)
+    return _dynamic(model, options, per_channel=False, op_types=None)
 
 
 def _weight_only(model: onnx.ModelProto, options: _Options, *, bits: int) -> onnx.ModelProto:
@@ -174,7 +183,8 @@ def _weight_only(model: onnx.ModelProto, options: _Options, *, bits: int) -> onn
     quantizer.process()
     matrices: onnx.ModelProto = quantizer.model.model  # pyright: ignore[reportAttributeAccessIssue, reportOptionalMemberAccess]
     # Embedding tables are half of a small model. Their own 4-bit operator needs opset 21; int8 does not.
-    return _dynamic(matrices, options, per_channel=True, op_types=["Gather"])
+    quantize_lookups(matrices, exclude=options.exclude)
+    return matrices
 
 
 def _int4(model: onnx.ModelProto, options: _Options) -> onnx.ModelProto:

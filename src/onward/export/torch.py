@@ -6,15 +6,15 @@ at sizes that the export has not seen, and only then write.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, cast
+from tempfile import TemporaryDirectory
+from typing import Any, Literal
 
 import onnx
 import torch
@@ -133,29 +133,34 @@ def artifacts_from_torch(
 
     >>> import tempfile, torch
     >>> from onward import artifacts
-    >>> folder = artifacts_from_torch(                                               # doctest: +SKIP
-    ...     torch.nn.Linear(4, 2), torch.randn(3, 4), loss=artifacts.LossType.MSELoss,
-    ...     optimizer=artifacts.OptimType.AdamW, directory=tempfile.mkdtemp())
+    >>> with tempfile.TemporaryDirectory() as directory:
+    ...     folder = artifacts_from_torch(
+    ...         torch.nn.Linear(4, 2), torch.randn(3, 4), loss=artifacts.LossType.MSELoss,
+    ...         optimizer=artifacts.OptimType.AdamW, directory=directory)
+    ...     (folder / "training_model.onnx").exists()
+    True
     """
     if not export_options.pop("training", True):
         raise ValueError("artifacts need a model exported for training: leave out training=False")
     from onward import artifacts  # late: exporting alone needs no differentiator
 
-    proto = cast(onnx.ModelProto, from_torch(model, args, training=True, **export_options))
-    recorded = {prop.key: prop.value for prop in proto.metadata_props}
-    trainable = requires_grad if requires_grad is not None else _json_list(recorded["onward.requires_grad"])
-    frozen = frozen_params if frozen_params is not None else _json_list(recorded["onward.frozen_params"])
-    chosen = set(trainable)
-    artifacts.generate_artifacts(  # type: ignore[attr-defined]
-        proto,
-        requires_grad=list(trainable),
-        frozen_params=[name for name in frozen if name not in chosen],
-        loss=loss,
-        optimizer=optimizer,
-        artifact_directory=directory,
-        **dict(artifact_options or {}),
-    )
-    return Path(directory)
+    folder = Path(directory)
+    with ExitStack() as stack:
+        path = None
+        if _weights_outside(modules.unwrap(model), folder, export_options.pop("external_data", "auto")):
+            path = Path(stack.enter_context(TemporaryDirectory(prefix="onward-"))) / "forward.onnx"
+            export_options["external_data"] = True
+        exported = from_torch(model, args, path, training=True, **export_options)
+        artifacts.generate_artifacts(
+            exported,
+            requires_grad=requires_grad,
+            frozen_params=frozen_params,
+            loss=loss,
+            optimizer=optimizer,
+            artifact_directory=folder,
+            **dict(artifact_options or {}),
+        )
+    return folder
 
 
 def _graph(
@@ -263,7 +268,3 @@ def _weights_outside(model: torch.nn.Module, target: Path | None, choice: bool |
     if target is None and (large or choice is True):
         raise ExportError("weights kept outside the model need a file to be beside: give a path")
     return large or choice is True
-
-
-def _json_list(text: str) -> list[str]:
-    return list(json.loads(text))

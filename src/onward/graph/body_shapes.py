@@ -13,6 +13,7 @@ import onnx_ir as ir
 
 from onward.errors import ModelError
 from onward.graph.builder import Builder, subgraphs_of
+from onward.graph.infer import rank_from_lengths
 
 __all__ = ["describe", "infer_body", "infer_graph", "keeps_its_shape"]
 
@@ -44,6 +45,10 @@ def infer_node(op: Builder, node: ir.Node) -> None:
         return
     for value, kind, shape in before:
         describe(value, kind if value.type is None else value.type, _sharper(value.shape, shape))
+    first = node.outputs[0] if node.outputs else None
+    if first is not None and first.shape is None and isinstance(first.type, ir.TensorType):
+        rank = rank_from_lengths(node)
+        first.shape = None if rank is None else ir.Shape([None] * rank)
 
 
 def infer_body(

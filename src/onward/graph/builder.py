@@ -217,8 +217,9 @@ class Builder:
         static = self.static_dim(value, axis)
         if static is not None:
             return self.constant(np.asarray([static], np.int64), name="dim")
-        axis = axis % self.rank(value)
-        return self.Shape(value, start=axis, end=axis + 1)
+        if value.shape is not None:
+            axis %= value.shape.rank()
+        return self.Shape(value, start=axis, end=axis + 1 or None)
 
     def const_value(self, value: ir.Value | None) -> np.ndarray | None:
         """The numbers in a value that is constant (an initializer that is not an input), else None."""

@@ -8,12 +8,13 @@ meaning of the model does not change: docs/dialect.md says what comes in and wha
 from __future__ import annotations
 
 import functools
+import os
 
 import onnx
 import onnx_ir as ir
 import onnx_ir.passes.common as passes
 
-from onward.errors import ModelError
+from onward.errors import ModelError, OnwardError
 from onward.graph.branches import resolve_branches
 from onward.graph.contrib import expand_contrib
 from onward.graph.definitions import expand_by_definition
@@ -29,8 +30,10 @@ __all__ = ["OPSET", "normalize"]
 OPSET = 21
 
 
-def normalize(source: ModelSource) -> ir.Model:
+def normalize(source: ModelSource, *, base_dir: str | os.PathLike[str] | None = None) -> ir.Model:
     """Read a model and bring it into Onward's dialect: opset 21, or later where a type in use is newer.
+
+    `base_dir` is where external data of bytes or a ModelProto lies; a path brings its own.
 
     >>> import onnx.parser
     >>> old = onnx.parser.parse_model(
@@ -40,7 +43,20 @@ def normalize(source: ModelSource) -> ir.Model:
     >>> model.graph.opset_imports[""], [len(node.inputs) for node in model.graph]
     (21, [2])
     """
-    model = load_model(source)
+    model = load_model(source, base_dir=base_dir)
+    try:
+        return _normalize(model)
+    except (OnwardError, MemoryError):
+        raise
+    except Exception as error:
+        # Attributes of the wrong kind, missing inputs and the like surface wherever they are first read.
+        cause: BaseException = error
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        raise ModelError(f"the model is not valid ONNX: {cause}") from error
+
+
+def _normalize(model: ir.Model) -> ir.Model:
     version = _version(model)
     _inline(model, version)
     _lift_constants(model)
@@ -64,6 +80,7 @@ def normalize(source: ModelSource) -> ir.Model:
     model.graph.opset_imports[""] = target
     infer_shapes(model)
     while resolve_branches(model):
+        passes.NameFixPass()(model)
         infer_shapes(model)
     if target > OPSET:
         _drop_newer_defaults(model)

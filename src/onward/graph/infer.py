@@ -13,7 +13,7 @@ import onnx_ir as ir
 from onward.errors import ModelError
 from onward.graph.builder import subgraphs_of
 
-__all__ = ["infer_shapes", "unknown_ranks"]
+__all__ = ["infer_shapes", "rank_from_lengths", "unknown_ranks"]
 
 # Tensors up to this many elements can be shapes, axes or pads; larger ones are only a type to inference.
 _SMALL = 1024
@@ -135,7 +135,7 @@ def _fill_ranks(graph: ir.Graph) -> bool:
             changed = changed or source.shape is not None
             continue
         open_ranks = [value for value in node.outputs if value.name and value.shape is None]
-        rank = _rank(node) if open_ranks else None
+        rank = rank_from_lengths(node) if open_ranks else None
         if rank is None:
             continue
         for value in open_ranks:
@@ -146,7 +146,9 @@ def _fill_ranks(graph: ir.Graph) -> bool:
     return changed
 
 
-def _rank(node: ir.Node) -> int | None:
+def rank_from_lengths(node: ir.Node) -> int | None:
+    """The rank of a node's first output, where the length of a shape vector or an input's rank tells it."""
+
     def rank_of(index: int) -> int | None:
         value = node.inputs[index] if index < len(node.inputs) else None
         return None if value is None or value.shape is None else value.shape.rank()

@@ -118,7 +118,9 @@ class OptimizerBlock(Block):
     def _update(
         self, op: Builder, rate: ir.Value, step: ir.Value, params: ir.Value, grads: ir.Value, *slots: ir.Value
     ) -> list[ir.Value]:
-        decay = op.constant(np.asarray([self.rule.weight_decay], np.float32), name="weight_decay")
+        decay = None
+        if self.rule.weight_decay:
+            decay = op.constant(np.asarray([self.rule.weight_decay], np.float32), name="weight_decay")
         scalars = rules.Scalars(rate, op.Cast(step, to=ir.DataType.FLOAT), decay)
         body = op.subgraph("update")
         index = body.input("index", ir.DataType.INT64, [])

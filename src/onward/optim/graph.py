@@ -11,6 +11,7 @@ import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import onnx_ir as ir
 
 from onward.graph.builder import Builder
@@ -67,8 +68,9 @@ def optimizer_model(
     decay = op.input("weight_decay", ir.DataType.FLOAT, [1])
     count = op.Cast(step, to=ir.DataType.FLOAT)
     of_parameter = {name: group for group in groups for name in group.parameters}
+    decays = bool(rule.weight_decay) or any(group.weight_decay for group in groups)
     for name, tensor in tensors.items():
-        scalars = Scalars(rate, count, decay)
+        scalars = Scalars(rate, count, decay if decays else None)
         if not rule.elementwise and (group := of_parameter.get(name)) is not None:
             scalars = _scalars_of(op, scalars, group)
         parameter, gradient, state = values[name]
@@ -121,7 +123,7 @@ def _scalars_of(op: Builder, scalars: Scalars, group: ParameterGroup) -> Scalars
     if group.learning_rate_scale != 1.0:
         rate = op.Mul(rate, group.learning_rate_scale)
     if group.weight_decay is not None:
-        decay = op.constant_like(group.weight_decay, decay)
+        decay = op.constant(np.asarray([group.weight_decay], np.float32), name="weight_decay")
     return Scalars(rate, scalars.step, decay)
 
 

@@ -1,7 +1,9 @@
 """Update rules: (parameter, gradient, state, scalars) → (parameter, state).
 
 Each is a pure function in standard operators, written as its equation; torch.optim is the numerical
-reference. To add one: write a function that returns an `Optimizer`, and a row in the tests' table.
+reference. To add one: write a function that returns an `Optimizer`, and a row in the tests' table. The runtime
+writes each new tensor over the old one as soon as it is computed: let what a rule needs of the old state flow
+into the new.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 
+import numpy as np
 import onnx_ir as ir
 
 from onward.graph.builder import Builder
@@ -20,11 +23,14 @@ State = dict[str, ir.Value]
 
 @dataclasses.dataclass(frozen=True)
 class Scalars:
-    """What an update reads besides tensors, each a float tensor of shape [1]; `step` counts from 1."""
+    """What an update reads besides tensors, each a float tensor of shape [1]; `step` counts from 1.
+
+    `weight_decay` is None where no parameter has any.
+    """
 
     learning_rate: ir.Value
     step: ir.Value
-    weight_decay: ir.Value
+    weight_decay: ir.Value | None
 
 
 Update = Callable[[Builder, ir.Value, ir.Value, State, Scalars], tuple[ir.Value, State]]
@@ -56,7 +62,7 @@ def sgd(
         raise ValueError("Nesterov momentum requires a momentum and zero dampening")
 
     def update(op: Builder, p: ir.Value, g: ir.Value, state: State, s: Scalars) -> tuple[ir.Value, State]:
-        g = op.Add(g, op.Mul(p, s.weight_decay)) if weight_decay else g
+        g = _with_decay(op, p, g, s)
         if momentum == 0.0:
             return op.Sub(p, op.Mul(g, s.learning_rate)), {}
         fresh = op.Mul(g, 1.0 - dampening) if dampening else g
@@ -91,9 +97,12 @@ def _adam_step(
     """lr/(1−β₁ᵗ) · m / (√v/√(1−β₂ᵗ) + ε), with the scalars gathered: lr·√c₂/c₁ · m / (√v + ε·√c₂)"""
     if not bias_correction:
         return op.Mul(op.Div(m, op.Add(op.Sqrt(v), eps)), s.learning_rate)
-    first = op.Sub(1.0, op.Pow(op.constant_like(betas[0], s.step), s.step))
-    second = op.Sqrt(op.Sub(1.0, op.Pow(op.constant_like(betas[1], s.step), s.step)))
-    rate = op.Div(op.Mul(s.learning_rate, second), first)
+    # in double: 1 − 0.999 has four digits less in float32
+    step = op.Cast(s.step, to=ir.DataType.DOUBLE)
+    first = op.Sub(1.0, op.Pow(np.asarray([betas[0]]), step))
+    root = op.Sqrt(op.Sub(1.0, op.Pow(np.asarray([betas[1]]), step)))
+    second = op.Cast(root, to=ir.DataType.FLOAT)
+    rate = op.Mul(s.learning_rate, op.Cast(op.Div(root, first), to=ir.DataType.FLOAT))
     return op.Mul(op.Div(m, op.Add(op.Sqrt(v), op.Mul(second, eps))), rate)
 
 
@@ -104,7 +113,7 @@ def adam(
     """Adam with weight decay added to the gradient, as torch.optim.Adam"""
 
     def update(op: Builder, p: ir.Value, g: ir.Value, state: State, s: Scalars) -> tuple[ir.Value, State]:
-        g = op.Add(g, op.Mul(p, s.weight_decay)) if weight_decay else g
+        g = _with_decay(op, p, g, s)
         m, v = _moments(op, g, state, betas)
         step = _adam_step(op, m, v, s, betas, eps, bias_correction)
         return op.Sub(p, step), {"momentum0": m, "momentum1": v}
@@ -121,8 +130,7 @@ def adamw(
 
     def update(op: Builder, p: ir.Value, g: ir.Value, state: State, s: Scalars) -> tuple[ir.Value, State]:
         m, v = _moments(op, g, state, betas)
-        if weight_decay:
-            p = op.Mul(p, op.Sub(1.0, op.Mul(s.learning_rate, s.weight_decay)))
+        p = _decayed(op, p, s)
         step = _adam_step(op, m, v, s, betas, eps, bias_correction)
         return op.Sub(p, step), {"momentum0": m, "momentum1": v}
 
@@ -134,7 +142,7 @@ def adagrad(*, eps: float = 1e-10, weight_decay: float = 0.0, lr_decay: float = 
     """h ← h + g²,  p ← p − lr/(1 + (t−1)·decay) · g/(√h + ε)"""
 
     def update(op: Builder, p: ir.Value, g: ir.Value, state: State, s: Scalars) -> tuple[ir.Value, State]:
-        g = op.Add(g, op.Mul(p, s.weight_decay)) if weight_decay else g
+        g = _with_decay(op, p, g, s)
         h = op.Add(state["momentum0"], op.Mul(g, g))
         rate = s.learning_rate
         if lr_decay:
@@ -159,7 +167,7 @@ def rmsprop(
     slots += [mean_slot] * centered
 
     def update(op: Builder, p: ir.Value, g: ir.Value, state: State, s: Scalars) -> tuple[ir.Value, State]:
-        g = op.Add(g, op.Mul(p, s.weight_decay)) if weight_decay else g
+        g = _with_decay(op, p, g, s)
         v = op.Add(op.Mul(state["momentum0"], alpha), op.Mul(op.Mul(g, g), 1.0 - alpha))
         new: State = {"momentum0": v}
         spread = v
@@ -181,11 +189,11 @@ def lion(*, betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 0.0)
     """p ← p·(1 − lr·wd) − lr·sign(β₁m + (1−β₁)g),  m ← β₂m + (1−β₂)g   (Chen et al. 2023)"""
 
     def update(op: Builder, p: ir.Value, g: ir.Value, state: State, s: Scalars) -> tuple[ir.Value, State]:
-        m = state["momentum0"]
-        direction = op.Sign(op.Add(op.Mul(m, betas[0]), op.Mul(g, 1.0 - betas[0])))
-        if weight_decay:
-            p = op.Mul(p, op.Sub(1.0, op.Mul(s.learning_rate, s.weight_decay)))
-        m = op.Add(op.Mul(m, betas[1]), op.Mul(g, 1.0 - betas[1]))
+        # the old momentum is read once, so that the new one may be written in its place
+        away = op.Sub(state["momentum0"], g)
+        direction = op.Sign(op.Add(g, op.Mul(away, betas[0])))
+        p = _decayed(op, p, s)
+        m = op.Add(g, op.Mul(away, betas[1]))
         return op.Sub(p, op.Mul(direction, s.learning_rate)), {"momentum0": m}
 
     hyper = {"beta1": betas[0], "beta2": betas[1]}
@@ -202,8 +210,7 @@ def lamb(
         m, v = _moments(op, g, state, betas)
         unit = dataclasses.replace(s, learning_rate=op.constant_like(1.0, s.learning_rate))
         direction = _adam_step(op, m, v, unit, betas, eps, bias_correction)
-        if weight_decay:
-            direction = op.Add(direction, op.Mul(p, s.weight_decay))
+        direction = _with_decay(op, p, direction, s)
         size, length = _norm(op, p), _norm(op, direction)
         usable = op.And(op.Greater(size, 0.0), op.Greater(length, 0.0))
         ratio = op.Where(usable, op.Div(size, op.Where(usable, length, 1.0)), 1.0)
@@ -234,8 +241,7 @@ def adafactor(
         relative = op.Min(s.learning_rate, op.Pow(s.step, -0.5))
         scale = op.Max(_rms(op, p), eps[1])
         rate = op.Mul(relative, scale)
-        if weight_decay:
-            p = op.Mul(p, op.Sub(1.0, op.Mul(s.learning_rate, s.weight_decay)))
+        p = _decayed(op, p, s)
         square = op.Mul(g, g)
         if op.rank(p) < 2:
             v = _lerp(op, state["momentum0"], square, share)
@@ -255,6 +261,18 @@ def adafactor(
         "Adafactor", ("momentum0", "momentum1"), update, hyper, elementwise=False, weight_decay=weight_decay,
         slot_shapes=slot_shapes,
     )  # fmt: skip
+
+
+def _with_decay(op: Builder, p: ir.Value, g: ir.Value, s: Scalars) -> ir.Value:
+    """g + wd·p"""
+    return g if s.weight_decay is None else op.Add(g, op.Mul(p, s.weight_decay))
+
+
+def _decayed(op: Builder, p: ir.Value, s: Scalars) -> ir.Value:
+    """p·(1 − lr·wd)"""
+    if s.weight_decay is None:
+        return p
+    return op.Mul(p, op.Sub(1.0, op.Mul(s.learning_rate, s.weight_decay)))
 
 
 def _lerp(op: Builder, old: ir.Value, new: ir.Value, share: ir.Value) -> ir.Value:

@@ -11,7 +11,9 @@ import onnxruntime as ort
 
 from onward.errors import ModelError
 
-__all__ = ["make_session", "providers_for", "read_model", "run_bound"]
+__all__ = ["ModelFile", "make_session", "providers_for", "read_model", "run_bound"]
+
+ModelFile = str | os.PathLike[str] | bytes | onnx.ModelProto
 
 _PROVIDERS = {
     "cpu": "CPUExecutionProvider",
@@ -37,9 +39,13 @@ def providers_for(device: str) -> list[str]:
     return list(dict.fromkeys([wanted, "CPUExecutionProvider"]))
 
 
-def read_model(path: str | os.PathLike[str], role: str) -> onnx.ModelProto:
-    """Read a model file of the artifacts; weights in external data stay there."""
-    file = Path(path)
+def read_model(source: ModelFile, role: str) -> onnx.ModelProto:
+    """Read a model of the artifacts; weights in external data stay there."""
+    if isinstance(source, onnx.ModelProto):
+        return source
+    if isinstance(source, bytes):
+        return onnx.load_model_from_string(source)
+    file = Path(source)
     if not file.is_file():
         raise ModelError(f"no {role} model at '{file}'")
     try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,10 +11,11 @@ import onnx
 import onnxruntime as ort
 
 from onward.graph.specialize import specialize_reset
+from onward.runtime.external import session_beside
 from onward.runtime.plan import BUFFER, OUT, RESET, SEED, Plan, read_plan
-from onward.runtime.sessions import make_session, providers_for, read_model, run_bound
+from onward.runtime.sessions import ModelFile, make_session, providers_for, read_model, run_bound
 
-__all__ = ["EvaluationStep", "TrainingStep"]
+__all__ = ["EvaluationStep", "TrainingStep", "with_outputs"]
 
 
 class _Bound:
@@ -75,19 +76,15 @@ class TrainingStep:
     """The training model, specialised for replacing and (when first needed) for adding up gradients."""
 
     def __init__(
-        self, path: str | os.PathLike[str], *, device: str = "cpu", options: ort.SessionOptions | None = None
+        self, source: ModelFile, *, device: str = "cpu", options: ort.SessionOptions | None = None
     ) -> None:
-        self._model = read_model(path, "training")
-        self._external = any(
-            t.data_location == onnx.TensorProto.EXTERNAL for t in self._model.graph.initializer
-        )
-        self._path = os.fspath(path)
+        self._model = read_model(source, "training")
+        self._path = _describe(source)
         self.plan = read_plan(self._model, self._path)
         self._providers = providers_for(device)
         self._options = options
         self._bound: dict[bool, _Bound] = {}
         self._seed = np.zeros(1, np.int64)
-        self._loss: np.ndarray | None = None
 
     def attach(
         self,
@@ -120,18 +117,7 @@ class TrainingStep:
 
     def _bind(self, *, reset: bool) -> _Bound:
         special = specialize_reset(self._model, reset=reset)
-        if self._external:
-            # the runtime finds external data beside the file that it loads
-            from onward.runtime.external import session_beside
-
-            session = session_beside(special, self._path, providers=self._providers, options=self._options)
-        else:
-            session = make_session(
-                special,
-                providers=self._providers,
-                options=self._options,
-                what=f"training model '{self._path}'",
-            )
+        session = _open(special, self._path, "training model", self._providers, self._options)
         bound = _Bound(session, self.plan)
         for name, array in {**self._parameters, **self._frozen}.items():
             bound.bind_input(name, array)
@@ -149,13 +135,20 @@ class TrainingStep:
 
 
 class EvaluationStep:
-    """The evaluation model over the same parameters."""
+    """The evaluation model over the same parameters; `outputs` adds values of its graph to what it returns."""
 
     def __init__(
-        self, path: str | os.PathLike[str], *, device: str = "cpu", options: ort.SessionOptions | None = None
+        self,
+        source: ModelFile,
+        *,
+        device: str = "cpu",
+        options: ort.SessionOptions | None = None,
+        outputs: Sequence[str] = (),
     ) -> None:
-        self._path = os.fspath(path)
-        self._model = read_model(path, "eval")
+        self._path = _describe(source)
+        self._model = read_model(source, "eval")
+        if outputs:
+            self._model = with_outputs(self._model, outputs)
         self.plan = read_plan(self._model, self._path)
         self._providers = providers_for(device)
         self._options = options
@@ -168,17 +161,34 @@ class EvaluationStep:
     def run(self, feeds: list[Any]) -> list[np.ndarray]:
         """The loss and the additional outputs."""
         if self._bound is None:
-            session = make_session(
-                self._path,
-                providers=self._providers,
-                options=self._options,
-                what=f"eval model '{self._path}'",
-            )
+            session = _open(self._model, self._path, "eval model", self._providers, self._options)
             self._bound = _Bound(session, self.plan)
             for name, array in self._parameters.items():
                 self._bound.bind_input(name, array)
             self._bound.finish(self.plan.outputs)
         return self._bound.run(feeds)
+
+
+def with_outputs(model: onnx.ModelProto, names: Sequence[str]) -> onnx.ModelProto:
+    """A copy of a model that also outputs these values of its graph."""
+    wider = onnx.ModelProto()
+    wider.CopyFrom(model)
+    present = {value.name for value in wider.graph.output}
+    wider.graph.output.extend(onnx.ValueInfoProto(name=name) for name in names if name not in present)
+    return wider
+
+
+def _describe(source: ModelFile) -> str:
+    return os.fspath(source) if isinstance(source, str | os.PathLike) else "model in memory"
+
+
+def _open(
+    model: onnx.ModelProto, path: str, role: str, providers: list[str], options: ort.SessionOptions | None
+) -> ort.InferenceSession:
+    if any(tensor.data_location == onnx.TensorProto.EXTERNAL for tensor in model.graph.initializer):
+        # the runtime finds external data beside the file that it loads
+        return session_beside(model, path, providers=providers, options=options)
+    return make_session(model, providers=providers, options=options, what=f"{role} '{path}'")
 
 
 def _contiguous(array: np.ndarray) -> np.ndarray:

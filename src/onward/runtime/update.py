@@ -14,7 +14,7 @@ import onnxruntime as ort
 
 from onward.errors import ModelError, OnwardError
 from onward.runtime.flat import FlatBuffer
-from onward.runtime.sessions import make_session, read_model, run_bound
+from onward.runtime.sessions import ModelFile, make_session, read_model, run_bound
 
 __all__ = ["Updater", "make_updater"]
 
@@ -70,12 +70,12 @@ class Updater(abc.ABC):
         """The state tensors themselves, by parameter and slot."""
 
 
-def make_updater(path: str | os.PathLike[str], parameters: FlatBuffer, gradients: FlatBuffer) -> Updater:
+def make_updater(source: ModelFile, parameters: FlatBuffer, gradients: FlatBuffer) -> Updater:
     """The updater that fits an optimizer model's form."""
-    model = read_model(path, "optimizer")
+    model = read_model(source, "optimizer")
     about = {entry.key: entry.value for entry in model.metadata_props}
     if "onward.optimizer" not in about:
-        raise ModelError(f"'{path}' is not an optimizer model of Onward: make it with onward.artifacts")
+        raise ModelError("this is not an optimizer model of Onward: make it with onward.artifacts")
     options = json.loads(about["onward.optimizer"])
     if options.get("sequences"):
         return SequenceUpdater(model, parameters, gradients)
@@ -133,6 +133,7 @@ class FlatUpdater(Updater):
         of_parameter = {name: i for i, group in enumerate(options["groups"]) for name in group["parameters"]}
         decay = np.full(1, options["weight_decay"], np.float32)
         settings: dict[int | None, tuple[np.ndarray, np.ndarray]] = {None: (self._rate, decay)}
+        self._settings = settings  # bindings hold addresses only: keep what they point to
         for index, group in enumerate(options["groups"]):
             rate = self._rate
             if group["learning_rate_scale"] != 1.0:
@@ -191,6 +192,7 @@ class NamedUpdater(Updater):
         decay = np.full(1, options["weight_decay"], np.float32)
         arrays = {"learning_rate": self._rate, "step": self._step}
         arrays |= {"gradient_scale": self._scale, "weight_decay": decay}
+        self._decay = decay  # bindings hold addresses only: keep what they point to
         state = {f"{n}.{slot}": array for n, slots in self._slots.items() for slot, array in slots.items()}
         arrays |= {**parameters.views, **{f"{n}_grad": view for n, view in gradients.views.items()}, **state}
         self._binding = self._session.io_binding()

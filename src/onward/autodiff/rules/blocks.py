@@ -7,6 +7,8 @@ import dataclasses
 import numpy as np
 import onnx_ir as ir
 
+from onward.autodiff.rules.shapes import joined
+
 __all__ = ["Scales"]
 
 
@@ -47,10 +49,8 @@ class Scales:
         if value.dtype is not None and not value.dtype.is_floating_point():
             wide = op.Cast(wide, to=ir.DataType.INT32.value)  # small integers cannot be expanded or sliced
         wide = op.Expand(wide, times)
-        lead = [
-            op.dim(value, a) if a != self.axis else np.asarray([-1], np.int64) for a in range(op.rank(value))
-        ]
-        wide = op.Reshape(wide, op.Concat(*lead, axis=0) if len(lead) > 1 else np.asarray([-1], np.int64))
+        merged = [op.dim(value, axis) if axis != self.axis else -1 for axis in range(op.rank(value))]
+        wide = op.Reshape(wide, joined(op, *merged))
         return op.Slice(wide, [0], op.dim(self.of, self.axis), [self.axis])
 
     def gather(self, op, each: ir.Value, scale: ir.Value) -> ir.Value:
@@ -67,5 +67,5 @@ class Scales:
         padded = op.Pad(each, pads, None, [self.axis])
         lead = [op.dim(self.of, a) for a in range(self.axis)]
         tail = [op.dim(self.of, a) for a in range(self.axis + 1, count)]
-        split = op.Concat(*lead, blocks, np.asarray([self.block], np.int64), *tail, axis=0)
+        split = joined(op, *lead, blocks, self.block, *tail)
         return op.ReduceSum(op.Reshape(padded, split), [self.axis + 1], keepdims=0)

@@ -6,6 +6,7 @@ import numpy as np
 
 from onward.autodiff.registry import gradient
 from onward.autodiff.rules.contraction import Contraction
+from onward.autodiff.rules.shapes import joined
 
 
 @gradient("Gemm", broadcasts=True)
@@ -50,9 +51,9 @@ def matmul(op, node, dy):
         return op.Gemm(dy, b, transB=1), op.Gemm(a, dy, transA=1)
     if rank_b == 2:
         # One product over all batches: A's rows are the rows of every batch together.
-        rows = op.Reshape(dy, _flat(op, b, 1))
+        rows = op.Reshape(dy, joined(op, -1, op.dim(b, 1)))
         da = op.Reshape(op.Gemm(rows, b, transB=1), op.shape(a))
-        return da, op.Gemm(op.Reshape(a, _flat(op, b, 0)), rows, transA=1)
+        return da, op.Gemm(op.Reshape(a, joined(op, -1, op.dim(b, 0))), rows, transA=1)
     da = op.MatMul(dy, _transposed(op, b))
     db = op.MatMul(_transposed(op, a), dy)
     return op.sum_to(da, a), op.sum_to(db, b)
@@ -68,15 +69,6 @@ def _by_vector(op, matrix, vector, dy, *, transposed=False):
         spread = op.Mul(column, vector)
         product = op.Squeeze(op.MatMul(row, matrix), [-2])
     return spread, op.sum_to(product, vector)
-
-
-def _flat(op, weight, axis):
-    """The shape [−1, n] with n an axis of the weight: every batch's rows together."""
-    return (
-        op.Concat(np.asarray([-1], np.int64), op.dim(weight, axis), axis=0)
-        if op.static_dim(weight, axis) is None
-        else op.constant(np.asarray([-1, op.static_dim(weight, axis)], np.int64), name="rows")
-    )
 
 
 def _transposed(op, value):

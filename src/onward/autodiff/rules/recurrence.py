@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import onnx_ir as ir
 
+from onward.autodiff.rules.shapes import joined
 from onward.errors import ModelError
 
 __all__ = ["Direction", "Recurrence", "scan"]
@@ -79,7 +80,7 @@ class Recurrence:
             )
         self.hidden = hidden
         self.x = op.Transpose(x, perm=[1, 0, 2]) if self.batch_first else x
-        self.rows = op.Reshape(self.x, self._flat(w, 2))
+        self.rows = op.Reshape(self.x, joined(op, -1, op.dim(w, 2)))
         self.mask = self._mask(lengths)
         self.directions = [
             Direction(
@@ -106,9 +107,6 @@ class Recurrence:
         size = self.gates * self.hidden
         return self.op.Slice(bias, [half * size], [(half + 1) * size], [0])
 
-    def _flat(self, weight: ir.Value, axis: int) -> ir.Value:
-        return self.op.Concat(np.asarray([-1], np.int64), self.op.dim(weight, axis), axis=0)
-
     def _state(self, value: ir.Value | None, direction: int) -> ir.Value:
         op = self.op
         if value is None:
@@ -119,7 +117,7 @@ class Recurrence:
 
     def zeros(self) -> ir.Value:
         """A state of zeros, [B, H]."""
-        shape = self.op.Concat(self.op.dim(self.x, 1), np.asarray([self.hidden], np.int64), axis=0)
+        shape = joined(self.op, self.op.dim(self.x, 1), self.hidden)
         return self.op.Expand(self.op.constant_like(0.0, self.x), shape)
 
     def _mask(self, lengths: ir.Value | None) -> ir.Value | None:
@@ -140,9 +138,8 @@ class Recurrence:
     def _steps(self, rows: ir.Value, width: int | None) -> ir.Value:
         """Rows of all steps back to [S, B, width]."""
         op = self.op
-        lead = [op.dim(self.x, 0), op.dim(self.x, 1)]
-        tail = np.asarray([-1 if width is None else width], np.int64)
-        return op.Reshape(rows, op.Concat(*lead, tail, axis=0))
+        shape = joined(op, op.dim(self.x, 0), op.dim(self.x, 1), -1 if width is None else width)
+        return op.Reshape(rows, shape)
 
     def previous(self, direction: Direction, states: ir.Value, first: ir.Value | None) -> ir.Value:
         """The state that each step began with: all states, moved by one step."""

@@ -104,7 +104,11 @@ def unsqueeze(op, node, dz):
     axes = node.inputs[1]
     known = op.const_value(axes)
     # Squeeze reads an empty list as "all".
-    return dz if known is not None and known.size == 0 else op.Squeeze(dz, axes)
+    if known is not None and known.size == 0:
+        return dz
+    # onnxruntime's Unsqueeze takes a scalar for the axes, its Squeeze does not.
+    vector = axes.shape is not None and axes.shape.rank() == 1
+    return op.Squeeze(dz, axes if vector else op.Reshape(axes, [-1]))
 
 
 @gradient("Transpose")

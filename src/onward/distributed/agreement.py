@@ -1,0 +1,121 @@
+"""Ranks that agree: one rank's error becomes every rank's error, and states are compared.
+
+A rank that fails alone leaves the others waiting for it. So a failure is first exchanged, as text of a fixed
+size, and then raised by all: the same class and the same words everywhere.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+
+from onward.distributed.comm import Communicator
+from onward.distributed.errors import DistributedError
+from onward.errors import ExportError, ModelError, NonFiniteError, OnwardError
+
+__all__ = ["agree", "all_or_none", "broadcast_bytes", "raise_together", "same_everywhere"]
+
+_TEXT = 2000
+# What can be raised by its own name on a rank where it did not happen; anything else is a DistributedError.
+_KINDS: tuple[type[Exception], ...] = (
+    DistributedError,
+    OnwardError,
+    ModelError,
+    NonFiniteError,
+    ExportError,
+    ValueError,
+    TypeError,
+    KeyError,
+    FileNotFoundError,
+)
+
+
+@contextmanager
+def all_or_none(comm: Communicator) -> Iterator[None]:
+    """Run a block that does not communicate; if it fails on any rank, raise that failure on all."""
+    failure: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        failure = error
+    agree(comm, failure)
+
+
+def agree(comm: Communicator, failure: Exception | None) -> None:
+    """Say whether this rank failed; raises on every rank if any did."""
+    failed = np.array([failure is not None], np.int64)
+    comm.all_reduce(failed)
+    if failed[0]:
+        raise_together(comm, failure)
+
+
+def raise_together(comm: Communicator, failure: Exception | None) -> None:
+    """Raise the failure of the lowest rank that has one, on all ranks; at least one must have one."""
+    if comm.world == 1 and failure is not None:
+        raise failure
+    first = np.zeros(comm.world, np.int64)
+    first[comm.rank] = failure is not None
+    comm.all_reduce(first)
+    if not first.any():
+        raise AssertionError("no rank has a failure to raise")
+    source = int(np.flatnonzero(first)[0])
+    message = np.zeros(_TEXT + 1, np.uint8)
+    if comm.rank == source:
+        assert failure is not None
+        text = str(failure) if not isinstance(failure, KeyError) else str(failure.args[0])
+        data = text.encode()[:_TEXT]
+        message[0] = _kind(failure)
+        message[1 : 1 + len(data)] = np.frombuffer(data, np.uint8)
+    comm.broadcast(message, root=source)
+    if failure is not None:  # its own, with its own traceback
+        raise failure
+    text = message[1:].tobytes().rstrip(b"\0").decode(errors="replace")
+    raise _KINDS[int(message[0])](f"{text} (on rank {source})")
+
+
+def _kind(failure: Exception) -> int:
+    exact = [i for i, kind in enumerate(_KINDS) if type(failure) is kind]
+    if exact:
+        return exact[0]
+    near = [i for i, kind in enumerate(_KINDS) if isinstance(failure, kind)]
+    return near[-1] if near else 0
+
+
+def broadcast_bytes(comm: Communicator, data: bytes | None) -> bytes:
+    """Rank 0's bytes, on every rank."""
+    size = np.array([len(data) if data is not None else 0], np.int64)
+    comm.broadcast(size)
+    whole = np.frombuffer(data, np.uint8).copy() if data is not None else np.empty(int(size[0]), np.uint8)
+    comm.broadcast(whole)
+    return whole.tobytes()
+
+
+def same_everywhere(comm: Communicator, arrays: Sequence[np.ndarray]) -> bool:
+    """Whether the ranks hold the same bytes; where not, rank 0's are taken over, with a warning.
+
+    On equal processors they never differ; different ones may round differently.
+    """
+    digest = hashlib.sha256()
+    for array in arrays:
+        digest.update(np.ascontiguousarray(array).data)
+    own = np.frombuffer(digest.digest(), np.uint8)
+    first = own.copy()
+    comm.broadcast(first)
+    differs = np.array([not np.array_equal(own, first)], np.int64)
+    comm.all_reduce(differs)
+    if not differs[0]:
+        return True
+    for array in arrays:
+        comm.broadcast(array)
+    if comm.rank == 0:
+        warnings.warn(
+            f"the parameters of {int(differs[0])} of {comm.world} ranks had drifted from rank 0's and were "
+            "replaced by them: are the processors of one kind?",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    return False

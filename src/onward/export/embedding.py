@@ -1,0 +1,89 @@
+"""Put a torch module's weights into a graph that was exported without them, ready for inference.
+
+Knows ONNX protobufs and torch tensors. A matrix that is only ever read transposed, as every Linear's is, is
+stored transposed: the transposition would cost time at every load and hide the matrix from quantizers. One that
+is also read as it is, such as an output layer tied to its embedding, is stored once and transposed by the graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import onnx
+import torch
+from onnx import NodeProto, helper, numpy_helper
+
+from onward.errors import ExportError
+
+__all__ = ["embed_weights"]
+
+
+def embed_weights(model: onnx.ModelProto, module: torch.nn.Module, *, inputs: Collection[str]) -> None:
+    """Turn every graph input that is not among `inputs` into the module's tensor of that name, in place."""
+    graph = model.graph
+    tensors = dict(module.named_parameters(remove_duplicate=False))
+    tensors |= dict(module.named_buffers(remove_duplicate=False))
+    wanted = [value.name for value in graph.input if value.name not in inputs]
+    unknown = [name for name in wanted if name not in tensors]
+    if unknown:
+        raise ExportError(f"the exporter made inputs of its own: {', '.join(unknown)}")
+    readers = _readers(graph, wanted)
+    renamed: dict[str, str] = {}
+    outputs = {value.name for value in graph.output}
+    for name in wanted:
+        value = tensors[name].detach()
+        perm = _common_transposition(readers[name])
+        if perm is not None and not outputs & {node.output[0] for node in readers[name]}:
+            # Under another name: whoever looks for the parameter must not find its transpose.
+            stored = f"{name}.transposed"
+            renamed |= {node.output[0]: stored for node in readers[name]}
+            value = value.permute(perm)
+        else:
+            stored = name
+        graph.initializer.append(numpy_helper.from_array(value.contiguous().cpu().numpy(), stored))
+    kept = [value for value in graph.input if value.name in inputs]
+    del graph.input[:]
+    graph.input.extend(kept)
+    _drop(graph, renamed)
+
+
+def _readers(graph: onnx.GraphProto, names: Collection[str]) -> dict[str, list[NodeProto]]:
+    """Every node that reads one of the names, in bodies too."""
+    found: dict[str, list[NodeProto]] = {name: [] for name in names}
+    for node in graph.node:
+        for name in node.input:
+            if name in found:
+                found[name].append(node)
+        for attribute in node.attribute:
+            if attribute.type == onnx.AttributeProto.GRAPH:
+                for name, nodes in _readers(attribute.g, names).items():
+                    # Twice, so that what a body reads is never taken for something to fold.
+                    found[name] += [node, *nodes]
+    return found
+
+
+def _common_transposition(nodes: list[NodeProto]) -> list[int] | None:
+    """The permutation that every reader applies; None where there is none or they differ."""
+    perms = set()
+    for node in nodes:
+        perm = next((helper.get_attribute_value(a) for a in node.attribute if a.name == "perm"), None)
+        if node.op_type != "Transpose" or perm is None:
+            return None
+        perms.add(tuple(perm))
+    return list(perms.pop()) if len(perms) == 1 else None
+
+
+def _drop(graph: onnx.GraphProto, renamed: dict[str, str]) -> None:
+    """Remove the nodes that made the renamed values; their readers, in bodies too, read the stored ones."""
+    nodes = []
+    for node in graph.node:
+        if node.output and node.output[0] in renamed:
+            continue
+        for index, name in enumerate(node.input):
+            node.input[index] = renamed.get(name, name)
+        for attribute in node.attribute:
+            if attribute.type == onnx.AttributeProto.GRAPH:
+                _drop(attribute.g, renamed)
+        nodes.append(node)
+    del graph.node[:]
+    graph.node.extend(nodes)

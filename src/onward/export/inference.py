@@ -1,0 +1,148 @@
+"""`for_inference`: a trained state to a deployable file, checked against the evaluation model."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime as ort
+
+from onward import checkpoint
+from onward.api.state import CheckpointState
+from onward.checkpoint import CheckpointData
+from onward.errors import ExportError, ParityError
+from onward.export.parity import Report, compare
+from onward.export.quantize import QuantizationReport, measure, quantize, scheme_name
+from onward.graph.save import write_model
+from onward.inference import inference_model, place_files
+
+__all__ = ["InferenceExport", "for_inference", "sample_inputs"]
+
+
+@dataclasses.dataclass(frozen=True)
+class InferenceExport:
+    """What was written and how far it is from the evaluation model."""
+
+    path: Path
+    size: int
+    parity: Report | None
+    quantization: QuantizationReport | None
+
+    def __str__(self) -> str:
+        lines = [f"{self.path} ({self.size / 1e6:.2f} MB)"]
+        if self.parity is not None:
+            lines.append(str(self.parity))
+        if self.quantization is not None:
+            lines.append(str(self.quantization))
+        return "\n".join(lines)
+
+
+def for_inference(
+    eval_model: str | os.PathLike[str] | bytes | onnx.ModelProto,
+    state: CheckpointState | CheckpointData | str | os.PathLike[str],
+    outputs: Sequence[str],
+    path: str | os.PathLike[str],
+    *,
+    quantize_to: bool | str | None = None,
+    inputs: Mapping[str, np.ndarray] | None = None,
+    rtol: float = 1e-4,
+    atol: float = 1e-5,
+    external_data: bool | None = None,
+) -> InferenceExport:
+    """Export a trained model for inference and prove it: the file's outputs equal the evaluation model's.
+
+    `state` is a CheckpointState or the path of a checkpoint. `inputs` are used for the proof (random ones of
+    the model's shapes without them); a difference above the tolerances raises `ParityError` and leaves an
+    older file as it was. `quantize_to` is "int8", "int8-tensor", "int4", "int8-weights" or "fp16"; its effect
+    is measured and reported, not judged. `external_data` puts the weights into a file of their own.
+    """
+    data = _data(state)
+    target = Path(path)
+    scheme = scheme_name(quantize_to)
+    model = inference_model(eval_model, data, outputs)
+    feeds = dict(inputs) if inputs is not None else sample_inputs(model)
+    names = [value.name or "" for value in model.graph.outputs]
+    wanted = _reference(eval_model, data, names, feeds, given=inputs is not None)
+    found: dict[str, Report | QuantizationReport | None] = {"parity": None, "quantization": None}
+
+    def write(folder: Path) -> None:
+        plain = folder / target.name
+        write_model(model, plain, external=external_data)
+        if wanted is not None:
+            report = compare(wanted, _run(str(plain), feeds), rtol=rtol, atol=atol)
+            found["parity"] = report
+            if not report.passed:
+                raise ParityError(
+                    f"the exported model differs from the evaluation model; not written:\n{report}"
+                )
+        if scheme is not None:
+            fp32 = plain.read_bytes() if not external_data else str(plain)
+            quantize(fp32, scheme, output=plain)
+            if wanted is not None:
+                found["quantization"] = measure(fp32, str(plain), [feeds])
+
+    place_files(target, write)
+    parity, quantization = found["parity"], found["quantization"]
+    assert parity is None or isinstance(parity, Report)
+    assert quantization is None or isinstance(quantization, QuantizationReport)
+    return InferenceExport(target, target.stat().st_size, parity, quantization)
+
+
+def sample_inputs(model: ir.Model, *, seed: int = 0, size: int = 4) -> dict[str, np.ndarray]:
+    """Random inputs that fit a model: symbolic dimensions become `size`, integers stay small."""
+    rng = np.random.default_rng(seed)
+    feeds: dict[str, np.ndarray] = {}
+    for value in model.graph.inputs:
+        if value.dtype is None or value.dtype == ir.DataType.STRING:
+            continue
+        dims = [dim if isinstance(dim, int) else size for dim in (value.shape or ())]
+        dtype = value.dtype.numpy()
+        if value.dtype.is_floating_point():
+            feeds[value.name or ""] = rng.standard_normal(dims).astype(dtype)
+        else:
+            feeds[value.name or ""] = rng.integers(0, 2, dims).astype(dtype)
+    return feeds
+
+
+def _data(state: CheckpointState | CheckpointData | str | os.PathLike[str]) -> CheckpointData:
+    if isinstance(state, CheckpointState):
+        return state.to_data()
+    return state if isinstance(state, CheckpointData) else checkpoint.load(state)
+
+
+def _reference(
+    eval_model: str | os.PathLike[str] | bytes | onnx.ModelProto,
+    data: CheckpointData,
+    names: Sequence[str],
+    feeds: Mapping[str, np.ndarray],
+    *,
+    given: bool,
+) -> dict[str, np.ndarray] | None:
+    """The outputs of the evaluation graph itself, parameters fed; None where random inputs do not fit it."""
+    from onward.graph.load import load_model
+    from onward.graph.prune import prune
+
+    model = prune(load_model(eval_model), list(names))
+    values = {**data.trainable, **data.frozen}
+    reads = {value.name for value in model.graph.inputs}
+    parameters = {name: np.asarray(array) for name, array in values.items() if name in reads}
+    try:
+        return _run(ir.to_proto(model).SerializeToString(), {**feeds, **parameters})
+    except Exception as error:
+        if given:
+            raise ExportError(f"the evaluation model does not run on the given inputs: {error}") from error
+        return None
+
+
+def _run(model: bytes | str, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    options = ort.SessionOptions()
+    options.log_severity_level = 3
+    session = ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+    wanted = {value.name for value in session.get_inputs()}
+    results = session.run(None, {name: array for name, array in feeds.items() if name in wanted})
+    return {value.name: np.asarray(result) for value, result in zip(session.get_outputs(), results)}

@@ -1,0 +1,55 @@
+"""Schedules by name, fitted to the length of a run."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+
+from onward.api import (
+    ConstantLRScheduler,
+    CosineLRScheduler,
+    LinearLRScheduler,
+    LRScheduler,
+    OneCycleLRScheduler,
+    Optimizer,
+    PolynomialLRScheduler,
+    StepLRScheduler,
+)
+
+__all__ = ["SCHEDULES", "Schedule", "make_schedule"]
+
+Schedule = str | Callable[[Optimizer, int | None], LRScheduler]
+SCHEDULES = ("constant", "linear", "cosine", "step", "one-cycle", "polynomial")
+
+
+def make_schedule(
+    schedule: Schedule, optimizer: Optimizer, rate: float, *, total: int | None, warmup: float = 0
+) -> LRScheduler:
+    """The scheduler of a run of `total` updates; warmup counts them, or is a share of them when below 1."""
+    if not isinstance(schedule, str):
+        return schedule(optimizer, total)
+    if schedule not in SCHEDULES:
+        near = difflib.get_close_matches(schedule, SCHEDULES, n=1)
+        hint = f"; did you mean '{near[0]}'?" if near else ""
+        raise ValueError(f"no schedule '{schedule}': there are {', '.join(SCHEDULES)}{hint}")
+    if warmup < 0:
+        raise ValueError(f"warmup is {warmup}: it must not be negative")
+    if total is None and (schedule != "constant" or 0 < warmup < 1):
+        raise ValueError(
+            f"schedule='{schedule}' needs the number of batches of an epoch, which this data does not tell: "
+            "pass a list or arrays, or schedule='constant'"
+        )
+    steps = round(warmup * total) if 0 < warmup < 1 and total is not None else int(warmup)
+    if schedule == "constant" or total is None:
+        return ConstantLRScheduler(optimizer, rate, warmup_step_count=steps)
+    if schedule == "linear":
+        return LinearLRScheduler(optimizer, steps, total, rate)
+    if schedule == "cosine":
+        return CosineLRScheduler(optimizer, rate, total_step_count=total, warmup_step_count=steps)
+    if schedule == "step":
+        return StepLRScheduler(optimizer, rate, step_size=max(1, total // 3), warmup_step_count=steps)
+    if schedule == "polynomial":
+        return PolynomialLRScheduler(
+            optimizer, rate, total_step_count=total, power=2.0, warmup_step_count=steps
+        )
+    return OneCycleLRScheduler(optimizer, rate, total_step_count=total)

@@ -1,0 +1,91 @@
+"""Artifacts to train from: a directory of files, or models in memory."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import onnx
+
+from onward import checkpoint
+from onward.checkpoint import CheckpointData
+from onward.errors import ModelError
+from onward.runtime.sessions import ModelFile, read_model
+
+if TYPE_CHECKING:
+    from onward.artifacts import Artifacts
+
+__all__ = ["ArtifactFiles", "find_artifacts"]
+
+
+@dataclasses.dataclass(frozen=True)
+class ArtifactFiles:
+    """The models of a training run, and where its initial state comes from."""
+
+    name: str
+    training: ModelFile
+    evaluation: ModelFile | None
+    optimizer: ModelFile | None
+    state: Path | CheckpointData
+    outputs: list[str]
+
+    def load_checkpoint(self) -> CheckpointData:
+        """The initial state."""
+        if isinstance(self.state, Path):
+            return checkpoint.load(self.state)
+        return dataclasses.replace(
+            self.state,
+            trainable=dict(self.state.trainable),
+            frozen=dict(self.state.frozen),
+            properties=dict(self.state.properties),
+        )
+
+
+def find_artifacts(artifacts: str | os.PathLike[str] | Artifacts, prefix: str = "") -> ArtifactFiles:
+    """What `generate_artifacts` wrote into a directory, or `build_artifacts` returned."""
+    if not isinstance(artifacts, str | os.PathLike):
+        return _in_memory(artifacts)
+    directory = Path(artifacts)
+    if not directory.is_dir():
+        raise ModelError(f"no directory of artifacts at '{directory}': make it with generate_artifacts")
+    training = directory / f"{prefix}training_model.onnx"
+    state = directory / f"{prefix}checkpoint"
+    missing = [path.name for path in (training, state) if not path.is_file()]
+    if missing:
+        raise ModelError(f"'{directory}' lacks {' and '.join(missing)}: make them with generate_artifacts")
+    evaluation = directory / f"{prefix}eval_model.onnx"
+    optimizer = directory / f"{prefix}optimizer_model.onnx"
+    return ArtifactFiles(
+        name=directory.resolve().name,
+        training=training,
+        evaluation=evaluation if evaluation.is_file() else None,
+        optimizer=optimizer if optimizer.is_file() else None,
+        state=state,
+        outputs=_outputs(read_model(training, "training")),
+    )
+
+
+def _in_memory(artifacts: Artifacts) -> ArtifactFiles:
+    import onnx_ir as ir
+
+    def proto(model: ir.Model | None) -> onnx.ModelProto | None:
+        return None if model is None else ir.to_proto(model)
+
+    training = proto(artifacts.training)
+    assert training is not None
+    return ArtifactFiles(
+        name="artifacts in memory",
+        training=training,
+        evaluation=proto(artifacts.evaluation),
+        optimizer=proto(artifacts.optimizer),
+        state=artifacts.checkpoint,
+        outputs=_outputs(training),
+    )
+
+
+def _outputs(model: onnx.ModelProto) -> list[str]:
+    about = {entry.key: entry.value for entry in model.metadata_props}
+    return list(json.loads(about.get("onward.outputs", "[]")))
