@@ -262,8 +262,8 @@ WITH_DROPOUT = {
             u = Dropout(s, r, yes)  v = Mul(u, s)  t = Mul(v, one)
         }> (x, turns)
     }""",
-    "If": """(float[64] x) => (float[64] y) <bool yes = {1}, float r = {0.25}> {
-        y = If (yes) <
+    "If": """(float[64] x, bool p) => (float[64] y) <bool yes = {1}, float r = {0.25}> {
+        y = If (p) <
             then_branch = then () => (float[64] t) {
                 a, kept = Dropout(x, r, yes)  b = Mul(a, x)  c = Mul(b, b)  t = Mul(c, c)
             },
@@ -280,10 +280,30 @@ def test_random_numbers_drawn_in_a_body_are_the_same_in_the_backward_pass(operat
     derived = gradient(model(WITH_DROPOUT[operator]), of="y", wrt=["x"], cotangent="dy")
     session = onnxruntime.InferenceSession(derived.SerializeToString(), providers=["CPUExecutionProvider"])
     x = np.linspace(0.5, 1.5, 64, dtype=np.float32)
-    y, dx = session.run(["y", "x_grad"], {"x": x, "dy": np.ones(64, np.float32)})
+    flag = {"p": np.array(True)} if operator == "If" else {}
+    y, dx = session.run(["y", "x_grad"], {"x": x, "dy": np.ones(64, np.float32), **flag})
     assert 0 < np.count_nonzero(y) < 64
     # What survives is c·x⁸, so that its derivative is 8·y/x; what does not is 0 and has none.
     np.testing.assert_allclose(dx, 8 * y / x, rtol=1e-5)
+
+
+def test_a_branch_that_the_types_decide_is_put_in_the_place_of_its_if():
+    graph = model(
+        """(float[2, 3] x) => (float y) <int64 four = {4}, int64[1] first = {0}> {
+            size = Size(x)
+            large = Greater(size, four)
+            h = If (large) <
+                then_branch = then () => (float[3] u) { u = ReduceSum <keepdims = 0> (x, first) },
+                else_branch = otherwise () => (float[2, 3] v) { v = Identity(x) }
+            >
+            hh = Mul(h, h)
+            y = ReduceSum <keepdims = 0> (hh)
+        }"""
+    )
+    derived = gradient(graph, of="y", wrt=["x"])
+    assert "If" not in [node.op_type for node in derived.graph.node]
+    x = np.arange(6, dtype=np.float32).reshape(2, 3)
+    np.testing.assert_allclose(run(derived, x=x)["x_grad"], np.tile(2 * x.sum(axis=0), (2, 1)))
 
 
 def test_a_loop_that_keeps_its_shape_is_not_run_twice():
