@@ -16,6 +16,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from onward.errors import ModelError
+from onward.graph.dialect import normalize
 from onward.graph.load import load_model
 
 WEIGHT = np.arange(12, dtype=np.float32).reshape(3, 4)
@@ -301,3 +302,42 @@ def test_models_over_two_gigabytes_load_by_path_without_being_read(folder: Path)
     path.write_bytes(model_with(tensor).SerializeToString())
     held = load_model(path).graph.initializers["w"].const_value
     assert isinstance(held, ir.ExternalTensor) and held.nbytes == 3 * 2**30
+
+
+def test_damaged_models_give_one_kind_of_error() -> None:
+    text = """g (float[2, 3, 4] x, bool c) => (float[2, 3, 4] y) {
+        s = Softmax<axis = 1>(x)  m = com.microsoft.FusedMatMul<transB = 1>(s, w)  b = ReduceSum<axes = [1]>(m)
+        k = Constant<value_ints = [0, 0, 4]>()  q = Reshape(m, k)
+        z = If(c)<then_branch = t () => (float[2, 3, 4] a) { a = Clip(q) },
+                  else_branch = e () => (float[2, 3, 4] d) { u = Unsqueeze<axes = [0]>(q)  d = Squeeze<axes = [0]>(u) }>
+        y = Add(z, b) }"""
+    model = onnx.parser.parse_model('<ir_version: 8, opset_import: ["": 11, "com.microsoft": 1]> ' + text)
+    model.graph.initializer.append(numpy_helper.from_array(np.ones((4, 4), np.float32), "w"))
+    data = model.SerializeToString()
+    normalize(data)
+    random = np.random.default_rng(0)
+    refused = 0
+    for _ in range(300):
+        damaged = bytearray(data)
+        for place in random.integers(len(data), size=random.integers(1, 4)):
+            damaged[place] = random.integers(256)
+        try:
+            normalize(bytes(damaged))
+        except ModelError:
+            refused += 1
+    assert refused > 200
+
+
+@POSIX
+def test_models_over_two_gigabytes_enter_the_dialect_without_being_read(folder: Path) -> None:
+    with open(folder / "big.bin", "wb") as file:
+        file.truncate(3 * 2**30)  # a sparse file: takes no space
+    model = model_with(external(dims=(3, 2**28), location="big.bin"))
+    model.opset_import[0].version = 11
+    model.graph.node.append(helper.make_node("ReduceSum", ["y"], ["z"], axes=[1]))
+    model.graph.output[0].CopyFrom(helper.make_tensor_value_info("z", TensorProto.FLOAT, ["N", 1]))
+    path = folder / "model.onnx"
+    path.write_bytes(model.SerializeToString())
+    graph = normalize(path).graph
+    assert isinstance(graph.initializers["w"].const_value, ir.ExternalTensor)
+    assert [str(d) for d in graph[0].outputs[0].shape] == ["N", str(2**28)]

@@ -168,6 +168,35 @@ def test_bodies_are_converted_too() -> None:
         assert_same(run(model, feeds), run(in_dialect(model), feeds))
 
 
+BODIES = {
+    "equal names in both branches": """
+        y = If (c) <then_branch = t () => (float[2, 3] a) { k = Constant<value_float = 2.0>()  a = Mul(x, k) },
+                    else_branch = e () => (float[2, 3] a) { k = Constant<value_float = 3.0>()  a = Mul(x, k) }>""",
+    "branches of outer values": """
+        z = Neg(x)
+        y = If (c) <then_branch = t () => (float[2, 3] a) { a = Identity(x) },
+                    else_branch = e () => (float[2, 3] b) { b = Identity(z) }>""",
+    "branches of constants": """
+        k = If (c) <then_branch = t () => (float a) { a = Constant<value_float = 2.0>() },
+                    else_branch = e () => (float b) { b = Constant<value_float = 3.0>() }>
+        y = Mul(x, k)""",
+    "map over a sequence": """
+        s = SequenceConstruct(x, x)
+        t = SequenceMap (s) <body = m (float[2, 3] a) => (float[2, 3] b) { b = Neg(a) }>
+        i = Constant<value_int = 1>()  y = SequenceAt(t, i)""",
+}
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_bodies_keep_their_meaning(name: str) -> None:
+    model = parse(17, f"g (float[2, 3] x, bool c) => (float[2, 3] y) {{ {BODIES[name]} }}")
+    proto = ir.to_proto(normalize(model))
+    onnx.checker.check_model(proto, full_check=True)
+    for condition in (True, False):
+        feeds = {"x": f(2, 3), "c": np.array(condition)}
+        assert_same(run(model, feeds), run(proto, feeds))
+
+
 def test_scan_of_opset_eight_is_a_scan_over_samples() -> None:
     model = parse(
         8,
