@@ -61,14 +61,14 @@ def matmul(op, node, dy):
 
 def _by_vector(op, matrix, vector, dy, *, transposed=False):
     """y = M·v (or Mᵀ·v)   ⇒   dM = dy·vᵀ (or v·dyᵀ),  dv = Mᵀ·dy (or M·dy) summed over the batches"""
-    column, row = op.Unsqueeze(dy, [-1]), op.Unsqueeze(dy, [-2])
     if transposed:
-        spread = op.Mul(op.Unsqueeze(vector, [-1]), row)
-        product = op.Squeeze(op.MatMul(matrix, column), [-1])
-    else:
-        spread = op.Mul(column, vector)
-        product = op.Squeeze(op.MatMul(row, matrix), [-2])
-    return spread, op.sum_to(product, vector)
+        spread = op.Mul(op.Unsqueeze(vector, [-1]), op.Unsqueeze(dy, [-2]))
+        product = op.Squeeze(op.MatMul(matrix, op.Unsqueeze(dy, [-1])), [-1])
+        return spread, op.sum_to(product, vector)
+    spread = op.Mul(op.Unsqueeze(dy, [-1]), vector)
+    # The rows of every batch together, in one product.
+    rows = op.Reshape(matrix, joined(op, -1, op.dim(vector, 0)))
+    return spread, op.Squeeze(op.MatMul(op.Reshape(dy, [1, -1]), rows), [0])
 
 
 def _transposed(op, value):
