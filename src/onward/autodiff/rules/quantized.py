@@ -50,9 +50,8 @@ def dequantize_linear(op, node, dy):
     dq = op.Mul(dy, scales.spread(op, scale)) if op.wanted(q) else None
     ds = None
     if op.wanted(scale):
-        steps = op.CastLike(q, scale)
-        if zero is not None:
-            steps = op.Sub(steps, op.CastLike(scales.spread(op, zero), scale))
+        ones = op.Expand(op.constant_like(1.0, scale), op.shape(scale))
+        steps = op.DequantizeLinear(q, ones, zero, **dict(node.attributes))  # q − z, whatever q's type
         ds = scales.gather(op, op.Mul(dy, steps), scale)
     return dq, ds
 
