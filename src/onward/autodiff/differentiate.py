@@ -87,11 +87,12 @@ def vector_jacobian(
     )
     targets, sources = list(dict.fromkeys(targets)), list(dict.fromkeys(sources))
     _require_real([*targets, *sources])
+    names = [v.name or "" for v in targets], [v.name or "" for v in sources]
     seeds = {value: _cotangent(op, f"{value.name}_cotangent", value) for value in targets}
     graph.outputs.clear()
     for value, derivative in add_gradients(op, seeds, sources).items():
         _append_output(op, derivative, value)
-    return ir.to_proto(finish(prepared)), [v.name or "" for v in targets], [v.name or "" for v in sources]
+    return ir.to_proto(finish(prepared)), *names
 
 
 def _require_real(values: Sequence[ir.Value]) -> None:
@@ -113,10 +114,21 @@ def _append_output(op: DifferentiableBuilder, derivative: ir.Value, value: ir.Va
     node = ir.Node("", "Identity", [derivative], num_outputs=1, name=op.namer(f"{value.name}_grad/Identity"))
     op.graph.append(node)
     (named,) = node.outputs
-    named.name = op.namer(f"{value.name}_grad")
+    named.name = _claim(op, f"{value.name}_grad")
     named.type = derivative.type
     named.shape = value.shape
     op.graph.outputs.append(named)
+
+
+def _claim(op: DifferentiableBuilder, name: str) -> str:
+    """A name for an output: the one wished for, even where a value inside the graph has it."""
+    if op.namer.is_free(name):
+        return op.namer(name)
+    for value in (value for node in op.graph for value in node.outputs):
+        if value.name == name and not value.is_graph_output():
+            value.name = op.namer(f"{name}/inside")
+            return name
+    return op.namer(name)
 
 
 def add_gradients(

@@ -69,6 +69,10 @@ class Namer:
         """Mark a name as used."""
         self._taken.add(name)
 
+    def is_free(self, name: str) -> bool:
+        """Whether nothing has this name."""
+        return name not in self._taken
+
     def __call__(self, wish: str) -> str:
         """A free name: `wish` itself, or `wish` with a number behind it."""
         name = wish
