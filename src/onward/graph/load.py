@@ -18,6 +18,7 @@ import onnx
 import onnx_ir as ir
 
 from onward.errors import ModelError
+from onward.graph.builder import subgraphs_of
 from onward.graph.external import check_external, check_location, external_tensors, tensor_bytes
 
 __all__ = ["ModelSource", "load_model"]
@@ -180,10 +181,15 @@ def _check_data(tensor: onnx.TensorProto, where: str) -> None:
 
 def _check_model_references(model: ir.Model) -> None:
     for graph in model.graphs():
-        for value in graph.initializers.values():
-            tensor = value.const_value
+        held = [(value.name or "", value.const_value) for value in graph.initializers.values()]
+        for node in graph:
+            held += [
+                (node.name or attr.name, attr.as_tensor())
+                for attr in node.attributes.values()
+                if attr.type == ir.AttributeType.TENSOR and not attr.is_ref()
+            ]
+        for name, tensor in held:
             if isinstance(tensor, ir.ExternalTensor):
-                name = value.name or ""
                 check_location(
                     name,
                     os.fspath(tensor.location),
@@ -222,9 +228,22 @@ def _add_sparse(model: ir.Model, proto: onnx.ModelProto) -> None:
 
 def _sorted(model: ir.Model) -> ir.Model:
     try:
-        model.graph.sort()
+        if not _in_order(model.graph, set()):
+            model.graph.sort()
         for function in model.functions.values():
             function.sort()
     except ValueError as error:
         raise ModelError(f"the model's nodes form a cycle: {error}") from None
     return model
+
+
+def _in_order(graph: ir.Graph, done: set[ir.Node]) -> bool:
+    """Whether each node comes after those whose results it or its bodies read: sorting takes a while."""
+    for node in graph:
+        for value in node.inputs:
+            if value is not None and (producer := value.producer()) is not None and producer not in done:
+                return False
+        if not all(_in_order(inner, done) for inner in subgraphs_of(node)):
+            return False
+        done.add(node)
+    return True
