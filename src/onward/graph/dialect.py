@@ -20,7 +20,8 @@ from onward.graph.contrib import expand_contrib
 from onward.graph.definitions import expand_by_definition
 from onward.graph.infer import infer_shapes
 from onward.graph.load import ModelSource, load_model
-from onward.graph.newer import downgrade, lowest_opset
+from onward.graph.lowest import lowest_opset
+from onward.graph.newer import downgrade
 from onward.graph.opsets import OLDEST, upgrade
 from onward.graph.rewrite import Expansion, rewrite
 

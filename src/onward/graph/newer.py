@@ -1,8 +1,7 @@
 """Operators and attributes of opsets 22 to 28, in the spelling of opset 21.
 
 One table: operator → function that builds it from older ones. An operator that only takes more types since
-is not here: it keeps its spelling, and `lowest_opset` says whether the types in use still need the newer
-opset.
+is not here: it keeps its spelling, and lowest.py says whether the types in use still need the newer opset.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import numpy as np
-import onnx
 import onnx_ir as ir
 
 from onward.errors import ModelError
@@ -18,7 +16,7 @@ from onward.graph.attention import Mask, attend, merge_heads, positions, repeat_
 from onward.graph.builder import Builder
 from onward.graph.rewrite import Expansion, attribute, given, wanted
 
-__all__ = ["downgrade", "expanded_operators", "lowest_opset"]
+__all__ = ["downgrade", "expanded_operators"]
 
 _TABLE: dict[str, Expansion] = {}
 
@@ -36,8 +34,8 @@ def downgrade(node: ir.Node, version: int) -> Expansion | None:
 
 def expanded_operators() -> list[str]:
     """The operators that are new since opset 22 and are written in older ones."""
-    always = {name for names in _ONLY_WITH for name in names}
-    return sorted(set(_TABLE) - always)
+    older = {name for names in _ONLY_WITH for name in names}
+    return sorted(set(_TABLE) - older)
 
 
 # Operators that need rewriting only where a newer attribute or type is in use.
@@ -93,10 +91,8 @@ def _attention(op: Builder, node: ir.Node) -> Sequence[ir.Value | None]:
     if valid is not None and past_key is None:
         offset = op.Unsqueeze(op.Sub(valid, queries), np.asarray([1, 2, 3], np.int64))
     mask = _mask(op, node, q, op.dim(k, 2), offset, valid)
-    heads, stored = op.static_dim(q, 1), op.static_dim(k, 1)
-    if heads is None or stored is None:
-        heads, stored = attribute(node, "q_num_heads", 1), attribute(node, "kv_num_heads", 1)
-    k, v = (repeat_heads(op, x, heads // stored) for x in (k, v))
+    times = _heads_per_key(op, q, k)
+    k, v = repeat_heads(op, k, times), repeat_heads(op, v, times)
     precision = attribute(node, "softmax_precision")
     done = attend(
         op,
@@ -116,6 +112,16 @@ def _attention(op: Builder, node: ir.Node) -> Sequence[ir.Value | None]:
     return [output, *present, seen if wanted(node, 3) else None]
 
 
+def _heads_per_key(op: Builder, q: ir.Value, k: ir.Value) -> int:
+    """How many query heads share one head of keys."""
+    heads, stored = op.static_dim(q, 1), op.static_dim(k, 1)
+    if heads is None or stored is None:
+        if q.shape is not None and k.shape is not None and q.shape[1] == k.shape[1]:
+            return 1
+        raise ModelError("its numbers of heads are unknown; give its inputs a fixed size there")
+    return heads // stored
+
+
 def _mask(
     op: Builder,
     node: ir.Node,
@@ -128,19 +134,7 @@ def _mask(
     given_mask = given(node, 3)
     if given_mask is not None:
         mask.may_be_empty = True
-        length, full = op.static_dim(given_mask, -1), op.const_value(total)
-        if length is None or full is None or length != int(full[0]):
-            boolean = op.dtype(given_mask) == ir.DataType.BOOL
-            missing = op.Sub(total, op.dim(given_mask, -1))
-            fill = op.constant(np.asarray(False)) if boolean else op.constant_like(-np.inf, given_mask)
-            if boolean:  # no runtime pads booleans
-                as_byte = op.Cast(given_mask, to=ir.DataType.UINT8.value)
-                pads = op.Concat(np.asarray([0], np.int64), missing, axis=0)
-                padded = op.Pad(as_byte, pads, np.asarray(0, np.uint8), np.asarray([-1], np.int64))
-                given_mask = op.Cast(padded, to=ir.DataType.BOOL.value)
-            else:
-                pads = op.Concat(np.asarray([0], np.int64), missing, axis=0)
-                given_mask = op.Pad(given_mask, pads, fill, np.asarray([-1], np.int64))
+        given_mask = _padded(op, given_mask, total)
         if op.dtype(given_mask) == ir.DataType.BOOL:
             mask.allow(op, given_mask)
         else:
@@ -164,6 +158,20 @@ def _mask(
         mask.allow(op, op.Less(column, op.Unsqueeze(valid, np.asarray([1, 2, 3], np.int64))))
         mask.may_be_empty = True
     return mask
+
+
+def _padded(op: Builder, mask: ir.Value, total: ir.Value) -> ir.Value:
+    """A mask may end before the keys do: those that it does not reach are not attended."""
+    length, full = op.static_dim(mask, -1), op.const_value(total)
+    if length is not None and full is not None and length == int(full[0]):
+        return mask
+    pads = op.Concat(np.asarray([0], np.int64), op.Sub(total, op.dim(mask, -1)), axis=0)
+    last = np.asarray([-1], np.int64)
+    if op.dtype(mask) != ir.DataType.BOOL:
+        return op.Pad(mask, pads, op.constant_like(-np.inf, mask), last)
+    # Not every runtime pads booleans.
+    as_bytes = op.Pad(op.Cast(mask, to=ir.DataType.UINT8.value), pads, np.asarray(0, np.uint8), last)
+    return op.Cast(as_bytes, to=ir.DataType.BOOL.value)
 
 
 @_newer("RMSNormalization")
@@ -361,41 +369,3 @@ def _space_to_depth(op: Builder, node: ir.Node) -> ir.Value:
     turned = op.Transpose(op.Reshape(x, blocks), perm=[0, 1, 3, 5, 2, 4])
     channels = op.Mul(op.dim(x, 1), np.asarray([block * block], np.int64))
     return op.Reshape(turned, op.Concat(op.dim(x, 0), channels, height, width, axis=0))
-
-
-def lowest_opset(model: ir.Model, version: int, floor: int) -> int:
-    """The lowest opset from `floor` on in which every node exists with the types that it has here."""
-    needed = floor
-    for node in model.graph.all_nodes():
-        if node.domain in ("", "ai.onnx"):
-            needed = _needed(node, needed, version)
-    return needed
-
-
-def _needed(node: ir.Node, floor: int, version: int) -> int:
-    for opset in range(floor, version + 1):
-        try:
-            schema = onnx.defs.get_schema(node.op_type, opset, "")
-        except onnx.defs.SchemaError:
-            continue
-        if set(node.attributes) <= set(schema.attributes) and _types_fit(node, schema):
-            return opset
-    return version
-
-
-def _types_fit(node: ir.Node, schema: onnx.defs.OpSchema) -> bool:
-    allowed = {c.type_param_str: set(c.allowed_type_strs) for c in schema.type_constraints}
-    for values, formals in ((node.inputs, schema.inputs), (node.outputs, schema.outputs)):
-        if len(values) > len(formals) and (
-            not formals or formals[-1].option != onnx.defs.OpSchema.FormalParameterOption.Variadic
-        ):
-            return False
-        for index, value in enumerate(values):
-            if value is None or not isinstance(value.type, ir.TensorType):
-                continue
-            formal = formals[min(index, len(formals) - 1)]
-            name = f"tensor({value.type.dtype.name.lower()})"
-            names = allowed.get(formal.type_str, {formal.type_str})
-            if name not in names:
-                return False
-    return True
