@@ -70,7 +70,7 @@ def _move_all(staging: Path, directory: Path) -> list[Path]:
                 os.replace(target, old / path.name)
             moved.append(target)
             os.replace(path, target)
-    except OSError:
+    except BaseException:  # an interrupt too: the old files lie in the staging folder, which is removed
         for target in moved:
             target.unlink(missing_ok=True)
             if (old / target.name).exists():
@@ -90,4 +90,7 @@ def _write_ort(path: Path, custom_op_library: str | os.PathLike[str] | None) -> 
     options.add_session_config_entry("session.save_model_format", "ORT")
     if custom_op_library is not None:
         options.register_custom_ops_library(os.fspath(custom_op_library))
-    onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    try:
+        onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    except Exception as error:
+        raise ModelError(f"onnxruntime cannot turn '{path.name}' into ORT format: {error}") from error

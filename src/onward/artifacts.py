@@ -185,8 +185,8 @@ def build_artifacts(
             pass  # refuses a path that is not there
     prepared = normalize(_source(model))
     trainable, frozen = _choose(prepared, requires_grad, frozen_params)
-    extra = list(additional_output_names or [])
-    loss_name, prepared = _with_loss(prepared, loss, loss_block, loss_input_names)
+    (loss_name, *more), prepared = _with_loss(prepared, loss, loss_block, loss_input_names)
+    extra = [*more, *(additional_output_names or [])]
     graphs = build_training_graphs(prepared, loss_name, trainable=trainable, frozen=frozen, outputs=extra)
     shapes = {name: tuple(tensor.shape.numpy()) for name, tensor in graphs.trainable.items()}
     optimizer_made = None
@@ -245,16 +245,16 @@ def _optimizer_block(optimizer: OptimizerChoice) -> Block | Optimizer | None:
 
 def _with_loss(
     model: ir.Model, loss: Loss, block: Block | None, loss_input_names: Sequence[str] | None
-) -> tuple[str, ir.Model]:
+) -> tuple[list[str], ir.Model]:
+    """The names of the loss and of what else its block returned, and the model with the loss."""
     outputs = [value.name or "" for value in model.graph.outputs]
     if block is None:
         if not outputs:
             raise ModelError("the model has no output, so there is no loss to train on")
-        return (loss_input_names or outputs)[0], model
+        return (loss_input_names or outputs)[:1], model
     # a built-in loss reads the first output; a block of the user's own gets them all
     names = list(loss_input_names or (outputs[:1] if isinstance(loss, LossType) else outputs))
-    made, prepared = apply_block(block, model, names)
-    return made, prepared
+    return apply_block(block, model, names)
 
 
 def _choose(

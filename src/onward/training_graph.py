@@ -19,6 +19,7 @@ from onward.autodiff.differentiate import add_gradients, find_value
 from onward.autodiff.engine import DifferentiableBuilder, is_differentiable
 from onward.errors import ModelError
 from onward.graph.cleanup import finish
+from onward.graph.inference_form import to_inference
 from onward.graph.random import SEED_INPUT, make_random_explicit
 from onward.graph.statistics import make_statistics_explicit
 
@@ -56,7 +57,8 @@ def build_training_graphs(
     tensors = {name: _tensor(graph.initializers[name]) for name in order}
     labels = _label_ranges(graph)
     evaluation = model.clone()
-    _evaluation_form(evaluation.graph)
+    # Dropout stays visible, in its inference form: users look for it
+    to_inference(evaluation, keep_dropout=True)
     _turn_into_inputs(evaluation.graph, order)
     wanted = [name for name in order if name in trainable]
     wanted += [value.name or "" for value in graph.inputs if value.name in trainable]  # gradients of inputs
@@ -164,16 +166,6 @@ def _statistics(graph: ir.Graph) -> list[str]:
         if node.op_type == "BatchNormalization" and node.attributes.get_int("training_mode", 0):
             names += [v.name or "" for v in node.inputs[3:5] if v is not None and v.is_initializer()]
     return names
-
-
-def _evaluation_form(graph: ir.Graph) -> None:
-    """Dropout passes its input on; batch norm uses its running statistics."""
-    for node in graph:
-        if node.op_type == "Dropout" and len(node.inputs) > 2:
-            node.replace_input_with(2, None)
-        elif node.op_type == "BatchNormalization" and node.attributes.get_int("training_mode", 0):
-            node.attributes["training_mode"] = ir.AttrInt64("training_mode", 0)
-            node.resize_outputs(1)
 
 
 def _label_ranges(graph: ir.Graph) -> dict[str, dict[str, int]]:

@@ -18,19 +18,25 @@ __all__ = ["to_inference"]
 _UNIFORM = ("RandomUniform", "RandomUniformLike")
 
 
-def to_inference(model: ir.Model) -> ir.Model:
-    """Turn a model in place from training to inference; returns it."""
-    _walk(Builder(model.graph), model.graph)
+def to_inference(model: ir.Model, *, keep_dropout: bool = False) -> ir.Model:
+    """Turn a model in place from training to inference; returns it.
+
+    `keep_dropout` leaves Dropout nodes where they are, told that this is not training.
+    """
+    _walk(Builder(model.graph), model.graph, keep_dropout)
     return remove_unused(model)
 
 
-def _walk(op: Builder, graph: ir.Graph) -> None:
+def _walk(op: Builder, graph: ir.Graph, keep_dropout: bool) -> None:
     for node in list(graph):
         for inner in subgraphs_of(node):
-            _walk(Builder(inner, parent=op), inner)
+            _walk(Builder(inner, parent=op), inner, keep_dropout)
         op.before = node
         if node.op_type == "Dropout" and node.domain == "":
-            _remove_dropout(op, node)
+            if not keep_dropout:
+                _remove_dropout(op, node)
+            elif len(node.inputs) > 2:
+                node.replace_input_with(2, None)
         elif node.op_type == "BatchNormalization" and node.attributes.get_int("training_mode", 0):
             _freeze_statistics(op, node)
         elif node.op_type == "Mul":

@@ -101,7 +101,9 @@ def _dropout(op: Builder, node: ir.Node, key: ir.Value) -> list[ir.Value]:
         scale = op.constant(np.asarray(1.0 / (1.0 - rate) if rate < 1 else 0.0, dtype.numpy()), name="scale")
     else:
         wide = op.Cast(ratio, to=ir.DataType.DOUBLE)
-        limit = op.Cast(op.Sub(op.Mul(wide, _SPAN), _SPAN / 2), to=ir.DataType.INT64)
+        # the largest double below 2⁶³: a ratio of 1 must not run over
+        bound = op.Min(op.Sub(op.Mul(wide, _SPAN), _SPAN / 2), 2.0**63 - 1024)
+        limit = op.Cast(bound, to=ir.DataType.INT64)
         scale = op.Reciprocal(op.Sub(1.0, op.Cast(ratio, to=dtype)))
     dropped = op.Less(_hash(op, key, op.ReduceProd(op.shape(x), keepdims=0)), limit)
     training = node.inputs[2]
@@ -140,6 +142,20 @@ def _bernoulli(op: Builder, node: ir.Node, key: ir.Value) -> list[ir.Value]:
     return [op.Cast(drawn, to=_random_dtype(node, op.dtype(x)))]
 
 
+def _multinomial(op: Builder, node: ir.Node, key: ir.Value) -> list[ir.Value]:
+    """How many steps of the cumulated distribution lie below a uniform number, for each sample."""
+    x = node.inputs[0]
+    assert x is not None
+    samples = np.asarray([node.attributes.get_int("sample_size", 1)], np.int64)
+    steps = op.CumSum(op.Softmax(x, axis=1), np.int64(1))
+    drawn = _uniform(op, key, op.Concat(op.dim(x, 0), samples, axis=0), op.dtype(x))
+    passed = op.LessOrEqual(op.Unsqueeze(steps, [1]), op.Unsqueeze(drawn, [2]))
+    count = op.ReduceSum(op.Cast(passed, to=ir.DataType.INT64), [2], keepdims=0)
+    # the steps may end below 1 by rounding
+    chosen = op.Min(count, op.Sub(op.Squeeze(op.dim(x, 1), [0]), np.int64(1)))
+    return [op.Cast(chosen, to=_random_dtype(node, ir.DataType.INT32))]
+
+
 def _target(op: Builder, node: ir.Node) -> tuple[ir.Value, ir.DataType]:
     if node.op_type.endswith("Like"):
         like = node.inputs[0]
@@ -156,4 +172,5 @@ _REWRITES: dict[str, Callable[[Builder, ir.Node, ir.Value], list[ir.Value]]] = {
     "RandomNormal": _random_normal,
     "RandomNormalLike": _random_normal,
     "Bernoulli": _bernoulli,
+    "Multinomial": _multinomial,
 }

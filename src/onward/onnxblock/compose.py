@@ -19,8 +19,8 @@ __all__ = ["apply_block", "optimizer_from_block"]
 _HEADER_ONLY = 4096
 
 
-def apply_block(block: Block, model: ir.Model, names: Sequence[str]) -> tuple[str, ir.Model]:
-    """Build a loss block onto a model, which is taken over; returns the loss's name and the new model."""
+def apply_block(block: Block, model: ir.Model, names: Sequence[str]) -> tuple[list[str], ir.Model]:
+    """Build a loss block onto a model, which is taken over; returns what the block named, and the new model."""
     order = list(model.graph.initializers)
     large = {
         name: value.const_value
@@ -33,7 +33,7 @@ def apply_block(block: Block, model: ir.Model, names: Sequence[str]) -> tuple[st
     proto.graph.initializer.extend(_header(name, tensor) for name, tensor in large.items())
     with sharing(proto):
         made = block(*names)
-    loss = made if isinstance(made, str) else made[0]
+    results = [made] if isinstance(made, str) else list(made)
     for tensor in [tensor for tensor in proto.graph.initializer if tensor.name in large]:
         proto.graph.initializer.remove(tensor)
         proto.graph.input.append(
@@ -48,7 +48,7 @@ def apply_block(block: Block, model: ir.Model, names: Sequence[str]) -> tuple[st
     for name in [*order, *(name for name in list(graph.initializers) if name not in order)]:
         if name in graph.initializers:
             graph.initializers[name] = graph.initializers.pop(name)
-    return loss, composed
+    return results, composed
 
 
 def _header(name: str, tensor: ir.TensorProtocol) -> onnx.TensorProto:

@@ -14,7 +14,7 @@ import onnx_ir as ir
 from onward.errors import ModelError
 from onward.graph.dialect import OPSET, normalize
 
-__all__ = ["Accessor", "base", "current_model", "custom_op_library", "empty_base", "sharing"]
+__all__ = ["Accessor", "base", "current_model", "custom_op_library", "empty_base", "sharing", "to_dialect"]
 
 IR_VERSION = 10
 
@@ -69,7 +69,7 @@ def base(model: onnx.ModelProto, model_path: str | os.PathLike[str] | None = Non
         raise ModelError("Base onnx model cannot be None. Pass an onnx.ModelProto.")
     if not isinstance(model, onnx.ModelProto):
         raise TypeError(f"Base onnx model must be an onnx.ModelProto, got {type(model).__name__}.")
-    _to_dialect(model)
+    to_dialect(model)
     with sharing(model) as accessor:
         accessor.path = None if model_path is None else os.fspath(model_path)
         yield accessor
@@ -106,7 +106,7 @@ def custom_op_library(path: str | os.PathLike[str]) -> Iterator[Path]:
         _library.reset(token)
 
 
-def _to_dialect(model: onnx.ModelProto) -> None:
+def to_dialect(model: onnx.ModelProto) -> None:
     """Convert in place; a model without an opset is still being put together by its owner."""
     versions = [entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx")]
     if not versions or (versions == [OPSET] and not model.functions):

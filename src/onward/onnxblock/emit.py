@@ -10,7 +10,7 @@ import onnx_ir as ir
 from onward.errors import ModelError
 from onward.graph.builder import Builder, Namer
 from onward.graph.dialect import OPSET
-from onward.onnxblock.context import current_model
+from onward.onnxblock.context import current_model, to_dialect
 
 __all__ = ["add_input", "emit", "find_type", "has_name"]
 
@@ -96,11 +96,14 @@ def _value(model: onnx.ModelProto, name: str) -> ir.Value:
 
 
 def _opset(model: onnx.ModelProto) -> int:
-    for entry in model.opset_import:
-        if entry.domain in ("", "ai.onnx"):
-            return max(entry.version, OPSET) if entry.version <= OPSET else entry.version
-    model.opset_import.append(onnx.helper.make_opsetid("", OPSET))
-    return OPSET
+    versions = [entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx")]
+    if not versions:
+        model.opset_import.append(onnx.helper.make_opsetid("", OPSET))
+        return OPSET
+    if versions[0] < OPSET:  # its owner has set it since the base was entered
+        to_dialect(model)
+        return OPSET
+    return versions[0]
 
 
 def _namer(model: onnx.ModelProto) -> Namer:
