@@ -64,7 +64,7 @@ class Module:
         self.training = True
         self.on_nonfinite: NonFinitePolicy = on_nonfinite
         self._state = state
-        self._step = TrainingStep(train_model_uri, device=device, options=session_options)
+        self._step = self._make_step(train_model_uri, device, session_options)
         self._evaluation = (
             None
             if eval_model_uri is None
@@ -72,8 +72,8 @@ class Module:
         )
         self._eval_uri = eval_model_uri
         plan = self._step.plan
-        self._parameters = FlatBuffer({name: plan.shapes[name] for name in plan.trainable})
-        self._gradients = FlatBuffer({name: plan.shapes[name] for name in plan.trainable})
+        self._parameters = self._make_buffer({name: plan.shapes[name] for name in plan.trainable})
+        self._gradients = self._make_buffer({name: plan.shapes[name] for name in plan.trainable})
         self._frozen: dict[str, np.ndarray] = {}
         self._loaded = not state._data.nominal
         self._adopt(state._data)
@@ -92,6 +92,14 @@ class Module:
                 np.copyto(self._gradients.views[name], array)
                 self._reset = False
         state._module = self
+
+    def _make_step(self, uri: ModelFile, device: str, options: ort.SessionOptions | None) -> TrainingStep:
+        """What runs the training model; a pipeline stage has its own."""
+        return TrainingStep(uri, device=device, options=options)
+
+    def _make_buffer(self, shapes: dict[str, tuple[int, ...]]) -> FlatBuffer:
+        """The memory of parameters or gradients; ranks that share the work need it in equal parts."""
+        return FlatBuffer(shapes)
 
     # ---- running ---------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from onward.runtime.update import Updater, make_updater
 if TYPE_CHECKING:
     from onward.api.schedulers import LRScheduler
 
-__all__ = ["Optimizer"]
+__all__ = ["Optimizer", "squared_norm"]
 
 # Some gradient rules clamp infinities to the largest float32: a norm beyond this is one of those.
 _OVERFLOW = 1e60
@@ -32,7 +32,7 @@ class Optimizer:
         if not isinstance(module, Module):
             raise TypeError(f"Optimizer takes a Module, got {type(module).__name__}")
         self._module = module
-        self._updater: Updater = make_updater(optimizer_uri, module._parameters, module._gradients)
+        self._updater = self._make_updater(optimizer_uri)
         self._initial_rate = 1e-3
         self._scheduler: LRScheduler | None = None
         self._gradient_scale = 1.0
@@ -40,6 +40,10 @@ class Optimizer:
         self.set_learning_rate(1e-3)
         self._restore(module._state._data)
         module._optimizer = self
+
+    def _make_updater(self, uri: ModelFile) -> Updater:
+        """What runs the optimizer model; a rank may keep the state of its share of the parameters only."""
+        return make_updater(uri, self._module._parameters, self._module._gradients)
 
     def step(self) -> bool:
         """Update the parameters; False where a gradient was not finite and the update was skipped."""
@@ -74,14 +78,8 @@ class Optimizer:
         return self._updater.learning_rate
 
     def _norm(self) -> float:
-        """‖g‖ over all gradients."""
-        vector = self._module._gradients.vector
-        square = float(np.dot(vector, vector))
-        if not np.isfinite(square):  # it overflows float32 before it is really infinite
-            square = float(np.sum(np.square(vector, dtype=np.float64)))
-            if square > _OVERFLOW:
-                return math.inf
-        return math.sqrt(square)
+        """‖g‖ over all gradients; ranks that share the work add up theirs."""
+        return math.sqrt(squared_norm(self._module._gradients.vector))
 
     def _blame(self) -> str:
         names = [n for n, view in self._module._gradients.views.items() if not np.isfinite(view).all()]
@@ -105,3 +103,17 @@ class Optimizer:
         data.extras["learning_rate"] = self.get_learning_rate()
         if self._scheduler is not None:
             data.extras["scheduler"] = self._scheduler.to_json()
+
+
+def squared_norm(vector: np.ndarray) -> float:
+    """Σg², infinite where a gradient is not finite or beyond all reason.
+
+    >>> squared_norm(np.array([3, 4], np.float32))
+    25.0
+    """
+    square = float(np.dot(vector, vector))
+    if not np.isfinite(square):  # it overflows float32 before it is really infinite
+        square = float(np.sum(np.square(vector, dtype=np.float64)))
+        if square > _OVERFLOW:
+            return math.inf
+    return square

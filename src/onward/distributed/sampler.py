@@ -26,7 +26,9 @@ class ShardedSampler:
         self, samples: int, *, batch_size: int, shuffle: bool = True, seed: int = 0, drop_last: bool = False
     ) -> None:
         if batch_size <= 0:
-            raise ValueError(f"batch_size is {batch_size}: it must be positive (it is that of all ranks together)")
+            raise ValueError(
+                f"batch_size is {batch_size}: it must be positive (it is that of all ranks together)"
+            )
         if samples <= 0:
             raise ValueError("there are no samples to train on")
         self.samples, self.batch_size = samples, batch_size

@@ -16,7 +16,7 @@ from onward.errors import ModelError, OnwardError
 from onward.runtime.flat import FlatBuffer
 from onward.runtime.sessions import ModelFile, make_session, read_model, run_bound
 
-__all__ = ["Updater", "make_updater"]
+__all__ = ["FlatUpdater", "Slots", "Updater", "make_updater"]
 
 # Elements of one run: small enough that parameter, gradient, state and temporaries stay in the cache.
 _BLOCK = 1 << 16
@@ -127,6 +127,10 @@ class FlatUpdater(Updater):
             parameter: {name: flat.views[parameter] for name, flat in self._slots.items()}
             for parameter in self._parameters.views
         }
+
+    def slot_vectors(self) -> dict[str, np.ndarray]:
+        """Each slot of all parameters as one vector."""
+        return {name: flat.vector for name, flat in self._slots.items()}
 
     def _blocks(self, options: dict) -> Iterable[tuple[int, int, np.ndarray, np.ndarray]]:
         """(start, stop, learning rate, weight decay) of runs of parameters that share their settings."""

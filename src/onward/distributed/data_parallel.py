@@ -1,0 +1,207 @@
+"""Data parallel: every rank has the whole model and a share of each batch.
+
+One flat vector of gradients is summed over the ranks and divided by the number of samples of all, so that
+uneven shares weigh what they should. Accumulated batches are added up locally and reduced once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import onnxruntime as ort
+
+from onward.api import CheckpointState, Module, Optimizer
+from onward.checkpoint import CheckpointData
+from onward.distributed.agreement import same_everywhere
+from onward.distributed.comm import Communicator
+from onward.distributed.parameters import Parameters
+from onward.distributed.sharding import ShardedOptimizer, bounds_of
+from onward.runtime.flat import FlatBuffer
+from onward.runtime.plan import Plan
+
+__all__ = ["DataParallel", "Replica", "Report", "session_options", "weight_of"]
+
+# Seeds of neighbouring ranks must not meet those of neighbouring steps.
+_RANK_STRIDE = 0x5851F42D4C957F2D
+
+
+@dataclasses.dataclass
+class Report:
+    """What one rank has to say after its share of an update: sums over its samples, or why it failed."""
+
+    loss: float = 0.0
+    weight: float = 0.0
+    invalid: str | None = None
+    failure: Exception | None = None
+
+
+class Replica(Module):
+    """A module whose buffers divide into equal parts, one for each rank."""
+
+    def __init__(self, parameters: Parameters, state: CheckpointState, *, parts: int) -> None:
+        self._parts = parts
+        super().__init__(
+            parameters.training_model,
+            state,
+            parameters.eval_model,
+            parameters.device,
+            session_options(parameters),
+            on_nonfinite=parameters.on_nonfinite,
+        )
+
+    def _make_buffer(self, shapes: dict[str, tuple[int, ...]]) -> FlatBuffer:
+        return FlatBuffer(shapes, parts=self._parts)
+
+
+class DataParallel:
+    """The engine of data-parallel training on one rank; `backward` and `evaluate` do not communicate."""
+
+    def __init__(self, parameters: Parameters, data: CheckpointData, comm: Communicator) -> None:
+        self._settings, self._comm = parameters, comm
+        sharded = parameters.shard_optimizer and comm.world > 1
+        data.extras.setdefault("seed", parameters.seed)
+        self.state = CheckpointState(data)
+        self.module = Replica(parameters, self.state, parts=comm.world if sharded else 1)
+        self._base_seed = self.module._seed
+        self.module._seed = (self._base_seed + comm.rank * _RANK_STRIDE) % (1 << 63)
+        self.optimizer: Optimizer = (
+            ShardedOptimizer(parameters.optimizer_model, self.module, comm)
+            if sharded
+            else Optimizer(parameters.optimizer_model, self.module)
+        )
+
+    def backward(self, batches: Sequence[Sequence[Any]], *, step: int) -> Report:
+        """Gradients of this rank's share, times its weight, in the module's buffer; never raises."""
+        report = Report()
+        module = self.module
+        gradients = module._gradients.vector
+        before = 0.0
+        try:
+            module.train()
+            module.lazy_reset_grad()
+            for index, batch in enumerate(batches):
+                weight = self._weigh(module._step.plan, batch)
+                if weight == 0:
+                    continue
+                if before not in (0.0, weight):  # what is there counts in units of the next batch
+                    gradients *= np.float32(before / weight)
+                before = weight
+                module._steps = step + index
+                result = module(*batch)
+                loss = result[0] if isinstance(result, tuple) else result
+                report.loss += float(np.reshape(loss, -1)[0]) * weight
+                report.weight += weight
+            if before == 0:
+                gradients[:] = 0
+            elif before != 1:
+                gradients *= np.float32(before)
+            report.invalid, module._invalid = module._invalid, None
+        except Exception as error:
+            report.failure = error
+        module._steps = step + len(batches)
+        return report
+
+    def update(self, *, weight: float, invalid: str | None) -> bool:
+        """Reduce the gradients and apply them; collective. False where the update was skipped."""
+        module, settings = self.module, self._settings
+        if invalid is not None:
+            module._invalid = invalid
+            return module._take_invalid() is None
+        if isinstance(self.optimizer, ShardedOptimizer):
+            vector = module._gradients.vector
+            self._comm.reduce_scatter(vector, bounds_of(vector, self._comm.world), compress=settings.compress)
+        else:
+            self._comm.all_reduce(module._gradients.vector, compress=settings.compress)
+        self.optimizer._gradient_scale = 1.0 / weight if settings.loss_reduction == "mean" else 1.0
+        done = self.optimizer.step()
+        module.lazy_reset_grad()
+        return done
+
+    def evaluate(self, batch: Sequence[Any]) -> tuple[float, float]:
+        """The loss of a batch times its weight, and the weight."""
+        module = self.module.eval()
+        if module._evaluation is None:
+            module(*batch)  # raises
+        assert module._evaluation is not None
+        weight = self._weigh(module._evaluation.plan, batch)
+        if weight == 0:
+            return 0.0, 0.0
+        result = module(*batch)
+        loss = result[0] if isinstance(result, tuple) else result
+        return float(np.reshape(loss, -1)[0]) * weight, weight
+
+    def reconcile(self) -> None:
+        """Give all ranks the same statistics and make sure of the same parameters; collective."""
+        module = self.module
+        moving = {
+            name: module._frozen[name] for name in module._step.plan.statistics if name in module._frozen
+        }
+        reconcile_statistics(self._comm, moving, how=self._settings.statistics)
+        same_everywhere(self._comm, [module._parameters.vector, *moving.values()])
+
+    def gather(self, *, include_optimizer_state: bool) -> CheckpointData | None:
+        """The whole state on rank 0, None elsewhere; collective. Arrays are not copied."""
+        slots = None
+        if include_optimizer_state and isinstance(self.optimizer, ShardedOptimizer):
+            slots = self.optimizer.gather_slots()
+        if self._comm.rank != 0:
+            return None
+        data = self.state.to_data(include_optimizer_state=include_optimizer_state)
+        if include_optimizer_state:
+            data.extras["seed"] = self._base_seed
+            if slots is not None:
+                data.optimizer[0].slots = slots
+        return data
+
+    def _weigh(self, plan: Plan, batch: Sequence[Any]) -> float:
+        if self._settings.loss_reduction == "sum":
+            return 1.0 if len(np.atleast_1d(np.asarray(batch[0]))) else 0.0
+        return weight_of(plan, batch, self._settings)
+
+
+def reconcile_statistics(comm: Communicator, moving: dict[str, np.ndarray], *, how: str) -> None:
+    """Replace batch-norm statistics by the mean over the ranks, or by rank 0's.
+
+    Statistics are linear in what each batch adds, so the mean needs to be taken only where it is looked at.
+    """
+    if not moving or comm.world == 1:
+        return
+    flat = np.concatenate([np.ravel(array).astype(np.float32) for array in moving.values()])
+    if how == "rank0":
+        comm.broadcast(flat)
+    else:
+        comm.all_reduce(flat)
+        flat /= np.float32(comm.world)
+    start = 0
+    for array in moving.values():
+        np.copyto(array, flat[start : start + array.size].reshape(array.shape), casting="unsafe")
+        start += array.size
+
+
+def weight_of(plan: Plan, batch: Sequence[Any], parameters: Parameters) -> float:
+    """What a mean over a batch counts: labels that are not ignored, else samples; or what the user says."""
+    if parameters.count is not None:
+        return float(parameters.count(batch))
+    for index, _, ignored in plan.labels:
+        if index < len(batch) and not isinstance(batch[index], ort.OrtValue):
+            labels = np.asarray(batch[index])
+            return float(labels.size if ignored is None else np.count_nonzero(labels != ignored))
+    first = batch[0]
+    shape = first.shape() if isinstance(first, ort.OrtValue) else np.shape(first)
+    return float(shape[0]) if shape else 1.0
+
+
+def session_options(parameters: Parameters) -> ort.SessionOptions:
+    """Threads of one rank: launchers set OMP_NUM_THREADS, which the runtime does not read."""
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = parameters.threads
+    options.inter_op_num_threads = 1
+    options.log_severity_level = 3
+    if (os.cpu_count() or 1) > 1 and parameters.threads > 1:
+        # ranks share a machine: a thread that spins takes another rank's core
+        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    return options

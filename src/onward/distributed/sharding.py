@@ -1,0 +1,97 @@
+"""Optimizer state in shares (ZeRO stage 1): each rank keeps and updates one part of the flat buffers.
+
+Gradients are reduced to the rank that needs them, parameters gathered after the update: the same volume as
+one all-reduce, and 1/N of the optimizer's memory. The result is the unsharded one, bit for bit where the
+reduction adds in the same order.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from onward.api import Module, Optimizer
+from onward.api.optimizer import squared_norm
+from onward.checkpoint import CheckpointData, OptimizerGroup
+from onward.distributed.comm import Communicator
+from onward.distributed.errors import DistributedError
+from onward.runtime.flat import FlatBuffer
+from onward.runtime.sessions import ModelFile
+from onward.runtime.update import FlatUpdater, Slots, Updater, make_updater
+
+__all__ = ["ShardedOptimizer", "bounds_of"]
+
+
+def bounds_of(vector: np.ndarray, world: int) -> list[int]:
+    """Where each rank's equal part of a flat buffer begins, and the end."""
+    share, rest = divmod(vector.size, world)
+    if rest:
+        raise AssertionError(f"{vector.size} does not divide into {world} equal parts")
+    return [rank * share for rank in range(world + 1)]
+
+
+class ShardedOptimizer(Optimizer):
+    """An optimizer that holds this rank's share of the state; `step` is collective."""
+
+    def __init__(self, optimizer_uri: ModelFile, module: Module, comm: Communicator) -> None:
+        self._comm = comm
+        self._bounds = bounds_of(module._parameters.vector, comm.world)
+        super().__init__(optimizer_uri, module)
+
+    def step(self) -> bool:
+        """Update this rank's share, then exchange the parameters."""
+        done = super().step()
+        if done:
+            self._comm.all_gather(self._module._parameters.vector, self._bounds)
+        return done
+
+    def gather_slots(self) -> Slots | None:
+        """The whole state, on rank 0 (None elsewhere); collective."""
+        updater = self._updater
+        assert isinstance(updater, FlatUpdater)
+        shapes = {name: view.shape for name, view in self._module._parameters.views.items()}
+        whole = {slot: FlatBuffer(shapes, parts=self._comm.world) for slot in updater.slot_vectors()}
+        for slot, own in updater.slot_vectors().items():
+            for source in range(self._comm.world):
+                target = whole[slot].vector[self._bounds[source] : self._bounds[source + 1]]
+                if source == self._comm.rank:
+                    target[: own.size] = own
+                if source != 0 and self._comm.rank == source:
+                    self._comm.send(target, to=0)
+                elif source != 0 and self._comm.rank == 0:
+                    self._comm.receive(target, source=source)
+        if self._comm.rank != 0:
+            return None
+        return {name: {slot: flat.views[name] for slot, flat in whole.items()} for name in shapes}
+
+    def _make_updater(self, uri: ModelFile) -> Updater:
+        start, stop = self._bounds[self._comm.rank : self._comm.rank + 2]
+        module = self._module
+        updater = make_updater(uri, module._parameters.part(start, stop), module._gradients.part(start, stop))
+        if not isinstance(updater, FlatUpdater):
+            raise DistributedError(
+                "shard_optimizer needs an optimizer that treats each number alone (AdamW, SGD, …); this one looks "
+                "at whole parameters: use shard_optimizer=False"
+            )
+        return updater
+
+    def _norm(self) -> float:
+        own = self._module._gradients.vector[slice(*self._bounds[self._comm.rank : self._comm.rank + 2])]
+        square = np.array([squared_norm(own)], np.float64)
+        self._comm.all_reduce(square)
+        return float(np.sqrt(square[0]))
+
+    def _restore(self, data: CheckpointData) -> None:
+        groups = []
+        for group in data.optimizer:
+            slots = {
+                name: {slot: self._share(name, array) for slot, array in state.items()}
+                for name, state in group.slots.items()
+            }
+            groups.append(OptimizerGroup(group.name, group.step, group.initial_learning_rate, slots))
+        super()._restore(CheckpointData(optimizer=groups, extras=data.extras))
+
+    def _share(self, name: str, array: np.ndarray) -> np.ndarray:
+        """What this rank keeps of a parameter's state."""
+        start, stop = self._bounds[self._comm.rank : self._comm.rank + 2]
+        first, last = self._module._parameters.spans.get(name, (0, 0))
+        return np.ravel(array)[max(first, start) - first : max(min(last, stop) - first, 0)]
