@@ -361,6 +361,16 @@ def test_gemm_with_gelu_is_gelu_of_the_product() -> None:
     assert_same(run(plain, product), run(in_dialect(model), feeds))
 
 
+@pytest.mark.parametrize("packed", ["keys and values", "all"])
+def test_packed_attention_is_attention_of_its_parts(packed: str) -> None:
+    """The runtime's CPU kernel does not take packed inputs, but takes their parts."""
+    plain, feeds = node_model("MultiHeadAttention", QKV, opset=17, domain=MICROSOFT, num_heads=N)
+    parts = [part.reshape(B, S, N, H) for part in QKV]
+    inputs = [np.stack(parts, axis=3)] if packed == "all" else [QKV[0], np.stack(parts[1:], axis=3)]
+    model, packed_feeds = node_model("MultiHeadAttention", inputs, opset=17, domain=MICROSOFT, num_heads=N)
+    assert_same(run(plain, feeds), run(in_dialect(model), packed_feeds))
+
+
 def test_quantized_weights_stay_quantized() -> None:
     weight = i(256, 64, 4, 16, dtype=np.uint8)
     model, _ = node_model(

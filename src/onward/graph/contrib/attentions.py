@@ -67,7 +67,7 @@ def _multi_head_attention(op: Builder, node: ir.Node) -> Sequence[ir.Value | Non
         k, v = op.Concat(past_key, k, axis=2), op.Concat(past_value, v, axis=2)
     mask = _mask(op, node, q, k, given(node, 4), given(node, 5), offset)
     done = attend(op, q, k, v, scale=attribute(node, "scale") or None, mask=mask)
-    return [merge_heads(op, done.output), k, v, done.masked if wanted(node, 3) else None]
+    return [merge_heads(op, done.output), k, v, None]
 
 
 def _projections(op: Builder, node: ir.Node, heads: int) -> tuple[ir.Value, ir.Value, ir.Value]:
