@@ -5,10 +5,12 @@ from __future__ import annotations
 import collections
 import dataclasses
 import json
+import os
 import random
 import subprocess
 import sys
 import warnings
+from pathlib import Path
 
 import numpy as np
 import onnx
@@ -18,6 +20,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+import onward
 from export.architectures import ARCHITECTURES
 from onward.errors import ExportError, ParityError
 from onward.export import from_torch
@@ -161,6 +164,16 @@ def test_a_module_in_eval_mode_is_exported_in_training_mode_when_asked():
     assert len(nodes(model, "Dropout")) == 1
 
 
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("training", [True, False])
+def test_batch_norm_without_statistics_uses_the_batchs_in_either_mode(affine, training):
+    module = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4, affine=affine, track_running_stats=False))
+    model = from_torch(module, torch.randn(2, 3, 8, 8), training=training)
+    x = torch.randn(5, 3, 6, 7)
+    expected = module.train(training)(x).detach().numpy()
+    np.testing.assert_allclose(run(model, input=x)[0], expected, rtol=1e-4, atol=1e-5)
+
+
 def test_cumulative_batch_norm_is_refused():
     with pytest.raises(ExportError, match="momentum=None"):
         from_torch(nn.Sequential(nn.BatchNorm1d(3, momentum=None)), torch.randn(4, 3))
@@ -193,6 +206,7 @@ DROPPING = {
     ),
     "masked attention": lambda: Attention(_masked),
     "encoder layer": lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.5, batch_first=True),
+    "channel dropout": lambda: nn.Sequential(nn.Dropout1d(0.5), nn.Linear(8, 8)),
     "lstm": lambda: nn.LSTM(8, 8, 2, dropout=0.5, batch_first=True),
     "gru": lambda: nn.GRU(8, 8, 3, dropout=0.5, batch_first=True, bidirectional=True),
     "rnn": lambda: nn.RNN(8, 8, 2, dropout=0.5, batch_first=True),
@@ -501,6 +515,13 @@ def test_an_axis_that_the_trace_has_fixed_is_found_and_not_called_dynamic():
     assert shapes(model)["x"] == ["batch", 5, 4]
 
 
+def test_an_operator_that_takes_one_size_only_leaves_the_batch_free():
+    module = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.AdaptiveAvgPool2d(4))
+    with pytest.warns(UserWarning, match="fixes height, width"):
+        model = from_torch(module, torch.randn(2, 3, 16, 16))
+    assert shapes(model) == {"input": ["batch", 3, 16, 16], "output": ["batch", 4, 4, 4]}
+
+
 def test_a_declared_axis_that_the_trace_has_fixed_is_an_error():
     with pytest.raises(ParityError, match=r"(?s)FAIL output.*T 6.*note: .*trace"):
         from_torch(Baked(), torch.randn(2, 5, 4), dynamic_axes={"x": {0: "N", 1: "T"}})
@@ -624,6 +645,5 @@ def test_a_failing_export_prints_nothing(capfd):
 
 def test_importing_the_package_does_not_import_torch():
     code = "import sys, onward.export; assert 'torch' not in sys.modules; assert 'from_torch' in dir(onward.export)"
-    subprocess.run(
-        [sys.executable, "-c", code], check=True, env={**__import__("os").environ, "PYTHONPATH": "src"}
-    )
+    source = str(Path(onward.__file__).parents[1])
+    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": source})

@@ -27,6 +27,8 @@ def traceable(model: nn.Module) -> Iterator[None]:
     """
     with ExitStack() as stack:
         stack.enter_context(_replaced(F, "scaled_dot_product_attention", _attention))
+        for name in ("dropout1d", "dropout2d", "dropout3d"):
+            stack.enter_context(_replaced(F, name, _channel_dropout))
         stack.enter_context(_replaced(torch.Tensor, "unflatten", _unflatten))
         stack.enter_context(_replaced(torch, "unflatten", _unflatten))
         if any(hasattr(module, "layerdrop") for module in model.modules()):
@@ -34,6 +36,8 @@ def traceable(model: nn.Module) -> Iterator[None]:
         for module in model.modules():
             if isinstance(module, nn.RNNBase) and module.dropout > 0 and module.training:
                 stack.enter_context(_forward(module, _layer_by_layer))
+            if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is None:
+                stack.enter_context(_forward(module, _batch_statistics))
         yield
 
 
@@ -102,6 +106,27 @@ def _layer_by_layer(self: nn.RNNBase, input: torch.Tensor, hx: Any = None) -> An
     if not batched:
         x, final = x.squeeze(batch_axis), tuple(state.squeeze(1) for state in final)
     return x, final if lstm else final[0]
+
+
+def _channel_dropout(
+    input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> torch.Tensor:
+    """Whole channels dropped: ordinary dropout of one number per channel, times the input."""
+    if not training or p == 0:
+        return input
+    ones = input.new_ones(input.size(0), input.size(1), *[1] * (input.dim() - 2))
+    return input * F.dropout(ones, p, training=True)
+
+
+def _batch_statistics(self: Any, input: torch.Tensor) -> torch.Tensor:
+    """Batch norm that keeps no statistics, in either mode: exporters need some to write the operator."""
+    axes = [axis for axis in range(input.dim()) if axis != 1]
+    centred = input - input.mean(axes, keepdim=True)
+    normal = centred * torch.rsqrt((centred * centred).mean(axes, keepdim=True) + self.eps)
+    if self.weight is None:
+        return normal
+    shape = [1, -1] + [1] * (input.dim() - 2)
+    return normal * self.weight.reshape(shape) + self.bias.reshape(shape)
 
 
 def _unflatten(self: torch.Tensor, dim: int, sizes: Any) -> torch.Tensor:

@@ -85,13 +85,19 @@ def from_torch(
             by_clean = {clean: values[raw] for raw, clean in plan.names.items()}
             return proto, {name: by_clean[name] for name in used}
 
-        proto, weights = export(plan)
-        fixed: list[str] = []
+        found = plan.groups
+        try:
+            proto, weights = export(plan)
+        except ExportError:
+            # Some operators take one size only (pooling to a grid, say): the batch may still be free.
+            if dynamic_axes != "auto" or not plan.groups:
+                raise
+            plan = plan.keeping([group for group in plan.groups if group.name == "batch"])
+            proto, weights = export(plan)
         if check:
             report = compare_with_torch(plan, proto, weights, rtol=rtol, atol=atol)
             if not report.passed and dynamic_axes == "auto" and plan.groups:
                 follow = groups_that_follow(plan, proto, weights, rtol=rtol, atol=atol)
-                fixed = [group.name for group in plan.groups if group not in follow]
                 plan = plan.keeping(follow)
                 proto, weights = export(plan)
                 report = compare_with_torch(plan, proto, weights, rtol=rtol, atol=atol)
@@ -100,10 +106,11 @@ def from_torch(
         if training:
             _require_dropout(plan, proto)
         properties = _properties(bare, plan.names, list(weights), training=training, exporter=exporter)
+    fixed = [group.name for group in found if group not in plan.groups]
     if fixed:
         warnings.warn(
             f"the export fixes {', '.join(fixed)} at the example's size: the module takes others, "
-            "but its code turns that size into a constant when traced",
+            "but what it does with them cannot be exported for any size",
             stacklevel=2,
         )
     assemble.record(proto, properties)
