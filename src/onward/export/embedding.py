@@ -11,7 +11,7 @@ from collections.abc import Collection
 
 import onnx
 import torch
-from onnx import NodeProto, helper, numpy_helper
+from onnx import NodeProto, helper
 
 from onward.errors import ExportError
 
@@ -31,16 +31,20 @@ def embed_weights(model: onnx.ModelProto, module: torch.nn.Module, *, inputs: Co
     renamed: dict[str, str] = {}
     outputs = {value.name for value in graph.output}
     for name in wanted:
-        value = tensors[name].detach()
+        value = tensors[name].detach().cpu().numpy()
         perm = _common_transposition(readers[name])
         if perm is not None and not outputs & {node.output[0] for node in readers[name]}:
             # Under another name: whoever looks for the parameter must not find its transpose.
             stored = f"{name}.transposed"
             renamed |= {node.output[0]: stored for node in readers[name]}
-            value = value.permute(perm)
+            value = value.transpose(perm)
         else:
             stored = name
-        graph.initializer.append(numpy_helper.from_array(value.contiguous().cpu().numpy(), stored))
+        # Filled in place: a tensor made elsewhere and appended would be copied twice more.
+        tensor = graph.initializer.add(
+            name=stored, data_type=helper.np_dtype_to_tensor_dtype(value.dtype), dims=value.shape
+        )
+        tensor.raw_data = value.astype(value.dtype.newbyteorder("<"), copy=False).tobytes()
     kept = [value for value in graph.input if value.name in inputs]
     del graph.input[:]
     graph.input.extend(kept)
