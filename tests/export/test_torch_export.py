@@ -90,6 +90,19 @@ def test_training_export_agrees_with_torch_at_other_sizes_and_keeps_every_parame
     } >= architecture.axes
 
 
+@pytest.mark.parametrize("name", ["convnext", "gpt2"])
+def test_the_newer_exporter_gives_the_same_interface(name):
+    """On two architectures; docs/architectures.md has it on all of them."""
+    architecture = ARCHITECTURES[name]
+    module, (args, kwargs) = architecture.module(), architecture.args()
+    older, newer = (from_torch(module, args, kwargs=kwargs, exporter=e) for e in ("torchscript", "dynamo"))
+    assert shapes(older) == shapes(newer)
+    assert set(dict(module.named_parameters())) <= set(initializers(newer))
+    for key in ("onward.requires_grad", "onward.frozen_params", "onward.buffers"):
+        assert metadata(older)[key] == metadata(newer)[key]
+    assert len(nodes(older, "Dropout")) == len(nodes(newer, "Dropout"))
+
+
 @pytest.mark.parametrize("name", ["resnet", "convnext", "lstm", "bert", "whisper", "clip"])
 def test_inference_export_has_no_training_left_in_it(name):
     architecture = ARCHITECTURES[name]
