@@ -67,9 +67,9 @@ def _move_all(staging: Path, directory: Path) -> list[Path]:
             if target.is_dir():
                 raise OSError(f"'{target}' is a directory")
             if target.exists():
-                os.replace(target, old / path.name)
+                _replace(target, old / path.name)
             moved.append(target)
-            os.replace(path, target)
+            _replace(path, target)
     except BaseException:  # an interrupt too: the old files lie in the staging folder, which is removed
         for target in moved:
             target.unlink(missing_ok=True)
@@ -77,6 +77,10 @@ def _move_all(staging: Path, directory: Path) -> list[Path]:
                 os.replace(old / target.name, target)
         raise
     return moved
+
+
+def _replace(source: Path, target: Path) -> None:
+    os.replace(source, target)
 
 
 def _write_ort(path: Path, custom_op_library: str | os.PathLike[str] | None) -> None:

@@ -36,6 +36,8 @@ from onward.training_graph import build_training_graphs, producer
 __all__ = ["Artifacts", "LossType", "OptimType", "build_artifacts", "generate_artifacts"]
 
 _log = logging.getLogger("onward")
+# what protobuf can hold
+_LARGEST_PROTO = 2**31 - 1
 
 
 class LossType(enum.Enum):
@@ -219,6 +221,11 @@ def _source(model: ModelSource) -> ModelSource:
             "Please pass in either a string or an ONNX ModelProto for the model. "
             f"Got {type(model).__name__} instead."
         )
+    if isinstance(model, onnx.ModelProto) and model.ByteSize() > _LARGEST_PROTO:
+        raise ModelError(
+            "This model is > 2GB. Please pass in a path to the model (saved with external data) instead of the "
+            "ModelProto itself."
+        )
     return model
 
 
@@ -251,7 +258,7 @@ def _with_loss(
     if block is None:
         if not outputs:
             raise ModelError("the model has no output, so there is no loss to train on")
-        return (loss_input_names or outputs)[:1], model
+        return list(loss_input_names or outputs)[:1], model
     # a built-in loss reads the first output; a block of the user's own gets them all
     names = list(loss_input_names or (outputs[:1] if isinstance(loss, LossType) else outputs))
     return apply_block(block, model, names)

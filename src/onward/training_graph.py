@@ -57,9 +57,9 @@ def build_training_graphs(
     tensors = {name: _tensor(graph.initializers[name]) for name in order}
     labels = _label_ranges(graph)
     evaluation = model.clone()
+    _turn_into_inputs(evaluation.graph, order)
     # Dropout stays visible, in its inference form: users look for it
     to_inference(evaluation, keep_dropout=True)
-    _turn_into_inputs(evaluation.graph, order)
     wanted = [name for name in order if name in trainable]
     wanted += [value.name or "" for value in graph.inputs if value.name in trainable]  # gradients of inputs
     _build_step(model, loss, wanted, order)

@@ -129,10 +129,10 @@ def test_input_like_needs_something_to_be_like() -> None:
 
 
 LABELS = [
-    (dict(keys_int64s=[1, 2], values_int64s=[10, 20], default_int64=-5), [1, 2, 9], [10, 20, -5]),
-    (dict(keys_strings=["a", "b"], values_int64s=[3, 4]), ["b", "z", "a"], [4, -1, 3]),
-    (dict(keys_int64s=[7], values_strings=["seven"]), [7, 8], ["seven", "_Unused"]),
-    (dict(keys_floats=[0.5], values_floats=[2.5], default_float=9.0), [0.5, 1.0], [2.5, 9.0]),
+    ({"keys_int64s": [1, 2], "values_int64s": [10, 20], "default_int64": -5}, [1, 2, 9], [10, 20, -5]),
+    ({"keys_strings": ["a", "b"], "values_int64s": [3, 4]}, ["b", "z", "a"], [4, -1, 3]),
+    ({"keys_int64s": [7], "values_strings": ["seven"]}, [7, 8], ["seven", "_Unused"]),
+    ({"keys_floats": [0.5], "values_floats": [2.5], "default_float": 9.0}, [0.5, 1.0], [2.5, 9.0]),
 ]
 
 

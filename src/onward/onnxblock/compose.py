@@ -15,7 +15,8 @@ from onward.onnxblock.context import empty_base, sharing
 
 __all__ = ["apply_block", "optimizer_from_block"]
 
-# Weights above this size are shown to blocks by name, type and shape only: no block needs the numbers.
+# Weights above this size, or in other files, are shown to blocks by name, type and shape only: no block
+# needs the numbers.
 _HEADER_ONLY = 4096
 
 
@@ -25,7 +26,8 @@ def apply_block(block: Block, model: ir.Model, names: Sequence[str]) -> tuple[li
     large = {
         name: value.const_value
         for name, value in model.graph.initializers.items()
-        if value.const_value is not None and value.const_value.nbytes > _HEADER_ONLY
+        if value.const_value is not None
+        and (value.const_value.nbytes > _HEADER_ONLY or isinstance(value.const_value, ir.ExternalTensor))
     }
     for name in large:
         model.graph.initializers.pop(name)

@@ -45,7 +45,8 @@ class _Bound:
         self._fresh = [name for name in self._names if name not in self._fixed]
         for name in self._fresh:
             self.binding.bind_output(name, "cpu")
-        self._positions = [self._names.index(name) if name in self._fresh else -1 for name in returned]
+        bound = [*self._fixed, *self._fresh]  # results come in the order of binding
+        self._positions = [bound.index(name) if name in self._fresh else -1 for name in returned]
         self._returned = returned
 
     def run(self, feeds: list[Any]) -> list[np.ndarray]:
