@@ -17,6 +17,7 @@ import onnx
 import onnx_ir as ir
 
 from onward.errors import ModelError
+from onward.graph.symbols import Symbols
 
 __all__ = [
     "RANDOM",
@@ -100,6 +101,7 @@ class Builder:
         self.root: Builder = parent.root if parent else self
         self.opset: int = self.root.opset if parent else graph.opset_imports[""]
         self.namer: Namer = self.root.namer if parent else Namer(graph)
+        self.symbols: Symbols = self.root.symbols if parent else Symbols()
         self.scope = ""
         # Where new nodes go: at the end of the graph, or before this node.
         self.before: ir.Node | None = None
@@ -330,7 +332,11 @@ class Builder:
         return promoted
 
     def infer(self, node: ir.Node) -> None:
-        """Describe a node's outputs by what is known of its inputs; ONNX's own inference."""
+        """Describe a node's outputs by what is known of its inputs: ONNX's inference, then ours."""
+        self._infer(node)
+        self.root.symbols.refine(node)
+
+    def _infer(self, node: ir.Node) -> None:
         schema = _schema(node.op_type, self.opset, node.domain)
         if schema is None:
             return

@@ -18,7 +18,7 @@ from onward.errors import ModelError, OnwardError
 from onward.graph.branches import resolve_branches
 from onward.graph.contrib import expand_contrib
 from onward.graph.definitions import expand_by_definition
-from onward.graph.infer import infer_shapes
+from onward.graph.infer import infer_shapes, sharpen
 from onward.graph.load import ModelSource, load_model
 from onward.graph.lowest import lowest_opset
 from onward.graph.newer import downgrade
@@ -83,6 +83,7 @@ def _normalize(model: ir.Model) -> ir.Model:
     while resolve_branches(model):
         passes.NameFixPass()(model)
         infer_shapes(model)
+    sharpen(model)
     if target > OPSET:
         _drop_newer_defaults(model)
         model.graph.opset_imports[""] = lowest_opset(model, target, OPSET)

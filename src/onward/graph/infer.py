@@ -7,13 +7,17 @@ and inference goes on. Symbolic dimensions keep their names.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
+
 import onnx
 import onnx_ir as ir
 
 from onward.errors import ModelError
-from onward.graph.builder import subgraphs_of
+from onward.graph.builder import Builder, subgraphs_of
+from onward.graph.symbols import Dim, dims_of
 
-__all__ = ["infer_shapes", "rank_from_lengths", "unknown_ranks"]
+__all__ = ["infer_shapes", "rank_from_lengths", "sharpen", "unknown_ranks"]
 
 # Tensors up to this many elements can be shapes, axes or pads; larger ones are only a type to inference.
 _SMALL = 1024
@@ -30,6 +34,64 @@ def infer_shapes(model: ir.Model) -> None:
         _infer_once(model)
         if not _fill_ranks(model.graph):
             return
+
+
+def sharpen(model: ir.Model) -> None:
+    """Give every unknown dimension of the main graph a name, and find those that are equal to another.
+
+    Inference names unknown dimensions apart although many are the batch or the sequence again: those that
+    come from shape arithmetic are followed here, and what depends on them is inferred anew.
+    """
+    op = Builder(model.graph)
+    taken = {str(dim) for value in _values(model.graph) if value.shape is not None for dim in value.shape}
+    names = (f"d{index}" for index in itertools.count() if f"d{index}" not in taken)
+    renamed: dict[str, str] = {}
+    changed: set[ir.Value] = set()
+    for node in model.graph:
+        before = [_dims(output) for output in node.outputs]
+        if any(value in changed for value in node.inputs) and not subgraphs_of(node):
+            _infer_again(op, node)
+        op.symbols.refine(node)
+        for output, old in zip(node.outputs, before):
+            if output.shape is None or not isinstance(output.type, ir.TensorType):
+                continue
+            dims = [_name(dim, renamed, names) for dim in _dims(output) or ()]
+            if tuple(dims) != _dims(output):
+                output.shape = ir.Shape(dims)
+            if _dims(output) != old:
+                changed.add(output)
+
+
+def _infer_again(op: Builder, node: ir.Node) -> None:
+    """Infer a node from sharper inputs, and keep of the old shape what the new one does not know."""
+    before = [(output.type, _dims(output)) for output in node.outputs]
+    op.infer(node)
+    for output, (kind, old) in zip(node.outputs, before):
+        new = _dims(output)
+        if old is None:
+            continue
+        if new is None or len(new) != len(old):
+            output.type, output.shape = kind, ir.Shape(old)
+        else:
+            output.shape = ir.Shape([o if n is None or isinstance(o, int) else n for n, o in zip(new, old)])
+
+
+def _name(dim: Dim, renamed: dict[str, str], names: Iterator[str]) -> Dim:
+    if dim is None:
+        return next(names)
+    if isinstance(dim, str) and dim.startswith("unk__"):
+        if dim not in renamed:
+            renamed[dim] = next(names)
+        return renamed[dim]
+    return dim
+
+
+def _dims(value: ir.Value) -> tuple[Dim, ...] | None:
+    return None if value.shape is None else dims_of(value.shape)
+
+
+def _values(graph: ir.Graph) -> list[ir.Value]:
+    return [*graph.inputs, *(output for node in graph for output in node.outputs)]
 
 
 def unknown_ranks(graph: ir.Graph) -> list[ir.Value]:

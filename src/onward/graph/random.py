@@ -55,8 +55,10 @@ def _is_random(node: ir.Node) -> bool:
         training = node.inputs[2] if len(node.inputs) > 2 else None
         if training is None:
             return False
+        ratio = node.inputs[1]
+        never = ratio is not None and ratio.const_value is not None and float(ratio.const_value.numpy()) == 0.0
         constant = training.const_value
-        return constant is None or bool(constant.numpy())
+        return not never and (constant is None or bool(constant.numpy()))
     return node.op_type in _REWRITES and node.domain in ("", "ai.onnx")
 
 
