@@ -86,8 +86,9 @@ def test_every_task_has_a_case() -> None:
     assert {TASKS[task].name for _, task, _, _ in CASES} == {task.name for task in TASKS.values()}
 
 
-@pytest.mark.parametrize("opset", [14, 17, 18, 22])
-@pytest.mark.parametrize("architecture", ["bert", "llama"])
+@pytest.mark.parametrize(
+    ("architecture", "opset"), [("bert", 17), ("bert", 18), ("bert", 22), ("llama", 14), ("llama", 22)]
+)
 def test_the_opset_is_the_one_asked_for(architecture: str, opset: int) -> None:
     task = "text-generation" if architecture == "llama" else "pooling"
     exported = from_transformers(tiny_pair(architecture, task), task, opset=opset)
@@ -216,7 +217,7 @@ def test_nothing_temporary_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     temporary.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(temporary))
     pair = tiny_pair("bert", "pooling")
-    for scheme in (False, "int8", "int4"):
+    for scheme in (False, "int8-tensor"):
         assert isinstance(from_transformers(pair, "pooling", None, scheme), bytes)
         assert from_transformers(pair, "pooling", target / "a" / "m.onnx", scheme) == target / "a" / "m.onnx"
     assert HFOnnx()(pair, "pooling", str(target / "named-like-a-folder")) == str(

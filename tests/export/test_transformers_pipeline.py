@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -232,26 +233,22 @@ def test_the_card_says_what_was_exported_and_how_well(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["folder"]
 
 
-def test_a_folder_answers_without_torch_and_transformers(tmp_path: Path) -> None:
-    from_transformers(tiny_pair("bert", "pooling"), "pooling", tmp_path / "folder")
+def test_a_folder_answers_without_torch_and_transformers(healthy: Path) -> None:
     program = f"""
 import sys
 sys.modules["torch"] = sys.modules["transformers"] = None  # importing either now fails
 from onward.pipeline import load
-print(load({str(tmp_path / "folder")!r})("some text").shape)
+print(load({str(healthy)!r})("some text").shape)
 """
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert (ran.stdout.strip(), ran.returncode) == ("(16,)", 0), ran.stderr
 
 
-def broken(tmp_path: Path, name: str, text: str | None) -> Path:
-    folder = tmp_path / "folder"
-    from_transformers(tiny_pair("bert", "pooling"), "pooling", folder)
-    if text is None:
-        (folder / name).unlink()
-    else:
-        (folder / name).write_text(text)
-    return folder
+@pytest.fixture(scope="module")
+def healthy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return from_transformers(
+        tiny_pair("bert", "pooling"), "pooling", tmp_path_factory.mktemp("model") / "folder"
+    )  # type: ignore[return-value]
 
 
 @pytest.mark.parametrize(
@@ -266,7 +263,13 @@ def broken(tmp_path: Path, name: str, text: str | None) -> Path:
     ],
 )
 def test_a_broken_folder_is_one_clear_error(
-    tmp_path: Path, name: str, text: str | None, error: type[Exception], message: str
+    tmp_path: Path, healthy: Path, name: str, text: str | None, error: type[Exception], message: str
 ) -> None:
+    folder = tmp_path / "folder"
+    shutil.copytree(healthy, folder)
+    if text is None:
+        (folder / name).unlink()
+    else:
+        (folder / name).write_text(text)
     with pytest.raises(error, match=message):
-        load(broken(tmp_path, name, text))
+        load(folder)
