@@ -36,10 +36,14 @@ def make_random_explicit(model: ir.Model) -> ir.Value | None:
         return None
     op = Builder(model.graph)
     seed = op.input(SEED_INPUT, ir.DataType.INT64, [1])
+    op.before = nodes[0]
+    # products carry bits upwards only: what a seed has in its upper half is brought down first
+    spread = op.Mul(seed, _SEED_KEY)
+    spread = op.Mul(op.Add(spread, op.Div(spread, np.int64(2**32))), _ROUND_KEY)
     for index, node in enumerate(nodes):
         op.before = node
         op.scope = node.name or node.op_type
-        key = op.Add(op.Mul(seed, _SEED_KEY), np.int64((index + 1) * int(_NODE_KEY) % 2**63))
+        key = op.Add(spread, np.int64((index + 1) * int(_NODE_KEY) % 2**63))
         replacements = _REWRITES[node.op_type](op, node, key)
         for old, new in zip(node.outputs, replacements):
             if old.is_graph_output():
