@@ -75,6 +75,7 @@ def build_training_graphs(
         made.producer_name, made.producer_version = producer()
         made.metadata_props.update({**about, "onward.role": role})
         finish(made)
+    _spell_out_inference(evaluation.graph)
     return TrainingGraphs(
         training=model,
         evaluation=evaluation,
@@ -166,6 +167,15 @@ def _statistics(graph: ir.Graph) -> list[str]:
         if node.op_type == "BatchNormalization" and node.attributes.get_int("training_mode", 0):
             names += [v.name or "" for v in node.inputs[3:5] if v is not None and v.is_initializer()]
     return names
+
+
+def _spell_out_inference(graph: ir.Graph) -> None:
+    """Dropout with an empty `training_mode` and batch norm with 0: defaults, but what users look for."""
+    for node in graph:
+        if node.op_type == "Dropout":
+            node.resize_inputs(3)
+        elif node.op_type == "BatchNormalization":
+            node.attributes["training_mode"] = ir.AttrInt64("training_mode", 0)
 
 
 def _label_ranges(graph: ir.Graph) -> dict[str, dict[str, int]]:
