@@ -374,6 +374,9 @@ class Builder:
                 value.type = ir.serde.deserialize_type_proto_for_type(found)
                 value.shape = ir.serde.deserialize_type_proto_for_shape(found)
                 _forget_unnamed_symbols(value)
+                if node.attributes.get_int("ceil_mode", 0) and value.shape is not None:
+                    # inference counts windows that start in the padding, which the runtime leaves out
+                    value.shape = ir.Shape([*value.shape[:2], *[None] * (value.shape.rank() - 2)])
         if signature is not None and all(
             v.type is None or type(v.type) is ir.TensorType for v in node.outputs
         ):
