@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -74,9 +74,13 @@ class DataParallel:
             else Optimizer(parameters.optimizer_model, self.module)
         )
 
-    def backward(self, batches: Sequence[Sequence[Any]], *, step: int) -> Report:
+    def backward(
+        self, batches: Sequence[Sequence[Any]], *, step: int, failure: Exception | None = None
+    ) -> Report:
         """Gradients of this rank's share, times its weight, in the module's buffer; never raises."""
-        report = Report()
+        report = Report(failure=failure)
+        if failure is not None:
+            return report
         module = self.module
         gradients = module._gradients.vector
         before = 0.0
@@ -121,18 +125,21 @@ class DataParallel:
         module.lazy_reset_grad()
         return done
 
-    def evaluate(self, batch: Sequence[Any]) -> tuple[float, float]:
-        """The loss of a batch times its weight, and the weight."""
-        module = self.module.eval()
-        if module._evaluation is None:
-            module(*batch)  # raises
-        assert module._evaluation is not None
-        weight = self._weigh(module._evaluation.plan, batch)
-        if weight == 0:
-            return 0.0, 0.0
-        result = module(*batch)
-        loss = result[0] if isinstance(result, tuple) else result
-        return float(np.reshape(loss, -1)[0]) * weight, weight
+    def evaluate(self, batches: Iterator[Sequence[Any]]) -> Report:
+        """The loss of the evaluation model over this rank's batches; never raises."""
+        report, module = Report(), self.module.eval()
+        try:
+            for batch in batches:
+                weight = self._weigh(module._active().plan, batch)
+                if weight == 0:
+                    continue
+                result = module(*batch)
+                loss = result[0] if isinstance(result, tuple) else result
+                report.loss += float(np.reshape(loss, -1)[0]) * weight
+                report.weight += weight
+        except Exception as error:
+            report.failure = error
+        return report
 
     def reconcile(self) -> None:
         """Give all ranks the same statistics and make sure of the same parameters; collective."""

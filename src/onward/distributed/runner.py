@@ -37,16 +37,18 @@ class Engine(Protocol):
 
     optimizer: Optimizer
 
-    def backward(self, batches: Sequence[Sequence[Any]], *, step: int) -> Report:
-        """Gradients of this rank's share; never raises."""
+    def backward(
+        self, batches: Sequence[Sequence[Any]], *, step: int, failure: Exception | None = None
+    ) -> Report:
+        """Gradients of this rank's share; never raises. `failure` is why there are no batches."""
         ...
 
     def update(self, *, weight: float, invalid: str | None) -> bool:
         """Reduce and apply; False where skipped."""
         ...
 
-    def evaluate(self, batch: Sequence[Any]) -> tuple[float, float]:
-        """Loss times weight, and weight, of this rank's share."""
+    def evaluate(self, batches: Iterator[Sequence[Any]]) -> Report:
+        """The loss of this rank's share in evaluation; never raises."""
         ...
 
     def reconcile(self) -> None:
@@ -166,17 +168,14 @@ class TrainingRunner:
         """The mean loss of the evaluation model over all ranks' batches."""
         engine, comm = self._ready()
         engine.reconcile()
-        totals = np.zeros(3, np.float64)
-        failure: Exception | None = None
         try:
-            for batch in self._batches(loader, 0, 0):
-                loss, weight = engine.evaluate(batch)
-                totals[:2] += loss, weight
-        except Exception as error:
-            failure, totals[2] = error, 1
+            report = engine.evaluate(iter(self._batches(loader, 0, 0)))
+        except TypeError as error:
+            report = Report(failure=error)
+        totals = np.array([report.loss, report.weight, report.failure is not None], np.float64)
         comm.all_reduce(totals)
         if totals[2]:
-            raise_together(comm, failure)
+            raise_together(comm, report.failure)
         if totals[1] == 0:
             raise DistributedError("there is nothing to evaluate: the test loaders of all ranks are empty")
         return float(totals[0] / totals[1])
@@ -211,6 +210,20 @@ class TrainingRunner:
     def world_size(self) -> int:
         """How many ranks there are."""
         return self._ready()[1].world
+
+    @property
+    def replica(self) -> int:
+        """Which share of the data is this rank's: all stages of one pipeline take the same."""
+        self._ready()
+        assert self._grid is not None
+        return self._grid.replica
+
+    @property
+    def replicas(self) -> int:
+        """How many shares the data has."""
+        self._ready()
+        assert self._grid is not None
+        return self._grid.data
 
     @property
     def optimizer(self) -> Optimizer:
@@ -301,16 +314,21 @@ class TrainingRunner:
             batches = list(islice(stream, accumulated))
         except Exception as error:
             failure = error
-        report = engine.backward(batches, step=self.updates * accumulated)
-        failure = failure or report.failure
+        report = engine.backward(batches, step=self.updates * accumulated, failure=failure)
         totals = np.array(
-            [failure is not None, len(batches), report.loss, report.weight, report.invalid is not None],
+            [
+                report.failure is not None,
+                len(batches),
+                report.loss,
+                report.weight,
+                report.invalid is not None,
+            ],
             np.float64,
         )
         comm.all_reduce(totals)
         failed, taken, loss, weight, invalid = totals.tolist()
         if failed:
-            raise_together(comm, failure)
+            raise_together(comm, report.failure)
         if not taken:
             return False
         if not weight:

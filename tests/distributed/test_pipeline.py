@@ -1,0 +1,106 @@
+"""Pipeline parallel: cutting a model into stages changes where it is computed, not what."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import ranks
+from models import MODELS, build
+
+from onward.distributed import Parameters, ShardedArrays, TrainingRunner
+
+
+def train(
+    folder: str,
+    arrays: tuple[np.ndarray, ...],
+    batch_size: int,
+    export: tuple[str, str] | None = None,
+    **settings: Any,
+) -> dict[str, Any]:
+    """Two epochs in order; losses, this rank's gradients, and what evaluation says."""
+    parameters = Parameters(artifacts=folder, epochs=2, learning_rate=0.1, timeout=20, **settings)
+    with TrainingRunner(parameters) as runner:
+        loader = ShardedArrays(*arrays, batch_size=batch_size, shuffle=False)
+        history = runner.run(loader)
+        final = runner.end_training(loader)
+        if export is not None:
+            runner.export_model_for_inferencing(export[0], [export[1]])
+        module = runner._engine.module
+        return {
+            "losses": history.losses,
+            "final": final,
+            "norm": runner.optimizer.gradient_norm,
+            "gradients": {name: view.copy() for name, view in module._gradients.views.items()},
+        }
+
+
+class Reference:
+    """A model, its data, and what one process makes of it with the same micro-batches."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        self.folder = folder
+        self.arrays = build(name, folder)
+        self.output = "logits" if name == "residual network" else "scores"
+        self.path = folder / "one.onnx"
+        (self.result,) = ranks.run(
+            1,
+            train,
+            folder=str(folder),
+            arrays=self.arrays,
+            batch_size=2,
+            gradient_accumulation_steps=4,
+            export=(str(self.path), self.output),
+        )
+
+
+@pytest.fixture(scope="module")
+def references(tmp_path_factory) -> dict[str, Reference]:
+    return {name: Reference(name, tmp_path_factory.mktemp("pipeline")) for name in MODELS}
+
+
+def weights(path: Path) -> dict[str, np.ndarray]:
+    return {t.name: onnx.numpy_helper.to_array(t) for t in onnx.load(path).graph.initializer}
+
+
+SPLITS = {
+    "two stages, balanced": ("residual network", 2, {}),
+    "two stages, cut in the residual block": ("residual network", 2, {"cuts": ["n1"]}),
+    "two stages by names": ("residual network", 2, {"stages": {"c1": 1}}),
+    "four stages, one forward one backward": ("residual network", 4, {}),
+    "two stages that share a weight, integers across": ("encoder with tied embeddings", 2, {"cuts": ["h1"]}),
+    "four stages, all forward first": ("encoder with tied embeddings", 4, {"schedule": "gpipe"}),
+}
+
+
+@pytest.mark.parametrize("name, stages, settings", SPLITS.values(), ids=SPLITS)
+def test_stages_give_the_gradients_and_the_model_of_one_process(name, stages, settings, references, tmp_path):
+    reference = references[name]
+    path = tmp_path / "model.onnx"
+    found = ranks.run(
+        stages,
+        train,
+        folder=str(reference.folder),
+        arrays=reference.arrays,
+        batch_size=8,
+        micro_batches=4,
+        pipeline_parallel_size=stages,
+        export=(str(path), reference.output),
+        **settings,
+    )
+    expected = reference.result
+    seen = set()
+    for result in found:
+        np.testing.assert_allclose(result["losses"], expected["losses"], rtol=1e-6)
+        np.testing.assert_allclose(result["final"], expected["final"], rtol=1e-6)
+        np.testing.assert_allclose(result["norm"], expected["norm"], rtol=1e-5)
+        for parameter, gradient in result["gradients"].items():
+            scale = np.abs(expected["gradients"][parameter]).max()
+            np.testing.assert_allclose(gradient, expected["gradients"][parameter], atol=1e-5 * scale, rtol=0)
+            seen.add(parameter)
+    assert seen == set(expected["gradients"])
+    for parameter, array in weights(path).items():
+        np.testing.assert_allclose(array, weights(reference.path)[parameter], rtol=1e-5, atol=1e-6)
