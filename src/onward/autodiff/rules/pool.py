@@ -186,6 +186,9 @@ def _axis_matrices(op, node: ir.Node, x: ir.Value, **changed: int) -> dict[int, 
             continue
         basis = op.Unsqueeze(identity(op, op.dim(x, axis + 2), like=x), [0])
         (pooled,) = op.node(node.op_type, [basis], attributes)
+        if node.attributes.get_int("ceil_mode", 0):
+            # inference counts one window too many where the last would start in the padding
+            pooled = op.Slice(pooled, [0], op.dim(node.outputs[0], axis + 2), [2])
         matrices[axis + 2] = op.Squeeze(pooled, [0])
     return matrices
 
