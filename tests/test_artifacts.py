@@ -368,6 +368,30 @@ def test_parameter_groups_take_patterns(tmp_path: Path) -> None:
         np.testing.assert_allclose(after, before - 0.1 * (grads[name] + decay * before), rtol=1e-5, atol=1e-6)
 
 
+def test_a_model_of_strings_trains(tmp_path: Path) -> None:
+    class Numbers(onnxblock.ForwardBlock):
+        def build(self, text: str) -> str:
+            return onnxblock.blocks.Linear(4, 2)(onnxblock.blocks.Cast(to=onnx.TensorProto.FLOAT)(text))
+
+    block = Numbers()
+    with onnxblock.empty_base() as accessor:
+        value = onnx.helper.make_tensor_value_info("text", onnx.TensorProto.STRING, ["N", 4])
+        accessor.model.graph.input.append(value)
+        block("text")
+    generate(tmp_path, block.to_model_proto(), requires_grad=["linear.*"])
+    module = module_of(tmp_path)
+    optimizer = Optimizer(tmp_path / "optimizer_model.onnx", module)
+    text, labels = np.asarray([["1.0", "2.0", "3.0", "4.0"], ["-1", "0", "1e-1", "5"]]), np.asarray([1, 0])
+    first = module(text, labels)
+    for _ in range(10):
+        optimizer.step()
+        module.lazy_reset_grad()
+        last = module(text, labels)
+    assert last < first
+    module.eval()
+    np.testing.assert_allclose(module(text, labels), last, rtol=1e-5)
+
+
 # ---- what is refused -------------------------------------------------------------------------------
 
 

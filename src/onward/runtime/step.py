@@ -28,11 +28,13 @@ class _Bound:
         self._inputs = {value.name for value in session.get_inputs()}
         self._fresh: list[str] = []
         self._fixed: dict[str, np.ndarray] = {}
+        self._given: dict[str, np.ndarray] = {}
         self._plan = plan
         self._positions: list[int] = []
 
     def bind_input(self, name: str, array: np.ndarray) -> None:
         if name in self._inputs:
+            self._given[name] = array
             self.binding.bind_ortvalue_input(name, ort.OrtValue.ortvalue_from_numpy(_contiguous(array)))
 
     def bind_output(self, name: str, array: np.ndarray) -> None:
@@ -56,7 +58,7 @@ class _Bound:
             if isinstance(value, ort.OrtValue):
                 self.binding.bind_ortvalue_input(name, value)
             elif value.dtype == np.object_:
-                self.binding.bind_ortvalue_input(name, ort.OrtValue.ortvalue_from_numpy(value))
+                return self._run_copying(feeds)
             else:
                 self.binding.bind_cpu_input(name, value)
         if self._fresh:
@@ -71,6 +73,20 @@ class _Bound:
             self._fixed[name].copy() if position < 0 else made[position].numpy()
             for name, position in zip(self._returned, self._positions)
         ]
+
+    def _run_copying(self, feeds: list[Any]) -> list[np.ndarray]:
+        """The same without a binding, which cannot hold strings."""
+        own = {
+            name: v.numpy() if isinstance(v, ort.OrtValue) else v for name, v in zip(self._plan.inputs, feeds)
+        }
+        given = {**self._given, **{name: value for name, value in own.items() if name in self._inputs}}
+        try:
+            made: dict[str, Any] = dict(zip(self._names, self.session.run(self._names, given)))
+        except Exception as error:
+            raise _explain(error, self._plan, feeds) from error
+        for name, array in self._fixed.items():
+            np.copyto(array, made[name])
+        return [made[name] for name in self._returned]
 
 
 class TrainingStep:
