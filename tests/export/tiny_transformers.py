@@ -92,7 +92,11 @@ def tiny_tokenizer(*, generator: bool = False) -> Any:
     inner.pre_tokenizer = pre_tokenizers.Whitespace()
     if generator:
         return transformers.PreTrainedTokenizerFast(
-            tokenizer_object=inner, unk_token="[UNK]", eos_token="</s>", model_max_length=64
+            tokenizer_object=inner,
+            unk_token="[UNK]",
+            eos_token="</s>",
+            model_max_length=64,
+            model_input_names=["input_ids", "attention_mask"],
         )
     inner.post_processor = processors.TemplateProcessing(
         single="[CLS] $A [SEP]",

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from onward.errors import ExportError
+from onward.export.masks import traceable_masks
 from onward.export.pooling import pooling_head
 from onward.export.sources import Source
 from onward.export.tasks import Axes
@@ -78,7 +79,7 @@ class Adapter(nn.Module):
 @contextmanager
 def adapt(source: Source, *, training: bool = False) -> Iterator[Traceable]:
     """Yield the traceable form of a loaded model; a borrowed model is handed back as it was."""
-    with _prepared(source, training=training) as model:
+    with traceable_masks(), _prepared(source, training=training) as model:
         task = source.task.name
         if task in ("default", "feature-extraction", "pooling") and model.config.is_encoder_decoder:
             model = model.get_encoder()
