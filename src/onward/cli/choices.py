@@ -1,0 +1,124 @@
+"""The words that options take, and what they stand for."""
+
+from __future__ import annotations
+
+import enum
+from typing import Any
+
+__all__ = [
+    "LossChoice",
+    "MetricChoice",
+    "OptimizerChoice",
+    "QuantizeChoice",
+    "ScheduleChoice",
+    "loss_of",
+    "optimizer_of",
+]
+
+
+class LossChoice(enum.StrEnum):
+    """Losses by the names that people type."""
+
+    NONE = "none"
+    MSE = "mse"
+    CROSS_ENTROPY = "cross-entropy"
+    BCE_WITH_LOGITS = "bce-with-logits"
+    L1 = "l1"
+    NLL = "nll"
+    HUBER = "huber"
+    SMOOTH_L1 = "smooth-l1"
+    KL_DIV = "kl-div"
+
+
+class OptimizerChoice(enum.StrEnum):
+    """Optimizers by the names that people type."""
+
+    ADAMW = "adamw"
+    SGD = "sgd"
+    ADAM = "adam"
+    ADAGRAD = "adagrad"
+    RMSPROP = "rmsprop"
+    LION = "lion"
+    LAMB = "lamb"
+    ADAFACTOR = "adafactor"
+
+
+class ScheduleChoice(enum.StrEnum):
+    """Courses of the learning rate."""
+
+    CONSTANT = "constant"
+    LINEAR = "linear"
+    COSINE = "cosine"
+    STEP = "step"
+    ONE_CYCLE = "one-cycle"
+    POLYNOMIAL = "polynomial"
+
+
+class QuantizeChoice(enum.StrEnum):
+    """Ways to store weights in fewer bits."""
+
+    INT8 = "int8"
+    INT8_TENSOR = "int8-tensor"
+    INT8_WEIGHTS = "int8-weights"
+    INT4 = "int4"
+    FP16 = "fp16"
+
+
+class MetricChoice(enum.StrEnum):
+    """Built-in metrics."""
+
+    ACCURACY = "accuracy"
+    F1 = "f1"
+    MSE = "mse"
+    MAE = "mae"
+    PERPLEXITY = "perplexity"
+
+
+_LOSSES = {
+    LossChoice.MSE: "MSELoss",
+    LossChoice.CROSS_ENTROPY: "CrossEntropyLoss",
+    LossChoice.BCE_WITH_LOGITS: "BCEWithLogitsLoss",
+    LossChoice.L1: "L1Loss",
+    LossChoice.NLL: "NLLLoss",
+    LossChoice.HUBER: "HuberLoss",
+    LossChoice.SMOOTH_L1: "SmoothL1Loss",
+    LossChoice.KL_DIV: "KLDivLoss",
+}
+_OPTIMIZERS = {
+    OptimizerChoice.ADAMW: "AdamW",
+    OptimizerChoice.SGD: "SGD",
+    OptimizerChoice.ADAM: "Adam",
+    OptimizerChoice.ADAGRAD: "Adagrad",
+    OptimizerChoice.RMSPROP: "RMSprop",
+    OptimizerChoice.LION: "Lion",
+    OptimizerChoice.LAMB: "Lamb",
+    OptimizerChoice.ADAFACTOR: "Adafactor",
+}
+
+
+def loss_of(choice: LossChoice) -> Any:
+    """The `LossType` of a word, or None for a model whose first output is its loss."""
+    from onward.artifacts import LossType
+
+    return None if choice is LossChoice.NONE else LossType[_LOSSES[choice]]
+
+
+def optimizer_of(
+    choice: OptimizerChoice, *, weight_decay: float | None = None, momentum: float | None = None
+) -> Any:
+    """The optimizer block of a word, with its options."""
+    from onward.cli.frame import CommandError
+    from onward.onnxblock import optim
+
+    options: dict[str, float] = {}
+    if weight_decay is not None:
+        options["weight_decay"] = weight_decay
+    if momentum is not None:
+        options["momentum"] = momentum
+    try:
+        return getattr(optim, _OPTIMIZERS[choice])(**options)
+    except TypeError as error:
+        names = " or ".join(f"--{name.replace('_', '-')}" for name in options)
+        raise CommandError(
+            f"{choice} does not take {names}", "leave it away, or choose another optimizer"
+        ) from error

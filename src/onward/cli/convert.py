@@ -1,0 +1,156 @@
+"""`onward convert`: checkpoints to and from safetensors, and what onnxruntime-training left behind."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from onward.cli.frame import CommandError, Output, command, examples, human_size
+
+__all__ = ["register"]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command(
+        "convert",
+        epilog=examples(
+            "onward convert run/best weights.safetensors",
+            "onward convert weights.safetensors checkpoint --into artifacts/checkpoint",
+            "onward convert old-artifacts artifacts      # of onnxruntime-training",
+        ),
+    )(convert)
+
+
+@command
+def convert(
+    output: Output,
+    source: Annotated[
+        Path,
+        typer.Argument(
+            help="A checkpoint, a .safetensors file, or a folder of artifacts.", show_default=False
+        ),
+    ],
+    target: Annotated[Path, typer.Argument(help="What to write.", show_default=False)],
+    into: Annotated[
+        Path | None,
+        typer.Option(
+            "--into", metavar="CHECKPOINT", help="Take names, roles and everything else from this checkpoint."
+        ),
+    ] = None,
+    freeze: Annotated[
+        list[str] | None, typer.Option("--freeze", metavar="NAME", help="Parameters that do not train.")
+    ] = None,
+) -> None:
+    """Convert between checkpoints and safetensors, or bring artifacts of onnxruntime-training over."""
+    if not source.exists():
+        raise CommandError(f"nothing at '{source}'", "is the path right?")
+    if source.is_dir():
+        found = _artifacts(output, source, target)
+    else:
+        found = _checkpoint(source, target, into=into, freeze=freeze)
+    output.line(f"{target}: {found['text']}")
+    output.result({"source": source, "target": target, **found})
+
+
+def _checkpoint(source: Path, target: Path, *, into: Path | None, freeze: list[str] | None) -> dict[str, Any]:
+    from onward import checkpoint
+
+    with warnings.catch_warnings():
+        # a checkpoint of the original has no seal, which is what a conversion mends
+        warnings.simplefilter("ignore", checkpoint.UnsealedCheckpointWarning)
+        if source.suffix == ".safetensors":
+            base = None if into is None else checkpoint.load(into)
+            data = checkpoint.from_safetensors(source, into=base, frozen=freeze)
+        else:
+            if into is not None or freeze:
+                raise CommandError("--into and --freeze are for safetensors sources", "leave them away")
+            data = checkpoint.load(source)
+    if target.suffix == ".safetensors":
+        checkpoint.to_safetensors(data, target)
+    else:
+        checkpoint.save(data, target)
+    size = target.stat().st_size
+    text = f"{len(data.trainable)} trainable and {len(data.frozen)} frozen parameters, {human_size(size)}"
+    return {"text": text, "trainable": list(data.trainable), "frozen": list(data.frozen), "bytes": size}
+
+
+def _artifacts(output: Output, source: Path, target: Path) -> dict[str, Any]:
+    """Artifacts of the original: its eval model has the forward graph and the loss, the rest is made anew."""
+    import onnx
+
+    from onward import checkpoint
+    from onward.artifacts import generate_artifacts
+
+    model, state = source / "eval_model.onnx", source / "checkpoint"
+    missing = [path.name for path in (model, state) if not path.is_file()]
+    if missing:
+        raise CommandError(
+            f"'{source}' lacks {' and '.join(missing)}", "name a folder that generate_artifacts wrote"
+        )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", checkpoint.UnsealedCheckpointWarning)
+        data = checkpoint.load(state)
+    if data.nominal:
+        raise CommandError(f"'{state}' is nominal: it has no values", "convert the full checkpoint")
+    try:
+        proto = onnx.load(str(model))
+    except Exception as error:
+        raise CommandError(f"'{model}' is not an ONNX model", "is the file whole?") from error
+    values = data.parameters()
+    inputs = [value for value in proto.graph.input if value.name not in values]
+    known = {value.name for value in proto.graph.input}
+    strangers = [name for name in values if name not in known]
+    if strangers:
+        raise CommandError(
+            f"the checkpoint has '{strangers[0]}', which the eval model does not take",
+            "do both files belong together?",
+        )
+    del proto.graph.input[:]
+    proto.graph.input.extend(inputs)
+    for name, array in values.items():
+        proto.graph.initializer.append(onnx.numpy_helper.from_array(array, name))  # type: ignore[arg-type]
+    optimizer = _optimizer(source / "optimizer_model.onnx")
+    generate_artifacts(
+        proto,
+        requires_grad=list(data.trainable),
+        frozen_params=list(data.frozen),
+        loss=None,
+        optimizer=optimizer,
+        artifact_directory=target,
+        additional_output_names=[value.name for value in proto.graph.output[1:]] or None,
+    )
+    if data.optimizer or data.properties:  # momenta and properties go on where they stopped
+        made = checkpoint.load(target / "checkpoint")
+        made.optimizer, made.properties = data.optimizer, data.properties
+        checkpoint.save(made, target / "checkpoint")
+    output.note("the eval model has no active dropout: export the model again if training should have it")
+    text = f"artifacts of {len(data.trainable)} trainable and {len(data.frozen)} frozen parameters"
+    return {"text": text, "trainable": list(data.trainable), "frozen": list(data.frozen)}
+
+
+def _optimizer(path: Path) -> Any:
+    """The update rule of the original's optimizer model, with its options."""
+    import onnx
+
+    from onward.onnxblock import optim
+
+    if not path.is_file():
+        return optim.AdamW()
+    for node in onnx.load(str(path)).graph.node:
+        if node.op_type == "AdamWOptimizer":
+            values = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
+            return optim.AdamW(
+                betas=(values.get("alpha", 0.9), values.get("beta", 0.999)),
+                eps=values.get("epsilon", 1e-6),
+                weight_decay=values.get("weight_decay", 0.0),
+                bias_correction=bool(values.get("correct_bias", 1)),
+            )
+        if node.op_type == "SGDOptimizerV2":
+            return optim.SGD()
+    raise CommandError(
+        f"'{path}' has no optimizer of onnxruntime-training", "these artifacts need no conversion?"
+    )

@@ -1,0 +1,102 @@
+"""`onward export`: a PyTorch module or a Hugging Face model to ONNX."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from onward.cli.choices import QuantizeChoice
+from onward.cli.frame import CommandError, Output, command, examples, human_size
+
+__all__ = ["register"]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command(
+        "export",
+        epilog=examples(
+            "onward export my_model:build --output model.onnx",
+            "onward export ./all-MiniLM-L6-v2 --task pooling --output minilm --quantize int8",
+            "onward export ./bert --task text-classification --artifacts --output artifacts",
+        ),
+    )(export)
+
+
+@command
+def export(
+    output: Output,
+    source: Annotated[
+        str,
+        typer.Argument(
+            help="module:function that returns a torch module and example inputs, or a Hugging Face folder or id.",
+            show_default=False,
+        ),
+    ],
+    target: Annotated[
+        Path, typer.Option("--output", "-o", metavar="PATH", help="The file or folder to write.")
+    ],
+    task: Annotated[
+        str, typer.Option(help="Hugging Face: the task; 'auto' reads the configuration.")
+    ] = "auto",
+    training: Annotated[
+        bool | None,
+        typer.Option(
+            "--training/--inference",
+            help="Keep dropout and batch norm as they train (the default for torch).",
+        ),
+    ] = None,
+    artifacts: Annotated[
+        bool, typer.Option("--artifacts", help="Hugging Face: write training artifacts with the task's loss.")
+    ] = False,
+    quantize: Annotated[
+        QuantizeChoice | None, typer.Option(help="Hugging Face: store weights in fewer bits.")
+    ] = None,
+    pooling: Annotated[str | None, typer.Option(help="Hugging Face: mean, cls or max.")] = None,
+    opset: Annotated[int | None, typer.Option(help="The ONNX opset.")] = None,
+    check: Annotated[bool, typer.Option("--check/--no-check", help="Compare outputs with torch's.")] = True,
+) -> None:
+    """Export a model to ONNX, its outputs compared with the original's."""
+    from onward.cli.data import is_entry
+
+    if not target.parent.is_dir():
+        target.parent.mkdir(parents=True)
+    options: dict[str, Any] = {} if opset is None else {"opset": opset}
+    if is_entry(source):
+        if quantize or artifacts:
+            raise CommandError(
+                "--quantize and --artifacts are for Hugging Face models",
+                "for torch: onward artifacts on the exported file, onward deploy --quantize after training",
+            )
+        _from_torch(source, target, training=training is not False, check=check, **options)
+    elif artifacts:
+        from onward.export import artifacts_from_transformers
+
+        artifacts_from_transformers(source, task, target, pooling=pooling, **options)
+    else:
+        from onward.export import from_transformers
+
+        from_transformers(
+            source, task, target, quantize=False if quantize is None else str(quantize),
+            training=bool(training), pooling=pooling, check=check, **options,
+        )  # fmt: skip
+    files = sorted(target.iterdir()) if target.is_dir() else [target]
+    sizes = {file.name: file.stat().st_size for file in files if file.is_file()}
+    output.table(str(target), ["file", "size"], [[name, human_size(size)] for name, size in sizes.items()])
+    output.result({"path": target, "files": sizes})
+
+
+def _from_torch(entry: str, target: Path, **options: Any) -> None:
+    from onward.cli.data import import_entry
+    from onward.export import from_torch
+
+    made = import_entry(entry)
+    made = made() if callable(made) and not hasattr(made, "forward") else made
+    if not isinstance(made, tuple) or len(made) != 2 or not hasattr(made[0], "forward"):
+        raise CommandError(
+            f"'{entry}' must return (module, example inputs)", "for example: return Net(), torch.randn(2, 3)"
+        )
+    model, args = made
+    from_torch(model, args, target, **options)

@@ -1,0 +1,232 @@
+"""What every command shares: --json, --quiet, --debug, --config, and errors in one line.
+
+`command` wraps a function: it gets these options without naming them, its errors become one line with a hint
+and exit code 1, Ctrl-C becomes exit code 130. A command says what it did through `Output`.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+import sys
+import traceback
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from onward.cli.settings import read_settings
+
+__all__ = ["CommandError", "Output", "command", "examples", "human_size"]
+
+_PANEL = "Common"
+
+
+class CommandError(Exception):
+    """A mistake in how a command was used; `hint` says what to do."""
+
+    def __init__(self, message: str, hint: str = "") -> None:
+        self.hint = hint
+        super().__init__(message)
+
+
+class Output:
+    """Where a command's words go: tables and lines for people, one JSON document for machines."""
+
+    def __init__(self, *, as_json: bool = False, quiet: bool = False) -> None:
+        self.as_json, self.quiet = as_json, quiet
+
+    @property
+    def silent(self) -> bool:
+        """Whether nothing but the result should be written."""
+        return self.as_json or self.quiet
+
+    def note(self, text: str) -> None:
+        """A remark on the way, on stderr."""
+        if not self.silent:
+            from rich.console import Console
+
+            Console(stderr=True, highlight=False, soft_wrap=True).print(text, style="dim", markup=False)
+
+    def line(self, text: str) -> None:
+        """A line of the result."""
+        if not self.silent:
+            from rich.console import Console
+
+            Console(highlight=False, soft_wrap=True).print(text, markup=False)
+
+    def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        """A table of the result."""
+        if self.silent or not rows:
+            return
+        from rich.console import Console
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table(
+            title=title or None,
+            title_justify="left",
+            box=None,
+            pad_edge=False,
+            title_style="bold",
+            show_header=any(columns),
+        )
+        for column in columns:
+            table.add_column(column, overflow="fold")
+        for row in rows:
+            table.add_row(*(Text(str(cell)) for cell in row))
+        Console(highlight=False).print(table)
+
+    def result(self, document: Mapping[str, Any]) -> None:
+        """The whole result, for --json."""
+        if self.as_json:
+            print(json.dumps(document, indent=2, default=_plain))
+
+    def fail(self, message: str, hint: str) -> None:
+        """An error, in one line and a hint."""
+        if self.as_json:
+            print(json.dumps({"error": message, "hint": hint}))
+            return
+        print(f"error: {message}", file=sys.stderr)
+        if hint:
+            print(f"hint: {hint}", file=sys.stderr)
+
+
+def command(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a function that takes an `Output` first the shared options and behaviour of a command."""
+    hints = typing.get_type_hints(function, include_extras=True)
+    own = list(inspect.signature(function).parameters.values())[1:]
+    shared = {
+        "as_json": Annotated[
+            bool, typer.Option("--json", help="Print the result as JSON.", rich_help_panel=_PANEL)
+        ],
+        "quiet": Annotated[
+            bool, typer.Option("--quiet", "-q", help="Print errors only.", rich_help_panel=_PANEL)
+        ],
+        "debug": Annotated[
+            bool, typer.Option("--debug", help="Show the traceback of an error.", rich_help_panel=_PANEL)
+        ],
+        "config": Annotated[
+            Path | None,
+            typer.Option(
+                "--config",
+                metavar="FILE",
+                is_eager=True,
+                callback=_configure,
+                help="Take options from this TOML file; flags win.",
+                rich_help_panel=_PANEL,
+            ),
+        ],
+    }
+
+    @functools.wraps(function)
+    def run(*, as_json: bool, quiet: bool, debug: bool, config: Path | None, **options: Any) -> None:
+        output = Output(as_json=as_json, quiet=quiet)
+        try:
+            code = function(output, **options)
+        except (typer.Exit, typer.Abort):
+            raise
+        except KeyboardInterrupt as stop:
+            output.fail(str(stop) or "interrupted", "")
+            raise typer.Exit(130) from None
+        except Exception as error:
+            if debug:
+                traceback.print_exc()
+            message, hint = _explain(error)
+            output.fail(message, hint)
+            raise typer.Exit(1) from None
+        if code:
+            raise typer.Exit(code)
+
+    parameters = [
+        parameter.replace(annotation=hints[parameter.name], kind=inspect.Parameter.KEYWORD_ONLY)
+        for parameter in own
+    ]
+    parameters += [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=kind, default=_default(name))
+        for name, kind in shared.items()
+    ]
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return run
+
+
+def examples(*lines: str) -> str:
+    """Examples for the end of a command's help."""
+    return "\n\n".join(["Examples:", *(f"  $ {line}" for line in lines)])
+
+
+def human_size(count: float) -> str:
+    """Bytes in the unit that people read.
+
+    >>> human_size(1536)
+    '1.5 KB'
+    """
+    for unit in ("B", "KB", "MB", "GB"):
+        if count < 1024 or unit == "GB":
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    raise AssertionError
+
+
+def _default(name: str) -> Any:
+    return None if name == "config" else False
+
+
+def _configure(context: typer.Context, path: Path | None) -> Path | None:
+    if path is not None:
+        try:
+            context.default_map = {
+                **(context.default_map or {}),
+                **read_settings(path, context.command, context.info_name or ""),
+            }
+        except CommandError as error:
+            raise typer.BadParameter(f"{error}. {error.hint}") from error
+    return path
+
+
+def _explain(error: Exception) -> tuple[str, str]:
+    """What to print about an error: a line, and what to do."""
+    if isinstance(error, CommandError):
+        return str(error), error.hint
+    if isinstance(error, KeyError) and error.args:
+        return str(error.args[0]), ""
+    if isinstance(error, ModuleNotFoundError):
+        extra = _EXTRAS.get((error.name or "").split(".")[0])
+        hint = (
+            f"pip install 'onward[{extra}]'"
+            if extra
+            else "is it installed, and the current folder the right one?"
+        )
+        return f"the module '{error.name}' is not there", hint
+    if isinstance(error, FileNotFoundError) and error.filename:
+        return f"no file '{error.filename}'", "is the path right?"
+    text = str(error).strip() or type(error).__name__
+    first, _, rest = text.partition("\n")
+    if not rest:
+        return first, _HINTS.get(type(error).__name__, "")
+    return text, ""
+
+
+_HINTS = {
+    "NonFiniteError": "lower --learning-rate, clip gradients with --clip-norm, or look for NaN in the data",
+    "ParityError": "loosen --rtol/--atol only if you know why the outputs differ",
+}
+_EXTRAS = {
+    "torch": "torch",
+    "onnxscript": "torch",
+    "transformers": "transformers",
+    "tokenizers": "text",
+    "pyarrow": "data",
+    "PIL": "data",
+}
+
+
+def _plain(value: Any) -> Any:
+    """What JSON has no form for: paths, numpy numbers and arrays."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    return str(value)

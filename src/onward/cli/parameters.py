@@ -1,0 +1,102 @@
+"""Which initializers of a model are parameters, where no one says: weights yes, statistics and settings no."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from onward.cli.frame import CommandError
+
+__all__ = ["Choice", "choose_parameters"]
+
+# Inputs that set an operator up; a float initializer there is no weight.
+_SETTINGS = {
+    "BatchNormalization": (3, 4),
+    "Clip": (1, 2),
+    "Dropout": (1,),
+    "Resize": (1, 2),
+    "Pad": (2,),
+    "Range": (0, 1, 2),
+    "OneHot": (2,),
+    "QuantizeLinear": (1, 2),
+    "DequantizeLinear": (1, 2),
+    "NonMaxSuppression": (3, 4),
+}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Names to train, names to keep as parameters that do not train, and whether the model itself said so."""
+
+    trainable: list[str]
+    frozen: list[str]
+    recorded: bool
+
+
+def choose_parameters(model: Path, *, train: Sequence[str] = (), freeze: Sequence[str] = ()) -> Choice:
+    """What to train: the patterns given, else what the model records, else every weight.
+
+    A weight is a float32 initializer with more than one element that is read as data: running statistics,
+    bounds, rates and other settings are not. `freeze` takes names out of the default.
+    """
+    import fnmatch
+    import json
+
+    import onnx
+
+    if not model.is_file():
+        raise CommandError(f"no model at '{model}'", "is the path right?")
+    try:
+        proto = onnx.load(str(model), load_external_data=False)
+    except Exception as error:
+        raise CommandError(
+            f"'{model}' is not an ONNX model", "export one first: onward export --help"
+        ) from error
+    about = {entry.key: entry.value for entry in proto.metadata_props}
+    names = {tensor.name for tensor in proto.graph.initializer}
+    recorded = "onward.requires_grad" in about
+    if recorded:
+        trainable = [name for name in json.loads(about["onward.requires_grad"]) if name in names]
+        frozen = [name for name in json.loads(about.get("onward.frozen_params", "[]")) if name in names]
+    else:
+        settings = {
+            node.input[index]
+            for node in proto.graph.node
+            for index in _SETTINGS.get(node.op_type, ())
+            if index < len(node.input)
+        }
+        statistics = [
+            name
+            for node in proto.graph.node
+            if node.op_type == "BatchNormalization"
+            for name in node.input[3:5]
+        ]
+        trainable = [
+            tensor.name
+            for tensor in proto.graph.initializer
+            if tensor.data_type == onnx.TensorProto.FLOAT
+            and _size(tensor.dims) > 1
+            and tensor.name not in settings
+        ]
+        frozen = [name for name in statistics if name in names]
+    if train:
+        return Choice(list(train), list(freeze), recorded=True)
+    for pattern in freeze:
+        hit = [name for name in names if name == pattern or fnmatch.fnmatchcase(name, pattern)]
+        if not hit:
+            raise CommandError(
+                f"--freeze {pattern}: no parameter has that name", f"there are {', '.join(sorted(names)[:8])}"
+            )
+        trainable = [name for name in trainable if name not in hit]
+        frozen += [name for name in hit if name not in frozen]
+    if not trainable:
+        raise CommandError(f"'{model}' has no weight to train", "its parameters must be float32 initializers")
+    return Choice(trainable, list(dict.fromkeys(frozen)), recorded)
+
+
+def _size(dims: Sequence[int]) -> int:
+    total = 1
+    for dim in dims:
+        total *= dim
+    return total

@@ -1,0 +1,26 @@
+"""Made-up inputs for a model: for measuring and checking where no data is at hand."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from onward.cli.fitting import InputSpec
+
+__all__ = ["random_inputs"]
+
+
+def random_inputs(
+    inputs: Sequence[InputSpec], *, size: int = 2, seed: int = 0, classes: Mapping[str, int] | None = None
+) -> dict[str, np.ndarray]:
+    """Random arrays: dimensions that may vary become `size`, whole numbers stay below the number of classes."""
+    rng = np.random.default_rng(seed)
+    made = {}
+    for spec in inputs:
+        dims = [size if dim is None else dim for dim in spec.dims or (size,)]
+        if spec.dtype.kind == "f":
+            made[spec.name] = rng.standard_normal(dims).astype(spec.dtype)
+        else:
+            made[spec.name] = rng.integers(0, (classes or {}).get(spec.name, 2), dims).astype(spec.dtype)
+    return made
