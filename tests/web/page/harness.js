@@ -1,0 +1,143 @@
+// What the tests do in the page: each function takes and returns what JSON can hold.
+import * as onward from "onward-web";
+
+const { CheckpointState, Module, Optimizer } = onward;
+const SHAPES = { mlp: [64], cnn: [1, 8, 8], encoder: [6] };
+
+async function load(name, { checkpoint, module: moduleOptions, optimizer: optimizerFile } = {}) {
+  const state = await CheckpointState.load(checkpoint ?? `${name}/checkpoint`);
+  const module = await Module.create(`${name}/training_model.onnx`, state, `${name}/eval_model.onnx`, moduleOptions);
+  const optimizer = await Optimizer.create(`${name}/${optimizerFile ?? "optimizer_model.onnx"}`, module);
+  return { state, module, optimizer };
+}
+
+async function data(name) {
+  const read = async (file) => (await fetch(`${name}/${file}`)).arrayBuffer();
+  const Kind = name === "encoder" ? BigInt64Array : Float32Array;
+  const x = new Kind(await read("x.bin"));
+  const labels = new BigInt64Array(await read("labels.bin"));
+  const width = SHAPES[name].reduce((a, b) => a * b);
+  return (first, count) => [
+    { data: x.subarray(first * width, (first + count) * width), dims: [count, ...SHAPES[name]] },
+    labels.subarray(first, first + count),
+  ];
+}
+
+async function steps({ module, optimizer, scheduler }, batches, { first = 0, count, batch = 16, accumulate = 1 }) {
+  const losses = [];
+  for (let i = first; i < first + count; i++) {
+    const { loss } = await module.run(...batches(i * batch, batch));
+    losses.push(loss);
+    if ((i + 1) % accumulate) continue;
+    await optimizer.step();
+    module.lazyResetGrad();
+    scheduler?.step();
+  }
+  return losses;
+}
+
+const base64 = (bytes) => btoa(Array.from(bytes, (byte) => String.fromCharCode(byte)).join(""));
+
+window.harness = {
+  onward,
+
+  async curve({ name, count, rate, accumulate, seed, schedule, optimizer: optimizerFile, total }) {
+    const parts = await load(name, { module: { seed }, optimizer: optimizerFile });
+    parts.optimizer.setLearningRate(rate);
+    if (schedule) parts.scheduler = new onward[schedule](parts.optimizer, 5, total, rate);
+    const batches = await data(name);
+    const losses = await steps(parts, batches, { count, accumulate });
+    parts.module.eval();
+    const evaluation = (await parts.module.run(...batches(0, 64))).loss;
+    const saved = await CheckpointState.save(parts.state, { includeOptimizerState: true });
+    await parts.module.release();
+    return { losses, evaluation, checkpoint: base64(saved) };
+  },
+
+  /** Train on from a checkpoint of any origin. */
+  async resume({ name, checkpoint, first, count }) {
+    const parts = await load(name, { checkpoint });
+    const losses = await steps(parts, await data(name), { first, count });
+    await parts.module.release();
+    return { losses, rate: parts.optimizer.getLearningRate(), properties: [...parts.state.properties] };
+  },
+
+  async resave({ checkpoint }) {
+    const state = await CheckpointState.load(checkpoint);
+    return base64(await CheckpointState.save(state, { includeOptimizerState: true }));
+  },
+
+  /** The message of what loading a checkpoint throws. */
+  async refusal({ base64: text }) {
+    const bytes = Uint8Array.from(atob(text), (char) => char.charCodeAt(0));
+    try {
+      await CheckpointState.load(bytes);
+      return null;
+    } catch (error) {
+      return [error.constructor.name, error.message];
+    }
+  },
+
+  /** Bad labels, bad shapes, a NaN: what each says, and whether parameters stayed. */
+  async mistakes({ policy }) {
+    const parts = await load("mlp", { module: { onNonfinite: policy } });
+    const { module, optimizer, state } = parts;
+    const batches = await data("mlp");
+    const [x, labels] = batches(0, 16);
+    const weights = () => JSON.stringify(Array.from(state.parameters.get("w1").data));
+    const before = weights();
+    const spoiled = { data: x.data.slice(), dims: x.dims };
+    spoiled.data[3] = NaN;
+    const attempt = async (work) => {
+      try {
+        return { answer: await work() };
+      } catch (error) {
+        return { error: error.constructor.name, message: error.message };
+      }
+    };
+    const wrong = labels.slice();
+    wrong[5] = 10n;
+    const results = {
+      label: await attempt(() => module.run(x, wrong)),
+      shape: await attempt(() => module.run({ data: x.data.slice(0, 16 * 63), dims: [16, 63] }, labels)),
+      type: await attempt(() => module.run(x, new Float32Array(16))),
+      count: await attempt(() => module.run(x)),
+      overlap: await attempt(() => Promise.all([module.run(x, labels), module.run(x, labels)])),
+      nan: await attempt(() => module.run(spoiled, labels)),
+    };
+    results.step = await attempt(() => optimizer.step());
+    results.unchanged = weights() === before;
+    module.lazyResetGrad();
+    results.after = await attempt(async () => {
+      const { loss } = await module.run(x, labels);
+      return [Number.isFinite(loss), await optimizer.step(), weights() !== before];
+    });
+    await module.release();
+    return results;
+  },
+
+  /** Bytes in use now and after many steps; collected first, so that only what is held is counted. */
+  async memory({ name, warm, count }) {
+    const parts = await load(name);
+    const batches = await data(name);
+    const held = () => {
+      window.gc();
+      return performance.memory.usedJSHeapSize;
+    };
+    const many = async (total) => {
+      for (let done = 0; done < total; done += 100) await steps(parts, batches, { count: 100 });
+    };
+    await many(warm);
+    const first = held();
+    await many(count);
+    const last = held();
+    await parts.module.release();
+    return { first, last };
+  },
+
+  async info() {
+    const runtime = await onward.Runtime.load({ provider: "webgpu" });
+    return { isolated: crossOriginIsolated, threads: runtime.threads, provider: runtime.provider, fallback: runtime.fallback };
+  },
+};
+window.ready = true;
