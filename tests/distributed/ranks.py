@@ -50,8 +50,8 @@ class Job:
         for process in self.processes:
             process.start()
 
-    def wait(self, *, seconds: float = 60) -> list[Any]:
-        """What each rank returned; raises `Lost` as soon as a rank fails, and ends the rest."""
+    def wait(self, *, seconds: float = 60, grace: float = 10) -> list[Any]:
+        """What each rank returned; after a failure the others have `grace` seconds to fail as well."""
         found: dict[int, Any] = {}
         errors: dict[int, str] = {}
         end = time.monotonic() + seconds
@@ -63,6 +63,9 @@ class Job:
                 for rank, process in enumerate(self.processes):
                     if process.exitcode not in (None, 0) and rank not in errors:
                         errors[rank] = f"exit {process.exitcode}"
+            if errors:
+                end = min(end, time.monotonic() + grace)
+                grace = float("inf")
         self.end()
         missing = [r for r in range(len(self.processes)) if r not in found and r not in errors]
         errors.update(dict.fromkeys(missing, "did not end"))
@@ -73,7 +76,7 @@ class Job:
     def end(self) -> None:
         """Kill what is left."""
         for process in self.processes:
-            process.join(timeout=5 if process.exitcode is None and self.results.empty() else 0.5)
+            process.join(timeout=1)
             if process.is_alive():
                 assert process.pid is not None
                 os.kill(process.pid, signal.SIGKILL if hasattr(signal, "SIGKILL") else signal.SIGTERM)

@@ -99,7 +99,7 @@ def test_stages_give_the_gradients_and_the_model_of_one_process(name, stages, se
         np.testing.assert_allclose(result["norm"], expected["norm"], rtol=1e-5)
         for parameter, gradient in result["gradients"].items():
             scale = np.abs(expected["gradients"][parameter]).max()
-            np.testing.assert_allclose(gradient, expected["gradients"][parameter], atol=1e-5 * scale, rtol=0)
+            np.testing.assert_allclose(gradient, expected["gradients"][parameter], atol=1e-6 * scale, rtol=0)
             seen.add(parameter)
     assert seen == set(expected["gradients"])
     for parameter, array in weights(path).items():

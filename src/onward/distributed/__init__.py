@@ -1,5 +1,6 @@
 """Train one model on many ranks, over torch.distributed; on one rank, without torch."""
 
+from onward.distributed.agreement import all_or_none
 from onward.distributed.comm import Communicator, LocalCommunicator, TorchCommunicator, connect
 from onward.distributed.errors import DistributedError
 from onward.distributed.parameters import Parameters
@@ -16,5 +17,6 @@ __all__ = [
     "ShardedSampler",
     "TorchCommunicator",
     "TrainingRunner",
+    "all_or_none",
     "connect",
 ]

@@ -14,8 +14,8 @@ from contextlib import contextmanager
 import numpy as np
 
 from onward.distributed.comm import Communicator
-from onward.distributed.errors import DistributedError
-from onward.errors import ExportError, ModelError, NonFiniteError, OnwardError
+from onward.distributed.errors import DistributedError, OtherStageFailed
+from onward.errors import CheckpointError, ExportError, ModelError, NonFiniteError, OnwardError
 
 __all__ = ["agree", "all_or_none", "broadcast_bytes", "raise_together", "same_everywhere"]
 
@@ -31,6 +31,7 @@ _KINDS: tuple[type[Exception], ...] = (
     TypeError,
     KeyError,
     FileNotFoundError,
+    CheckpointError,
 )
 
 
@@ -57,24 +58,32 @@ def raise_together(comm: Communicator, failure: Exception | None) -> None:
     """Raise the failure of the lowest rank that has one, on all ranks; at least one must have one."""
     if comm.world == 1 and failure is not None:
         raise failure
-    first = np.zeros(comm.world, np.int64)
-    first[comm.rank] = failure is not None
-    comm.all_reduce(first)
-    if not first.any():
+    reasons = np.zeros(comm.world, np.int64)
+    if failure is not None:
+        reasons[comm.rank] = 1 if isinstance(failure, OtherStageFailed) else 2
+    comm.all_reduce(reasons)
+    if not reasons.any():
         raise AssertionError("no rank has a failure to raise")
-    source = int(np.flatnonzero(first)[0])
+    source = int(np.argmax(reasons))
     message = np.zeros(_TEXT + 1, np.uint8)
     if comm.rank == source:
         assert failure is not None
-        text = str(failure) if not isinstance(failure, KeyError) else str(failure.args[0])
-        data = text.encode()[:_TEXT]
+        data = _spell(failure).encode()[:_TEXT]
         message[0] = _kind(failure)
         message[1 : 1 + len(data)] = np.frombuffer(data, np.uint8)
     comm.broadcast(message, root=source)
-    if failure is not None:  # its own, with its own traceback
+    if failure is not None and reasons[comm.rank] == 2:  # its own, with its own traceback
         raise failure
-    text = message[1:].tobytes().rstrip(b"\0").decode(errors="replace")
-    raise _KINDS[int(message[0])](f"{text} (on rank {source})")
+    text = message[1:].tobytes().rstrip(b"\0").decode(errors="replace") + f" (on rank {source})"
+    kind = _KINDS[int(message[0])]
+    raise CheckpointError(*text.split("\n", 1)) if kind is CheckpointError else kind(text)
+
+
+def _spell(failure: Exception) -> str:
+    """The words of an error, from which another rank can make the same one."""
+    if isinstance(failure, CheckpointError):
+        return f"{failure.path}\n{failure.reason}"
+    return str(failure.args[0]) if isinstance(failure, KeyError) and failure.args else str(failure)
 
 
 def _kind(failure: Exception) -> int:

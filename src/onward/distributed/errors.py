@@ -4,8 +4,15 @@ from __future__ import annotations
 
 from onward.errors import OnwardError
 
-__all__ = ["DistributedError"]
+__all__ = ["DistributedError", "OtherStageFailed"]
 
 
 class DistributedError(OnwardError):
     """Training on several ranks that cannot start or go on."""
+
+
+class OtherStageFailed(DistributedError):
+    """This rank could not go on because of another one, which knows the reason."""
+
+    def __init__(self) -> None:
+        super().__init__("another stage of the pipeline failed")

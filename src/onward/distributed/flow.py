@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 
 from onward.distributed.comm import Communicator, TorchCommunicator
-from onward.distributed.errors import DistributedError
+from onward.distributed.errors import OtherStageFailed
 from onward.distributed.packing import Layout, layout_of
 from onward.distributed.stages import StageModel, StageStep
 
@@ -156,12 +156,12 @@ class Flow:
             except Exception as error:
                 self.failure = error
         else:
-            self.failure = DistributedError("an earlier stage of the pipeline failed")
+            self.failure = OtherStageFailed()
         self._send(self._step.training, outgoing, made)
         failed = np.array([self.failure is not None], np.int64)
         self._pipe.all_reduce(failed)
         if failed[0] and self.failure is None:
-            self.failure = DistributedError("another stage of the pipeline failed")
+            self.failure = OtherStageFailed()
         return None if outgoing is None or failed[0] else (incoming, outgoing)
 
     def _receive(self, model: StageModel) -> tuple[Layout, Arrays | None]:

@@ -21,7 +21,7 @@ from onward.checkpoint import CheckpointData
 from onward.distributed.agreement import same_everywhere
 from onward.distributed.comm import Communicator, LocalCommunicator, TorchCommunicator
 from onward.distributed.data_parallel import Report, reconcile_statistics, session_options, weight_of
-from onward.distributed.errors import DistributedError
+from onward.distributed.errors import DistributedError, OtherStageFailed
 from onward.distributed.flow import Flow, Micro, key_of
 from onward.distributed.gathering import gather_state
 from onward.distributed.packing import layout_of
@@ -174,7 +174,7 @@ class PipelineParallel:
         if (digests == digests[0]).all():
             return None
         if (digests == -1).any():
-            return DistributedError("another stage of the pipeline failed")
+            return OtherStageFailed()
         return DistributedError(
             "the stages of a pipeline were given batches of different shapes: shard data by runner.replica of "
             "runner.replicas, not by rank"
