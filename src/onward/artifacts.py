@@ -22,6 +22,7 @@ import onnx_ir as ir
 from onward.artifact_files import write_artifacts
 from onward.checkpoint import CheckpointData, NominalTensor
 from onward.errors import ModelError
+from onward.graph.adapters import LoRA, add_adapters
 from onward.graph.dialect import normalize
 from onward.graph.load import ModelSource
 from onward.onnxblock import loss as loss_blocks
@@ -119,13 +120,15 @@ def generate_artifacts(
     loss_input_names: list[str] | None = None,
     *,
     parameter_groups: Sequence[ParameterGroup] = (),
+    lora: LoRA | None = None,
 ) -> None:
     """Write `training_model.onnx`, `eval_model.onnx`, `optimizer_model.onnx` and `checkpoint`.
 
     `requires_grad` and `frozen_params` take names and patterns (`"encoder.*"`). Without `requires_grad`, the
     parameters that the model itself records as trainable are taken (`onward.export.from_torch` records
-    them). `loss=None` means that the model's first output is the loss. All files are written, or none; the
-    directory is made where it is missing.
+    them). With `lora`, low-rank adapters of the targeted weights train, and what `requires_grad` names
+    besides; the rest stays as it is. `loss=None` means that the model's first output is the loss. All files
+    are written, or none; the directory is made where it is missing.
 
     >>> import tempfile, onnx.parser
     >>> model = onnx.parser.parse_model('''<ir_version: 10, opset_import: ["": 21]>
@@ -146,6 +149,7 @@ def generate_artifacts(
         additional_output_names=additional_output_names,
         loss_input_names=loss_input_names,
         parameter_groups=parameter_groups,
+        lora=lora,
     )
     models = {"training_model": made.training, "eval_model": made.evaluation}
     if made.optimizer is not None:
@@ -173,6 +177,7 @@ def build_artifacts(
     additional_output_names: list[str] | None = None,
     loss_input_names: list[str] | None = None,
     parameter_groups: Sequence[ParameterGroup] = (),
+    lora: LoRA | None = None,
 ) -> Artifacts:
     """Build the artifacts of a forward model in memory; arguments as for `generate_artifacts`."""
     loss_block = _loss_block(loss)
@@ -186,7 +191,8 @@ def build_artifacts(
         with allow_custom_ops(custom_op_library):
             pass  # refuses a path that is not there
     prepared = normalize(_source(model))
-    trainable, frozen = _choose(prepared, requires_grad, frozen_params)
+    adapters = [] if lora is None else add_adapters(prepared, lora)
+    trainable, frozen = _choose(prepared, requires_grad, frozen_params, adapters)
     (loss_name, *more), prepared = _with_loss(prepared, loss, loss_block, loss_input_names)
     extra = [*more, *(additional_output_names or [])]
     graphs = build_training_graphs(prepared, loss_name, trainable=trainable, frozen=frozen, outputs=extra)
@@ -265,18 +271,24 @@ def _with_loss(
 
 
 def _choose(
-    model: ir.Model, requires_grad: Sequence[str] | None, frozen_params: Sequence[str] | None
+    model: ir.Model,
+    requires_grad: Sequence[str] | None,
+    frozen_params: Sequence[str] | None,
+    adapters: Sequence[str],
 ) -> tuple[list[str], list[str]]:
     """The trainable and frozen names, patterns resolved, in the order of the model."""
     graph = model.graph
-    if requires_grad is None:
+    if requires_grad is None and adapters:
+        requires_grad = []
+    elif requires_grad is None:
         requires_grad = list(json.loads(model.metadata_props.get("onward.requires_grad", "[]")))
         if frozen_params is None:
             recorded = json.loads(model.metadata_props.get("onward.frozen_params", "[]"))
             frozen_params = [name for name in recorded if name in graph.initializers]
-    candidates = [*graph.initializers, *(value.name or "" for value in graph.inputs)]
-    trainable = _resolve(requires_grad, candidates, "requires_grad")
-    frozen = _resolve(frozen_params or [], list(graph.initializers), "frozen_params")
+    base = [name for name in graph.initializers if name not in set(adapters)]
+    candidates = [*base, *(value.name or "" for value in graph.inputs)]
+    trainable = [*adapters, *_resolve(requires_grad, candidates, "requires_grad")]
+    frozen = _resolve(frozen_params or [], base, "frozen_params")
     both = sorted(set(trainable) & set(frozen))
     if both:
         raise ModelError(

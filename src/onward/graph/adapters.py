@@ -1,0 +1,300 @@
+"""Low-rank adapters: y = x·W becomes y + s·(x·Aᵀ)·Bᵀ, with W left as it is; and back into W.
+
+Finds the weights of MatMul, Gemm and 1x1 Conv, also behind a Transpose or a dequantization, and adds nodes
+beside the product. Each sum carries a note in its metadata, by which merging finds it again. Knows nothing
+of training.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import json
+import re
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from onnx.reference import ReferenceEvaluator
+
+from onward.errors import ModelError
+from onward.graph.builder import Builder, subgraphs_of
+from onward.graph.cleanup import remove_unused
+
+__all__ = ["LoRA", "add_adapters", "merge_adapters"]
+
+_NOTE = "onward.lora"
+# what may stand between a stored weight and the product that reads it
+_PATH = frozenset({"Transpose", "Identity", "Cast", "DequantizeLinear", "Slice", "Reshape", "Sub"})
+_SUFFIX = re.compile(r"(_quantized|_as_\dbit|_(DQ_)?[Qq]\d+\w*)+$")
+
+
+@dataclasses.dataclass(frozen=True)
+class LoRA:
+    """What to adapt and how: `targets` are names or patterns of weights (or of the nodes that read them).
+
+    The product is scaled by alpha / rank; `dropout` is that of the adapters' input while training.
+    """
+
+    rank: int = 8
+    alpha: float = 16.0
+    targets: str | Sequence[str] = "*"
+    dropout: float = 0.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise ValueError(f"rank is {self.rank}: it must be 1 or more")
+        if not 0.0 <= self.dropout < 1.0:
+            raise ValueError(f"dropout is {self.dropout}: it must be 0 or more, and less than 1")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Product:
+    """A node that multiplies by a stored weight, and the graph it is in."""
+
+    node: ir.Node
+    weight: ir.Value
+    label: str
+    inputs: int
+    outputs: int
+
+
+def add_adapters(model: ir.Model, lora: LoRA) -> list[str]:
+    """Put adapters beside the targeted products, in place; returns the names of the new parameters.
+
+    The model must be in the dialect. B starts at zero, so that the model computes what it did.
+    """
+    op = Builder(model.graph)
+    found = [(inner, product) for inner, graph in _graphs(op, model.graph) for product in _products(graph)]
+    patterns = [lora.targets] if isinstance(lora.targets, str) else list(lora.targets)
+    chosen = [(inner, product) for inner, product in found if any(_matches(product, p) for p in patterns)]
+    for pattern in patterns:
+        if not any(_matches(product, pattern) for _, product in found):
+            names = sorted({product.label for _, product in found})
+            shown = ", ".join(names[:8]) + (", …" if len(names) > 8 else "")
+            raise ModelError(
+                f"LoRA: '{pattern}' matches no weight of a MatMul, Gemm or 1x1 Conv; the model has {shown or 'none'}"
+            )
+    made: dict[str, tuple[ir.Value, ir.Value]] = {}
+    following = _successors(graph for _, graph in _graphs(op, model.graph))
+    for inner, product in chosen:
+        if product.label not in made:
+            made[product.label] = _parameters(op, product, lora)
+        a, b = made[product.label]
+        if op.static_shape(a) != _a_shape(product, lora):
+            raise ModelError(f"LoRA: '{product.label}' is used in two shapes; leave it out of the targets")
+        inner.before = following[product.node]
+        _attach(inner, product, a, b, lora)
+    return [value.name or "" for pair in made.values() for value in pair]
+
+
+def merge_adapters(model: ir.Model, *, dequantize: bool = False) -> ir.Model:
+    """Add adapters to the weights that they adapt, in place; returns the model.
+
+    Those of quantized weights stay beside them, unless `dequantize` makes these weights float.
+    """
+    op = Builder(model.graph)
+    replaced: list[tuple[str, ir.Value]] = []
+    for inner, graph in _graphs(op, model.graph):
+        for node in list(graph):
+            if _NOTE in node.metadata_props:
+                replaced += _merge(op, inner, node, dequantize)
+    remove_unused(model)
+    for name, weight in replaced:
+        if name not in model.graph.initializers:  # nothing else reads the old one
+            weight.name = name
+    return model
+
+
+# ---- finding ---------------------------------------------------------------------------------------
+
+
+def _graphs(op: Builder, graph: ir.Graph) -> Iterator[tuple[Builder, ir.Graph]]:
+    yield op, graph
+    for node in list(graph):
+        for inner in subgraphs_of(node):
+            yield from _graphs(Builder(inner, parent=op), inner)
+
+
+def _successors(graphs: Iterable[ir.Graph]) -> dict[ir.Node, ir.Node | None]:
+    """The node after each node of its graph."""
+    lists = [list(graph) for graph in graphs]
+    return {node: after for nodes in lists for node, after in zip(nodes, [*nodes[1:], None])}
+
+
+def _products(graph: ir.Graph) -> Iterator[_Product]:
+    for node in list(graph):
+        if node.domain != "" or node.op_type not in ("MatMul", "Gemm", "Conv") or len(node.inputs) < 2:
+            continue
+        operand = node.inputs[1]
+        weight = _stored(operand)
+        dims = None if operand is None or operand.shape is None else list(operand.shape)
+        if weight is None or dims is None or not all(isinstance(dim, int) for dim in dims):
+            continue
+        sizes = [int(dim) for dim in dims]  # type: ignore[arg-type]
+        if node.op_type == "Conv":
+            plain = len(sizes) > 2 and node.attributes.get_int("group", 1) == 1
+            if not plain or any(size != 1 for size in sizes[2:]):
+                continue
+            outputs, inputs = sizes[:2]
+        elif len(sizes) != 2:
+            continue
+        else:
+            inputs, outputs = sizes
+            if node.op_type == "Gemm" and node.attributes.get_int("transB", 0):
+                inputs, outputs = outputs, inputs
+        yield _Product(node, weight, _SUFFIX.sub("", weight.name or ""), inputs, outputs)
+
+
+def _stored(value: ir.Value | None) -> ir.Value | None:
+    """The initializer that a product's operand is made of."""
+    while value is not None and not value.is_initializer():
+        made = value.producer()
+        if made is None or made.op_type not in _PATH or made.domain != "":
+            return None
+        value = made.inputs[0]
+    return None if value is None or value.is_graph_input() else value
+
+
+def _matches(product: _Product, pattern: str) -> bool:
+    names = (product.label, product.weight.name or "", product.node.name or "")
+    return any(name == pattern or fnmatch.fnmatchcase(name, pattern) for name in names)
+
+
+# ---- adding ----------------------------------------------------------------------------------------
+
+
+def _a_shape(product: _Product, lora: LoRA) -> tuple[int, ...]:
+    return (lora.rank, product.inputs, *_ones(product))
+
+
+def _ones(product: _Product) -> tuple[int, ...]:
+    """The kernel's spatial dimensions, all of size 1."""
+    operand = product.node.inputs[1]
+    assert operand is not None and operand.shape is not None
+    return (1,) * (operand.shape.rank() - 2)
+
+
+def _parameters(op: Builder, product: _Product, lora: LoRA) -> tuple[ir.Value, ir.Value]:
+    """A [rank, in], uniform in ±1/√in and the same in every run; B [out, rank], zeros"""
+    rng = np.random.default_rng([lora.seed, zlib.crc32(product.label.encode())])
+    limit = 1.0 / np.sqrt(product.inputs)
+    first = rng.uniform(-limit, limit, _a_shape(product, lora)).astype(np.float32)
+    second = np.zeros((product.outputs, lora.rank, *_ones(product)), np.float32)
+    return _initializer(op, f"{product.label}.lora_a", first), _initializer(
+        op, f"{product.label}.lora_b", second
+    )
+
+
+def _initializer(op: Builder, name: str, data: np.ndarray) -> ir.Value:
+    if name in op.graph.initializers:
+        raise ModelError(f"LoRA: the model has a '{name}' already; merge its adapters first")
+    value = ir.Value(
+        name=op.namer(name), type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape(data.shape),
+        const_value=ir.tensor(data, name=name),
+    )  # fmt: skip
+    op.graph.register_initializer(value)
+    return value
+
+
+def _attach(op: Builder, product: _Product, a: ir.Value, b: ir.Value, lora: LoRA) -> None:
+    node, result = product.node, product.node.outputs[0]
+    op.scope = f"{node.name or node.op_type}/lora"
+    x = node.inputs[0]
+    assert x is not None
+    dtype = op.dtype(x)
+    if dtype != ir.DataType.FLOAT:
+        x = op.Cast(x, to=ir.DataType.FLOAT)
+    if lora.dropout:
+        x = op.Dropout(x, np.float32(lora.dropout), np.bool_(True))
+    scale = lora.alpha / lora.rank
+    if node.op_type == "Gemm":
+        scale *= node.attributes.get_float("alpha", 1.0)
+        if node.attributes.get_int("transA", 0):
+            x = op.Transpose(x, perm=[1, 0])
+    if node.op_type == "Conv":
+        kept = ("auto_pad", "pads", "strides")
+        same = {name: node.attributes[name] for name in kept if name in node.attributes}
+        low = op.node("Conv", [x, a], dict(same))[0]
+        added = op.Conv(op.Mul(low, scale), b)
+    else:
+        low = op.MatMul(x, op.Transpose(a, perm=[1, 0]))
+        added = op.MatMul(op.Mul(low, scale), op.Transpose(b, perm=[1, 0]))
+    if dtype != ir.DataType.FLOAT:
+        added = op.Cast(added, to=dtype)
+    users, is_result = list(result.uses()), result.is_graph_output()
+    total = op.Add(result, added)
+    note = {"weight": product.weight.name, "a": a.name, "b": b.name, "scale": lora.alpha / lora.rank}
+    producer = total.producer()
+    assert producer is not None
+    producer.metadata_props[_NOTE] = json.dumps(note)
+    total.shape = result.shape
+    for user, index in users:
+        user.replace_input_with(index, total)
+    if is_result:
+        total.name, result.name = result.name, op.namer(f"{result.name}.base")
+        op.graph.outputs[op.graph.outputs.index(result)] = total
+    op.before, op.scope = None, ""
+
+
+# ---- merging ---------------------------------------------------------------------------------------
+
+
+def _merge(root: Builder, op: Builder, total: ir.Node, dequantize: bool) -> list[tuple[str, ir.Value]]:
+    """Merges one adapted product; returns the weight that it read as stored, by name, and the new one."""
+    note = json.loads(total.metadata_props[_NOTE])
+    base = total.inputs[0]
+    node = None if base is None else base.producer()
+    if base is None or node is None or node.inputs[1] is None:
+        raise ModelError(f"LoRA: the product that '{total.name}' adapts is gone: merge before other changes")
+    tensors = [root.const_value(root.graph.initializers.get(note[key])) for key in ("a", "b")]
+    if tensors[0] is None or tensors[1] is None:
+        raise ModelError(
+            f"LoRA: '{note['a']}' and '{note['b']}' have no values in this model: "
+            "export it for inferencing first, which puts the parameters inside"
+        )
+    a, b = (tensor.reshape(tensor.shape[:2]).astype(np.float64) for tensor in tensors if tensor is not None)
+    operand = node.inputs[1]
+    delta = note["scale"] * (b @ a)  # [out, in]
+    if node.op_type == "MatMul" or (node.op_type == "Gemm" and not node.attributes.get_int("transB", 0)):
+        delta = delta.T
+    assert operand.shape is not None
+    current = _computed(operand, dequantize)
+    if current is None:
+        return []
+    merged = (current.astype(np.float64) + delta.reshape(current.shape)).astype(current.dtype)
+    weight = ir.Value(name=root.namer(f"{note['weight']}.merged"))
+    weight.const_value = ir.tensor(np.ascontiguousarray(merged), name=weight.name)
+    weight.type, weight.shape = operand.type, ir.Shape(merged.shape)
+    root.graph.register_initializer(weight)
+    node.replace_input_with(1, weight)
+    result = total.outputs[0]
+    name, was_result = result.name, result.is_graph_output()
+    ir.convenience.replace_all_uses_with(result, base, replace_graph_outputs=True)
+    op.graph.remove(total, safe=True)
+    if was_result:
+        base.name = name
+    return [(operand.name or "", weight)] if operand.is_initializer() else []
+
+
+def _computed(value: ir.Value | None, dequantize: bool) -> np.ndarray | None:
+    """The numbers of a product's operand; None for quantized ones that are to stay so."""
+    if value is None:
+        return None
+    if value.is_initializer():
+        return None if value.const_value is None or value.is_graph_input() else value.const_value.numpy()
+    made = value.producer()
+    if made is None or (made.op_type not in ("Transpose", "Identity") and not dequantize):
+        return None
+    feeds: dict[str, np.ndarray] = {}
+    for operand in made.inputs:
+        if operand is not None:
+            numbers = _computed(operand, dequantize)
+            if numbers is None:
+                return None
+            feeds[operand.name or ""] = numbers
+    results: Sequence[Any] = list(ReferenceEvaluator(ir.to_proto(made)).run(None, feeds))
+    return np.asarray(results[0])
