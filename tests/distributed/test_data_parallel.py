@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +12,10 @@ import numpy as np
 import onnx
 import pytest
 import ranks
-from models import classifier, points
+from models import build, classifier, points
 
-from onward.distributed import Parameters, ShardedArrays, TrainingRunner
+from onward.api import LinearLRScheduler, Optimizer
+from onward.distributed import Parameters, ShardedArrays, ShardedSampler, TrainingRunner
 
 
 def train(
@@ -55,6 +59,10 @@ def alone(folder, tmp_path_factory) -> dict[str, Any]:
     return {**ranks.run(1, train, folder=str(folder), export=str(path))[0], "path": path}
 
 
+def warm(optimizer: Optimizer) -> LinearLRScheduler:
+    return LinearLRScheduler(optimizer, 2, 8, 0.05)
+
+
 def weights(path: Path) -> dict[str, np.ndarray]:
     return {t.name: onnx.numpy_helper.to_array(t) for t in onnx.load(path).graph.initializer}
 
@@ -74,15 +82,135 @@ def test_ranks_give_the_losses_and_the_model_of_one(world, folder, alone, tmp_pa
         np.testing.assert_allclose(array, expected[name], rtol=1e-5, atol=1e-6)
 
 
-SAME_AS_ONE_RANK = {
+VARIANTS = {
     "sharded optimizer state": {"shard_optimizer": True},
     "a last batch with nothing for one rank": {"samples": 17},
+    "accumulation over batches of different sizes": {"gradient_accumulation_steps": 2},
+    "a schedule of the rate": {"scheduler": warm},
+    "accumulation and a number of steps": {"gradient_accumulation_steps": 3, "num_train_steps": 3},
 }
 
 
-@pytest.mark.parametrize("settings", SAME_AS_ONE_RANK.values(), ids=SAME_AS_ONE_RANK)
+@pytest.mark.parametrize("settings", VARIANTS.values(), ids=VARIANTS)
 def test_a_variant_gives_the_parameters_of_one_rank(settings, folder):
     (expected,) = ranks.run(1, train, folder=str(folder), **settings)
     for result in ranks.run(2, train, folder=str(folder), **settings):
         for name, array in expected["by_name"].items():
             np.testing.assert_allclose(result["by_name"][name], array, rtol=1e-5, atol=1e-6)
+
+
+def test_gradients_sent_as_bfloat16_train_almost_the_same_on_equal_ranks(folder, alone):
+    found = ranks.run(2, train, folder=str(folder), compress=True)
+    assert found[0]["parameters"].tobytes() == found[1]["parameters"].tobytes()
+    assert 0 < np.abs(np.array(found[0]["losses"]) - alone["losses"]).max() < 2e-2
+
+
+def test_an_update_sends_one_vector_of_gradients_and_forty_bytes(folder, alone):
+    """Runs of six and of four updates differ by two: what else they send does not depend on the number."""
+    size = sum(-(-view.size // 16) * 16 * 4 for view in alone["by_name"].values())
+    sent = [ranks.run(2, train, folder=str(folder), samples=n, batch_size=8)[0]["sent"] for n in (24, 16)]
+    assert sent[0] - sent[1] == 2 * (size + 40)
+
+
+def average_statistics(folder: str, arrays: tuple, how: str) -> dict[str, np.ndarray]:
+    """The statistics before and after ranks agree on them."""
+    with TrainingRunner(Parameters(artifacts=folder, statistics=how, timeout=20)) as runner:
+        runner.run(ShardedArrays(*arrays, batch_size=8))
+        frozen = runner._engine.module._frozen
+        before = {name: array.copy() for name, array in frozen.items()}
+        runner.end_training()
+        return {"before": before, "after": {name: array.copy() for name, array in frozen.items()}}
+
+
+@pytest.mark.parametrize("how", ["average", "rank0"])
+def test_ranks_agree_on_batch_norm_statistics(how, tmp_path):
+    arrays = build("residual network", tmp_path)
+    found = ranks.run(2, average_statistics, folder=str(tmp_path), arrays=arrays, how=how)
+    for name in found[0]["before"]:
+        first, second = (result["before"][name] for result in found)
+        assert not np.array_equal(first, second)
+        expected = first if how == "rank0" else (first + second) / np.float32(2)
+        for result in found:
+            np.testing.assert_array_equal(result["after"][name], expected)
+
+
+def resumable(folder: str, directory: str, steps: int | None, **settings: Any) -> dict[str, np.ndarray]:
+    """A run that stops after some updates, or goes on to the end."""
+    parameters = Parameters(
+        artifacts=folder,
+        epochs=2,
+        num_train_steps=steps,
+        checkpoint_directory=directory,
+        timeout=20,
+        **settings,
+    )
+    with TrainingRunner(parameters) as runner:
+        runner.run(ShardedArrays(*points(22), batch_size=8))
+        runner.end_training()
+        data = runner._engine.gather(include_optimizer_state=True)
+        if data is None:
+            return {}
+        state = {f"{n}.{slot}": a for n, s in data.optimizer[0].slots.items() for slot, a in s.items()}
+        return {name: np.array(array) for name, array in {**data.trainable, **state}.items()}
+
+
+RESUMES = {
+    "two ranks, then one": [(2, {}), (1, {})],
+    "one rank, then four that share the state": [(1, {}), (4, {"shard_optimizer": True})],
+    "two that share the state, then two stages": [
+        (2, {"shard_optimizer": True}),
+        (2, {"pipeline_parallel_size": 2}),
+    ],
+    "two stages, then two copies of two stages": [
+        (2, {"pipeline_parallel_size": 2}),
+        (4, {"pipeline_parallel_size": 2}),
+    ],
+}
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(folder, tmp_path_factory) -> dict[str, np.ndarray]:
+    directory = tmp_path_factory.mktemp("uninterrupted")
+    return ranks.run(1, resumable, folder=str(folder), directory=str(directory), steps=None)[0]
+
+
+@pytest.mark.parametrize("first, second", RESUMES.values(), ids=RESUMES)
+def test_a_run_goes_on_with_another_number_of_ranks(first, second, folder, uninterrupted, tmp_path):
+    for (world, settings), steps in ((first, 4), (second, None)):
+        found = ranks.run(
+            world, resumable, folder=str(folder), directory=str(tmp_path), steps=steps, **settings
+        )
+    assert found[0].keys() == uninterrupted.keys()
+    for name, array in uninterrupted.items():
+        np.testing.assert_allclose(found[0][name], array, rtol=1e-4, atol=1e-6)
+    assert all(result == {} for result in found[1:])
+
+
+def test_samples_are_shared_without_overlap_and_shuffled_anew():
+    sampler = ShardedSampler(23, batch_size=6, seed=5)
+    epochs = []
+    for epoch in range(2):
+        shares = [list(sampler.epoch(epoch, rank=rank, world=4)) for rank in range(4)]
+        assert [len(share) for share in shares] == [4, 4, 4, 4]
+        order = np.concatenate([share[batch] for batch in range(4) for share in shares])
+        assert sorted(order.tolist()) == list(range(23))
+        epochs.append(order.tolist())
+        (one,) = [np.concatenate(list(sampler.epoch(epoch, rank=0, world=1)))]
+        assert one.tolist() == order.tolist()
+    assert epochs[0] != epochs[1]
+
+
+def test_one_process_needs_no_torch(folder, tmp_path):
+    script = f"""
+import sys
+sys.modules["torch"] = None
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from models import points
+from onward.distributed import Parameters, ShardedArrays, TrainingRunner
+with TrainingRunner(Parameters(artifacts={str(folder)!r})) as runner:
+    runner.run(ShardedArrays(*points(16), batch_size=8))
+    runner.export_model_for_inferencing({str(tmp_path / "model.onnx")!r}, ["logits"])
+"""
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+    subprocess.run([sys.executable, "-c", script], check=True, env=environment)
+    assert weights(tmp_path / "model.onnx").keys() >= {"w1", "b1"}

@@ -104,3 +104,28 @@ def test_stages_give_the_gradients_and_the_model_of_one_process(name, stages, se
     assert seen == set(expected["gradients"])
     for parameter, array in weights(path).items():
         np.testing.assert_allclose(array, weights(reference.path)[parameter], rtol=1e-5, atol=1e-6)
+
+
+def test_copies_of_a_pipeline_share_the_data(references):
+    """Without batch norm, two copies with half of each batch train as one with all of it."""
+    reference = references["encoder with tied embeddings"]
+    found = ranks.run(
+        4,
+        train,
+        folder=str(reference.folder),
+        arrays=reference.arrays,
+        batch_size=8,
+        pipeline_parallel_size=2,
+    )
+    for result in found:
+        np.testing.assert_allclose(result["losses"], reference.result["losses"], rtol=1e-6)
+        np.testing.assert_allclose(result["final"], reference.result["final"], rtol=1e-6)
+
+
+def test_a_batch_that_does_not_divide_is_cut_into_fewer_micro_batches(references):
+    reference = references["encoder with tied embeddings"]
+    arrays = tuple(array[:7] for array in reference.arrays)
+    job = {"folder": str(reference.folder), "arrays": arrays}
+    (expected,) = ranks.run(1, train, batch_size=4, **job)
+    for result in ranks.run(2, train, batch_size=4, pipeline_parallel_size=2, **job):
+        np.testing.assert_allclose(result["losses"], expected["losses"], rtol=1e-6)

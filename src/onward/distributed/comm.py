@@ -116,11 +116,11 @@ class TorchCommunicator:
             whole = torch.from_numpy(array)
             small = whole.to(self._device, torch.bfloat16)
             self._count(small.numel() * 2)
-            with self._explained("all-reduce"):
+            with self.explained("all-reduce"):
                 self._dist.all_reduce(small, group=self.group)
             whole.copy_(small)
             return
-        with self._tensor(array) as tensor, self._explained("all-reduce"):
+        with self._tensor(array) as tensor, self.explained("all-reduce"):
             self._dist.all_reduce(tensor, group=self.group)
 
     def reduce_scatter(self, array: np.ndarray, bounds: Sequence[int], *, compress: bool = False) -> None:
@@ -129,7 +129,7 @@ class TorchCommunicator:
         whole = torch.from_numpy(array).to(self._device, torch.bfloat16 if compress else None)
         own = torch.empty_like(whole[bounds[self.rank] : bounds[self.rank + 1]])
         self._count(whole.numel() * whole.element_size() // 2)
-        with self._explained("reduce-scatter"):
+        with self.explained("reduce-scatter"):
             _newest(self._dist, "reduce_scatter_single", "reduce_scatter_tensor")(
                 own, whole, group=self.group
             )
@@ -141,20 +141,20 @@ class TorchCommunicator:
         whole = torch.from_numpy(array).to(self._device)
         own = whole[bounds[self.rank] : bounds[self.rank + 1]].clone()
         self._count(array.nbytes // 2)
-        with self._explained("all-gather"):
+        with self.explained("all-gather"):
             _newest(self._dist, "all_gather_single", "all_gather_into_tensor")(whole, own, group=self.group)
         torch.from_numpy(array).copy_(whole)
 
     def broadcast(self, array: np.ndarray, *, root: int = 0) -> None:
-        with self._tensor(array) as tensor, self._explained("broadcast"):
+        with self._tensor(array) as tensor, self.explained("broadcast"):
             self._dist.broadcast(tensor, self._global(root), group=self.group)
 
     def send(self, array: np.ndarray, *, to: int) -> None:
-        with self._tensor(array) as tensor, self._explained(f"send to rank {to}"):
+        with self._tensor(array) as tensor, self.explained(f"send to rank {to}"):
             self._dist.send(tensor, self._global(to), group=self.group)
 
     def receive(self, array: np.ndarray, *, source: int) -> None:
-        with self._tensor(array) as tensor, self._explained(f"receive from rank {source}"):
+        with self._tensor(array) as tensor, self.explained(f"receive from rank {source}"):
             self._dist.recv(tensor, self._global(source), group=self.group)
 
     def close(self) -> None:
@@ -184,7 +184,8 @@ class TorchCommunicator:
         here.copy_(there)
 
     @contextmanager
-    def _explained(self, what: str) -> Iterator[None]:
+    def explained(self, what: str) -> Iterator[None]:
+        """Say what a failure of torch's means here."""
         try:
             yield
         except RuntimeError as error:

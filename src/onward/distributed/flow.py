@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from onward.distributed.comm import Communicator, TorchCommunicator
+from onward.distributed.comm import TorchCommunicator
 from onward.distributed.errors import OtherStageFailed
 from onward.distributed.packing import Layout, layout_of
 from onward.distributed.stages import StageModel, StageStep
@@ -40,7 +40,9 @@ def key_of(micros: Sequence[Micro]) -> tuple:
 class Flow:
     """The traffic of one stage with its neighbours."""
 
-    def __init__(self, step: StageStep, pipe: Communicator, *, schedule: Literal["1f1b", "gpipe"]) -> None:
+    def __init__(
+        self, step: StageStep, pipe: TorchCommunicator, *, schedule: Literal["1f1b", "gpipe"]
+    ) -> None:
         self._step, self._pipe, self._kind = step, pipe, schedule
         self._schedules: dict[tuple, tuple[Any, Layout, Layout]] = {}
         self._micros: Sequence[Micro] = []
@@ -63,7 +65,8 @@ class Flow:
         first = (torch.zeros(len(micros), 1),) if self._pipe.rank == 0 else ()
         weights = torch.tensor([micro.weight for micro in micros], dtype=torch.float32)
         last = {"target": weights} if self._step.last else {}
-        schedule.step(*first, index=torch.arange(len(micros)), return_outputs=False, **last)
+        with self._pipe.explained("pipeline"):
+            schedule.step(*first, index=torch.arange(len(micros)), return_outputs=False, **last)
         if not self._step.last or self.failure is not None:
             return []
         return [self._losses[index] for index in range(len(micros))]
@@ -104,7 +107,7 @@ class Flow:
             self._pipe.rank,
             self._pipe.world,
             device,
-            group=self._pipe.group if isinstance(self._pipe, TorchCommunicator) else None,
+            group=self._pipe.group,
             **static,
         )
         # 1F1B needs as many micro-batches as stages

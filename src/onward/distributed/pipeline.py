@@ -266,17 +266,16 @@ class PipelineParallel:
         return weight_of(self._step.plan, batch, self._settings)
 
 
-def _groups(grid: Grid, settings: Parameters, comm: Communicator) -> tuple[Communicator, Communicator]:
+def _groups(grid: Grid, settings: Parameters, comm: Communicator) -> tuple[TorchCommunicator, Communicator]:
     """This rank's pipeline, and the copies of its stage."""
     import torch.distributed as dist
 
     span = timedelta(seconds=settings.timeout)
     ranks = np.arange(comm.world).reshape(grid.pipeline, grid.data)
-    found: list[Communicator] = []
-    for rows in (ranks.T.tolist(), ranks.tolist()):
-        if len(rows[0]) == 1:
-            found.append(LocalCommunicator())
-            continue
-        group, _ = dist.new_subgroups_by_enumeration(rows, timeout=span)
-        found.append(TorchCommunicator(group, timeout=settings.timeout))
-    return found[0], found[1]
+    # every rank makes all groups, in the same order
+    pipe, _ = dist.new_subgroups_by_enumeration(ranks.T.tolist(), timeout=span)
+    replicas: Communicator = LocalCommunicator()
+    if grid.data > 1:
+        group, _ = dist.new_subgroups_by_enumeration(ranks.tolist(), timeout=span)
+        replicas = TorchCommunicator(group, timeout=settings.timeout)
+    return TorchCommunicator(pipe, timeout=settings.timeout), replicas
