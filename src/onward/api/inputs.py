@@ -26,7 +26,7 @@ def prepare(plan: Plan, inputs: Sequence[Any]) -> tuple[list[Any], bool]:
             ready.append(value)
             continue
         as_numpy = True
-        array = value if type(value) is np.ndarray else np.asarray(value)
+        array = value if type(value) is np.ndarray else _to_array(value, name)
         wanted = plan.dtypes.get(name)
         if wanted is not None and array.dtype != wanted:
             array = _convert(array, wanted, name)
@@ -34,13 +34,31 @@ def prepare(plan: Plan, inputs: Sequence[Any]) -> tuple[list[Any], bool]:
     return ready, as_numpy or not inputs
 
 
+def _to_array(value: Any, name: str) -> np.ndarray:
+    if hasattr(value, "detach"):  # a torch tensor, perhaps one that has a gradient or lies on a GPU
+        value = value.detach().cpu()
+    try:
+        return np.asarray(value)
+    except Exception as error:
+        raise TypeError(
+            f"input '{name}' is a {type(value).__name__} that is not an array: {error}"
+        ) from error
+
+
 def _convert(array: np.ndarray, wanted: np.dtype, name: str) -> np.ndarray:
-    """Only what loses nothing that training could notice: float64 → float32, narrower → wider integers."""
+    """Only what loses nothing that training could notice: float64 → float32, integers that fit."""
     if wanted == np.object_ and array.dtype.kind in "UO":
         return array.astype(np.object_)
-    if np.can_cast(array.dtype, wanted, casting="same_kind") and array.dtype.kind == wanted.kind:
+    if array.dtype.kind == "f" and wanted.kind == "f":
         return array.astype(wanted)
-    if wanted.kind == "i" and array.dtype.kind == "u" and np.can_cast(array.dtype, wanted):
+    if array.dtype.kind in "iu" and wanted.kind in "iu":
+        limits = np.iinfo(wanted)
+        if array.size and not np.can_cast(array.dtype, wanted):
+            least, most = int(array.min()), int(array.max())
+            if least < limits.min or most > limits.max:
+                raise ValueError(
+                    f"input '{name}' has values from {least} to {most}: {wanted} cannot hold them"
+                )
         return array.astype(wanted)
     raise TypeError(f"input '{name}' is {array.dtype}, the model takes {wanted}: convert it with .astype")
 

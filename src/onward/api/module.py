@@ -6,6 +6,7 @@ by their inputs and outputs; what each is for is in the files' metadata.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -13,11 +14,11 @@ from typing import Any, Literal
 import numpy as np
 import onnxruntime as ort
 
-from onward import inference
 from onward.api.inputs import check_labels, prepare
 from onward.api.state import CheckpointState
 from onward.checkpoint import CheckpointData, NominalTensor
 from onward.errors import ModelError, NonFiniteError, OnwardError
+from onward.runtime.environment import environment, warn_if_changed
 from onward.runtime.flat import FlatBuffer
 from onward.runtime.sessions import ModelFile
 from onward.runtime.step import EvaluationStep, TrainingStep
@@ -34,8 +35,7 @@ class Module:
 
     The models are paths, or models in memory (bytes or ModelProto). `on_nonfinite` says what to do about a
     loss or gradient that is not finite: raise (parameters keep their values), skip that update, or ignore it.
-    `seed` makes dropout reproducible; without it the one in the
-    checkpoint continues, or 0.
+    `seed` makes dropout reproducible; without it the one in the checkpoint continues, or 0.
 
     `module(x, labels)` runs a training step after `train()` (the default) and evaluates after `eval()`; it
     returns the loss, or a tuple of the loss and the additional outputs. Numpy in gives numpy out; OrtValues
@@ -80,10 +80,13 @@ class Module:
         self._step.attach(self._parameters.views, self._frozen, self._gradients.views)
         if self._evaluation is not None:
             self._evaluation.attach({**self._parameters.views, **self._frozen})
+        self._options = session_options
         self._reset = True
-        self._bad_in_a_row = 0
-        self._invalid: str | None = None
+        self._statistics_before: dict[str, np.ndarray] = {}
         extras = state._data.extras
+        warn_if_changed(extras.get("environment"), session_options)
+        self._bad_in_a_row = int(extras.get("skipped_in_a_row", 0))
+        self._invalid: str | None = str(extras["invalid"]) if extras.get("invalid") else None
         self._seed = int(extras.get("seed", 0)) if seed is None else seed
         self._steps = int(extras.get("train_step", 0))
         self._optimizer: Any = None
@@ -128,22 +131,35 @@ class Module:
         self._reset = True
 
     def _train(self, feeds: list, as_numpy: bool) -> Any:
+        guarded = self.on_nonfinite != "ignore"
+        if self._reset:
+            self._invalid = None
+            if guarded:
+                self._statistics_before = {n: self._frozen[n].copy() for n in self._step.following}
+        results = self._step.run(feeds, reset=self._reset, seed=self._seed, step=self._steps + 1)
         self._steps += 1
-        results = self._step.run(feeds, reset=self._reset, seed=self._seed, step=self._steps)
         self._reset = False
-        loss = results[0]
-        if self.on_nonfinite != "ignore" and not np.isfinite(loss).all():
-            self._refuse(f"the loss is {loss.reshape(-1)[0]} at training step {self._steps}")
-        else:
+        problem = self._find_problem(results[0]) if guarded else None
+        if problem is None:
             self._step.commit_statistics()
+        else:
+            self._refuse(f"{problem} at training step {self._steps}")
         return _hand_out(results, as_numpy)
 
+    def _find_problem(self, loss: np.ndarray) -> str | None:
+        if not np.isfinite(loss).all():
+            return f"the loss is {loss.reshape(-1)[0]}"
+        for name, array in self._step.following.items():
+            # a variance can overflow while the normalized values, and so the loss, stay finite
+            if not np.isfinite(array).all():
+                return f"the batch-norm statistic '{name}' is not finite"
+        return None
+
     def _refuse(self, problem: str) -> None:
-        """Something is not finite: nothing may be updated from this step."""
+        """Something is not finite: nothing may be updated from this step, nor from those it was added to."""
         self._invalid = problem
         if self.on_nonfinite == "raise":
-            self._reset = True
-            self._invalid = None
+            self._discard()
             raise NonFiniteError(
                 f"{problem}; parameters are unchanged. Check the data and lower the learning rate, or choose "
                 "on_nonfinite='skip'"
@@ -156,10 +172,17 @@ class Module:
             self._bad_in_a_row = 0
             return None
         self._bad_in_a_row += 1
-        self._reset = True
+        self._discard()
         if self._bad_in_a_row >= _PATIENCE:
+            self._invalid = problem
             raise NonFiniteError(f"{_PATIENCE} updates in a row were skipped; the last one because {problem}")
         return problem
+
+    def _discard(self) -> None:
+        """Forget the gradients, and what the steps that made them did to batch-norm statistics."""
+        self._reset = True
+        for name, array in self._statistics_before.items():
+            np.copyto(self._frozen[name], array)
 
     def _evaluate(self, inputs: Sequence[Any]) -> Any:
         if self._evaluation is None:
@@ -221,6 +244,9 @@ class Module:
             raise OnwardError(_LOAD_FIRST)
         if self._eval_uri is None:
             raise ModelError("Eval model was not provided. Cannot export a model for inferencing.")
+        # its graph libraries take longer to load than all the rest, and many runs never need them
+        from onward import inference
+
         inference.export(self._eval_uri, self._state.to_data(), graph_output_names, inference_model_uri)
 
     def input_names(self) -> list[str]:
@@ -281,6 +307,11 @@ class Module:
         """Add to a checkpoint what a resumed run needs to go on as if it had not stopped."""
         data.extras["seed"] = self._seed
         data.extras["train_step"] = self._steps
+        data.extras["environment"] = json.dumps(environment(self._options))
+        if self._bad_in_a_row:
+            data.extras["skipped_in_a_row"] = self._bad_in_a_row
+        if self._invalid is not None:
+            data.extras["invalid"] = self._invalid
         if not self._reset:
             data.accumulation = dict(self._gradients.views)
         if self._optimizer is not None:

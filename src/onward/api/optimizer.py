@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -59,6 +60,8 @@ class Optimizer:
             if module.on_nonfinite != "ignore":
                 if module._invalid is None and not math.isfinite(norm):
                     module._refuse(self._blame())
+                elif module._invalid is not None and module.on_nonfinite == "raise":
+                    module._refuse(module._invalid)  # its error was caught and passed over
                 if module._take_invalid() is not None:
                     return False
             if self._updater.clip_norm is not None:
@@ -90,9 +93,23 @@ class Optimizer:
     def _restore(self, data: CheckpointData) -> None:
         for group in data.optimizer:
             if group.name == "group0":
+                self._check_slots(group)
                 self._updater.load(group.step, group.slots)
                 self._initial_rate = group.initial_learning_rate
                 self.set_learning_rate(float(data.extras.get("learning_rate", group.initial_learning_rate)))
+
+    def _check_slots(self, group: OptimizerGroup) -> None:
+        """Another optimizer's state is of no use; half of it would train on silently."""
+        kept = self._updater.slots_by_parameter()
+        wanted = {slot for slots in kept.values() for slot in slots}
+        found = {slot for name, slots in group.slots.items() if name in kept for slot in slots}
+        if group.step and wanted != found:
+            warnings.warn(
+                f"the checkpoint's optimizer state is {sorted(found) or 'empty'}, this optimizer keeps "
+                f"{sorted(wanted) or 'none'}: was it saved with another optimizer? What is missing starts from zero",
+                UserWarning,
+                stacklevel=4,
+            )
 
     def _describe_progress(self, data: CheckpointData) -> None:
         data.optimizer = [

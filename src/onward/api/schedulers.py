@@ -39,7 +39,8 @@ class LRScheduler:
         self._initial_lr = float(initial_lr)
         self._warmup = warmup_step_count
         self._step = 0
-        resumed = optimizer._module._state._data.extras.get("scheduler")
+        # once: a second schedule over the same optimizer starts from the beginning
+        resumed = optimizer._module._state._data.extras.pop("scheduler", None)
         optimizer._scheduler = self
         optimizer._initial_rate = self._initial_lr
         if isinstance(resumed, str):

@@ -5,20 +5,28 @@ from __future__ import annotations
 import os
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import onnx
 import onnxruntime as ort
 
+from onward.errors import ModelError
 from onward.runtime.sessions import make_session
 
 __all__ = ["session_beside"]
 
 
 def session_beside(
-    model: onnx.ModelProto, path: str, *, providers: list[str], options: ort.SessionOptions | None
+    model: onnx.ModelProto, path: str, *, providers: list[Any], options: ort.SessionOptions | None
 ) -> ort.InferenceSession:
     """Load a changed model as if it lay where `path` does; the file made for that is removed at once."""
-    handle, name = tempfile.mkstemp(prefix=".onward-", suffix=".onnx", dir=Path(path).resolve().parent)
+    try:
+        handle, name = tempfile.mkstemp(prefix=".onward-", suffix=".onnx", dir=Path(path).resolve().parent)
+    except OSError as error:
+        raise ModelError(
+            f"'{path}' has external data, so its folder must be writable to load it for training: "
+            f"{error.strerror or error}"
+        ) from error
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(model.SerializeToString())

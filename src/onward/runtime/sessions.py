@@ -13,6 +13,9 @@ from onward.errors import ModelError
 
 __all__ = ["ModelFile", "make_session", "providers_for", "read_model", "run_bound"]
 
+# every reference to external data is spelled with this key
+_LOCATION = b"location"
+
 ModelFile = str | os.PathLike[str] | bytes | onnx.ModelProto
 
 _PROVIDERS = {
@@ -25,33 +28,50 @@ _PROVIDERS = {
 }
 
 
-def providers_for(device: str) -> list[str]:
-    """The execution providers of a device, the CPU last; an error where the runtime lacks it."""
-    kind = device.split(":", 1)[0].lower()
-    if kind not in _PROVIDERS:
-        raise ValueError(f"device is '{device}': choose one of {', '.join(_PROVIDERS)}")
+def providers_for(device: str) -> list[Any]:
+    """The execution providers of a device, the CPU last; an error where the runtime lacks it.
+
+    >>> providers_for("cpu")
+    ['CPUExecutionProvider']
+    """
+    kind, _, number = device.lower().partition(":")
+    if kind not in _PROVIDERS or not (number == "" or number.isdecimal()):
+        raise ValueError(f"device is '{device}': choose one of {', '.join(_PROVIDERS)}, or cuda:1 and so on")
     wanted, available = _PROVIDERS[kind], ort.get_available_providers()
     if wanted not in available:
         raise ModelError(
             f"device='{device}' needs onnxruntime's {wanted}, which the installed onnxruntime {ort.__version__} "
             f"does not have (it has {', '.join(available)}); install a package that has it, or use device='cpu'"
         )
-    return list(dict.fromkeys([wanted, "CPUExecutionProvider"]))
+    if kind == "cpu":
+        return [wanted]
+    return [(wanted, {"device_id": number}) if number else wanted, "CPUExecutionProvider"]
 
 
 def read_model(source: ModelFile, role: str) -> onnx.ModelProto:
     """Read a model of the artifacts; weights in external data stay there."""
     if isinstance(source, onnx.ModelProto):
+        _check_external(source, None, f"the {role} model given as a ModelProto")
         return source
     if isinstance(source, bytes):
-        return onnx.load_model_from_string(source)
+        model = _parse(source, f"the {role} model given as bytes")
+        if _LOCATION in source:
+            _check_external(model, None, f"the {role} model given as bytes")
+        return model
+    if not isinstance(source, str | os.PathLike):
+        raise TypeError(
+            f"the {role} model is a {type(source).__name__}: pass its path, its bytes or a ModelProto"
+        )
     file = Path(source)
     if not file.is_file():
         raise ModelError(f"no {role} model at '{file}'")
     try:
-        model = onnx.load(str(file), load_external_data=False)
-    except Exception as error:
-        raise ModelError(f"'{file}' is not a readable ONNX model: {error}") from error
+        data = file.read_bytes()
+    except OSError as error:
+        raise ModelError(f"cannot read the {role} model '{file}': {error.strerror or error}") from error
+    model = _parse(data, f"'{file}'")
+    if _LOCATION in data:
+        _check_external(model, file.parent, f"'{file}'")
     domains = sorted({node.domain for node in model.graph.node if node.domain == "com.microsoft"})
     if domains and not any(entry.key == "onward.role" for entry in model.metadata_props):
         operators = sorted({node.op_type for node in model.graph.node if node.domain == "com.microsoft"})
@@ -62,10 +82,35 @@ def read_model(source: ModelFile, role: str) -> onnx.ModelProto:
     return model
 
 
+def _check_external(model: onnx.ModelProto, base: Path | None, where: str) -> None:
+    """The same gate for external data as of every other model; its libraries load only where there is some."""
+    from onward.graph.external import check_external, external_tensors
+
+    for tensor in external_tensors(model):
+        if base is None:
+            raise ModelError(
+                f"{where} refers to external data (tensor '{tensor.name}'): pass the path of the model file"
+            )
+        check_external(tensor, base)
+
+
+def _parse(data: bytes, where: str) -> onnx.ModelProto:
+    if data[4:8] == b"ORTM":
+        raise ModelError(f"{where} is in ORT format, which training cannot change: use the .onnx file")
+    model = onnx.ModelProto()
+    try:
+        model.ParseFromString(data)
+    except Exception as error:
+        raise ModelError(f"{where} is not a readable ONNX model: {error}") from error
+    if not model.graph.output:
+        raise ModelError(f"{where} is not an ONNX model: it has no graph with outputs")
+    return model
+
+
 def make_session(
     model: onnx.ModelProto | bytes | str,
     *,
-    providers: list[str],
+    providers: list[Any],
     options: ort.SessionOptions | None = None,
     what: str = "model",
 ) -> ort.InferenceSession:

@@ -31,6 +31,8 @@ class _Bound:
         self._given: dict[str, np.ndarray] = {}
         self._plan = plan
         self._positions: list[int] = []
+        # gradients of the user's own inputs are not kept, so they are never added up either
+        self._empty = {n: f"{n}{BUFFER}" for n in plan.input_gradients if f"{n}{BUFFER}" in self._inputs}
 
     def bind_input(self, name: str, array: np.ndarray) -> None:
         if name in self._inputs:
@@ -61,6 +63,9 @@ class _Bound:
                 return self._run_copying(feeds)
             else:
                 self.binding.bind_cpu_input(name, value)
+        empty = self._zeros(feeds) if self._empty else {}
+        for name, value in empty.items():
+            self.binding.bind_cpu_input(name, value)
         if self._fresh:
             for name in self._fresh:
                 self.binding.bind_output(name, "cpu")
@@ -74,12 +79,23 @@ class _Bound:
             for name, position in zip(self._returned, self._positions)
         ]
 
+    def _zeros(self, feeds: list[Any]) -> dict[str, np.ndarray]:
+        shapes = {
+            name: value.shape() if isinstance(value, ort.OrtValue) else value.shape
+            for name, value in zip(self._plan.inputs, feeds)
+        }
+        return {buffer: np.zeros(shapes[name], np.float32) for name, buffer in self._empty.items()}
+
     def _run_copying(self, feeds: list[Any]) -> list[np.ndarray]:
         """The same without a binding, which cannot hold strings."""
         own = {
             name: v.numpy() if isinstance(v, ort.OrtValue) else v for name, v in zip(self._plan.inputs, feeds)
         }
-        given = {**self._given, **{name: value for name, value in own.items() if name in self._inputs}}
+        given = {
+            **self._given,
+            **self._zeros(feeds),
+            **{name: value for name, value in own.items() if name in self._inputs},
+        }
         try:
             made: dict[str, Any] = dict(zip(self._names, self.session.run(self._names, given)))
         except Exception as error:
@@ -114,7 +130,6 @@ class TrainingStep:
         self._following = {
             name: np.empty_like(frozen[name]) for name in self.plan.statistics if name in frozen
         }
-        self._input_gradients: dict[str, np.ndarray] = {}
         self._bound[True] = self._bind(reset=True)
 
     def run(self, feeds: list[Any], *, reset: bool, seed: int, step: int) -> list[np.ndarray]:
@@ -126,6 +141,11 @@ class TrainingStep:
             mixed = (seed * 0x9E3779B97F4A7C15 + step * 0xD1B54A32D192ED03) & 0xFFFFFFFFFFFFFFFF
             self._seed[0] = mixed - (1 << 64) if mixed >= 1 << 63 else mixed
         return self._bound[reset].run(feeds)
+
+    @property
+    def following(self) -> dict[str, np.ndarray]:
+        """What the last run computed for each batch-norm statistic, to be taken over or not."""
+        return self._following
 
     def commit_statistics(self) -> None:
         """Take over the batch-norm statistics that the last run computed."""
@@ -146,7 +166,8 @@ class TrainingStep:
         bound.bind_input(SEED, self._seed)
         bound.bind_input(RESET, np.array([reset]))
         loss = next(v for v in session.get_outputs() if v.name == self.plan.outputs[0])
-        bound.bind_output(loss.name, np.zeros([int(d) for d in loss.shape], np.float32))
+        kind = {"tensor(double)": np.float64, "tensor(float16)": np.float16}.get(loss.type, np.float32)
+        bound.bind_output(loss.name, np.zeros([int(d) for d in loss.shape], kind))
         bound.finish(self.plan.outputs)
         return bound
 
@@ -200,7 +221,7 @@ def _describe(source: ModelFile) -> str:
 
 
 def _open(
-    model: onnx.ModelProto, path: str, role: str, providers: list[str], options: ort.SessionOptions | None
+    model: onnx.ModelProto, path: str, role: str, providers: list[Any], options: ort.SessionOptions | None
 ) -> ort.InferenceSession:
     if any(tensor.data_location == onnx.TensorProto.EXTERNAL for tensor in model.graph.initializer):
         # the runtime finds external data beside the file that it loads

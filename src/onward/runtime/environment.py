@@ -1,0 +1,67 @@
+"""What a run's exact numbers depend on besides its data: versions, machine and number of threads.
+
+Recorded in checkpoints that hold the optimizer's state, and compared when such a run goes on.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import warnings
+from importlib import metadata
+
+import numpy as np
+import onnxruntime as ort
+
+__all__ = ["EnvironmentWarning", "environment", "processors", "warn_if_changed"]
+
+
+class EnvironmentWarning(UserWarning):
+    """A resumed run will go on, but not byte for byte as if it had not stopped."""
+
+
+def environment(options: ort.SessionOptions | None) -> dict[str, str | int]:
+    """Versions, machine and threads.
+
+    >>> environment(None)["onnxruntime"] == ort.__version__
+    True
+    """
+    try:
+        own = metadata.version("onward")
+    except metadata.PackageNotFoundError:  # running from a source tree that is not installed
+        own = "0"
+    chosen = 0 if options is None else int(options.intra_op_num_threads)
+    return {
+        "onward": own,
+        "onnxruntime": ort.__version__,
+        "numpy": np.__version__,
+        "machine": f"{platform.system()} {platform.machine()}",
+        "threads": chosen or processors(),
+    }
+
+
+def warn_if_changed(saved: object, options: ort.SessionOptions | None) -> None:
+    """Say what differs from the environment that a checkpoint recorded, if it did."""
+    if not isinstance(saved, str):
+        return
+    try:
+        before = dict(json.loads(saved))
+    except (ValueError, TypeError):
+        return
+    now = environment(options)
+    changed = [
+        f"{key} was {before[key]}, is {now[key]}" for key in now if before.get(key, now[key]) != now[key]
+    ]
+    if changed:
+        warnings.warn(
+            f"the checkpoint comes from another environment ({'; '.join(changed)}): training goes on, but its "
+            "numbers may differ in the last digits from those of an uninterrupted run",
+            EnvironmentWarning,
+            stacklevel=4,
+        )
+
+
+def processors() -> int:
+    """How many processors this process may use."""
+    return getattr(os, "process_cpu_count", os.cpu_count)() or 1
