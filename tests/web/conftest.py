@@ -11,7 +11,7 @@ import pytest
 from onward.web.serving import make_server
 from onward.web.site import write_site
 from web.browser import MODULES, Browser, why_not
-from web.models import MODELS, make_data, write_artifacts
+from web.models import MODELS, OPTIMIZERS, make_data, write_artifacts
 
 
 @pytest.fixture(scope="session")
@@ -27,7 +27,10 @@ def browser() -> Iterator[Browser]:
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Artifacts of every model, by its name."""
     folder = tmp_path_factory.mktemp("models")
-    return {name: write_artifacts(name, folder / name) for name in MODELS}
+    written = {name: write_artifacts(name, folder / name) for name in MODELS}
+    for prefix, rule in OPTIMIZERS.items():
+        write_artifacts("mlp", written["mlp"], optimizer=rule, prefix=prefix)
+    return written
 
 
 @pytest.fixture(scope="session")

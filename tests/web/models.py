@@ -11,6 +11,7 @@ import onnx
 import onnx.parser
 
 from onward import artifacts
+from onward.onnxblock import optim as onblock_optim
 
 _HEAD = '<ir_version: 10, opset_import: ["": 18]>'
 _MLP = """
@@ -68,6 +69,12 @@ _SHAPES: dict[str, dict[str, tuple[int, ...]]] = {
 _TEXTS = {"mlp": _MLP, "cnn": _CNN, "encoder": _ENCODER}
 _CLASSES = {"mlp": 10, "cnn": 10, "encoder": 4}
 MODELS = tuple(_TEXTS)
+# files of the MLP besides its own optimizer model: rules that see whole parameters, momentum, clipping
+OPTIMIZERS: dict[str, Any] = {
+    "lamb_": onblock_optim.Lamb(),
+    "adafactor_": onblock_optim.Adafactor(),
+    "sgd_": onblock_optim.SGD(onblock_optim.ClipGradNorm(0.5), momentum=0.9),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +99,9 @@ def forward_model(name: str) -> onnx.ModelProto:
     return model
 
 
-def write_artifacts(name: str, folder: Path, *, optimizer: Any = artifacts.OptimType.AdamW) -> Path:
+def write_artifacts(
+    name: str, folder: Path, *, optimizer: Any = artifacts.OptimType.AdamW, prefix: str = ""
+) -> Path:
     frozen = [parameter for parameter in _SHAPES[name] if parameter in ("mean", "var")]
     artifacts.generate_artifacts(
         forward_model(name),
@@ -101,6 +110,7 @@ def write_artifacts(name: str, folder: Path, *, optimizer: Any = artifacts.Optim
         loss=artifacts.LossType.CrossEntropyLoss,
         optimizer=optimizer,
         artifact_directory=folder,
+        prefix=prefix,
     )
     return folder
 

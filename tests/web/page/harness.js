@@ -102,7 +102,11 @@ window.harness = {
       shape: await attempt(() => module.run({ data: x.data.slice(0, 16 * 63), dims: [16, 63] }, labels)),
       type: await attempt(() => module.run(x, new Float32Array(16))),
       count: await attempt(() => module.run(x)),
-      overlap: await attempt(() => Promise.all([module.run(x, labels), module.run(x, labels)])),
+      overlap: await attempt(async () => {
+        const [, second] = await Promise.allSettled([module.run(x, labels), module.run(x, labels)]);
+        module.lazyResetGrad();
+        throw second.reason;
+      }),
       nan: await attempt(() => module.run(spoiled, labels)),
     };
     results.step = await attempt(() => optimizer.step());
@@ -116,13 +120,13 @@ window.harness = {
     return results;
   },
 
-  /** Bytes in use now and after many steps; collected first, so that only what is held is counted. */
+  /** Bytes in use, JavaScript's and WebAssembly's, before and after many steps; garbage is collected first. */
   async memory({ name, warm, count }) {
     const parts = await load(name);
     const batches = await data(name);
     const held = () => {
       window.gc();
-      return performance.memory.usedJSHeapSize;
+      return [performance.memory.usedJSHeapSize, ...window.wasmMemories.map((memory) => memory.buffer.byteLength)];
     };
     const many = async (total) => {
       for (let done = 0; done < total; done += 100) await steps(parts, batches, { count: 100 });
