@@ -34,6 +34,10 @@ def prepare(plan: Plan, inputs: Sequence[Any]) -> tuple[list[Any], bool]:
     return ready, as_numpy or not inputs
 
 
+def _shape(value: Any) -> list[int]:
+    return list(value.shape() if isinstance(value, ort.OrtValue) else value.shape)
+
+
 def _to_array(value: Any, name: str) -> np.ndarray:
     if hasattr(value, "detach"):  # a torch tensor, perhaps one that has a gradient or lies on a GPU
         value = value.detach().cpu()
@@ -64,7 +68,14 @@ def _convert(array: np.ndarray, wanted: np.dtype, name: str) -> np.ndarray:
 
 
 def check_labels(plan: Plan, feeds: list[Any]) -> None:
-    """Refuse class numbers that the model has no class for."""
+    """Refuse class numbers that the model has no class for, and more or fewer labels than samples."""
+    for index, axis, other, along in plan.same:
+        one, two = _shape(feeds[index]), _shape(feeds[other])
+        if axis < len(one) and along < len(two) and one[axis] != two[along]:
+            raise ValueError(
+                f"'{plan.inputs[index]}' {one} and '{plan.inputs[other]}' {two} belong together: "
+                f"axis {axis} of the one and axis {along} of the other must have the same size"
+            )
     for index, classes, ignored in plan.labels:
         value = feeds[index]
         labels = value.numpy() if isinstance(value, ort.OrtValue) else value

@@ -22,7 +22,8 @@ SEED = "random_seed"
 class Plan:
     """Names by role, with shapes and types.
 
-    `labels` are (index of the input, number of classes, label that is ignored or None).
+    `labels` are (index of the input, number of classes, label that is ignored or None). `same` are pairs of
+    axes that must agree, each (input, axis, labels, axis): too few labels would be evaluated silently.
     """
 
     inputs: list[str]
@@ -35,6 +36,7 @@ class Plan:
     shapes: dict[str, tuple[int, ...]]
     dtypes: dict[str, np.dtype]
     labels: list[tuple[int, int, int | None]]
+    same: list[tuple[int, int, int, int]] = dataclasses.field(default_factory=list)
 
 
 def read_plan(model: onnx.ModelProto, path: str) -> Plan:
@@ -75,4 +77,21 @@ def read_plan(model: onnx.ModelProto, path: str) -> Plan:
         shapes=shapes,
         dtypes=dtypes,
         labels=labels,
+        same=_shared_axes(model, inputs, [index for index, _, _ in labels]),
     )
+
+
+def _shared_axes(
+    model: onnx.ModelProto, inputs: list[str], labels: list[int]
+) -> list[tuple[int, int, int, int]]:
+    """Where a symbolic size of the labels is also one of another input."""
+    first: dict[str, tuple[int, int]] = {}
+    found = []
+    axes = {v.name: [dim.dim_param for dim in v.type.tensor_type.shape.dim] for v in model.graph.input}
+    for index in [i for i in range(len(inputs)) if i not in labels] + labels:
+        for axis, symbol in enumerate(axes[inputs[index]]):
+            if symbol and index in labels and symbol in first:
+                found.append((*first[symbol], index, axis))
+            elif symbol:
+                first.setdefault(symbol, (index, axis))
+    return found
