@@ -50,8 +50,6 @@ const commands = {
   },
   viewport: (size) => page.setViewportSize(size),
   offline: ({ on }) => context.setOffline(on),
-  block: ({ pattern }) => page.route(pattern, (route) => route.fulfill({ status: 404, body: "" })),
-  unblock: ({ pattern }) => page.unroute(pattern),
   screenshot: ({ path: file, full }) => page.screenshot({ path: file, fullPage: full ?? true }).then(() => null),
   problems: () => problems,
 };

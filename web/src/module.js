@@ -134,6 +134,21 @@ export class Module {
     return chosen.reduce((total, name) => total + this._state._tensor(name).data.length, 0);
   }
 
+  /** What the model takes and has: for a page that must ask for it. */
+  describe() {
+    const plan = this._plan;
+    return {
+      inputs: plan.inputs.map((name) => {
+        const value = plan.values.get(name);
+        return { name, dims: value?.dims, type: elementType(value?.dtype ?? 0)?.name ?? "unknown" };
+      }),
+      outputs: [...plan.modelOutputs],
+      labels: plan.labels.map(({ name, classes }) => ({ name, classes })),
+      parameters: this.getParametersSize(false),
+      trainable: this.getParametersSize(true),
+    };
+  }
+
   /** Free the sessions; the state stays usable. */
   async release() {
     this._released = true;

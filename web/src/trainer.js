@@ -2,10 +2,11 @@
  * Trainer: a whole training run in one call, that a page can watch, pause and stop. The page stays responsive:
  * between steps the browser gets its turn.
  */
-import { Batches } from "./batches.js";
+import { Batches, randomNumbers, shuffleInPlace } from "./batches.js";
 import { Module } from "./module.js";
 import { Optimizer } from "./optimizer.js";
-import { Runtime } from "./runtime/sessions.js";
+import { readHead } from "./runtime/protobuf.js";
+import { readModel, Runtime } from "./runtime/sessions.js";
 import {
   ConstantLRScheduler, CosineLRScheduler, LinearLRScheduler, OneCycleLRScheduler, PolynomialLRScheduler, StepLRScheduler,
 } from "./schedulers.js";
@@ -18,7 +19,7 @@ import { CheckpointState } from "./state.js";
  * @typedef {{onStart?: (trainer: Trainer) => void, onStep?: (trainer: Trainer, row: any) => boolean | void,
  *   onEpoch?: (trainer: Trainer, row: any) => boolean | void, onEnd?: (trainer: Trainer) => void}} Callback
  * @typedef {{learningRate?: number, schedule?: string, warmup?: number, accumulation?: number,
- *   clipNorm?: number | null, metrics?: string[], callbacks?: Callback[], seed?: number,
+ *   clipNorm?: number | null, metrics?: string[] | "auto", callbacks?: Callback[], seed?: number,
  *   onNonfinite?: "raise" | "skip" | "ignore", runtime?: Runtime}} TrainerOptions
  */
 
@@ -34,10 +35,9 @@ export class Trainer {
     if (!(Number.isInteger(accumulation) && accumulation >= 1)) {
       throw new RangeError(`accumulation is ${accumulation}: it must be 1 or more`);
     }
-    if (!SCHEDULES.includes(schedule)) {
-      throw new RangeError(`no schedule '${schedule}': there are ${SCHEDULES.join(", ")}`);
-    }
-    const unknown = metrics.find((name) => name !== "accuracy");
+    const { labels, modelOutputs } = module._plan;
+    const wanted = metrics === "auto" ? (labels.length && modelOutputs.length ? ["accuracy"] : []) : metrics;
+    const unknown = wanted.find((name) => name !== "accuracy");
     if (unknown) throw new RangeError(`no metric '${unknown}': there is accuracy`);
     this.module = module;
     this.optimizer = optimizer;
@@ -49,7 +49,8 @@ export class Trainer {
     this.epoch = 0;
     this.step = 0;
     this.totalSteps = 0;
-    this._settings = { schedule, warmup, accumulation, metrics, seed };
+    this.schedule = schedule;
+    this._settings = { warmup, accumulation, metrics: wanted, seed };
     if (clipNorm !== undefined) optimizer._updater.clipNorm = clipNorm;
     /** @type {(() => void) | null} set while paused */
     this._wake = null;
@@ -157,6 +158,13 @@ export class Trainer {
     return wantsAccuracy ? { ...figures, accuracy: right / batches.samples } : figures;
   }
 
+  /** The numbers below `count` in an order that depends on the seed alone. @param {number} count */
+  shuffled(count) {
+    const order = Array.from({ length: count }, (_, index) => index);
+    shuffleInPlace(order, randomNumbers(this._settings.seed));
+    return order;
+  }
+
   /** Free the sessions. */
   async release() {
     this.stop();
@@ -216,7 +224,11 @@ export class Trainer {
   }
 
   _makeSchedule() {
-    const { schedule, warmup } = this._settings;
+    const { schedule } = this;
+    const { warmup } = this._settings;
+    if (!SCHEDULES.includes(schedule)) {
+      throw new RangeError(`no schedule '${schedule}': there are ${SCHEDULES.join(", ")}`);
+    }
     const total = this.totalSteps;
     const rate = this.learningRate;
     const steps = warmup > 0 && warmup < 1 ? Math.round(warmup * total) : Math.floor(warmup);
@@ -246,9 +258,7 @@ export function artifactFiles(artifacts) {
 
 /** The scores that accuracy is counted from. @param {ArtifactFiles} files @param {TrainerOptions} options */
 async function scoreOutputs(files, { metrics = [] }) {
-  if (!metrics.includes("accuracy")) return [];
-  const { readHead } = await import("./runtime/protobuf.js");
-  const { readModel } = await import("./runtime/sessions.js");
+  if (metrics !== "auto" && !metrics.includes("accuracy")) return [];
   const { bytes, path } = await readModel(files.eval, "eval");
   const names = JSON.parse(readHead(bytes, path).metadata.get("onward.outputs") ?? "[]");
   return names.slice(0, 1);
