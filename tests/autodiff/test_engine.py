@@ -430,3 +430,13 @@ def test_check_gradient_finds_a_wrong_rule(monkeypatch):
 
     with pytest.raises(GradientMismatch, match="finite differences give"):
         check_gradient(model(SQUARE), {"x": X, "n": np.array(1)})
+
+
+def test_an_operator_of_unknown_type_is_not_taken_for_a_constant() -> None:
+    """Nothing is known of a custom operator's outputs, so the gradient must not silently end there."""
+    unknown = onnx.parser.parse_model("""<ir_version: 10, opset_import: ["": 18, "custom": 1]>
+        g (float[2] x, float[2] w) => (float loss) {
+            a = Mul (x, w)  b = custom.First (a)  c = custom.Second (b)  loss = ReduceSum <keepdims = 0> (c) }""")
+    with pytest.raises(UnsupportedOps) as caught:
+        gradient(unknown, of="loss", wrt=["w"])
+    assert "custom.First" in str(caught.value) and "custom.Second" in str(caught.value)

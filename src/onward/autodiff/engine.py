@@ -168,7 +168,8 @@ def find_path(graph: ir.Graph, targets: Set[ir.Value], wrt: Iterable[ir.Value]) 
                 quantized.update(output for output in node.outputs if not is_differentiable(output))
                 reached.update(node.outputs)
             else:
-                reached.update(output for output in node.outputs if is_differentiable(output))
+                # a custom operator's outputs have no known type: they may be real, and unknown is not zero
+                reached.update(v for v in node.outputs if v.type is None or is_differentiable(v))
     needed = set(targets)
     nodes: list[ir.Node] = []
     for node, values in reversed(order):
