@@ -17,6 +17,7 @@ from onward.cli import (
     export,
     gradcheck,
     inspect,
+    lora,
     train,
     web,
 )
@@ -55,6 +56,6 @@ def root(
 
 
 for _module in (
-    export, artifacts, check, train, evaluate, deploy, inspect, bench, gradcheck, convert, distributed, web,
+    export, artifacts, check, train, evaluate, deploy, inspect, bench, gradcheck, convert, lora, distributed, web,
 ):  # fmt: skip
     _module.register(app)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from onward.cli.choices import LossChoice, OptimizerChoice, loss_of, optimizer_of
-from onward.cli.frame import Output, command, examples, human_size
+from onward.cli.frame import CommandError, Output, command, examples, human_size
 from onward.cli.parameters import choose_parameters
 
 __all__ = ["register"]
@@ -33,6 +33,7 @@ def register(app: typer.Typer) -> None:
         epilog=examples(
             "onward artifacts model.onnx --loss cross-entropy",
             "onward artifacts model.onnx --loss mse --train 'head.*' --optimizer sgd --momentum 0.9 -o out",
+            "onward artifacts model.onnx --loss cross-entropy --lora 8 --lora-target 'encoder.*'",
         ),
     )(artifacts)
 
@@ -57,6 +58,14 @@ def artifacts(
         list[str] | None,
         typer.Option("--extra-output", metavar="NAME", help="Values to return beside the loss."),
     ] = None,
+    lora: Annotated[
+        int | None,
+        typer.Option("--lora", metavar="RANK", min=1, help="Train adapters of this rank, not weights."),
+    ] = None,
+    lora_target: Annotated[
+        list[str] | None,
+        typer.Option("--lora-target", metavar="NAME", help="Weights to adapt; patterns count."),
+    ] = None,
     prefix: Annotated[str, typer.Option(help="Put this before every file name.")] = "",
     ort_format: Annotated[bool, typer.Option("--ort-format", help="Write .ort files too.")] = False,
     nominal: Annotated[
@@ -67,9 +76,18 @@ def artifacts(
     from onward.artifacts import generate_artifacts
 
     choice = choose_parameters(model, train=train or (), freeze=freeze or ())
+    trainable = choice.trainable
+    options: dict[str, Any] = {}
+    if lora is not None:
+        from onward.lora import LoRA
+
+        options = {"lora": LoRA(rank=lora, alpha=2.0 * lora, targets=lora_target or "*")}
+        trainable = list(train or ())  # the adapters, and what was asked for by name
+    elif lora_target:
+        raise CommandError("--lora-target needs --lora RANK", "for example --lora 8")
     generate_artifacts(
         str(model),
-        requires_grad=choice.trainable,
+        requires_grad=trainable,
         frozen_params=choice.frozen,
         loss=loss_of(loss),
         optimizer=optimizer_of(optimizer, weight_decay=weight_decay, momentum=momentum),
@@ -79,6 +97,7 @@ def artifacts(
         additional_output_names=extra_output or None,
         nominal_checkpoint=nominal,
         loss_input_names=loss_input or None,
+        **options,
     )
     _report(output, directory, prefix, str(loss))
 

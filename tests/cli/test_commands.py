@@ -1,0 +1,351 @@
+"""The other commands: what each does, and what it says when it cannot."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx.parser
+import onnxruntime as ort
+import pytest
+
+from cli.newcomer import make_data
+from onward import checkpoint
+
+
+def test_help_lists_every_command_with_examples(run: Any) -> None:
+    shown = run("--help").stdout
+    commands = "export artifacts check train evaluate infer deploy inspect bench gradcheck convert lora distributed web"
+    for name in commands.split():
+        assert name in shown
+        assert "onward " + name in run(name, "--help").stdout or name == "lora"
+
+
+def test_help_imports_nothing_heavy() -> None:
+    program = (
+        "import sys\nfrom onward.cli.app import app\n"
+        "try:\n    app(['train', '--help'])\nexcept SystemExit: pass\n"
+        "heavy = {'torch', 'onnx', 'onnxruntime', 'numpy', 'transformers'} & set(sys.modules)\n"
+        "sys.exit(f'imported {heavy}' if heavy else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_version(run: Any) -> None:
+    assert run("--version").stdout.startswith("onward ")
+
+
+# ---- artifacts and check -------------------------------------------------------------------------------
+
+
+def test_artifacts_train_weights_and_keep_statistics(place: Path, run: Any) -> None:
+    model = onnx.parser.parse_model("""<ir_version: 10, opset_import: ["": 18]>
+        net (float[n, 2] x) => (float[n, 2] y) <float[2] s = {1, 1}, float[2] b = {0, 0}, float[2] m = {0, 0},
+            float[2] v = {1, 1}, float low = {-3}, float high = {3}> {
+            z = BatchNormalization (x, s, b, m, v)  y = Clip (z, low, high) }""")
+    onnx.save(model, "bn.onnx")
+    found = run("artifacts", "bn.onnx", "--loss", "mse", "--json").json
+    assert (found["trainable"], found["frozen"]) == (["s", "b"], ["m", "v"])
+
+
+def test_artifacts_follow_patterns(place: Path, run: Any) -> None:
+    assert run("artifacts", "model.onnx", "-l", "mse", "--train", "w*", "--json").json["trainable"] == [
+        "w1",
+        "w2",
+    ]
+    found = run("artifacts", "model.onnx", "-l", "mse", "--freeze", "b?", "-o", "other", "--json").json
+    assert (found["trainable"], found["frozen"]) == (["w1", "w2"], ["b1", "b2"])
+
+
+BAD_ARTIFACTS = [
+    (["nowhere.onnx", "-l", "mse"], 1, "no model at 'nowhere.onnx'"),
+    (["data.npz", "-l", "mse"], 1, "is not an ONNX model"),
+    (["model.onnx", "-l", "none"], 1, "training needs a single number"),
+    (["model.onnx", "-l", "mse", "--freeze", "nope"], 1, "no parameter has that name"),
+    (["model.onnx", "-l", "mse", "--train", "nope"], 1, "nope is not found"),
+    (["model.onnx", "-l", "mse", "--optimizer", "adamw", "--momentum", "0.9"], 1, "does not take --momentum"),
+    (["model.onnx", "-l", "msee"], 2, "msee"),
+    (["model.onnx"], 2, "--loss"),
+    (["model.onnx", "-l", "mse", "--lora-target", "w1"], 1, "needs --lora"),
+]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"), BAD_ARTIFACTS, ids=[case[2] for case in BAD_ARTIFACTS]
+)
+def test_artifacts_refuse(place: Path, run: Any, arguments: list[str], code: int, message: str) -> None:
+    assert message in run("artifacts", *arguments, code=code).stderr
+    assert not Path("artifacts").exists()
+
+
+def test_check_says_yes_with_sizes(place: Path, run: Any) -> None:
+    found = run("check", "model.onnx", "-l", "cross-entropy", "--batch-size", 8, "--json").json
+    values = 16 * 4 + 16 + 3 * 16 + 3
+    assert found["trainable"] is True
+    assert (found["trainable_values"], found["frozen_values"]) == (values, 0)
+    assert (found["parameter_bytes"], found["optimizer_bytes"]) == (4 * values, 8 * values)
+    assert found["seconds_per_step"] > 0
+
+
+def test_check_names_every_operator_in_the_way(place: Path, run: Any) -> None:
+    model = onnx.parser.parse_model("""<ir_version: 10, opset_import: ["": 18, "custom": 1]>
+        net (float[n, 2] x) => (float[n, 2] y) <float[2] w = {1, 1}> {
+            a = Mul (x, w)  b = custom.First (a)  y = custom.Second (b) }""")
+    onnx.save(model, "custom.onnx")
+    found = run("check", "custom.onnx", "-l", "mse", "--json", code=2).json
+    assert found["trainable"] is False
+    assert [row["operator"] for row in found["operators"]] == ["custom.First", "custom.Second"]
+
+
+# ---- evaluate, infer, deploy ---------------------------------------------------------------------------
+
+
+def test_evaluate_equals_the_runs_own_figures(trained: Path, run: Any) -> None:
+    """The best checkpoint, on the samples that were held out."""
+    order = np.random.default_rng(0).permutation(96)
+    data = make_data()
+    np.savez("held.npz", **{name: array[np.sort(order[:24])] for name, array in data.items()})
+    found = run("evaluate", "run", "-d", "held.npz", "-m", "accuracy", "--json").json
+    history = json.loads((trained / "history.json").read_text(encoding="utf-8"))["epochs"]
+    assert found["loss"] == pytest.approx(min(row["eval_loss"] for row in history), rel=1e-5)
+    assert found["checkpoint"] == str(Path("run/best"))
+
+
+def test_infer_from_a_run_equals_its_deployed_model(trained: Path, run: Any) -> None:
+    run("deploy", "run", "model-trained.onnx")
+    run("infer", "run", "-d", "data.npz", "-o", "one.npz")
+    run("infer", "model-trained.onnx", "-d", "data.npz", "-o", "two.npz", "-b", 7)
+    one, two = np.load("one.npz")["scores"], np.load("two.npz")["scores"]
+    assert one.shape == (96, 3)
+    np.testing.assert_allclose(one, two, rtol=1e-5, atol=1e-6)
+    run("infer", "model-trained.onnx", "-d", "data.npz", "-o", "three.csv")
+    header, *rows = Path("three.csv").read_text(encoding="utf-8").splitlines()
+    assert header == "scores_0,scores_1,scores_2" and len(rows) == 96
+
+
+@pytest.mark.parametrize("scheme", [None, "int8", "fp16"])
+def test_deploy_proves_what_it_writes(trained: Path, run: Any, scheme: str | None) -> None:
+    more = [] if scheme is None else ["--quantize", scheme]
+    found = run("deploy", "run", "out/m.onnx", "--data", "data.npz", *more, "--json").json
+    assert found["parity"]["passed"] and found["outputs"] == ["scores"]
+    assert (found["quantization"] is None) == (scheme is None)
+    session = ort.InferenceSession("out/m.onnx")
+    assert [value.name for value in session.get_inputs()] == ["x"]
+    assert session.run(None, {"x": make_data()["x"]})[0].shape == (96, 3)
+
+
+def test_deploy_takes_values_inside_the_graph(trained: Path, run: Any) -> None:
+    assert run("deploy", "run", "hidden.onnx", "--outputs", "a", "--json").json["outputs"] == ["a"]
+
+
+BAD_USES = [
+    (["evaluate", "nowhere", "-d", "data.npz"], "no folder 'nowhere'"),
+    (["evaluate", ".", "-d", "data.npz"], "neither a run nor artifacts"),
+    (["evaluate", "run"], "no data was given"),
+    (["evaluate", "run", "-d", "data.npz", "-c", "none"], "no checkpoint at 'none'"),
+    (["evaluate", "artifacts", "-d", "data.npz", "-c", "best"], "is no run"),
+    (["infer", "nowhere.onnx", "-d", "data.npz"], "no model at"),
+    (["infer", "data.npz", "-d", "data.npz"], "cannot load"),
+    (["infer", "run", "-d", "data.npz", "-o", "answers.txt"], "must end in .npz or .csv"),
+    (["infer", "model.onnx", "--text", "hello"], "--text needs a folder"),
+    (["deploy", "run", "m.onnx", "--outputs", "nope"], "nope could not be found"),
+    (["deploy", "artifacts", "m.onnx", "--checkpoint", "data.npz"], "checkpoint 'data.npz'"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), BAD_USES, ids=[case[1] for case in BAD_USES])
+def test_uses_refuse(trained: Path, run: Any, arguments: list[str], message: str) -> None:
+    assert message in run(*arguments, code=1).stderr
+    assert not Path("m.onnx").exists()
+
+
+def test_errors_are_json_where_json_was_asked_for(place: Path, run: Any) -> None:
+    found = run("evaluate", "nowhere", "-d", "data.npz", "--json", code=1).json
+    assert found["error"] == "no folder 'nowhere'" and found["hint"]
+
+
+def test_debug_shows_the_traceback(place: Path) -> None:
+    from typer.testing import CliRunner
+
+    from onward.cli.app import app
+
+    result = CliRunner().invoke(app, ["deploy", "nowhere", "--debug"])
+    assert result.exit_code == 1 and "Traceback" in result.stderr
+
+
+# ---- inspect -------------------------------------------------------------------------------------------
+
+
+def test_inspect_knows_what_it_sees(trained: Path, run: Any) -> None:
+    found = {
+        path: run("inspect", path, "--json").json for path in ("model.onnx", "artifacts", "run", "run/best")
+    }
+    assert [view["kind"] for view in found.values()] == ["model", "artifacts", "run", "checkpoint"]
+    assert found["model.onnx"]["operators"] == {"Gemm": 2, "Relu": 1}
+    assert {p["name"]: p["shape"] for p in found["model.onnx"]["parameters"]}["w1"] == [16, 4]
+    assert found["artifacts"]["models"]["training_model"]["role"] == "training"
+    assert found["run/best"]["integrity"] == "sealed, digest verified"
+    assert all(p["trainable"] for p in found["run/best"]["parameters"])
+    assert [c["integrity"] for c in found["run"]["checkpoints"]] == ["sealed, digest verified"] * 3
+
+
+def test_inspect_writes_a_page(trained: Path, run: Any) -> None:
+    for name in ("model.onnx", "artifacts", "run"):
+        run("inspect", name, "--html", "page.html")
+        page = Path("page.html").read_text(encoding="utf-8")
+        assert page.startswith("<!doctype html>") and "http" not in page
+
+
+def test_inspect_finds_damage(trained: Path, run: Any) -> None:
+    best = trained / "best"
+    data = bytearray(best.read_bytes())
+    data[len(data) // 2] ^= 1
+    best.write_bytes(data)
+    assert "run/best" in run("inspect", Path("run/best"), code=1).stderr.replace("\\", "/")
+    checkpoints = run("inspect", "run", "--json").json["checkpoints"]
+    assert [c["integrity"].startswith("DAMAGED") for c in checkpoints] == [False, False, True]
+
+
+@pytest.mark.parametrize(
+    ("path", "message"), [("nowhere", "nothing at"), (".", "neither"), ("data.npz", "checkpoint")]
+)
+def test_inspect_refuses(place: Path, run: Any, path: str, message: str) -> None:
+    assert message in run("inspect", path, code=1).stderr
+
+
+# ---- gradcheck, bench, convert, lora, export ------------------------------------------------------------
+
+
+def test_gradcheck_measures(place: Path, run: Any) -> None:
+    found = run("gradcheck", "model.onnx", "--wrt", "w1", "--json").json
+    assert found["passed"] and found["wrt"] == ["w1"] and found["finite_difference"] < 1e-4
+
+
+def test_gradcheck_refuses_what_is_random(place: Path, run: Any) -> None:
+    model = onnx.parser.parse_model("""<ir_version: 10, opset_import: ["": 18]>
+        net (float[n, 2] x) => (float[n, 2] y) <float rate = {0.5}, bool on = {1}> { y = Dropout (x, rate, on) }""")
+    onnx.save(model, "random.onnx")
+    assert "draws random numbers (Dropout)" in run("gradcheck", "random.onnx", code=1).stderr
+    assert "no model at" in run("gradcheck", "nowhere.onnx", code=1).stderr
+
+
+def test_bench_measures_every_part(artifacts: Path, run: Any) -> None:
+    found = run("bench", "artifacts", "--steps", 3, "--json").json
+    for part in ("step", "gradients", "update", "evaluation"):
+        assert 0 < found[part]["fastest"] <= found[part]["median"] <= found[part]["slowest"]
+    assert "no folder" in run("bench", "nowhere", code=1).stderr
+
+
+def test_convert_goes_to_safetensors_and_back(trained: Path, run: Any) -> None:
+    run("convert", "run/best", "w.safetensors")
+    run("convert", "w.safetensors", "again", "--into", "artifacts/checkpoint")
+    one, two = checkpoint.load("run/best"), checkpoint.load("again")
+    assert list(one.trainable) == list(two.trainable)
+    for name, array in one.trainable.items():
+        np.testing.assert_array_equal(array, two.trainable[name])
+
+
+def test_convert_seals_checkpoints_of_the_original(place: Path, run: Any) -> None:
+    original = Path(__file__).parents[1] / "checkpoint" / "fixtures" / "original.ckpt"
+    run("convert", original, "ours")
+    assert run("inspect", original, "--json").json["integrity"].startswith("no seal")
+    assert run("inspect", "ours", "--json").json["integrity"] == "sealed, digest verified"
+
+
+def test_convert_brings_artifacts_of_the_original_over(artifacts: Path, run: Any) -> None:
+    """The original's optimizer model holds one node of its own; eval model and checkpoint have our form."""
+    node = onnx.helper.make_node("AdamWOptimizer", ["lr"], ["done"], domain="com.microsoft", weight_decay=0.1)
+    graph = onnx.helper.make_graph([node], "optimizer", [], [])
+    onnx.save(onnx.helper.make_model(graph), artifacts / "optimizer_model.onnx")
+    run("convert", "artifacts", "new")
+    about = {entry.key: entry.value for entry in onnx.load("new/optimizer_model.onnx").metadata_props}
+    assert json.loads(about["onward.optimizer"])["weight_decay"] == pytest.approx(0.1)
+    assert run("train", "new", "-d", "data.npz", "-e", 3, "--json").json["epochs"][-1]["loss"] > 0
+
+
+BAD_CONVERSIONS = [
+    (["nowhere", "x"], "nothing at 'nowhere'"),
+    (["data.npz", "x"], "checkpoint 'data.npz'"),
+    (["empty", "x"], "lacks eval_model.onnx and checkpoint"),
+    (["artifacts/checkpoint", "x", "--into", "artifacts/checkpoint"], "for safetensors sources"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), BAD_CONVERSIONS, ids=[case[1] for case in BAD_CONVERSIONS])
+def test_convert_refuses(artifacts: Path, run: Any, arguments: list[str], message: str) -> None:
+    Path("empty").mkdir()
+    assert message in run("convert", *arguments, code=1).stderr
+    assert not Path("x").exists()
+
+
+def test_adapters_are_trained_extracted_and_merged(place: Path, run: Any) -> None:
+    made = run(
+        "artifacts", "model.onnx", "-l", "cross-entropy", "--lora", 2, "--lora-target", "w1", "--json"
+    ).json
+    assert made["trainable"] == ["w1.lora_a", "w1.lora_b"]
+    run("train", "artifacts", "-d", "data.npz", "-e", 3)
+    assert run("lora", "extract", "run/best", "a.safetensors", "--json").json["adapters"] == made["trainable"]
+    run("deploy", "run", "adapted.onnx")
+    run("lora", "merge", "adapted.onnx", "merged.onnx")
+    x = make_data()["x"]
+    one, two = (ort.InferenceSession(name).run(None, {"x": x})[0] for name in ("adapted.onnx", "merged.onnx"))
+    np.testing.assert_allclose(np.asarray(one), np.asarray(two), rtol=1e-5, atol=1e-5)
+    assert len(onnx.load("merged.onnx").graph.node) < len(onnx.load("adapted.onnx").graph.node)
+
+
+def test_injected_adapters_change_nothing_yet(place: Path, run: Any) -> None:
+    found = run("lora", "inject", "model.onnx", "adapted.onnx", "--rank", 2, "--json").json
+    assert found["adapters"] == ["w1.lora_a", "w1.lora_b", "w2.lora_a", "w2.lora_b"]
+    x = make_data()["x"]
+    one, two = (ort.InferenceSession(name).run(None, {"x": x})[0] for name in ("model.onnx", "adapted.onnx"))
+    np.testing.assert_allclose(np.asarray(one), np.asarray(two), rtol=1e-6, atol=1e-6)
+
+
+def test_lora_refuses(artifacts: Path, run: Any) -> None:
+    assert "matches no weight" in run("lora", "inject", "model.onnx", "x.onnx", "-t", "nope", code=1).stderr
+    assert "no adapters" in run("lora", "extract", "artifacts/checkpoint", "x.ckpt", code=1).stderr
+    assert "no model at" in run("lora", "merge", "nowhere.onnx", "x.onnx", code=1).stderr
+    assert not Path("x.onnx").exists()
+
+
+def test_export_takes_a_torch_entry_point(place: Path, run: Any) -> None:
+    Path("my_net.py").write_text(
+        "import torch\ndef build():\n    return torch.nn.Linear(4, 2), torch.randn(3, 4)\n"
+        "def wrong():\n    return 3\n",
+        encoding="utf-8",
+    )
+    run("export", "my_net:build", "-o", "linear.onnx")
+    assert [tensor.name for tensor in onnx.load("linear.onnx").graph.initializer] == ["weight", "bias"]
+    assert run("artifacts", "linear.onnx", "-l", "mse", "--json").json["trainable"] == ["weight", "bias"]
+    assert (
+        "must return (module, example inputs)" in run("export", "my_net:wrong", "-o", "x.onnx", code=1).stderr
+    )
+    assert "no module 'nowhere'" in run("export", "nowhere:build", "-o", "x.onnx", code=1).stderr
+    assert "for Hugging Face" in run("export", "my_net:build", "-o", "x.onnx", "--artifacts", code=1).stderr
+
+
+def test_a_hugging_face_folder_is_exported_and_answers(place: Path, run: Any) -> None:
+    from tiny_transformers import tiny_pair
+
+    for part in tiny_pair("bert", "pooling"):
+        part.save_pretrained("bert")
+    run("export", "bert", "--task", "pooling", "-o", "sentences")
+    found = run("infer", "sentences", "--text", "The ferry leaves at noon.", "--json").json
+    assert found["task"] == "pooling" and len(found["answers"][0]) == 16
+
+
+def test_the_config_file_is_checked(artifacts: Path, run: Any) -> None:
+    for text, message in (
+        ("[train]\nepoch = 3\n", "epoch"),
+        ("[train\n", "TOML"),
+        ("train = 3\n", "must be a table"),
+    ):
+        Path("onward.toml").write_text(text, encoding="utf-8")
+        assert message in run("train", "artifacts", "--config", "onward.toml", code=2).stderr
+    assert "nowhere.toml" in run("train", "artifacts", "--config", "nowhere.toml", code=2).stderr

@@ -1,0 +1,176 @@
+"""`onward train`: what it writes, how it goes on, and how it stops."""
+
+from __future__ import annotations
+
+import json
+import signal
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from onward import checkpoint
+
+
+def parameters(path: Path) -> dict[str, Any]:
+    return dict(checkpoint.load(path).parameters())
+
+
+def latest(folder: Path) -> Path:
+    return sorted(folder.glob("checkpoint-*"))[-1]
+
+
+def test_a_run_has_checkpoints_history_report_and_settings(trained: Path) -> None:
+    names = {path.name for path in trained.iterdir()}
+    assert {"best", "history.json", "report.html", "run.json"} <= names
+    assert any(name.startswith("checkpoint-") for name in names)
+
+
+def test_json_has_every_epoch(artifacts: Path, run: Any) -> None:
+    found = run(
+        "train", "artifacts", "-d", "data.npz", "-e", 3, "--hold-out", 0.25, "-m", "accuracy", "--json"
+    ).json
+    assert [row["epoch"] for row in found["epochs"]] == [1, 2, 3]
+    assert all({"loss", "eval_loss", "accuracy"} <= set(row) for row in found["epochs"])
+    assert found["samples"] == 72
+
+
+def test_quiet_says_nothing(artifacts: Path, run: Any) -> None:
+    result = run("train", "artifacts", "-d", "data.npz", "--quiet")
+    assert (result.stdout, result.stderr) == ("", "")
+
+
+def interrupt_at(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
+    """Send ourselves Ctrl-C after an update, as a person would."""
+    from onward.cli import interrupt
+
+    class Pressed(interrupt.StopBetweenSteps):
+        def on_step(self, trainer: Any, row: dict[str, Any]) -> None:
+            if row["step"] == step:
+                signal.raise_signal(signal.SIGINT)
+            super().on_step(trainer, row)
+
+    monkeypatch.setattr(interrupt, "StopBetweenSteps", Pressed)
+
+
+def test_an_interrupted_run_resumes_to_the_same_bytes(
+    artifacts: Path, run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = ("-d", "data.npz", "-e", 4, "--schedule", "cosine", "--lr", 0.02, "-b", 16)
+    run("train", "artifacts", *options, "-o", "whole")
+    with monkeypatch.context() as patched:
+        interrupt_at(patched, 9)
+        stopped = run("train", "artifacts", *options, "-o", "parts", code=130)
+    assert "stopped after 9 updates" in stopped.stderr
+    assert "onward train parts --resume" in stopped.stderr
+    run("train", "parts", "--resume")
+    whole, parts = parameters(latest(Path("whole"))), parameters(latest(Path("parts")))
+    assert latest(Path("whole")).name == latest(Path("parts")).name
+    for name, array in whole.items():
+        np.testing.assert_array_equal(array, parts[name], err_msg=name)
+
+
+def test_the_usual_handler_is_back_after_a_run(artifacts: Path, run: Any) -> None:
+    before = signal.getsignal(signal.SIGINT)
+    run("train", "artifacts", "-d", "data.npz")
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_flags_win_over_a_resumed_runs_own(trained: Path, run: Any) -> None:
+    found = run("train", "run", "--resume", "--epochs", 5, "--json").json
+    assert len(found["epochs"]) == 5
+    kept = json.loads((trained / "run.json").read_text(encoding="utf-8"))["options"]
+    assert kept["epochs"] == 5 and kept["learning_rate"] == 0.01
+
+
+def test_an_earlier_run_is_not_overwritten_by_accident(trained: Path, run: Any) -> None:
+    before = {path.name: path.read_bytes() for path in trained.iterdir()}
+    result = run("train", "artifacts", "-d", "data.npz", code=1)
+    assert "--resume" in result.stderr and "--overwrite" in result.stderr
+    assert {path.name: path.read_bytes() for path in trained.iterdir()} == before
+    run("train", "artifacts", "-d", "data.npz", "--overwrite", "-b", 96)
+    assert [path.name for path in sorted(trained.glob("checkpoint-*"))] == ["checkpoint-000000000001"]
+
+
+def test_patience_ends_a_run_early(artifacts: Path, run: Any) -> None:
+    found = run("train", "artifacts", "-d", "data.npz", "-e", 30, "--lr", 0.0, "--patience", 2, "--json").json
+    assert len(found["epochs"]) < 30
+
+
+def test_options_come_from_a_file_and_flags_win(artifacts: Path, run: Any) -> None:
+    Path("onward.toml").write_text(
+        '[train]\nartifacts = "artifacts"\ndata = "data.npz"\nepochs = 3\nlearning-rate = 0.5\n',
+        encoding="utf-8",
+    )
+    run("train", "--config", "onward.toml", "--lr", 0.25)
+    kept = json.loads(Path("run/run.json").read_text(encoding="utf-8"))["options"]
+    assert (kept["epochs"], kept["learning_rate"], kept["data"]) == (3, 0.25, ["data.npz"])
+
+
+def test_event_files_hold_the_loss_of_every_update(artifacts: Path, run: Any) -> None:
+    run("train", "artifacts", "-d", "data.npz", "-b", 32, "-e", 2, "--tensorboard", "events")
+    (path,) = Path("events").iterdir()
+    records = list(read_records(path.read_bytes()))
+    assert b"brain.Event:2" in records[0]
+    assert sum(b"update/loss" in record for record in records) == 6
+    assert sum(b"epoch/loss" in record for record in records) == 2
+
+
+def read_records(data: bytes) -> Any:
+    """Events, their checksums compared with an independent CRC-32C."""
+    while data:
+        (length,) = struct.unpack("<Q", data[:8])
+        assert masked_crc(data[:8]) == data[8:12]
+        event = data[12 : 12 + length]
+        assert masked_crc(event) == data[12 + length : 16 + length]
+        yield event
+        data = data[16 + length :]
+
+
+def masked_crc(data: bytes) -> bytes:
+    """By polynomial division over GF(2), on one big number; no table and no shifts in common with the writer."""
+    bits = int("".join(f"{byte:08b}"[::-1] for byte in data), 2) << 32
+    bits ^= 0xFFFFFFFF << (len(data) * 8)
+    polynomial = 0x11EDC6F41
+    while bits.bit_length() > 32:
+        bits ^= polynomial << (bits.bit_length() - 33)
+    crc = int(f"{bits ^ 0xFFFFFFFF:032b}"[::-1], 2)
+    return struct.pack("<I", ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF)
+
+
+def test_checksum_of_a_known_text() -> None:
+    from onward.cli.tensorboard import _checksum
+
+    assert _checksum(b"123456789") == masked_crc(b"123456789")
+    assert (
+        struct.unpack("<I", _checksum(b"123456789"))[0]
+        == ((0xE3069283 >> 15 | 0xE3069283 << 17) + 0xA282EAD8) & 0xFFFFFFFF
+    )  # the check value of CRC-32C
+
+
+BAD = [
+    (["train"], "which artifacts"),
+    (["train", "nowhere", "-d", "data.npz"], "no directory of artifacts"),
+    (["train", "artifacts"], "no data was given"),
+    (["train", "artifacts", "-d", "nowhere.npz"], "no data at 'nowhere.npz'"),
+    (["train", "artifacts", "-d", "data.npz", "-o", "new", "--resume"], "no run to resume"),
+    (["train", "artifacts", "-d", "data.npz", "--hold-out", "2"], "--hold-out is 2.0"),
+    (["train", "artifacts", "-d", "data.npz", "-m", "accuracy"], "--metric and --best need data"),
+    (
+        ["train", "artifacts", "-d", "data.npz", "--hold-out", "0.2", "--best", "nope"],
+        "best_metric is 'nope'",
+    ),
+    (["train", "artifacts", "-d", "data.npz", "--map", "x"], "--map takes NAME=VALUE"),
+    (["train", "artifacts", "-d", "data.npz", "--prefix", "no-"], "lacks no-training_model.onnx"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), BAD, ids=[message for _, message in BAD])
+def test_mistakes_are_answered_in_one_line(
+    artifacts: Path, run: Any, arguments: list[str], message: str
+) -> None:
+    result = run(*arguments, code=1)
+    assert message in result.stderr
+    assert len([line for line in result.stderr.splitlines() if line.startswith("error:")]) == 1
