@@ -15,11 +15,12 @@ from importlib import metadata
 import numpy as np
 import onnx_ir as ir
 
-from onward.autodiff.differentiate import add_gradients, find_value
+from onward.autodiff.differentiate import add_gradients
 from onward.autodiff.engine import DifferentiableBuilder, is_differentiable
 from onward.errors import ModelError
 from onward.graph.cleanup import finish
 from onward.graph.inference_form import to_inference
+from onward.graph.prune import find_value, values_of
 from onward.graph.random import SEED_INPUT, make_random_explicit
 from onward.graph.statistics import make_statistics_explicit
 
@@ -51,23 +52,24 @@ def build_training_graphs(
     results = [value.name or "" for value in graph.outputs if value.name != loss]
     _choose_outputs(graph, [loss, *outputs])
     _check_loss(find_value(graph, loss))
-    statistics = [name for name in _statistics(graph) if name not in trainable]
-    frozen = [name for name in graph.initializers if name in {*frozen, *statistics}]
-    order = [name for name in graph.initializers if name in {*trainable, *frozen}]
+    trained = set(trainable)
+    kept = {*frozen, *(name for name in _statistics(graph) if name not in trained)}
+    frozen = [name for name in graph.initializers if name in kept]
+    order = [name for name in graph.initializers if name in trained or name in kept]
     tensors = {name: _tensor(graph.initializers[name]) for name in order}
     labels = _label_ranges(graph)
     evaluation = model.clone()
     _turn_into_inputs(evaluation.graph, order)
     # Dropout stays visible, in its inference form: users look for it
     to_inference(evaluation, keep_dropout=True)
-    wanted = [name for name in order if name in trainable]
-    wanted += [value.name or "" for value in graph.inputs if value.name in trainable]  # gradients of inputs
+    wanted = [name for name in order if name in trained]
+    wanted += [value.name or "" for value in graph.inputs if value.name in trained]  # gradients of inputs
     _build_step(model, loss, wanted, order)
     about = {
         "onward.version": producer()[1],
         "onward.loss": loss,
         "onward.outputs": json.dumps(results),
-        "onward.trainable": json.dumps([name for name in order if name in trainable]),
+        "onward.trainable": json.dumps([name for name in order if name in trained]),
         "onward.frozen": json.dumps(frozen),
         "onward.labels": json.dumps(labels),
     }
@@ -79,8 +81,8 @@ def build_training_graphs(
     return TrainingGraphs(
         training=model,
         evaluation=evaluation,
-        trainable={name: tensors[name] for name in order if name in trainable},
-        frozen={name: tensors[name] for name in order if name not in trainable},
+        trainable={name: tensors[name] for name in order if name in trained},
+        frozen={name: tensors[name] for name in order if name not in trained},
     )
 
 
@@ -98,7 +100,8 @@ def _build_step(model: ir.Model, loss: str, wanted: Sequence[str], order: Sequen
     target = find_value(graph, loss)
     op = DifferentiableBuilder(graph)
     statistics = make_statistics_explicit(op)
-    sources = [find_value(graph, name) for name in wanted]
+    known = values_of(graph)
+    sources = [known[name] for name in wanted]
     one = op.constant(np.ones(op.static_shape(target) or (), op.dtype(target).numpy()), name="one")
     gradients = add_gradients(op, {target: one}, sources) if sources else {}
     if seed is not None:
