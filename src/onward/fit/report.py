@@ -11,7 +11,8 @@ from onward.fit.history import History
 
 __all__ = ["render_report"]
 
-_WIDTH, _HEIGHT, _LEFT, _BOTTOM = 640, 260, 62, 34
+_WIDTH, _HEIGHT, _LEFT, _BOTTOM = 640, 268, 62, 42
+_NOISY = 60  # more points than this are drawn faint, with their mean around each
 _COLOURS = ("#2563eb", "#d97706", "#059669", "#dc2626", "#7c3aed", "#0891b2")
 _STYLE = """
 :root { color-scheme: light dark; --line: #8884; --soft: #8881; }
@@ -20,6 +21,7 @@ h1 { font-size: 1.5rem; margin-bottom: 0; } h2 { font-size: 1.05rem; margin: 1.6
 .sub { opacity: .7; margin-top: .2rem; }
 .grid { display: grid; grid-template-columns: repeat(auto-fit, minmax(420px, 1fr)); gap: 1.2rem; }
 .card { border: 1px solid var(--line); border-radius: 10px; padding: .8rem 1rem; }
+.card h2 { margin-top: 0; }
 .tiles { display: flex; flex-wrap: wrap; gap: .8rem; margin: 1rem 0; }
 .tile { border: 1px solid var(--line); border-radius: 10px; padding: .5rem .9rem; min-width: 8rem; }
 .tile b { display: block; font-size: 1.25rem; font-variant-numeric: tabular-nums; }
@@ -65,7 +67,11 @@ def render_report(
         *(_chart(_label(key), {_label(key): _points(epochs, key)}) for key in metrics),
         _chart("Learning rate", {"learning rate": _points(history.steps, "learning_rate")}),
         _chart("Gradient norm", {"gradient norm": _points(history.steps, "gradient_norm")}, logarithmic=True),
-        _chart("Throughput (samples per second)", {"throughput": _points(epochs, "samples_per_second")}),
+        _chart(
+            "Throughput (samples per second)",
+            {"throughput": _points(epochs, "samples_per_second")},
+            from_zero=True,
+        ),
     ]
     links = "".join(f'<li><a href="{html.escape(name)}">{html.escape(name)}</a></li>' for name in files)
     return f"""<!doctype html>
@@ -93,7 +99,9 @@ def _points(rows: Sequence[Mapping[str, Any]], key: str) -> Points:
     ]
 
 
-def _chart(title: str, series: Mapping[str, Points], *, logarithmic: bool = False) -> str:
+def _chart(
+    title: str, series: Mapping[str, Points], *, logarithmic: bool = False, from_zero: bool = False
+) -> str:
     series = {name: points for name, points in series.items() if points}
     if not series:
         return ""
@@ -106,33 +114,43 @@ def _chart(title: str, series: Mapping[str, Points], *, logarithmic: bool = Fals
     left, right, low, high = min(xs), max(xs), min(ys), max(ys)
     if right == left:
         left, right = left - 1, right + 1
+    if from_zero:
+        low = min(low, 0.0)
     if high - low < 1e-12:
         low, high = low - 0.5, high + 0.5
     margin = 0.05 * (high - low)
-    low, high = low - margin, high + margin
+    low, high = low - (0 if from_zero else margin), high + margin
 
     def place(x: float, y: float) -> tuple[float, float]:
         across = _LEFT + (x - left) / (right - left) * (_WIDTH - _LEFT - 8)
         return across, (high - y) / (high - low) * (_HEIGHT - _BOTTOM - 8) + 8
 
     parts = []
-    for tick in _ticks(low, high):
+    for tick in _log_ticks(low, high) if logarithmic else _ticks(low, high):
         _, y = place(left, tick)
         text = _number(10**tick if logarithmic else tick)
         parts.append(f'<line x1="{_LEFT}" x2="{_WIDTH - 8}" y1="{y:.1f}" y2="{y:.1f}" stroke="#8883"/>')
         parts.append(f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{text}</text>')
     for tick in _ticks(left, right):
         x, _ = place(tick, low)
-        parts.append(f'<text x="{x:.1f}" y="{_HEIGHT - 12}" text-anchor="middle">{_number(tick)}</text>')
+        parts.append(f'<text x="{x:.1f}" y="{_HEIGHT - 20}" text-anchor="middle">{_number(tick)}</text>')
+    parts.append(f'<text x="{_WIDTH - 8}" y="{_HEIGHT - 4}" text-anchor="end" opacity=".6">updates</text>')
     for index, (name, points) in enumerate(scaled.items()):
         colour = _COLOURS[index % len(_COLOURS)]
-        line = " ".join("{:.1f},{:.1f}".format(*place(x, y)) for x, y in _thin(points))
-        parts.append(
-            f'<polyline fill="none" stroke="{colour}" stroke-width="1.8" stroke-linejoin="round" points="{line}">'
-            f"<title>{html.escape(name)}</title></polyline>"
-        )
-        x, y = place(*points[-1])
-        parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}"/>')
+        noisy = len(points) > _NOISY
+        for drawn, opacity in ((points, 0.35), (_smooth(points), 1)) if noisy else ((points, 1),):
+            line = " ".join("{:.1f},{:.1f}".format(*place(x, y)) for x, y in _thin(drawn))
+            parts.append(
+                f'<polyline fill="none" stroke="{colour}" stroke-width="1.8" stroke-opacity="{opacity}" '
+                f'stroke-linejoin="round" points="{line}"><title>{html.escape(name)}</title></polyline>'
+            )
+        for x, y in points[-1:] if noisy else points:
+            across, down = place(x, y)
+            value = _number(10**y if logarithmic else y)
+            parts.append(
+                f'<circle cx="{across:.1f}" cy="{down:.1f}" r="3" fill="{colour}">'
+                f"<title>{html.escape(name)} {value} after {_number(x)} updates</title></circle>"
+            )
     legend = "".join(
         f'<span><i style="background:{_COLOURS[i % len(_COLOURS)]}"></i>{html.escape(name)}</span>'
         for i, name in enumerate(series)
@@ -140,6 +158,19 @@ def _chart(title: str, series: Mapping[str, Points], *, logarithmic: bool = Fals
     shown = f"<div class=legend>{legend}</div>" if len(series) > 1 else ""
     label = f'role="img" aria-label="{html.escape(title)} over updates"'
     return f'<h2>{html.escape(title)}</h2>{shown}<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" {label}>{"".join(parts)}</svg>'
+
+
+def _smooth(points: Points) -> Points:
+    """The mean over a window around each point, narrower at the ends: the course shows through the noise."""
+    reach = max(1, len(points) // 40)
+    sums = [0.0]
+    for _, y in points:
+        sums.append(sums[-1] + y)
+    smoothed = []
+    for index, (x, _) in enumerate(points):
+        near = min(reach, index, len(points) - 1 - index)
+        smoothed.append((x, (sums[index + near + 1] - sums[index - near]) / (2 * near + 1)))
+    return smoothed
 
 
 def _thin(points: Points, limit: int = 600) -> Points:
@@ -156,6 +187,16 @@ def _ticks(low: float, high: float) -> list[float]:
     step = next(size * factor for factor in (1, 2, 5, 10) if size * factor >= raw)
     first = math.ceil(low / step)
     return [index * step for index in range(first, math.floor(high / step) + 1)]
+
+
+def _log_ticks(low: float, high: float) -> list[float]:
+    """1, 2 and 5 of each decade between two powers of ten; only the decades where there are many."""
+    factors = (1, 2, 5) if high - low < 3 else (1,)
+    decades = range(math.floor(low), math.ceil(high) + 1)
+    ticks = [decade + math.log10(factor) for decade in decades for factor in factors]
+    stride = max(1, len(decades) // 8)
+    ticks = ticks if len(factors) > 1 else ticks[::stride]
+    return [tick for tick in ticks if low <= tick <= high] or [low, high]
 
 
 def _number(value: Any) -> str:
