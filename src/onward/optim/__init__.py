@@ -1,5 +1,6 @@
 """Optimizers as pure graph functions: one tensor in, one tensor out."""
 
+from onward.optim.graph import ParameterGroup
 from onward.optim.rules import (
     Optimizer,
     adafactor,
@@ -12,4 +13,15 @@ from onward.optim.rules import (
     sgd,
 )
 
-__all__ = ["Optimizer", "adafactor", "adagrad", "adam", "adamw", "lamb", "lion", "rmsprop", "sgd"]
+__all__ = [
+    "Optimizer",
+    "ParameterGroup",
+    "adafactor",
+    "adagrad",
+    "adam",
+    "adamw",
+    "lamb",
+    "lion",
+    "rmsprop",
+    "sgd",
+]
