@@ -12,7 +12,7 @@ import numpy as np
 import onnx
 import pytest
 import ranks
-from models import build, classifier, points
+from rank_models import build, classifier, points
 
 from onward.api import LinearLRScheduler, Optimizer
 from onward.distributed import Parameters, ShardedArrays, ShardedSampler, TrainingRunner
@@ -205,7 +205,7 @@ def test_one_process_needs_no_torch(folder, tmp_path):
 import sys
 sys.modules["torch"] = None
 sys.path.insert(0, {str(Path(__file__).parent)!r})
-from models import points
+from rank_models import points
 from onward.distributed import Parameters, ShardedArrays, TrainingRunner
 with TrainingRunner(Parameters(artifacts={str(folder)!r})) as runner:
     runner.run(ShardedArrays(*points(16), batch_size=8))

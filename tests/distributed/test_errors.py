@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import ranks
-from models import build, classifier, points
+from rank_models import build, classifier, points
 
 from onward import artifacts, checkpoint
 from onward.distributed import Communicator, Parameters, ShardedArrays, TrainingRunner, connect
@@ -28,6 +28,7 @@ SETTINGS = {
         "Number of cuts does not match number of pipeline stages",
     ),
     "cuts and names": ({"cuts": ["a"], "stages": {"b": 1}, "pipeline_parallel_size": 2}, "give one of them"),
+    "names and no stages": ({"stages": {"b": 1}}, "pipeline_parallel_size is 1"),
     "no epochs": ({"epochs": 0}, "epochs is 0: it must be at least 1"),
     "a schedule that is not there": ({"schedule": "zigzag"}, "schedule is 'zigzag': choose 1f1b or gpipe"),
 }

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import ranks
-from models import classifier, points
+from rank_models import classifier, points
 
 from onward import checkpoint, inference
 from onward.distributed import Parameters, ShardedArrays, TrainingRunner

@@ -9,7 +9,7 @@ import numpy as np
 import onnx
 import pytest
 import ranks
-from models import MODELS, build
+from rank_models import MODELS, build
 
 from onward.distributed import Parameters, ShardedArrays, TrainingRunner
 
@@ -129,3 +129,23 @@ def test_a_batch_that_does_not_divide_is_cut_into_fewer_micro_batches(references
     (expected,) = ranks.run(1, train, batch_size=4, **job)
     for result in ranks.run(2, train, batch_size=4, pipeline_parallel_size=2, **job):
         np.testing.assert_allclose(result["losses"], expected["losses"], rtol=1e-6)
+
+
+def train_without_pickle(**arguments: Any) -> dict[str, Any]:
+    """Training where every function of torch's that would send a pickled object fails."""
+    import torch.distributed as dist
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("an object was pickled")
+
+    for name in dir(dist):
+        if "object" in name and callable(getattr(dist, name)):
+            setattr(dist, name, refuse)
+    return train(**arguments)
+
+
+def test_nothing_that_stages_send_is_pickled(references):
+    reference = references["encoder with tied embeddings"]
+    job = {"folder": str(reference.folder), "arrays": reference.arrays, "batch_size": 8}
+    for result in ranks.run(2, train_without_pickle, pipeline_parallel_size=2, **job):
+        np.testing.assert_allclose(result["losses"], reference.result["losses"], rtol=1e-6)

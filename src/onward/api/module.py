@@ -64,6 +64,8 @@ class Module:
         self.training = True
         self.on_nonfinite: NonFinitePolicy = on_nonfinite
         self._state = state
+        # 0 is the runtime's word for as many as there are
+        self._threads = (session_options.intra_op_num_threads if session_options else 0) or None
         self._step = self._make_step(train_model_uri, device, session_options)
         self._evaluation = (
             None

@@ -44,7 +44,8 @@ class Optimizer:
 
     def _make_updater(self, uri: ModelFile) -> Updater:
         """What runs the optimizer model; a rank may keep the state of its share of the parameters only."""
-        return make_updater(uri, self._module._parameters, self._module._gradients)
+        module = self._module
+        return make_updater(uri, module._parameters, module._gradients, threads=module._threads)
 
     def step(self) -> bool:
         """Update the parameters; False where a gradient was not finite and the update was skipped."""

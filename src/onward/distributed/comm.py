@@ -98,7 +98,9 @@ class TorchCommunicator:
     one: an N-rank ring moves 2(N−1)/N times that.
     """
 
-    def __init__(self, group: Any = None, *, device: str = "cpu", timeout: float = 0.0) -> None:
+    def __init__(
+        self, group: Any = None, *, device: str = "cpu", timeout: float = 0.0, owned: bool = False
+    ) -> None:
         import torch.distributed as dist
 
         self._dist = dist
@@ -107,6 +109,7 @@ class TorchCommunicator:
         self.world = dist.get_world_size(group)
         self._device = device
         self._timeout = timeout
+        self._owned = owned
         self.sent = 0
 
     def all_reduce(self, array: np.ndarray, *, compress: bool = False) -> None:
@@ -158,7 +161,7 @@ class TorchCommunicator:
             self._dist.recv(tensor, self._global(source), group=self.group)
 
     def close(self) -> None:
-        if self.group is None and self._dist.is_initialized():
+        if self._owned and self._dist.is_initialized():
             self._dist.destroy_process_group()
 
     def _global(self, rank: int) -> int:
@@ -220,10 +223,11 @@ def connect(*, timeout: float = 600.0, backend: str | None = None) -> Communicat
     rank = _integer("RANK", None)
     device = "cpu"
     if chosen == "nccl":
-        device = f"cuda:{_integer('LOCAL_RANK', rank)}"
+        device = f"cuda:{_integer('LOCAL_RANK', rank) % torch.cuda.device_count()}"
         torch.cuda.set_device(device)
     span = timedelta(seconds=timeout)
-    if not dist.is_initialized():
+    owned = not dist.is_initialized()
+    if owned:
         try:
             dist.init_process_group(
                 chosen, store=_store(dist, rank, span), rank=rank, world_size=world, timeout=span
@@ -233,7 +237,7 @@ def connect(*, timeout: float = 600.0, backend: str | None = None) -> Communicat
                 f"rank {rank} of {world} could not join the others within {timeout:g} s: are all ranks started, "
                 f"and is MASTER_ADDR:MASTER_PORT reachable from each? ({error})"
             ) from error
-    return TorchCommunicator(device=device, timeout=timeout)
+    return TorchCommunicator(device=device, timeout=timeout, owned=owned)
 
 
 def _store(dist: Any, rank: int, timeout: timedelta) -> Any:

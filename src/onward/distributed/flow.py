@@ -7,6 +7,7 @@ over: the messages that other stages wait for are still sent.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -64,9 +65,11 @@ class Flow:
         schedule, self._incoming, self._outgoing = self._schedules[key]
         first = (torch.zeros(len(micros), 1),) if self._pipe.rank == 0 else ()
         weights = torch.tensor([micro.weight for micro in micros], dtype=torch.float32)
-        last = {"target": weights} if self._step.last else {}
+        last: dict[str, Any] = {"target": weights} if self._step.last else {}
+        if "return_outputs" in inspect.signature(schedule.step).parameters:
+            last["return_outputs"] = False
         with self._pipe.explained("pipeline"):
-            schedule.step(*first, index=torch.arange(len(micros)), return_outputs=False, **last)
+            schedule.step(*first, index=torch.arange(len(micros)), **last)
         if not self._step.last or self.failure is not None:
             return []
         return [self._losses[index] for index in range(len(micros))]

@@ -113,6 +113,8 @@ class Parameters:
             )
         if self.cuts is not None and self.stages is not None:
             raise ValueError("cuts and stages both say how to split the model: give one of them")
+        if self.stages and self.pipeline_parallel_size == 1:
+            raise ValueError("stages names pipeline stages, but pipeline_parallel_size is 1")
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ValueError(

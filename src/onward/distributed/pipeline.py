@@ -42,7 +42,12 @@ class _StageModule(Module):
         self, settings: Parameters, state: CheckpointState, blueprint: Blueprint, stage: int
     ) -> None:
         self._made = StageStep(blueprint, stage, device=settings.device, options=session_options(settings))
-        super().__init__(settings.training_model, state, None, on_nonfinite=settings.on_nonfinite)
+        super().__init__(
+            settings.training_model,
+            state,
+            session_options=session_options(settings),
+            on_nonfinite=settings.on_nonfinite,
+        )
 
     def _make_step(self, uri: ModelFile, device: str, options: Any) -> StageStep:
         return self._made
@@ -272,10 +277,10 @@ def _groups(grid: Grid, settings: Parameters, comm: Communicator) -> tuple[Torch
 
     span = timedelta(seconds=settings.timeout)
     ranks = np.arange(comm.world).reshape(grid.pipeline, grid.data)
-    # every rank makes all groups, in the same order
-    pipe, _ = dist.new_subgroups_by_enumeration(ranks.T.tolist(), timeout=span)
+    # every rank makes all groups, in the same order; what they carry is the host's memory
+    pipe, _ = dist.new_subgroups_by_enumeration(ranks.T.tolist(), timeout=span, backend="gloo")
     replicas: Communicator = LocalCommunicator()
     if grid.data > 1:
-        group, _ = dist.new_subgroups_by_enumeration(ranks.tolist(), timeout=span)
+        group, _ = dist.new_subgroups_by_enumeration(ranks.tolist(), timeout=span, backend="gloo")
         replicas = TorchCommunicator(group, timeout=settings.timeout)
     return TorchCommunicator(pipe, timeout=settings.timeout), replicas

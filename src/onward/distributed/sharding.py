@@ -66,7 +66,8 @@ class ShardedOptimizer(Optimizer):
     def _make_updater(self, uri: ModelFile) -> Updater:
         start, stop = self._bounds[self._comm.rank : self._comm.rank + 2]
         module = self._module
-        updater = make_updater(uri, module._parameters.part(start, stop), module._gradients.part(start, stop))
+        parameters, gradients = (flat.part(start, stop) for flat in (module._parameters, module._gradients))
+        updater = make_updater(uri, parameters, gradients, threads=module._threads)
         if not isinstance(updater, FlatUpdater):
             raise DistributedError(
                 "shard_optimizer needs an optimizer that treats each number alone (AdamW, SGD, …); this one looks "

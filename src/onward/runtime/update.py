@@ -70,8 +70,10 @@ class Updater(abc.ABC):
         """The state tensors themselves, by parameter and slot."""
 
 
-def make_updater(source: ModelFile, parameters: FlatBuffer, gradients: FlatBuffer) -> Updater:
-    """The updater that fits an optimizer model's form."""
+def make_updater(
+    source: ModelFile, parameters: FlatBuffer, gradients: FlatBuffer, *, threads: int | None = None
+) -> Updater:
+    """The updater that fits an optimizer model's form; as many threads as the machine has, up to eight."""
     model = read_model(source, "optimizer")
     about = {entry.key: entry.value for entry in model.metadata_props}
     if "onward.optimizer" not in about:
@@ -80,7 +82,7 @@ def make_updater(source: ModelFile, parameters: FlatBuffer, gradients: FlatBuffe
     if options.get("sequences"):
         return SequenceUpdater(model, parameters, gradients)
     if options["elementwise"]:
-        return FlatUpdater(model, options, parameters, gradients)
+        return FlatUpdater(model, options, parameters, gradients, threads=threads or _threads())
     return NamedUpdater(model, options, parameters, gradients)
 
 
@@ -88,7 +90,13 @@ class FlatUpdater(Updater):
     """An elementwise rule over all parameters as one vector."""
 
     def __init__(
-        self, model: onnx.ModelProto, options: dict, parameters: FlatBuffer, gradients: FlatBuffer
+        self,
+        model: onnx.ModelProto,
+        options: dict,
+        parameters: FlatBuffer,
+        gradients: FlatBuffer,
+        *,
+        threads: int = 1,
     ) -> None:
         super().__init__(options["clip_norm"])
         self._parameters = parameters
@@ -100,7 +108,7 @@ class FlatUpdater(Updater):
         data = model.SerializeToString()
         blocks = list(self._blocks(options))
         self._pool: ThreadPoolExecutor | None = None
-        workers = min(_threads(), len(blocks)) or 1
+        workers = min(threads, len(blocks)) or 1
         self._sessions = [_single_threaded(data) for _ in range(workers)]
         self._shares: list[list] = [
             [self._bind(self._sessions[w], block, gradients) for block in blocks[w::workers]]
