@@ -5,8 +5,9 @@ import sys
 from pathlib import Path
 
 _HERE = str(Path(__file__).parent)
+_ROOT = Path(__file__).parents[2]
 if _HERE not in sys.path:
     sys.path.insert(0, _HERE)
 os.environ["PYTHONPATH"] = os.pathsep.join(
-    [_HERE, str(Path(__file__).parents[2] / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    [_HERE, str(_ROOT), str(_ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
 )
