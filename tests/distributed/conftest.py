@@ -1,13 +1,10 @@
-"""Ranks are processes of their own: they import what lies beside the tests."""
+"""Ranks are processes of their own: they must find the tests and what lies beside them by the same names."""
 
 import os
 import sys
 from pathlib import Path
 
-_HERE = str(Path(__file__).parent)
 _ROOT = Path(__file__).parents[2]
-if _HERE not in sys.path:
-    sys.path.insert(0, _HERE)
-os.environ["PYTHONPATH"] = os.pathsep.join(
-    [_HERE, str(_ROOT), str(_ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
-)
+_PATHS = [str(Path(__file__).parent), str(_ROOT / "src"), str(_ROOT)]
+sys.path.extend(path for path in _PATHS if path not in sys.path)
+os.environ["PYTHONPATH"] = os.pathsep.join([*_PATHS, *filter(None, [os.environ.get("PYTHONPATH")])])
