@@ -112,7 +112,7 @@ def test_what_does_not_fit_is_refused(state: CheckpointState) -> None:
         state.parameters["b1"].data = np.zeros(9, np.float32)
     with pytest.raises(OnwardError, match=r"shape mismatch. Expected: \{4,8\}, Got: \{8,4\}"):
         state.parameters["w1"] = np.zeros((8, 4), np.float32)
-    with pytest.raises(OnwardError, match="Parameter data type mismatch. Expected: float32, Got: float64"):
+    with pytest.raises(OnwardError, match=r"Parameter data type mismatch. Expected: float32, Got: float64"):
         state.parameters["b1"] = np.zeros(8)
     for use in (lambda: state.parameters["nope"], lambda: state.parameters.__setitem__("nope", np.zeros(1))):
         with pytest.raises(KeyError, match=r"Parameter nope not found\."):
@@ -200,9 +200,9 @@ def test_a_buffer_goes_from_one_client_to_another(folder: Path, wrap: Any) -> No
 def test_a_buffer_that_does_not_fit_is_refused(folder: Path) -> None:
     state, module = load(folder)
     before = snapshot(state)
-    with pytest.raises(OnwardError, match="Parameters buffer size incorrect. Expected:64, Actual:3"):
+    with pytest.raises(OnwardError, match=r"Parameters buffer size incorrect. Expected:64, Actual:3"):
         module.copy_buffer_to_parameters(ort.OrtValue.ortvalue_from_numpy(np.zeros(3, np.float32)))
-    with pytest.raises(OnwardError, match="Parameters buffer size incorrect. Expected:67, Actual:64"):
+    with pytest.raises(OnwardError, match=r"Parameters buffer size incorrect. Expected:67, Actual:64"):
         module.copy_buffer_to_parameters(np.zeros(64, np.float32), trainable_only=False)
     with pytest.raises(OnwardError, match="must be float32, got float64"):
         module.copy_buffer_to_parameters(np.zeros(64))
