@@ -1,0 +1,70 @@
+"""What every optimizer form has in common: the scalars of an update and the state's way in and out."""
+
+from __future__ import annotations
+
+import abc
+
+import numpy as np
+
+from onward.errors import OnwardError
+
+__all__ = ["Slots", "Updater"]
+
+# State tensors by parameter and slot.
+Slots = dict[str, dict[str, np.ndarray]]
+
+
+class Updater(abc.ABC):
+    """What an optimizer model does to the parameters; the scalars are in memory that bindings alias."""
+
+    def __init__(self, clip_norm: float | None = None) -> None:
+        self.clip_norm = clip_norm
+        self._learning_rate = 1e-3
+        self._rate = np.full(1, 1e-3, np.float32)
+        self._step = np.zeros(1, np.int64)
+        self._scale = np.ones(1, np.float32)
+
+    @property
+    def learning_rate(self) -> float:
+        """The rate of the next update."""
+        return self._learning_rate
+
+    @learning_rate.setter
+    def learning_rate(self, value: float) -> None:
+        self._learning_rate = value
+        self._rate[0] = value
+
+    @property
+    def step(self) -> int:
+        """How many updates were made."""
+        return int(self._step[0])
+
+    def run(self, gradient_scale: float) -> None:
+        """One update."""
+        self._step[0] += 1
+        self._scale[0] = gradient_scale
+        self._apply()
+
+    def load(self, step: int, slots: Slots) -> None:
+        """Take over the state of an earlier run."""
+        self._step[0] = step
+        for parameter, state in self.slots_by_parameter().items():
+            for name, array in state.items():
+                if parameter in slots and name in slots[parameter]:
+                    _copy_state(array, slots[parameter][name], parameter, name)
+
+    @abc.abstractmethod
+    def _apply(self) -> None: ...
+
+    @abc.abstractmethod
+    def slots_by_parameter(self) -> Slots:
+        """The state tensors themselves, by parameter and slot."""
+
+
+def _copy_state(target: np.ndarray, saved: np.ndarray, parameter: str, slot: str) -> None:
+    if saved.shape != target.shape:
+        raise OnwardError(
+            f"the checkpoint's {slot} of '{parameter}' has shape {saved.shape}, the optimizer keeps {target.shape}: "
+            "was it saved with another optimizer?"
+        )
+    np.copyto(target, saved)
