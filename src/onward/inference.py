@@ -70,6 +70,7 @@ def inference_model(
                 f"Please regenerate the eval graph.{hint}"
             )
     prune(model, list(dict.fromkeys(outputs)))
+    ir.external_data.load_to_model(model)  # files beside the eval model are not beside the new one
     _embed(graph, state)
     to_inference(model)
     simplify(model, parameters=())
@@ -113,15 +114,30 @@ def place_files(target: Path, write: Callable[[Path], object]) -> list[Path]:
         _load(staging / target.name)
         # external data first: the model that names it comes last
         files = sorted(staging.iterdir(), key=lambda file: file.name == target.name)
-        placed = [target.with_name(file.name) for file in files]
-        for file, final in zip(files, placed):
+        for file in files:
             _sync(file)
-            os.replace(file, final)
-        return placed
+        return _move(files, target)
     except OSError as error:
         raise ExportError(f"cannot write '{target}': {error.strerror or error}") from error
     finally:
         shutil.rmtree(staging, ignore_errors=True)
+
+
+def _move(files: Sequence[Path], target: Path) -> list[Path]:
+    """Move files beside the target; where one cannot be, those that it would have replaced come back."""
+    placed = [target.with_name(file.name) for file in files]
+    kept: dict[Path, Path] = {}
+    try:
+        for file, final in zip(files, placed):
+            if final != target and final.is_file():
+                kept[final] = file.with_name(f".old-{file.name}")
+                os.replace(final, kept[final])
+            os.replace(file, final)
+    except OSError:
+        for final, old in kept.items():
+            os.replace(old, final)
+        raise
+    return placed
 
 
 def _embed(graph: ir.Graph, state: CheckpointData) -> None:

@@ -42,7 +42,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def gradient_only(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A loss that stays finite where its gradient does not: √x at 0."""
     folder = tmp_path_factory.mktemp("gradient")
-    text = "net (float[n, 4] x) => (float loss) { a = MatMul (x, w)  s = Mul (a, a)  r = Sqrt (s)  loss = ReduceMean <keepdims = 0> (r) }"
+    text = """net (float[n, 4] x) => (float loss) {
+        a = MatMul (x, w)  s = Mul (a, a)  r = Sqrt (s)  loss = ReduceMean <keepdims = 0> (r) }"""
     generate_artifacts(
         with_weights(text, w=(4, 8)),
         requires_grad=["w"],

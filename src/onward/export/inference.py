@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shutil
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -18,6 +20,8 @@ from onward.checkpoint import CheckpointData
 from onward.errors import ExportError, ParityError
 from onward.export.parity import Report, compare
 from onward.export.quantize import QuantizationReport, measure, quantize, scheme_name
+from onward.graph.load import load_model
+from onward.graph.prune import prune
 from onward.graph.save import write_model
 from onward.inference import inference_model, place_files
 
@@ -53,44 +57,63 @@ def for_inference(
     rtol: float = 1e-4,
     atol: float = 1e-5,
     external_data: bool | None = None,
+    opset: int | None = None,
 ) -> InferenceExport:
     """Export a trained model for inference and prove it: the file's outputs equal the evaluation model's.
 
     `state` is a CheckpointState or the path of a checkpoint. `inputs` are used for the proof (random ones of
     the model's shapes without them); a difference above the tolerances raises `ParityError` and leaves an
     older file as it was. `quantize_to` is "int8", "int8-tensor", "int4", "int8-weights" or "fp16"; its effect
-    is measured and reported, not judged. `external_data` puts the weights into a file of their own.
+    is measured and reported, not judged. `external_data` puts the weights into a file of their own; `opset`
+    writes the model in an older one, where its operators have the same meaning there.
+
+    >>> for_inference("eval_model.onnx", "checkpoint", ["logits"], "model.onnx")  # doctest: +SKIP
     """
     data = _data(state)
     target = Path(path)
     scheme = scheme_name(quantize_to)
     model = inference_model(eval_model, data, outputs)
+    if opset is not None:
+        from onward.graph.lower import lower
+
+        model = lower(model, opset)
     feeds = dict(inputs) if inputs is not None else sample_inputs(model)
     names = [value.name or "" for value in model.graph.outputs]
     wanted = _reference(eval_model, data, names, feeds, given=inputs is not None)
-    found: dict[str, Report | QuantizationReport | None] = {"parity": None, "quantization": None}
+    parity: Report | None = None
+    quantization: QuantizationReport | None = None
 
     def write(folder: Path) -> None:
-        plain = folder / target.name
-        write_model(model, plain, external=external_data)
+        nonlocal parity, quantization
+        made = folder / target.name
+        write_model(model, made, external=external_data)
         if wanted is not None:
-            report = compare(wanted, _run(str(plain), feeds), rtol=rtol, atol=atol)
-            found["parity"] = report
-            if not report.passed:
+            parity = compare(wanted, _run(str(made), feeds), rtol=rtol, atol=atol)
+            if not parity.passed:
                 raise ParityError(
-                    f"the exported model differs from the evaluation model; not written:\n{report}"
+                    f"the exported model differs from the evaluation model; not written:\n{parity}"
                 )
         if scheme is not None:
-            fp32 = plain.read_bytes() if not external_data else str(plain)
-            quantize(fp32, scheme, output=plain)
-            if wanted is not None:
-                found["quantization"] = measure(fp32, str(plain), [feeds])
+            quantization = _quantize(made, scheme, feeds if wanted is not None else None, external_data)
 
-    place_files(target, write)
-    parity, quantization = found["parity"], found["quantization"]
-    assert parity is None or isinstance(parity, Report)
-    assert quantization is None or isinstance(quantization, QuantizationReport)
-    return InferenceExport(target, target.stat().st_size, parity, quantization)
+    files = place_files(target, write)
+    return InferenceExport(target, sum(file.stat().st_size for file in files), parity, quantization)
+
+
+def _quantize(
+    path: Path, scheme: str, feeds: Mapping[str, np.ndarray] | None, external: bool | None
+) -> QuantizationReport | None:
+    """Replace a model by its quantized form, in the same folder; measured where there are inputs for it."""
+    with tempfile.TemporaryDirectory(prefix="onward-float-") as elsewhere:
+        whole = Path(elsewhere) / path.name
+        for file in list(path.parent.iterdir()):  # the model, and its data if that is apart
+            shutil.move(file, whole.with_name(file.name))
+        quantize(str(whole), scheme, output=path)
+        if external:
+            smaller = load_model(path.read_bytes())
+            path.unlink()
+            write_model(smaller, path, external=True)
+        return None if feeds is None else measure(str(whole), str(path), [feeds])
 
 
 def sample_inputs(model: ir.Model, *, seed: int = 0, size: int = 4) -> dict[str, np.ndarray]:
@@ -124,10 +147,8 @@ def _reference(
     given: bool,
 ) -> dict[str, np.ndarray] | None:
     """The outputs of the evaluation graph itself, parameters fed; None where random inputs do not fit it."""
-    from onward.graph.load import load_model
-    from onward.graph.prune import prune
-
     model = prune(load_model(eval_model), list(names))
+    ir.external_data.load_to_model(model)
     values = {**data.trainable, **data.frozen}
     reads = {value.name for value in model.graph.inputs}
     parameters = {name: np.asarray(array) for name, array in values.items() if name in reads}

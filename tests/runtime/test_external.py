@@ -1,0 +1,95 @@
+"""Training and eval models whose constants lie in files of their own."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+
+from onward.api import CheckpointState, Module
+from onward.artifacts import LossType, OptimType, generate_artifacts
+from onward.errors import ModelError
+from small_models import batch, start, with_weights
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with a large constant that is in neither list."""
+    folder = tmp_path_factory.mktemp("plain")
+    text = """net (float[n, 4] x) => (float[n, 3] y) { a = MatMul (x, constant)  h = Tanh (a)  y = MatMul (h, w) }"""
+    generate_artifacts(
+        with_weights(text, constant=(4, 64), w=(64, 3)), requires_grad=["w"], loss=LossType.CrossEntropyLoss,
+        optimizer=OptimType.AdamW, artifact_directory=folder,
+    )  # fmt: skip
+    return folder
+
+
+@pytest.fixture
+def outside(plain: Path, tmp_path: Path) -> Path:
+    """The same, with its constant outside."""
+    folder = tmp_path / "outside"
+    shutil.copytree(plain, folder)
+    for name in ("training_model.onnx", "eval_model.onnx"):
+        model = onnx.load(plain / name)
+        onnx.save_model(
+            model, folder / name, save_as_external_data=True, location=f"{name}.data", size_threshold=512
+        )
+        assert any(t.data_location == onnx.TensorProto.EXTERNAL for t in onnx.load(
+            folder / name, load_external_data=False).graph.initializer)  # fmt: skip
+    return folder
+
+
+def test_external_data_trains_and_evaluates_the_same(plain: Path, outside: Path) -> None:
+    files = sorted(os.listdir(outside))
+    runs = [start(plain), start(outside)]
+    for seed in range(4):  # with and without accumulation
+        losses = [module(*batch(seed)) for _, module, _ in runs]
+        assert losses[0] == losses[1]
+        for _, module, optimizer in runs:
+            if seed % 2:
+                optimizer.step()
+                module.lazy_reset_grad()
+    evaluated = [module.eval()(*batch(9)) for _, module, _ in runs]
+    assert evaluated[0] == evaluated[1]
+    np.testing.assert_array_equal(runs[0][0].parameters["w"].data, runs[1][0].parameters["w"].data)
+    assert sorted(os.listdir(outside)) == files  # nothing is left behind
+
+
+def test_external_data_is_exported_with_the_model(outside: Path, tmp_path: Path) -> None:
+    _, module, _ = start(outside)
+    module.export_model_for_inferencing(tmp_path / "model.onnx", ["y"])
+    assert not list(
+        onnx.load(tmp_path / "model.onnx", load_external_data=False).graph.initializer[0].external_data
+    )
+
+
+@pytest.mark.parametrize("form", ["bytes", "proto"])
+def test_in_memory_models_cannot_refer_to_files(outside: Path, form: str) -> None:
+    path = outside / "training_model.onnx"
+    given = path.read_bytes() if form == "bytes" else onnx.load(path, load_external_data=False)
+    state = CheckpointState.load_checkpoint(outside / "checkpoint")
+    with pytest.raises(ModelError, match=r"refers to external data.*pass the path"):
+        Module(given, state)
+
+
+def rewrite(folder: Path, **entries: str) -> None:
+    path = folder / "training_model.onnx"
+    model = onnx.load(path, load_external_data=False)
+    for tensor in model.graph.initializer:
+        for entry in tensor.external_data:
+            entry.value = entries.get(entry.key, entry.value)
+    path.write_bytes(model.SerializeToString())
+
+
+@pytest.mark.parametrize("location", ["../secret", "/etc/hostname", "missing", "", "link"])
+def test_hostile_locations_are_refused(outside: Path, location: str) -> None:
+    (outside.parent / "secret").write_bytes(bytes(4096))
+    os.symlink(outside.parent / "secret", outside / "link")
+    rewrite(outside, location=location)
+    state = CheckpointState.load_checkpoint(outside / "checkpoint")
+    with pytest.raises(ModelError, match="external data"):
+        Module(outside / "training_model.onnx", state)
