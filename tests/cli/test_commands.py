@@ -331,7 +331,7 @@ def test_export_takes_a_torch_entry_point(place: Path, run: Any) -> None:
 
 
 def test_a_hugging_face_folder_is_exported_and_answers(place: Path, run: Any) -> None:
-    from tiny_transformers import tiny_pair
+    from export.tiny_transformers import tiny_pair
 
     for part in tiny_pair("bert", "pooling"):
         part.save_pretrained("bert")

@@ -1,0 +1,66 @@
+"""Every Python block of README.md and docs/ runs, each page from top to bottom in an empty folder.
+
+A block that cannot run here says why in a comment above it: `<!-- not run: reason -->`.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+_BLOCK = re.compile(r"(?P<note><!-- not run: [^\n]+ -->\n)?^```python[^\n]*\n(?P<code>.*?)^```$", re.M | re.S)
+
+
+def blocks(page: Path) -> list[tuple[int, str]]:
+    """The line and text of each block that runs."""
+    text = page.read_text(encoding="utf-8")
+    return [
+        (text[: match.start("code")].count("\n"), match["code"])
+        for match in _BLOCK.finditer(text)
+        if not match["note"]
+    ]
+
+
+def stand_in_for_the_hub() -> None:
+    """Small models under the names that a page uses; what a folder's name says is not downloaded."""
+    from export.tiny_transformers import tiny_pair
+
+    for task, name in (
+        ("pooling", "sentence-transformers/all-MiniLM-L6-v2"),
+        ("text-classification", "my-bert"),
+    ):
+        for part in tiny_pair("bert", task):
+            part.save_pretrained(name)
+
+
+PREPARE = {"exporting-from-hugging-face": stand_in_for_the_hub}
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)], ids=lambda page: page.stem)
+def test_the_blocks_of_a_page_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    PREPARE.get(page.stem, lambda: None)()
+    namespace = {"__name__": "__main__"}
+    for line, code in blocks(page):
+        # the line numbers of a traceback are then those of the page
+        exec(compile("\n" * line + code, str(page), "exec"), namespace)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)], ids=lambda page: page.stem)
+def test_a_page_that_needs_torch_says_so(page: Path) -> None:
+    code = "\n".join(code for _, code in blocks(page))
+    if re.search(r"\b(import|from) (torch|transformers)\b", code):
+        assert "pip install" in page.read_text(encoding="utf-8")
+
+
+def test_links_between_pages_lead_somewhere() -> None:
+    broken = []
+    for page in [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]:
+        for target in re.findall(r"\]\((?!https?:|#|mailto:)([^)#\s]+)", page.read_text(encoding="utf-8")):
+            if not (page.parent / target).exists():
+                broken.append(f"{page.name}: {target}")
+    assert not broken

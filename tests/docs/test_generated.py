@@ -1,0 +1,37 @@
+"""Pages that are made by programs are what those programs make today."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_table_of_operators_is_current() -> None:
+    spec = importlib.util.spec_from_file_location(
+        "generate_operators", ROOT / "docs" / "generate_operators.py"
+    )
+    assert spec is not None and spec.loader is not None
+    program = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(program)
+    made = program.page()
+    assert program.PAGE.read_text(encoding="utf-8") == made, "run: python docs/generate_operators.py"
+    assert "| Conv |" in made
+
+
+def test_the_table_of_commands_has_every_command() -> None:
+    from onward.cli.app import app
+
+    page = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
+    listed = set(re.findall(r"^\| `onward (\w+)", page, re.M))
+    commands = {command.name for command in app.registered_commands}
+    groups = {group.name for group in app.registered_groups}
+    assert listed == commands | groups
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    missing = [page.name for page in (ROOT / "docs").glob("*.md") if f" {page.name}\n" not in text]
+    assert not missing
