@@ -581,3 +581,18 @@ def test_models_past_the_limit_of_protobuf_train(tmp_path: Path, monkeypatch: py
     assert last < first
     module.eval()
     np.testing.assert_allclose(module(ids, LABELS), last, rtol=1e-5)
+
+
+def test_values_handed_out_have_memory_of_their_own(tmp_path: Path) -> None:
+    generate(tmp_path)
+    module = module_of(tmp_path)
+    expected = np.concatenate([array.ravel() for array in values().values()])
+    given = [ort.OrtValue.ortvalue_from_numpy(array) for array in (X, LABELS)]
+    parameters, loss = module.get_contiguous_parameters().numpy(), module(*given).numpy()
+    first = float(loss)
+    for _ in range(50):  # whatever was freed is overwritten
+        np.full(expected.shape, -1.0, np.float32)
+        module(*given)
+        module.copy_buffer_to_parameters(np.zeros_like(expected), trainable_only=False)
+    np.testing.assert_array_equal(parameters, expected)
+    assert float(loss) == first

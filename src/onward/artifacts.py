@@ -23,8 +23,9 @@ from onward.artifact_files import write_artifacts
 from onward.checkpoint import CheckpointData, NominalTensor
 from onward.errors import ModelError
 from onward.graph.adapters import LoRA, add_adapters
-from onward.graph.dialect import normalize
-from onward.graph.load import ModelSource
+from onward.graph.dialect import OPSET, normalize
+from onward.graph.load import ModelSource, load_model
+from onward.graph.lower import OLDEST_OUTPUT, lower
 from onward.onnxblock import loss as loss_blocks
 from onward.onnxblock import optim as optim_blocks
 from onward.onnxblock.base import Block
@@ -67,6 +68,7 @@ class OptimType(enum.Enum):
     Adafactor = 8
 
 
+_Models = tuple[ir.Model, ir.Model, ir.Model | None]
 Loss = LossType | Block | None
 OptimizerChoice = OptimType | Block | Optimizer | None
 
@@ -121,13 +123,15 @@ def generate_artifacts(
     *,
     parameter_groups: Sequence[ParameterGroup] = (),
     lora: LoRA | None = None,
+    opset: int | None = None,
 ) -> None:
     """Write `training_model.onnx`, `eval_model.onnx`, `optimizer_model.onnx` and `checkpoint`.
 
     `requires_grad` and `frozen_params` take names and patterns (`"encoder.*"`). Without `requires_grad`, the
     parameters that the model itself records as trainable are taken (`onward.export.from_torch` records
     them). With `lora`, low-rank adapters of the targeted weights train, and what `requires_grad` names
-    besides; the rest stays as it is. `loss=None` means that the model's first output is the loss. All files
+    besides; the rest stays as it is. The files are in the model's own opset where that has all it takes, else
+    in 21; `opset` asks for one. `loss=None` means that the model's first output is the loss. All files
     are written, or none; the directory is made where it is missing.
 
     >>> import tempfile, onnx.parser
@@ -150,6 +154,7 @@ def generate_artifacts(
         loss_input_names=loss_input_names,
         parameter_groups=parameter_groups,
         lora=lora,
+        opset=opset,
     )
     models = {"training_model": made.training, "eval_model": made.evaluation}
     if made.optimizer is not None:
@@ -178,6 +183,7 @@ def build_artifacts(
     loss_input_names: list[str] | None = None,
     parameter_groups: Sequence[ParameterGroup] = (),
     lora: LoRA | None = None,
+    opset: int | None = None,
 ) -> Artifacts:
     """Build the artifacts of a forward model in memory; arguments as for `generate_artifacts`."""
     loss_block = _loss_block(loss)
@@ -190,7 +196,9 @@ def build_artifacts(
     if custom_op_library is not None:
         with allow_custom_ops(custom_op_library):
             pass  # refuses a path that is not there
-    prepared = normalize(_source(model))
+    loaded = load_model(_source(model))
+    own = loaded.graph.opset_imports.get("", loaded.graph.opset_imports.get("ai.onnx", OPSET))
+    prepared = normalize(loaded)
     adapters = [] if lora is None else add_adapters(prepared, lora)
     trainable, frozen = _choose(prepared, requires_grad, frozen_params, adapters)
     (loss_name, *more), prepared = _with_loss(prepared, loss, loss_block, loss_input_names)
@@ -210,15 +218,33 @@ def build_artifacts(
             optimizer_made = optimizer_from_block(rule, graphs.trainable)
         optimizer_made.producer_name, optimizer_made.producer_version = producer()
         optimizer_made.metadata_props["onward.version"] = producer()[1]
+    training, evaluation, optimizer_made = _in_opset(
+        (graphs.training, graphs.evaluation, optimizer_made), own=own, asked=opset
+    )
     return Artifacts(
-        training=graphs.training,
-        evaluation=graphs.evaluation,
+        training=training,
+        evaluation=evaluation,
         optimizer=optimizer_made,
         checkpoint=CheckpointData(
             trainable={name: tensor.numpy() for name, tensor in graphs.trainable.items()},
             frozen={name: tensor.numpy() for name, tensor in graphs.frozen.items()},
         ),
     )
+
+
+def _in_opset(models: _Models, *, own: int, asked: int | None) -> _Models:
+    """The models in the opset asked for, or in the given model's own where all of them have a form in it."""
+    training, evaluation, optimizer = models
+    target = own if asked is None else asked
+    if asked is None and not OLDEST_OUTPUT <= target < training.graph.opset_imports[""]:
+        return models
+    try:
+        return lower(training, target), lower(evaluation, target), optimizer and lower(optimizer, target)
+    except ModelError as error:
+        if asked is not None:
+            raise
+        _log.info("artifacts are in opset %d: %s", training.graph.opset_imports[""], error)
+        return models
 
 
 def _source(model: ModelSource) -> ModelSource:

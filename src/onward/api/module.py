@@ -7,6 +7,7 @@ by their inputs and outputs; what each is for is in the files' metadata.
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -149,7 +150,7 @@ class Module:
         return _hand_out(results, as_numpy)
 
     def _find_problem(self, loss: np.ndarray) -> str | None:
-        if not np.isfinite(loss).all():
+        if not math.isfinite(loss.item()):
             return f"the loss is {loss.reshape(-1)[0]}"
         for name, array in self._step.following.items():
             # a variance can overflow while the normalized values, and so the loss, stay finite
@@ -211,7 +212,7 @@ class Module:
             np.ravel(self._view(name)).astype(np.float32, copy=False) for name in self._order(trainable_only)
         ]
         whole = np.concatenate(parts) if parts else np.zeros(0, np.float32)
-        return ort.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(whole).copy())
+        return _owned(whole)
 
     def copy_buffer_to_parameters(
         self, buffer: ort.OrtValue | np.ndarray, trainable_only: bool = True
@@ -325,7 +326,12 @@ class Module:
 
 
 def _hand_out(results: list[np.ndarray], as_numpy: bool) -> Any:
-    values = (
-        results if as_numpy else [ort.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(r)) for r in results]
-    )
+    values = results if as_numpy else [_owned(r) for r in results]
     return values[0] if len(values) == 1 else tuple(values)
+
+
+def _owned(array: np.ndarray) -> ort.OrtValue:
+    """A value with memory of its own: one made from an array dies with it, even while `.numpy()` shows it."""
+    value = ort.OrtValue.ortvalue_from_shape_and_type(list(array.shape), array.dtype.type)
+    value.update_inplace(np.ascontiguousarray(array))
+    return value

@@ -128,6 +128,8 @@ def _computed(node: ir.Node, known: set[ir.Value]) -> list[np.ndarray] | None:
     """The outputs of a node whose inputs are known now; None where they are not, or are none of ours."""
     if node.domain != "" or node.op_type not in _FOLDABLE:
         return None
+    if "axes" in node.attributes:  # a form of older opsets, which the evaluator would not read
+        return None
     if any(value.is_graph_output() for value in node.outputs):
         return None
     if node.op_type in ("Shape", "Size"):
