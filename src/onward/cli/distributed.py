@@ -100,7 +100,7 @@ def distributed(
     }  # fmt: skip
     write_run(directory, artifacts, options, None)
     try:
-        import torch.distributed.run as _launcher  # noqa: F401, TID251 - only to say early that it is missing
+        import torch.distributed.run as _launcher  # noqa: F401 - only to say early that it is missing
     except ImportError as error:
         raise CommandError("torch is not installed", "pip install 'onward[distributed]'") from error
     code = subprocess.call(
