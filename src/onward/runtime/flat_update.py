@@ -15,6 +15,7 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 
+from onward.graph.scalars import ScalarProgram, split_scalars, without_scaling
 from onward.runtime.flat import FlatBuffer
 from onward.runtime.sessions import make_session, run_bound
 from onward.runtime.updater import Slots, Updater
@@ -25,19 +26,59 @@ __all__ = ["FlatUpdater"]
 _BLOCK = 1 << 16
 
 
+_SCALARS = ("learning_rate", "step", "gradient_scale", "weight_decay")
+
+
+class _Setting:
+    """The scalars of a group of parameters, in memory that bindings alias."""
+
+    def __init__(self, rate_scale: float, decay: float, computed: Sequence[str]) -> None:
+        self.rate_scale = rate_scale
+        self.rate, self.decay = np.zeros(1, np.float32), np.full(1, decay, np.float32)
+        self._computed = {name: np.zeros(1, np.float32) for name in computed}
+
+    def update(self, program: ScalarProgram, rate: float, common: dict[str, float]) -> None:
+        """Compute what follows from the learning rate and the step."""
+        self.rate[0] = rate * self.rate_scale
+        values = {"learning_rate": float(self.rate[0]), "weight_decay": float(self.decay[0]), **common}
+        for name, value in program.run(values).items():
+            self._computed[name][0] = value
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """The scalars by the names of the model's inputs."""
+        return {"learning_rate": self.rate, "weight_decay": self.decay, **self._computed}
+
+
 @dataclasses.dataclass(slots=True)
 class _Block:
-    """A stretch of the vector, its binding, its gradient as bits, and whether it has never been moved."""
+    """A stretch of the vector, its scalars, its gradient as bits, and whether it has never been moved."""
 
     start: int
     stop: int
-    binding: Any
+    setting: _Setting
     gradient_bits: np.ndarray
     resting: bool
 
 
+@dataclasses.dataclass(frozen=True)
+class _Share:
+    """What one thread does of an update."""
+
+    session: ort.InferenceSession
+    blocks: list[_Block]
+    bindings: list[Any]
+
+    def run(self) -> None:
+        for block, binding in zip(self.blocks, self.bindings):
+            if block.resting:
+                if not block.gradient_bits.max():
+                    continue
+                block.resting = False
+            run_bound(self.session, binding)
+
+
 class FlatUpdater(Updater):
-    """An elementwise rule over all parameters as one vector."""
+    """Applies an elementwise optimizer model to blocks of the parameters, on several threads."""
 
     def __init__(
         self,
@@ -49,45 +90,44 @@ class FlatUpdater(Updater):
         threads: int = 1,
     ) -> None:
         super().__init__(options["clip_norm"])
-        self._parameters = parameters
+        self._parameters, self._gradients = parameters, gradients
         self._slots = {
             name: FlatBuffer({key: view.shape for key, view in parameters.views.items()})
             for name in options["slots"]
         }
-        self._groups: list[tuple[float, np.ndarray]] = []
-        data = model.SerializeToString()
-        blocks = list(self._blocks(options))
+        self._program, self._model = split_scalars(model, _SCALARS)
+        self._settings = [_Setting(1.0, options["weight_decay"], self._program.results)]
+        for group in options["groups"]:
+            decay = options["weight_decay"] if group["weight_decay"] is None else group["weight_decay"]
+            self._settings.append(_Setting(group["learning_rate_scale"], decay, self._program.results))
+        rests = parameters.vector.size > _BLOCK and _rests(model, options["slots"])
+        self._blocks = list(self._cut(options, rests))
+        self._workers = min(threads, len(self._blocks)) or 1
+        self._bound: dict[bool, list[_Share]] = {}
         self._pool: ThreadPoolExecutor | None = None
-        workers = min(threads, len(blocks)) or 1
-        self._sessions = [_single_threaded(data) for _ in range(workers)]
-        rests = len(blocks) > 1 and _rests(self._sessions[0], options["slots"])
-        self._shares: list[list[_Block]] = [
-            [self._bind(self._sessions[w], block, gradients, rests=rests) for block in blocks[w::workers]]
-            for w in range(workers)
-        ]
-        if workers > 1:
-            self._pool = ThreadPoolExecutor(workers - 1, thread_name_prefix="onward-optimizer")
+        if self._workers > 1:
+            self._pool = ThreadPoolExecutor(self._workers - 1, thread_name_prefix="onward-optimizer")
 
     def _apply(self) -> None:
-        for factor, rate in self._groups:
-            rate[0] = self._rate[0] * factor
+        scale = float(self._scale[0])
+        common = {"step": float(self._step[0]), "gradient_scale": scale}
+        for setting in self._settings:
+            setting.update(self._program, self._learning_rate, common)
+        shares = self._shares(scaled=scale != 1.0)
         if self._pool is None:
-            _run_all(self._sessions[0], self._shares[0])
+            shares[0].run()
             return
-        waiting = [
-            self._pool.submit(_run_all, s, share) for s, share in zip(self._sessions[1:], self._shares[1:])
-        ]
-        _run_all(self._sessions[0], self._shares[0])
+        waiting = [self._pool.submit(share.run) for share in shares[1:]]
+        shares[0].run()
         for future in waiting:
             future.result()
 
     def load(self, step: int, slots: Slots) -> None:
         super().load(step, slots)
-        for share in self._shares:
-            for block in share:
-                block.resting = block.resting and not any(
-                    flat.vector[block.start : block.stop].any() for flat in self._slots.values()
-                )
+        for block in self._blocks:
+            block.resting = block.resting and not any(
+                flat.vector[block.start : block.stop].any() for flat in self._slots.values()
+            )
 
     def slots_by_parameter(self) -> Slots:
         return {
@@ -99,59 +139,60 @@ class FlatUpdater(Updater):
         """Each slot of all parameters as one vector."""
         return {name: flat.vector for name, flat in self._slots.items()}
 
-    def _blocks(self, options: dict) -> Iterable[tuple[int, int, np.ndarray, np.ndarray]]:
-        """(start, stop, learning rate, weight decay) of runs of parameters that share their settings."""
-        of_parameter = {name: i for i, group in enumerate(options["groups"]) for name in group["parameters"]}
-        decay = np.full(1, options["weight_decay"], np.float32)
-        settings: dict[int | None, tuple[np.ndarray, np.ndarray]] = {None: (self._rate, decay)}
-        self._settings = settings  # bindings hold addresses only: keep what they point to
-        for index, group in enumerate(options["groups"]):
-            rate = self._rate
-            if group["learning_rate_scale"] != 1.0:
-                rate = np.zeros(1, np.float32)
-                self._groups.append((group["learning_rate_scale"], rate))
-            own = group["weight_decay"]
-            settings[index] = rate, decay if own is None else np.full(1, own, np.float32)
-        runs: list[list] = []
+    def _cut(self, options: dict, rests: bool) -> Iterable[_Block]:
+        """Runs of parameters that share their settings, in blocks."""
+        of_parameter = {n: i + 1 for i, group in enumerate(options["groups"]) for n in group["parameters"]}
         names = list(self._parameters.spans)
-        for position, name in enumerate(names):
-            start = self._parameters.spans[name][0]
-            stop = (
-                self._parameters.spans[names[position + 1]][0]
-                if position + 1 < len(names)
-                else self._parameters.vector.size
-            )
-            group = of_parameter.get(name)
-            if runs and runs[-1][2] == group:
+        starts = [self._parameters.spans[name][0] for name in names]
+        runs: list[list[int]] = []
+        for name, start, stop in zip(names, starts, [*starts[1:], self._parameters.vector.size]):
+            index = of_parameter.get(name, 0)
+            if runs and runs[-1][2] == index:
                 runs[-1][1] = stop
             else:
-                runs.append([start, stop, group])
-        for start, stop, group in runs:
+                runs.append([start, stop, index])
+        for start, stop, index in runs:
+            setting = self._settings[index]
             for first in range(start, stop, _BLOCK):
-                yield first, min(first + _BLOCK, stop), *settings[group]
+                last = min(first + _BLOCK, stop)
+                bits = self._gradients.vector[first:last].view(np.uint32)
+                yield _Block(first, last, setting, bits, resting=rests and setting.decay[0] == 0.0)
 
-    def _bind(
-        self, session: ort.InferenceSession, block: tuple, gradients: FlatBuffer, *, rests: bool
-    ) -> _Block:
-        start, stop, rate, decay = block
+    def _shares(self, *, scaled: bool) -> list[_Share]:
+        """Sessions and bindings of every thread; those without gradient scaling save a pass over memory."""
+        if scaled not in self._bound:
+            data = (self._model if scaled else without_scaling(self._model)).SerializeToString()
+            self._bound[scaled] = []
+            for worker in range(self._workers):
+                session = _single_threaded(data)
+                given = {value.name for value in session.get_inputs()}
+                blocks = self._blocks[worker :: self._workers]
+                bindings = [self._bind(session, given, block) for block in blocks]
+                self._bound[scaled].append(_Share(session, blocks, bindings))
+        return self._bound[scaled]
+
+    def _bind(self, session: ort.InferenceSession, given: set[str], block: _Block) -> Any:
+        part = slice(block.start, block.stop)
         binding = session.io_binding()
-        given = {value.name for value in session.get_inputs()}
         pairs = {"parameter": self._parameters.vector, **{n: flat.vector for n, flat in self._slots.items()}}
-        inputs = {name: vector[start:stop] for name, vector in pairs.items()}
-        inputs |= {"gradient": gradients.vector[start:stop], "learning_rate": rate, "weight_decay": decay}
-        inputs |= {"step": self._step, "gradient_scale": self._scale}
+        inputs = {name: vector[part] for name, vector in pairs.items()} | block.setting.arrays()
+        inputs |= {
+            "gradient": self._gradients.vector[part],
+            "step": self._step,
+            "gradient_scale": self._scale,
+        }
         for name, array in inputs.items():
             if name in given:
                 binding.bind_ortvalue_input(name, ort.OrtValue.ortvalue_from_numpy(array))
         for name, vector in pairs.items():
-            part = vector[start:stop]
-            binding.bind_output(f"{name}.next", "cpu", 0, np.float32, [part.size], part.ctypes.data)
-        bits = gradients.vector[start:stop].view(np.uint32)
-        return _Block(start, stop, binding._iobinding, bits, resting=rests and float(decay[0]) == 0.0)
+            target = vector[part]
+            binding.bind_output(f"{name}.next", "cpu", 0, np.float32, [target.size], target.ctypes.data)
+        return binding._iobinding
 
 
-def _rests(session: ort.InferenceSession, slots: Sequence[str]) -> bool:
+def _rests(model: onnx.ModelProto, slots: Sequence[str]) -> bool:
     """Whether the rule leaves a parameter with zero gradient, state and weight decay exactly as it is."""
+    session = _single_threaded(model.SerializeToString())
     given = {value.name for value in session.get_inputs()}
     parameter = np.linspace(-2, 2, 9, dtype=np.float32)
     zeros = np.zeros_like(parameter)
@@ -167,15 +208,6 @@ def _rests(session: ort.InferenceSession, slots: Sequence[str]) -> bool:
         if not all(np.array_equal(np.asarray(a), b) for a, b in zip(results, wanted)):
             return False
     return True
-
-
-def _run_all(session: ort.InferenceSession, blocks: list[_Block]) -> None:
-    for block in blocks:
-        if block.resting:
-            if not block.gradient_bits.max():
-                continue
-            block.resting = False
-        run_bound(session, block.binding)
 
 
 def _single_threaded(data: bytes) -> ort.InferenceSession:

@@ -1,0 +1,180 @@
+"""The models that every engine trains, as torch modules that return scores, with one batch of data each.
+
+The loss is cross entropy, which each engine adds in its own way.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+__all__ = ["MODELS", "Workload"]
+
+Made = tuple[nn.Module, tuple[torch.Tensor, ...], torch.Tensor]
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """A module that maps inputs to scores [rows, classes], inputs for it, and the labels of the rows."""
+
+    name: str
+    make: Callable[[], Made]
+    dynamic: dict[str, dict[int, str]]
+
+    def build(self) -> Made:
+        torch.manual_seed(0)
+        module, inputs, labels = self.make()
+        return module.train(), inputs, labels
+
+
+def _mlp() -> Made:
+    net = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
+    return net, (torch.randn(32, 64),), torch.randint(0, 10, (32,))
+
+
+class Residual(nn.Module):
+    def __init__(self, inside: int, outside: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(inside, outside, 3, stride, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(outside)
+        self.conv2 = nn.Conv2d(outside, outside, 3, 1, 1, bias=False)
+        self.bn2 = nn.BatchNorm2d(outside)
+        self.short = nn.Identity()
+        if stride != 1 or inside != outside:
+            self.short = nn.Sequential(
+                nn.Conv2d(inside, outside, 1, stride, bias=False), nn.BatchNorm2d(outside)
+            )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.relu(self.bn2(self.conv2(F.relu(self.bn1(self.conv1(x))))) + self.short(x))
+
+
+def _resnet() -> Made:
+    net = nn.Sequential(
+        nn.Conv2d(3, 32, 3, 1, 1, bias=False), nn.BatchNorm2d(32), nn.ReLU(),
+        Residual(32, 32, 1), Residual(32, 64, 2), Residual(64, 128, 2),
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(128, 10),
+    )  # fmt: skip
+    return net, (torch.randn(32, 3, 32, 32),), torch.randint(0, 10, (32,))
+
+
+class Inverted(nn.Module):
+    def __init__(self, inside: int, outside: int, stride: int, expand: int = 4) -> None:
+        super().__init__()
+        wide = inside * expand
+        self.same = stride == 1 and inside == outside
+        self.layers = nn.Sequential(
+            nn.Conv2d(inside, wide, 1, bias=False), nn.BatchNorm2d(wide), nn.ReLU6(),
+            nn.Conv2d(wide, wide, 3, stride, 1, groups=wide, bias=False), nn.BatchNorm2d(wide), nn.ReLU6(),
+            nn.Conv2d(wide, outside, 1, bias=False), nn.BatchNorm2d(outside),
+        )  # fmt: skip
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.layers(x)
+        return x + y if self.same else y
+
+
+def _mobilenet() -> Made:
+    net = nn.Sequential(
+        nn.Conv2d(3, 16, 3, 2, 1, bias=False), nn.BatchNorm2d(16), nn.ReLU6(),
+        Inverted(16, 24, 2), Inverted(24, 24, 1), Inverted(24, 32, 2), Inverted(32, 32, 1), Inverted(32, 64, 2),
+        nn.Conv2d(64, 256, 1, bias=False), nn.BatchNorm2d(256), nn.ReLU6(),
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(256, 10),
+    )  # fmt: skip
+    return net, (torch.randn(16, 3, 56, 56),), torch.randint(0, 10, (16,))
+
+
+class Encoder(nn.Module):
+    """MiniLM's shape: 6 layers of width 384, 12 heads, 30,522 tokens."""
+
+    def __init__(self) -> None:
+        from transformers import BertConfig, BertForSequenceClassification
+
+        super().__init__()
+        self.bert = BertForSequenceClassification(
+            BertConfig(
+                hidden_size=384,
+                num_hidden_layers=6,
+                num_attention_heads=12,
+                intermediate_size=1536,
+                num_labels=2,
+                hidden_dropout_prob=0.0,
+                attention_probs_dropout_prob=0.0,
+                attn_implementation="eager",
+            )
+        )
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+        return self.bert(input_ids=input_ids, attention_mask=attention_mask).logits
+
+
+def _encoder(batch: int, length: int) -> Callable[[], Made]:
+    def make() -> Made:
+        ids = torch.randint(5, 30000, (batch, length))
+        return Encoder(), (ids, torch.ones_like(ids)), torch.randint(0, 2, (batch,))
+
+    return make
+
+
+class Decoder(nn.Module):
+    """GPT-2's shape, small: 6 layers of width 384, 6 heads, 8,192 tokens, next-token loss."""
+
+    def __init__(self) -> None:
+        from transformers import GPT2Config, GPT2LMHeadModel
+
+        super().__init__()
+        self.gpt = GPT2LMHeadModel(
+            GPT2Config(
+                vocab_size=8192,
+                n_positions=256,
+                n_embd=384,
+                n_layer=6,
+                n_head=6,
+                resid_pdrop=0.0,
+                embd_pdrop=0.0,
+                attn_pdrop=0.0,
+                attn_implementation="eager",
+                use_cache=False,
+            )
+        )
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return self.gpt(input_ids=input_ids).logits.reshape(-1, 8192)
+
+
+def _decoder() -> Made:
+    return Decoder(), (torch.randint(0, 8192, (4, 128)),), torch.randint(0, 8192, (512,))
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(64, 128, batch_first=True)
+        self.head = nn.Linear(128, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.lstm(x)[0][:, -1])
+
+
+def _lstm() -> Made:
+    return Recurrent(), (torch.randn(32, 64, 64),), torch.randint(0, 10, (32,))
+
+
+_IMAGES = {"x": {0: "batch"}}
+_TOKENS = {0: "batch", 1: "sequence"}
+MODELS: dict[str, Workload] = {
+    workload.name: workload
+    for workload in (
+        Workload("mlp", _mlp, _IMAGES),
+        Workload("resnet", _resnet, _IMAGES),
+        Workload("mobilenet", _mobilenet, _IMAGES),
+        Workload("encoder-2x32", _encoder(2, 32), {"input_ids": _TOKENS, "attention_mask": _TOKENS}),
+        Workload("encoder-8x128", _encoder(8, 128), {"input_ids": _TOKENS, "attention_mask": _TOKENS}),
+        Workload("decoder", _decoder, {"input_ids": _TOKENS}),
+        Workload("lstm", _lstm, {"x": {0: "batch", 1: "sequence"}}),
+    )
+}
