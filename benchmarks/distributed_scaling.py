@@ -144,24 +144,28 @@ class Cluster:
     save: float = 5.0
 
 
-def all_reduce_seconds(cluster: Cluster, ranks: int) -> float:
-    """A reduction in halves and doubles: 2·⌈log₂N⌉ messages in a row, 2(N−1)/N of the bytes over each line."""
-    if ranks == 1:
-        return 0.0
-    rounds = int(np.ceil(np.log2(ranks)))
-    control = 2 * rounds * cluster.latency
-    return (
-        control
-        + 2 * rounds * cluster.latency
-        + 2 * (ranks - 1) / ranks * cluster.gradients / cluster.bandwidth
-    )
+def all_reduce_seconds(cluster: Cluster, ranks: int, *, group: int = 1) -> float:
+    """Rings, as gloo makes them: 2(N−1) messages in a row, 2(N−1)/N of the bytes over each line.
+
+    In groups of G: 2(G−1) + 2(N/G−1) messages. The 40 bytes of control go the same way before.
+    """
+    messages = 2 * (ranks - 1) if group == 1 else 2 * (group - 1) + 2 * (ranks // group - 1)
+    moved = 2 * (ranks - 1) / ranks * cluster.gradients / cluster.bandwidth
+    return 2 * messages * cluster.latency + moved
 
 
-def update_seconds(cluster: Cluster, ranks: int, *, draws: int = 400, seed: int = 0) -> float:
+def best_group(ranks: int) -> int:
+    """The power of two that is nearest to √N, from below: rings of equal lengths."""
+    return 2 ** int(np.log2(ranks) // 2)
+
+
+def update_seconds(cluster: Cluster, ranks: int, *, group: int = 1, draws: int = 400, seed: int = 0) -> float:
     """The slowest of N ranks, then the reduction; the mean of many draws."""
     generator = np.random.default_rng(seed)
     noise = generator.normal(-(cluster.spread**2) / 2, cluster.spread, size=(draws, ranks))
-    return float(cluster.compute * np.exp(noise).max(axis=1).mean() + all_reduce_seconds(cluster, ranks))
+    return float(
+        cluster.compute * np.exp(noise).max(axis=1).mean() + all_reduce_seconds(cluster, ranks, group=group)
+    )
 
 
 def kept_share(cluster: Cluster, ranks: int) -> tuple[float, float]:
@@ -177,16 +181,17 @@ def simulate() -> None:
     cluster = Cluster()
     alone = update_seconds(cluster, 1)
     print(
-        "| ranks | update ms | all-reduce ms | efficiency | best checkpoint interval | kept after failures |"
+        "| ranks | all-reduce, one ring | in groups of | all-reduce | update | efficiency | save every | kept |"
     )
-    print("|---:|---:|---:|---:|---:|---:|")
+    print("|---:|---:|---:|---:|---:|---:|---:|---:|")
     for ranks in (1, 2, 8, 32, 128, 512, 2048, 4096):
-        seconds = update_seconds(cluster, ranks)
+        group = best_group(ranks)
+        seconds = update_seconds(cluster, ranks, group=group)
+        ring, levels = (all_reduce_seconds(cluster, ranks, group=g) * 1e3 for g in (1, group))
         interval, kept = kept_share(cluster, ranks)
-        reduce = all_reduce_seconds(cluster, ranks) * 1e3
         print(
-            f"| {ranks} | {seconds * 1e3:.0f} | {reduce:.1f} | {alone / seconds:.0%} | {interval / 60:.0f} min "
-            f"| {kept:.1%} |"
+            f"| {ranks} | {ring:.0f} ms | {group} | {levels:.0f} ms | {seconds * 1e3:.0f} ms "
+            f"| {alone / seconds:.0%} | {interval / 60:.0f} min | {kept:.1%} |"
         )
 
 

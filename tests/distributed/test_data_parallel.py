@@ -15,7 +15,8 @@ import ranks
 from rank_models import build, classifier, points
 
 from onward.api import LinearLRScheduler, Optimizer
-from onward.distributed import Parameters, ShardedArrays, ShardedSampler, TrainingRunner
+from onward.distributed import Parameters, ShardedArrays, ShardedSampler, TrainingRunner, connect
+from onward.distributed.two_level import two_level
 
 
 def train(
@@ -67,10 +68,10 @@ def weights(path: Path) -> dict[str, np.ndarray]:
     return {t.name: onnx.numpy_helper.to_array(t) for t in onnx.load(path).graph.initializer}
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_ranks_give_the_losses_and_the_model_of_one(world, folder, alone, tmp_path):
+@pytest.mark.parametrize("world, group", [(2, 1), (4, 1), (4, 2)])
+def test_ranks_give_the_losses_and_the_model_of_one(world, group, folder, alone, tmp_path):
     path = tmp_path / "model.onnx"
-    found = ranks.run(world, train, folder=str(folder), export=str(path))
+    found = ranks.run(world, train, folder=str(folder), export=str(path), reduce_group_size=group)
     for result in found:
         np.testing.assert_allclose(result["losses"], alone["losses"], rtol=1e-6)
         np.testing.assert_allclose(result["evaluations"], alone["evaluations"], rtol=1e-6)
@@ -97,6 +98,25 @@ def test_a_variant_gives_the_parameters_of_one_rank(settings, folder):
     for result in ranks.run(2, train, folder=str(folder), **settings):
         for name, array in expected["by_name"].items():
             np.testing.assert_allclose(result["by_name"][name], array, rtol=1e-5, atol=1e-6)
+
+
+def two_levels(sizes: list[int]) -> list[np.ndarray]:
+    """Sums of random vectors, in groups of two ranks."""
+    comm = two_level(connect(timeout=20), 2, timeout=20)
+    vectors = [np.random.default_rng([comm.rank, size]).normal(size=size) for size in sizes]
+    for vector in vectors:
+        comm.all_reduce(vector)
+    comm.close()
+    return vectors
+
+
+def test_a_reduction_in_two_levels_is_the_sum_and_the_same_on_all_ranks():
+    sizes = [1, 5, 5001]  # the last is large enough to go in parts, and does not divide
+    found = ranks.run(4, two_levels, sizes=sizes)
+    for index, size in enumerate(sizes):
+        expected = sum(np.random.default_rng([rank, size]).normal(size=size) for rank in range(4))
+        np.testing.assert_allclose(found[0][index], expected, rtol=1e-12, atol=1e-14)
+        assert {result[index].tobytes() for result in found} == {found[0][index].tobytes()}
 
 
 def test_gradients_sent_as_bfloat16_train_almost_the_same_on_equal_ranks(folder, alone):

@@ -189,6 +189,11 @@ CONDITIONS: dict[str, tuple[Callable[[Communicator, str], Any], str, str]] = {
     "no checkpoint": (_run(_data(), checkpoint="nowhere"), "CheckpointError", "No such file"),
     "no training model": (_run(_data(), training_model="nowhere.onnx"), "ModelError", "no training model at"),
     "a loader that is none": (_run(3), "TypeError", "a loader must be a ShardedArrays or an iterable"),
+    "groups that do not divide the world": (
+        _run(_data(), reduce_group_size=3),
+        "ValueError",
+        "world_size(2) is not divisible by reduce_group_size(3)",
+    ),
     "a pipeline and shares of state": (
         _run(_data(), pipeline_parallel_size=2, shard_optimizer=True),
         "DistributedError",

@@ -107,7 +107,7 @@ class TorchCommunicator:
         self.group = group
         self.rank = dist.get_rank(group)
         self.world = dist.get_world_size(group)
-        self._device = device
+        self.device = device
         self._timeout = timeout
         self._owned = owned
         self.sent = 0
@@ -117,7 +117,7 @@ class TorchCommunicator:
             import torch
 
             whole = torch.from_numpy(array)
-            small = whole.to(self._device, torch.bfloat16)
+            small = whole.to(self.device, torch.bfloat16)
             self._count(small.numel() * 2)
             with self.explained("all-reduce"):
                 self._dist.all_reduce(small, group=self.group)
@@ -129,19 +129,19 @@ class TorchCommunicator:
     def reduce_scatter(self, array: np.ndarray, bounds: Sequence[int], *, compress: bool = False) -> None:
         import torch
 
-        whole = torch.from_numpy(array).to(self._device, torch.bfloat16 if compress else None)
+        whole = torch.from_numpy(array).to(self.device, torch.bfloat16 if compress else None)
         own = torch.empty_like(whole[bounds[self.rank] : bounds[self.rank + 1]])
         self._count(whole.numel() * whole.element_size() // 2)
         with self.explained("reduce-scatter"):
             _newest(self._dist, "reduce_scatter_single", "reduce_scatter_tensor")(
                 own, whole, group=self.group
             )
-        torch.from_numpy(array)[bounds[self.rank] : bounds[self.rank + 1]] = own.to("cpu", torch.float32)
+        torch.from_numpy(array)[bounds[self.rank] : bounds[self.rank + 1]] = own.to("cpu")
 
     def all_gather(self, array: np.ndarray, bounds: Sequence[int]) -> None:
         import torch
 
-        whole = torch.from_numpy(array).to(self._device)
+        whole = torch.from_numpy(array).to(self.device)
         own = whole[bounds[self.rank] : bounds[self.rank + 1]].clone()
         self._count(array.nbytes // 2)
         with self.explained("all-gather"):
@@ -179,10 +179,10 @@ class TorchCommunicator:
             raise AssertionError("an array that is communicated must be contiguous")
         self._count(array.nbytes)
         here = torch.from_numpy(array)
-        if self._device == "cpu":
+        if self.device == "cpu":
             yield here
             return
-        there = here.to(self._device)
+        there = here.to(self.device)
         yield there
         here.copy_(there)
 

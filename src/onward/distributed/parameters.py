@@ -27,8 +27,9 @@ class Parameters:
 
     Data parallel: `statistics` says how ranks reconcile batch-norm statistics (their mean, or rank 0's);
     `shard_optimizer` keeps only a share of the optimizer state on each rank; `compress` sends gradients as
-    bfloat16. `loss_reduction` is how the loss treats its batch; `count` gives a batch's weight where that is
-    not its number of samples (or of labels that are not ignored).
+    bfloat16; `reduce_group_size` reduces them in two levels, in groups of so many neighbours. `loss_reduction`
+    is how the loss treats its batch; `count` gives a batch's weight where that is not its number of samples
+    (or of labels that are not ignored).
 
     Pipeline: `pipeline_parallel_size` stages, cut after the values in `cuts` (one or several names for each
     cut), by `stages` (node or output name → stage), or balanced by cost; `micro_batches` of each batch.
@@ -60,6 +61,7 @@ class Parameters:
     statistics: Literal["average", "rank0"] = "average"
     shard_optimizer: bool = False
     compress: bool = False
+    reduce_group_size: int = 1
     loss_reduction: Literal["mean", "sum"] = "mean"
     count: Callable[[Sequence[Any]], float] | None = None
 
@@ -91,7 +93,7 @@ class Parameters:
             "keep_checkpoints",
             "threads",
         ]
-        positive += ["horizontal_parallel_size", "pipeline_parallel_size"]
+        positive += ["horizontal_parallel_size", "pipeline_parallel_size", "reduce_group_size"]
         positive += [
             n
             for n in ("num_train_steps", "micro_batches", "data_parallel_size", "evaluate_every")

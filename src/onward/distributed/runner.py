@@ -25,6 +25,7 @@ from onward.distributed.comm import Communicator, connect
 from onward.distributed.data_parallel import DataParallel, Report
 from onward.distributed.errors import DistributedError
 from onward.distributed.parameters import Grid, Parameters, make_grid
+from onward.distributed.two_level import two_level
 from onward.errors import ModelError, OnwardError
 
 __all__ = ["History", "TrainingRunner"]
@@ -103,9 +104,10 @@ class TrainingRunner:
         if self._engine is not None:
             raise DistributedError("this runner is initialized already")
         settings = self.parameters
-        self._comm = comm = self._given or connect(timeout=settings.timeout, backend=settings.backend)
+        comm = self._given or connect(timeout=settings.timeout, backend=settings.backend)
         with all_or_none(comm):
             self._grid = make_grid(settings, rank=comm.rank, world=comm.world)
+        self._comm = comm = two_level(comm, settings.reduce_group_size, timeout=settings.timeout)
         data = self._first_state(comm)
         self._nominal = data.nominal
         extras = data.extras
