@@ -6,30 +6,31 @@ Batches, accumulation, schedule, evaluation, metrics, early stopping, checkpoint
 
 from __future__ import annotations
 
-import json
-import math
 import os
-import platform
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import onnxruntime as ort
 
-from onward import checkpoint, inference
+from onward import checkpoint
 from onward.api import CheckpointState, LRScheduler, Module, Optimizer
-from onward.api.inputs import prepare
 from onward.api.module import NonFinitePolicy
 from onward.errors import ModelError, OnwardError
-from onward.fit.batches import Batches, make_batches
+from onward.fit.batches import Batch, Batches, batch_weight, make_batches, sample_count
 from onward.fit.callbacks import Callback, Progress, improves
+from onward.fit.evaluation import evaluate
 from onward.fit.history import History
+from onward.fit.interrupt import PatientInterrupt
 from onward.fit.metrics import Metric, find_metrics
+from onward.fit.place import Place
+from onward.fit.prediction import predict
 from onward.fit.report import render_report
 from onward.fit.schedules import Schedule, make_schedule
 from onward.fit.sources import ArtifactFiles, find_artifacts
+from onward.runtime.environment import environment
 from onward.runtime.step import EvaluationStep
 
 if TYPE_CHECKING:
@@ -42,10 +43,13 @@ class Trainer:
     """Trains what `generate_artifacts` wrote (a directory) or `build_artifacts` made.
 
     With `output_directory`, checkpoints, history and a report are kept there, and `fit(resume=True)` goes on
-    where an earlier run stopped, byte for byte as if it had not. `schedule` is "constant", "linear", "cosine",
+    where an earlier run stopped, byte for byte as if it had not, where the data gives the same batches again
+    (a loader that shuffles by itself does not). `schedule` is "constant", "linear", "cosine",
     "step", "one-cycle", "polynomial", or a function of (optimizer, total steps) that returns a scheduler;
-    `warmup` counts steps, or is a share of them when below 1. `metrics` are names or functions: see
-    `onward.fit.metrics`.
+    `warmup` counts steps, or is a share of them when below 1. `accumulation` adds up the gradients of so many
+    batches for one update. `metrics` are names or functions: see `onward.fit.metrics`.
+
+    >>> Trainer("artifacts", learning_rate=1e-3, metrics=["accuracy"])  # doctest: +SKIP
     """
 
     def __init__(
@@ -68,8 +72,11 @@ class Trainer:
         progress: bool = True,
         prefix: str = "",
     ) -> None:
-        if accumulation < 1:
-            raise ValueError(f"accumulation is {accumulation}: it must be 1 or more")
+        for name, value in (("accumulation", accumulation), ("keep", keep)):
+            if value < 1:
+                raise ValueError(f"{name} is {value}: it must be 1 or more")
+        if clip_norm is not None and not clip_norm > 0:
+            raise ValueError(f"clip_norm is {clip_norm}: it must be positive")
         self._files: ArtifactFiles = find_artifacts(artifacts, prefix)
         self.output_directory = None if output_directory is None else Path(output_directory)
         self.learning_rate, self._schedule, self._warmup = learning_rate, schedule, warmup
@@ -79,10 +86,32 @@ class Trainer:
         self._seed, self._device, self._options = seed, device, session_options
         self._on_nonfinite: NonFinitePolicy = on_nonfinite
         self.history = History()
-        self.epoch = self.step = self._batch = 0
+        self.columns: list[str] = []  # what each epoch's row has
         self.total_steps: int | None = None
-        self.best: dict[str, Any] | None = None
+        self._place = Place()
+        # is the output directory our own, is no batch half done, has the epoch further batches
+        self._owned, self._whole, self._remains = False, True, False
         self._build(CheckpointState(self._files.load_checkpoint()), seed=seed)
+
+    @property
+    def epoch(self) -> int:
+        """How many epochs are done."""
+        return self._place.epoch
+
+    @property
+    def step(self) -> int:
+        """How many updates were made."""
+        return self._place.step
+
+    @property
+    def first_epoch(self) -> int:
+        """How many epochs were done when this call of `fit` (or the one that it resumes) began."""
+        return self._place.first_epoch
+
+    @property
+    def best(self) -> dict[str, Any] | None:
+        """The metric, value and epoch of the best epoch so far."""
+        return self._place.best
 
     # ---- training --------------------------------------------------------------------------------
 
@@ -99,125 +128,175 @@ class Trainer:
         log_every: int = 1,
         best_metric: str | None = None,
     ) -> History:
-        """Train for some epochs in all and return the history.
+        """Train for some epochs and return the history; a resumed run counts those that it has done.
 
         Data are arrays in the order of the model's inputs, a dict of them by name, an iterable of batches
-        (a torch DataLoader, a list), or a function that returns one. `save_every` counts updates; at the end
-        of each epoch a checkpoint is written in any case. The best epoch by `best_metric` (default: the
-        evaluation loss, or the training loss without evaluation data) is kept as `best`.
+        (a torch DataLoader, a list), or a function that returns one (of the epoch, if it takes an argument).
+        `save_every` counts updates; at the end of each epoch a checkpoint is written in any case. The best
+        epoch by `best_metric` (default: the evaluation loss, or the training loss without evaluation data) is
+        kept as `best`. Ctrl-C stops between two batches and saves; a second `fit` trains on.
         """
-        if epochs < 1:
-            raise ValueError(f"epochs is {epochs}: it must be 1 or more")
+        for name, count in (("epochs", epochs), ("log_every", log_every), ("save_every", save_every or 1)):
+            if count < 1:
+                raise ValueError(f"{name} is {count}: it must be 1 or more")
         names = self.module.input_names()
+        metric = best_metric or ("eval_loss" if eval_data is not None else "loss")
+        self.columns = ["epoch", "step", "loss", "learning_rate", "seconds", "samples_per_second"]
+        if eval_data is not None:
+            self.columns += ["eval_loss", *self._metrics]
+        if metric not in self.columns:
+            raise KeyError(f"best_metric is '{metric}', the epochs have {', '.join(self.columns)}")
+        resumed = self._begin(resume)
         batches = make_batches(train_data, names, batch_size=batch_size, shuffle=shuffle, seed=self._seed)
         evaluation = None if eval_data is None else make_batches(eval_data, names, batch_size=batch_size)
-        self._start(resume, batches, epochs)
+        if epochs > 1 and (batches.once or (evaluation is not None and evaluation.once)):
+            raise ValueError(
+                "an iterator is used up after one epoch: pass a function that makes a new one, or a list"
+            )
         settings = {
             "epochs": epochs, "batch size": batch_size, "accumulation": self.accumulation, "seed": self._seed,
-            "learning rate": self.learning_rate, "schedule": self._schedule, "shuffle": shuffle,
+            "learning rate": self.learning_rate, "schedule": _schedule_name(self._schedule),
+            "warmup": self._warmup, "shuffle": shuffle, "batches": batches.count,
         }  # fmt: skip
-        for callback in self._callbacks:
-            callback.on_start(self)
+        self._place.change_settings(settings, resumed=resumed)
+        self._save_every, self._log_every, self._interrupt = save_every, log_every, PatientInterrupt()
+        self._make_schedule(batches, epochs)
         try:
-            stopped = False
-            while self.epoch < epochs and not stopped:
-                stopped = self._run_epoch(batches, save_every, log_every)
-                stopped = self._end_epoch(evaluation, best_metric) or stopped
+            if not any([callback.on_start(self) for callback in self._callbacks]):  # noqa: C419 - each is called
+                with self._interrupt:
+                    self._run(batches, evaluation, epochs, metric)
         except KeyboardInterrupt:
-            self._save()
+            if self._whole:
+                self._save()
             raise
         finally:
             for callback in self._callbacks:
                 callback.on_end(self)
-        self._write_report(settings)
+        if self.output_directory is not None:
+            self.save_report(self.output_directory / "report.html", settings)
         return self.history
 
-    def _start(self, resume: bool, batches: Batches, epochs: int) -> None:
-        steps = None if batches.count is None else -(-batches.count // self.accumulation)
-        self.total_steps = None if steps is None else steps * epochs
-        if self.output_directory is not None:
-            self.output_directory.mkdir(parents=True, exist_ok=True)
+    def _begin(self, resume: bool) -> bool:
+        """Find the place to start from; whether it is that of an earlier run."""
+        directory = self.output_directory
         if resume:
-            self._resume()
-        elif self.step or self.epoch:  # a second fit trains on, with a schedule of its own
-            self.epoch = self._batch = 0
-            self.step = 0
+            if directory is None:
+                raise OnwardError("resume=True needs the output_directory of the earlier run")
+            self._owned = True
+            if self._resume(directory):
+                return True
+        if directory is not None:
+            directory.mkdir(parents=True, exist_ok=True)
+            if not self._owned and any(directory.glob("checkpoint-*")):
+                raise OnwardError(
+                    f"'{directory}' has the checkpoints of an earlier run: go on with it (resume=True), "
+                    "or choose another output_directory"
+                )
+        self._owned = self._whole = True
+        self._place.begin_fit()  # a second fit trains on, with a schedule of its own
+        self.module.lazy_reset_grad()
+        return False
+
+    def _make_schedule(self, batches: Batches, epochs: int) -> None:
+        steps = None if batches.count is None else -(-batches.count // self.accumulation) * epochs
+        self.total_steps = None if steps is None else self._place.first_step + steps
         self._scheduler: LRScheduler = make_schedule(
-            self._schedule, self.optimizer, self.learning_rate, total=self.total_steps, warmup=self._warmup
+            self._schedule, self.optimizer, self.learning_rate, total=steps, warmup=self._warmup
         )
 
-    def _run_epoch(self, batches: Batches, save_every: int | None, log_every: int) -> bool:
-        self._losses: list[float] = getattr(self, "_losses", [])
-        started, samples = time.perf_counter(), 0
-        self._epoch_started, self._epoch_samples = started, 0
-        window: list[float] = []
-        self.module.train()
-        stream = batches.epoch(self.epoch, skip=self._batch)
-        pending = next(stream, None)
-        if pending is None and self._batch == 0:
-            raise ValueError("the training data has no batch")
-        stopped = False
-        while pending is not None and not stopped:
-            batch, pending = pending, next(stream, None)
-            results = self.module(*batch)
-            loss = float(np.asarray(results[0] if isinstance(results, tuple) else results).reshape(-1)[0])
-            window.append(loss)
-            self._losses.append(loss)
-            self._batch += 1
-            samples += _samples(batch)
-            self._epoch_samples = samples
-            if len(window) < self.accumulation and pending is not None:
-                continue
-            row = self._update(window)
-            row["samples_per_second"] = samples / max(time.perf_counter() - started, 1e-9)
-            window = []
-            if self.step % log_every == 0:
-                self.history.steps.append({k: v for k, v in row.items() if k != "samples_per_second"})
-            answers = [callback.on_step(self, row) for callback in self._callbacks]
-            stopped = any(answers)
-            if save_every and self.step % save_every == 0 and pending is not None:
+    def _run(self, batches: Batches, evaluation: Batches | None, epochs: int, metric: str) -> None:
+        place = self._place
+        while place.epoch - place.first_epoch < epochs:
+            self._epoch_started, self._epoch_samples = time.perf_counter(), 0
+            self.module.train()
+            stream = batches.epoch(place.epoch, skip=place.batch)
+            stopped = self._run_epoch(stream)
+            if stopped and self._remains:
                 self._save()
-        return stopped
+                return
+            stopped = self._end_epoch(evaluation, metric) or stopped
+            self._interrupt.check()
+            if stopped:
+                return
 
-    def _update(self, window: list[float]) -> dict[str, Any]:
-        self.optimizer._gradient_scale = 1.0 / len(window)
-        rate = self.optimizer.get_learning_rate()
-        self.optimizer.step()
+    def _run_epoch(self, stream: Iterator[Batch]) -> bool:
+        """The rest of an epoch; True where a callback ended training."""
+        place = self._place
+        pending = next(stream, None)
+        if pending is None and place.batch == 0:
+            raise ValueError("the training data has no batch")
+        while pending is not None:
+            self._interrupt.check()
+            batch, pending = pending, next(stream, None)
+            self._remains = pending is not None
+            self._whole = False
+            self._learn(batch)
+            full = len(place.weights) >= self.accumulation or (pending is None and place.weights)
+            row = self._update() if full else None
+            self._whole = True
+            if row is None:
+                continue
+            if place.step % self._log_every == 0:
+                self.history.steps.append(row)
+            seconds = max(time.perf_counter() - self._epoch_started, 1e-9)
+            shown = {**row, "samples_per_second": self._epoch_samples / seconds}
+            answers = [callback.on_step(self, shown) for callback in self._callbacks]
+            if any(answers):
+                return True
+            if self._save_every and place.step % self._save_every == 0 and pending is not None:
+                self._save()
+        return False
+
+    def _learn(self, batch: Batch) -> None:
+        """The gradients of a batch, added to those of its window so that each sample counts the same."""
+        place, module = self._place, self.module
+        place.batch += 1
+        self._epoch_samples += sample_count(batch)
+        weight = batch_weight(module._step.plan, batch)
+        if weight == 0:  # no label that counts: no loss and no gradient
+            return
+        if place.weights and place.weights[-1] != weight:
+            # what is there counts in units of the next batch
+            module._gradients.vector[:] *= np.float32(place.weights[-1] / weight)
+        results = module(*batch)
+        loss = float(np.asarray(results[0] if isinstance(results, tuple) else results).reshape(-1)[0])
+        place.add(loss, weight)
+
+    def _update(self) -> dict[str, Any]:
+        place, optimizer = self._place, self.optimizer
+        optimizer._gradient_scale = place.weights[-1] / sum(place.weights)
+        rate = optimizer.get_learning_rate()
+        optimizer.step()
         self.module.lazy_reset_grad()
         self._scheduler.step()
-        self.step += 1
+        loss = place.close_window()
         return {
-            "step": self.step,
-            "epoch": self.epoch + 1,
-            "loss": sum(window) / len(window),
+            "step": place.step,
+            "epoch": place.epoch + 1,
+            "loss": loss,
             "learning_rate": rate,
-            "gradient_norm": self.optimizer.gradient_norm,
+            "gradient_norm": optimizer.gradient_norm,
         }
 
-    def _end_epoch(self, evaluation: Batches | None, best_metric: str | None) -> bool:
+    def _end_epoch(self, evaluation: Batches | None, metric: str) -> bool:
+        place = self._place
         seconds = time.perf_counter() - self._epoch_started
-        losses, self._losses = self._losses, []
         row: dict[str, Any] = {
-            "epoch": self.epoch + 1,
-            "step": self.step,
-            "loss": float(np.mean(losses)) if losses else math.nan,
+            "epoch": place.epoch + 1,
+            "step": place.step,
+            "loss": place.mean_loss(),
             "learning_rate": self.optimizer.get_learning_rate(),
         }
         if evaluation is not None:
             row |= {f"eval_{k}" if k == "loss" else k: v for k, v in self.evaluate(evaluation).items()}
         row["seconds"] = round(seconds, 4)
         row["samples_per_second"] = round(self._epoch_samples / max(seconds, 1e-9), 1)
+        self._whole = False
         self.history.epochs.append(row)
-        self.epoch += 1
-        self._batch = 0
+        place.begin_epoch()
+        is_best = place.note_best(metric, float(row[metric]), sign=improves(metric))
+        self._whole = True
         answers = [callback.on_epoch(self, row) for callback in self._callbacks]
-        metric = best_metric or ("eval_loss" if evaluation is not None else "loss")
-        if metric not in row:
-            raise KeyError(f"best_metric is '{metric}', the epochs have {', '.join(row)}")
-        score = improves(metric) * float(row[metric])
-        is_best = self.best is None or score > improves(metric) * self.best["value"]
-        if is_best:
-            self.best = {"metric": metric, "value": float(row[metric]), "epoch": row["epoch"]}
         self._save(best=is_best)
         return any(answers)
 
@@ -226,43 +305,19 @@ class Trainer:
     def evaluate(self, data: Any, *, batch_size: int = 32) -> dict[str, float]:
         """The loss and the metrics over some data, dropout off."""
         step = self._evaluator()
-        names = step.plan.inputs
-        source = make_batches(data, names, batch_size=batch_size)
-        total, count = 0.0, 0
-        kept: dict[str, list[np.ndarray]] = {name: [] for name in [*step.plan.outputs[1:], *names]}
-        for batch in source.epoch(0):
-            feeds, _ = prepare(step.plan, batch)
-            results = step.run(feeds)
-            size = _samples(batch)
-            total += float(results[0].reshape(-1)[0]) * size
-            count += size
-            if self._metrics:
-                for name, array in zip([*step.plan.outputs[1:], *names], [*results[1:], *feeds]):
-                    kept[name].append(array)
-        if count == 0:
-            raise ValueError("the evaluation data has no batch")
-        figures = {"loss": total / count}
-        if self._metrics:
-            arrays = {name: _join(parts) for name, parts in kept.items()}
-            outputs = {name: arrays[name] for name in step.plan.outputs[1:]} | {
-                "loss": np.asarray(figures["loss"])
-            }
-            inputs = {name: arrays[name] for name in names}
-            figures |= {name: float(metric(outputs, inputs)) for name, metric in self._metrics.items()}
-        return figures
+        source = make_batches(data, step.plan.inputs, batch_size=batch_size)
+        return evaluate(step, source, self._metrics, results=self._files.outputs)
 
     def predict(
         self, data: Any, *, outputs: Sequence[str] | None = None, batch_size: int = 256
     ) -> np.ndarray | dict[str, np.ndarray]:
-        """The model's outputs (or other values of its graph, by name) for inputs without labels."""
-        names = list(outputs or self._files.outputs)
-        model = inference.inference_model(self._eval_model(), self.state.to_data(), names)
-        session = ort.InferenceSession(inference.to_bytes(model), providers=["CPUExecutionProvider"])
-        inputs = [value.name for value in session.get_inputs()]
-        source = make_batches(data, inputs, batch_size=batch_size)
-        parts = [session.run(None, dict(zip(inputs, batch))) for batch in source.epoch(0)]
-        joined = {name: _join([np.asarray(part[i]) for part in parts]) for i, name in enumerate(names)}
-        return joined[names[0]] if outputs is None and len(names) == 1 else joined
+        """The model's outputs (or other values of its graph, by name) for inputs; labels may be left out."""
+        names = list(dict.fromkeys(outputs or self._files.outputs))
+        found = predict(
+            self._eval_model(), self.state.to_data(), names, data,
+            batch_size=batch_size, given=self.module.input_names(), options=self._options,
+        )  # fmt: skip
+        return found[names[0]] if outputs is None and len(names) == 1 else found
 
     def export(self, path: str | os.PathLike[str], outputs: Sequence[str] | None = None) -> None:
         """Write the trained model for inference; by default with the forward model's outputs."""
@@ -270,21 +325,12 @@ class Trainer:
 
     def save_report(self, path: str | os.PathLike[str], settings: Mapping[str, Any] | None = None) -> None:
         """Write the run as a self-contained HTML page."""
-        environment = {
-            "onnxruntime": ort.__version__,
-            "python": platform.python_version(),
-            "system": f"{platform.system()} {platform.machine()}",
-            "processors": os.cpu_count(),
-        }
-        files = (
-            [] if self.output_directory is None else sorted(p.name for p in self.output_directory.iterdir())
-        )
         page = render_report(
             self.history,
             title=f"Training of {self._files.name}",
             settings=settings,
-            environment=environment,
-            files=[name for name in files if not name.startswith(".") and name != Path(path).name],
+            environment=environment(self._options),
+            files=_listed(self.output_directory, without=Path(path).name),
         )
         Path(path).write_text(page, encoding="utf-8")
 
@@ -327,46 +373,33 @@ class Trainer:
         if self.output_directory is None:
             return
         data = self.state.to_data(include_optimizer_state=True)
-        data.extras["trainer"] = json.dumps(
-            {
-                "epoch": self.epoch,
-                "batch": self._batch,
-                "step": self.step,
-                "best": self.best,
-                "losses": self._losses,
-            }
-        )
-        checkpoint.save_step(data, self.output_directory, step=self.step, keep=self._keep)
+        data.extras["trainer"] = self._place.to_json()
+        # the checkpoint last: a run that is killed before it does the epoch again, and writes the same
         if best:
             checkpoint.save(self.state.to_data(), self.output_directory / "best")
         self.history.save(self.output_directory / "history.json")
+        checkpoint.save_step(data, self.output_directory, step=self.step, keep=self._keep)
 
-    def _resume(self) -> None:
-        if self.output_directory is None:
-            raise OnwardError("resume=True needs the output_directory of the earlier run")
-        if not any(self.output_directory.glob("checkpoint-*")):
-            return  # nothing was saved yet: start from the beginning
-        latest = checkpoint.load_latest(self.output_directory)
-        saved = latest.data.extras.get("trainer")
-        if not isinstance(saved, str):
-            raise OnwardError(f"'{latest.path}' was not saved by a Trainer: it cannot be resumed")
+    def _resume(self, directory: Path) -> bool:
+        if not any(directory.glob("checkpoint-*")):
+            return False  # nothing was saved yet: start from the beginning
+        latest = checkpoint.load_latest(directory)
+        try:
+            self._place = Place.from_json(str(latest.data.extras["trainer"]))
+        except (KeyError, ValueError, TypeError):
+            raise OnwardError(f"'{latest.path}' was not saved by a Trainer: it cannot be resumed") from None
         self._build(CheckpointState(latest.data), seed=None)
-        place = json.loads(saved)
-        self.epoch, self._batch, self.step = place["epoch"], place["batch"], place["step"]
-        self.best, self._losses = place["best"], place["losses"]
-        self.history = History.load(self.output_directory / "history.json")
-        self.history.cut(self.step)
-
-    def _write_report(self, settings: Mapping[str, Any]) -> None:
-        if self.output_directory is not None:
-            self.save_report(self.output_directory / "report.html", settings)
+        self._seed = int(self._place.settings.get("seed", self._seed))
+        self.history = History.load(directory / "history.json")
+        self.history.cut(self.step, self.epoch)
+        self._whole = True
+        return True
 
 
-def _samples(batch: Sequence[Any]) -> int:
-    first = batch[0]
-    shape: Sequence[int] = first.shape() if isinstance(first, ort.OrtValue) else np.shape(first)
-    return int(shape[0]) if shape else 1
+def _listed(directory: Path | None, *, without: str) -> list[str]:
+    names = [] if directory is None else sorted(file.name for file in directory.iterdir())
+    return [name for name in names if not name.startswith(".") and name != without]
 
 
-def _join(parts: list[np.ndarray]) -> np.ndarray:
-    return np.concatenate(parts) if parts and parts[0].ndim else np.asarray(parts)
+def _schedule_name(schedule: Schedule) -> str:
+    return schedule if isinstance(schedule, str) else getattr(schedule, "__name__", "a function")

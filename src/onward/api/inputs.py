@@ -10,7 +10,7 @@ import onnxruntime as ort
 
 from onward.runtime.plan import Plan
 
-__all__ = ["check_labels", "prepare"]
+__all__ = ["check_labels", "convert", "prepare"]
 
 
 def prepare(plan: Plan, inputs: Sequence[Any]) -> tuple[list[Any], bool]:
@@ -26,11 +26,7 @@ def prepare(plan: Plan, inputs: Sequence[Any]) -> tuple[list[Any], bool]:
             ready.append(value)
             continue
         as_numpy = True
-        array = value if type(value) is np.ndarray else _to_array(value, name)
-        wanted = plan.dtypes.get(name)
-        if wanted is not None and array.dtype != wanted:
-            array = _convert(array, wanted, name)
-        ready.append(array if array.flags.c_contiguous else np.ascontiguousarray(array))
+        ready.append(convert(value, plan.dtypes.get(name), name))
     return ready, as_numpy or not inputs
 
 
@@ -65,6 +61,18 @@ def _convert(array: np.ndarray, wanted: np.dtype, name: str) -> np.ndarray:
                 )
         return array.astype(wanted)
     raise TypeError(f"input '{name}' is {array.dtype}, the model takes {wanted}: convert it with .astype")
+
+
+def convert(value: Any, wanted: np.dtype | None, name: str) -> np.ndarray:
+    """One input as a contiguous array of the type that the model takes, where that loses nothing.
+
+    >>> convert([1.0, 2.0], np.dtype(np.float32), "x")
+    array([1., 2.], dtype=float32)
+    """
+    array = value if type(value) is np.ndarray else _to_array(value, name)
+    if wanted is not None and array.dtype != wanted:
+        array = _convert(array, wanted, name)
+    return array if array.flags.c_contiguous else np.ascontiguousarray(array)
 
 
 def check_labels(plan: Plan, feeds: list[Any]) -> None:

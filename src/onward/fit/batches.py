@@ -11,8 +11,19 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
+import onnxruntime as ort
 
-__all__ = ["ArrayBatches", "Batch", "Batches", "StreamBatches", "make_batches"]
+from onward.runtime.plan import Plan
+
+__all__ = [
+    "ArrayBatches",
+    "Batch",
+    "Batches",
+    "StreamBatches",
+    "batch_weight",
+    "make_batches",
+    "sample_count",
+]
 
 Batch = list[Any]
 Source = Iterable[Any] | Callable[..., Iterable[Any]]
@@ -23,6 +34,8 @@ class Batches:
 
     # how many batches an epoch has, where known
     count: int | None = None
+    # whether there is only one epoch in it
+    once = False
 
     def epoch(self, number: int, *, skip: int = 0) -> Iterator[Batch]:
         """The batches of an epoch, without the first `skip`."""
@@ -69,30 +82,34 @@ class ArrayBatches(Batches):
 class StreamBatches(Batches):
     """Batches that something else makes: a loader, or a function that gives an iterator (of an epoch)."""
 
-    def __init__(self, source: Source, names: Sequence[str]) -> None:
-        self._source, self._names = source, names
-        self._takes_epoch = callable(source) and len(inspect.signature(source).parameters) > 0
+    def __init__(self, source: Source, names: Sequence[str], given: Sequence[str] = ()) -> None:
+        self._source, self._names, self._given = source, names, given or names
+        # an object that can be iterated over is a loader, even if it can be called as well
+        self._make = (
+            cast("Callable[..., Iterable[Any]]", source) if not isinstance(source, Iterable) else None
+        )
+        self._takes_epoch = self._make is not None and _needs_argument(self._make)
         try:
-            self.count = None if callable(source) else len(source)  # type: ignore[arg-type]
+            self.count = None if self._make is not None else len(source)  # type: ignore[arg-type]
         except TypeError:
             self.count = None
+        self.once = isinstance(source, Iterator)
         self._used = False
 
     def epoch(self, number: int, *, skip: int = 0) -> Iterator[Batch]:
-        if callable(self._source):
-            stream = self._source(number) if self._takes_epoch else self._source()
+        if self._make is not None:
+            stream = self._make(number) if self._takes_epoch else self._make()
         else:
-            if isinstance(self._source, Iterator):
-                if self._used:
-                    raise ValueError(
-                        "the training data is an iterator and is used up after one epoch: "
-                        "pass a function that makes a new one, or a list"
-                    )
-                self._used = True
-            stream = self._source
+            if self.once and self._used:
+                raise ValueError(
+                    "the data is an iterator and is used up after one epoch: "
+                    "pass a function that makes a new one, or a list"
+                )
+            self._used = True
+            stream = cast("Iterable[Any]", self._source)
         for index, batch in enumerate(stream):
             if index >= skip:
-                yield in_order(batch, self._names)
+                yield in_order(batch, self._names, self._given)
 
 
 def make_batches(
@@ -102,11 +119,13 @@ def make_batches(
     batch_size: int = 32,
     shuffle: bool = False,
     seed: int = 0,
+    given: Sequence[str] = (),
 ) -> Batches:
     """Batches of whatever `data` is, for a model with these inputs.
 
     Arrays come as a tuple or list in the model's order, or as a dict by name; anything else that can be
-    iterated over, or a function that returns such a thing, is taken to give batches.
+    iterated over, or a function that returns such a thing, is taken to give batches. `given` is the order of
+    data that may have more than the model takes: that of training, labels included.
 
     >>> source = make_batches((np.zeros((5, 2)), np.zeros(5)), ["x", "y"], batch_size=2)
     >>> [len(batch[0]) for batch in source.epoch(0)]
@@ -114,30 +133,35 @@ def make_batches(
     """
     if isinstance(data, Batches):
         return data
-    if isinstance(data, np.ndarray):
+    if _is_array(data):
         data = (data,)
-    if isinstance(data, Mapping) and all(hasattr(value, "shape") for value in data.values()):
-        data = [_by_name(data, name) for name in names]
+    if isinstance(data, Mapping):
+        data = [np.asarray(_as_input(_by_name(data, name))) for name in names]
     if isinstance(data, tuple | list) and data and all(_is_array(item) for item in data):
-        if len(data) != len(names):
+        if len(data) == len(given):
+            data = [data[given.index(name)] for name in names]
+        if len(data) == len(names):
+            arrays = [np.asarray(_as_input(item)) for item in data]
+            return ArrayBatches(arrays, batch_size=batch_size, shuffle=shuffle, seed=seed)
+        if len(names) > 1:
             raise ValueError(
                 f"the model takes {len(names)} inputs ({', '.join(names)}), the data has {len(data)}"
             )
-        arrays = [np.asarray(item) for item in data]
-        return ArrayBatches(arrays, batch_size=batch_size, shuffle=shuffle, seed=seed)
-    if callable(data) or isinstance(data, Iterable):
-        return StreamBatches(cast("Source", data), names)
+    if not isinstance(data, str | bytes) and (callable(data) or isinstance(data, Iterable)):
+        return StreamBatches(cast("Source", data), names, given)
     raise TypeError(
         f"cannot make batches of {type(data).__name__}: pass arrays, a dict of arrays, an iterable of batches, "
         "or a function that returns one"
     )
 
 
-def in_order(batch: Any, names: Sequence[str]) -> Batch:
+def in_order(batch: Any, names: Sequence[str], given: Sequence[str] = ()) -> Batch:
     """One batch as a list in the model's order."""
     if isinstance(batch, Mapping):
         return [_as_input(_by_name(batch, name)) for name in names]
     if isinstance(batch, tuple | list):
+        if len(batch) == len(given):
+            batch = [batch[given.index(name)] for name in names]
         if len(batch) != len(names):
             raise ValueError(
                 f"a batch has {len(batch)} items, the model takes {len(names)} ({', '.join(names)})"
@@ -148,6 +172,34 @@ def in_order(batch: Any, names: Sequence[str]) -> Batch:
     raise TypeError(f"a batch must be a tuple, list or dict of arrays, got {type(batch).__name__}")
 
 
+def sample_count(batch: Sequence[Any]) -> int:
+    """How many samples a batch has: the size of its first input's first axis."""
+    if not batch:
+        return 1
+    first = batch[0]
+    shape: Sequence[int] = first.shape() if isinstance(first, ort.OrtValue) else np.shape(first)
+    return int(shape[0]) if shape else 1
+
+
+def batch_weight(plan: Plan, batch: Sequence[Any]) -> float:
+    """How many terms the mean of a batch's loss has: labels that are not ignored, or samples."""
+    for index, _, ignored in plan.labels:
+        value = batch[index]
+        labels = value.numpy() if isinstance(value, ort.OrtValue) else np.asarray(value)
+        return float(labels.size if ignored is None else np.count_nonzero(labels != ignored))
+    return float(sample_count(batch))
+
+
+def _needs_argument(function: Callable[..., Any]) -> bool:
+    """Whether a function must be given the number of the epoch."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except ValueError:  # some built-in functions have no signature
+        return False
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return any(p.kind in positional and p.default is inspect.Parameter.empty for p in parameters)
+
+
 def _by_name(data: Mapping[str, Any], name: str) -> Any:
     if name not in data:
         raise KeyError(f"the data has no '{name}', which the model takes; it has {', '.join(map(str, data))}")
@@ -155,10 +207,12 @@ def _by_name(data: Mapping[str, Any], name: str) -> Any:
 
 
 def _is_array(item: Any) -> bool:
+    if isinstance(item, ort.OrtValue):
+        return len(item.shape()) > 0
     return hasattr(item, "shape") and hasattr(item, "dtype") and len(item.shape) > 0
 
 
 def _as_input(item: Any) -> Any:
     if hasattr(item, "detach"):  # a torch tensor
         item = item.detach().cpu().numpy()
-    return item
+    return item.numpy() if isinstance(item, ort.OrtValue) else item

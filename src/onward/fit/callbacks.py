@@ -14,7 +14,7 @@ __all__ = ["Callback", "EarlyStopping", "Progress"]
 class Callback:
     """Called by the trainer; override what is of interest. Return True from a method to stop training."""
 
-    def on_start(self, trainer: Trainer) -> None:
+    def on_start(self, trainer: Trainer) -> bool | None:
         """Before the first batch; also of a resumed run."""
 
     def on_step(self, trainer: Trainer, row: dict[str, Any]) -> bool | None:
@@ -41,18 +41,22 @@ class EarlyStopping(Callback):
         self._sign = improves(metric) if mode == "auto" else (-1.0 if mode == "min" else 1.0)
         self._best, self._waited = -math.inf, 0
 
-    def on_start(self, trainer: Trainer) -> None:
+    def on_start(self, trainer: Trainer) -> bool:
+        if self.metric not in trainer.columns:
+            raise KeyError(
+                f"early stopping watches '{self.metric}', the epochs have {', '.join(trainer.columns)}"
+            )
         self._best, self._waited = -math.inf, 0
-        for row in trainer.history.epochs:  # a resumed run remembers
-            self._see(row)
+        for row in trainer.history.epochs:  # a resumed run remembers, a second fit starts anew
+            if row["epoch"] > trainer.first_epoch:
+                self._see(row)
+        return self._waited >= self.patience
 
     def on_epoch(self, trainer: Trainer, row: dict[str, Any]) -> bool:
         self._see(row)
         return self._waited >= self.patience
 
     def _see(self, row: dict[str, Any]) -> None:
-        if self.metric not in row:
-            raise KeyError(f"early stopping watches '{self.metric}', the epochs have {', '.join(row)}")
         value = self._sign * float(row[self.metric])
         if value > self._best + self.min_delta:
             self._best, self._waited = value, 0

@@ -34,10 +34,10 @@ class History:
             f"no epoch has '{name}'; there are {sorted({key for row in self.epochs for key in row})}"
         )
 
-    def cut(self, step: int) -> None:
-        """Forget what came after a step, which a resumed run does again."""
+    def cut(self, step: int, epoch: int) -> None:
+        """Forget what came after a step and after some whole epochs, which a resumed run does again."""
         self.steps = [row for row in self.steps if row["step"] <= step]
-        self.epochs = [row for row in self.epochs if row["step"] <= step]
+        self.epochs = [row for row in self.epochs if row["step"] <= step and row["epoch"] <= epoch]
 
     def write_csv(self, path: str | os.PathLike[str]) -> None:
         """Write the epochs as a CSV file."""

@@ -1,7 +1,8 @@
-"""Metrics over a whole evaluation, computed batch by batch.
+"""Metrics over a whole evaluation.
 
 A metric is a name ("accuracy", "f1", "mse", "mae", "perplexity") or a function of the outputs and inputs of all
-batches: `metric(outputs: dict[str, array], inputs: dict[str, array]) -> float`.
+batches: `metric(outputs: dict[str, array], inputs: dict[str, array]) -> float`. The forward model's outputs come
+first, the labels last. Batches of different lengths are padded: integers with −1, other numbers with NaN.
 """
 
 from __future__ import annotations
@@ -12,22 +13,49 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-__all__ = ["METRICS", "Metric", "find_metrics"]
+__all__ = ["METRICS", "Metric", "compute", "find_metrics"]
 
 Arrays = Mapping[str, np.ndarray]
 Metric = Callable[[Arrays, Arrays], float]
+# columns of the history that are not metrics
+_TAKEN = frozenset(
+    {"epoch", "step", "loss", "eval_loss", "learning_rate", "seconds", "samples_per_second", "gradient_norm"}
+)
 
 
 def find_metrics(wanted: Sequence[str | Metric] | Mapping[str, str | Metric]) -> dict[str, Metric]:
     """Metrics by the name under which they are reported."""
-    if isinstance(wanted, str):
+    if isinstance(wanted, str) or callable(wanted):
         wanted = [wanted]
-    pairs = wanted.items() if isinstance(wanted, Mapping) else [(_name(item), item) for item in wanted]
-    return {name: METRICS[_known(item)] if isinstance(item, str) else item for name, item in pairs}
+    pairs = list(wanted.items()) if isinstance(wanted, Mapping) else [(_name(item), item) for item in wanted]
+    found: dict[str, Metric] = {}
+    for name, item in pairs:
+        if name in _TAKEN:
+            raise ValueError(f"a metric cannot be called '{name}': the history has such a column already")
+        if name in found:
+            raise ValueError(f"two metrics are called '{name}': pass a dict with a name for each")
+        if not isinstance(item, str) and not callable(item):
+            raise TypeError(f"a metric is a name or a function, got {type(item).__name__}")
+        found[name] = METRICS[_known(item)] if isinstance(item, str) else item
+    return found
+
+
+def compute(
+    metrics: Mapping[str, Metric], outputs: Arrays, inputs: Arrays, *, ignored: Mapping[str, int]
+) -> dict[str, float]:
+    """Every metric's value; those that are built in do not see labels that the loss ignores."""
+    seen = {
+        name: np.where(array == ignored[name], -1, array) if name in ignored else array
+        for name, array in inputs.items()
+    }
+    own = set(METRICS.values())
+    return {
+        name: float(metric(outputs, seen if metric in own else inputs)) for name, metric in metrics.items()
+    }
 
 
 def accuracy(outputs: Arrays, inputs: Arrays) -> float:
-    """The share of labels that have the highest score (classes on axis 1), or the right sign for one score."""
+    """The share of labels that have the highest score, or the right sign for one score."""
     predicted, labels = _classes(outputs, inputs)
     return float(np.mean(predicted == labels)) if labels.size else math.nan
 
@@ -39,18 +67,18 @@ def f1(outputs: Arrays, inputs: Arrays) -> float:
     for label in np.unique(np.concatenate([predicted.ravel(), labels.ravel()])):
         hit = np.sum((predicted == label) & (labels == label))
         wrong = np.sum((predicted == label) ^ (labels == label))
-        scores.append(2 * hit / (2 * hit + wrong) if hit or wrong else 0.0)
+        scores.append(2 * hit / (2 * hit + wrong))
     return float(np.mean(scores)) if scores else math.nan
 
 
 def mse(outputs: Arrays, inputs: Arrays) -> float:
     """The mean squared difference of the first output and the target."""
-    return float(np.mean(np.square(_first(outputs).astype(np.float64) - _target(inputs))))
+    return float(np.mean(np.square(_differences(outputs, inputs))))
 
 
 def mae(outputs: Arrays, inputs: Arrays) -> float:
     """The mean absolute difference of the first output and the target."""
-    return float(np.mean(np.abs(_first(outputs).astype(np.float64) - _target(inputs))))
+    return float(np.mean(np.abs(_differences(outputs, inputs))))
 
 
 def perplexity(outputs: Arrays, inputs: Arrays) -> float:
@@ -69,16 +97,39 @@ METRICS: dict[str, Metric] = {
 
 def _classes(outputs: Arrays, inputs: Arrays) -> tuple[np.ndarray, np.ndarray]:
     scores, labels = _first(outputs), _target(inputs)
-    if scores.ndim == labels.ndim:  # one score for each label
+    if scores.shape == labels.shape:  # one score for each label
         predicted = (scores > 0).astype(labels.dtype)
     else:
-        predicted = np.argmax(scores, axis=1)
+        # classes are on axis 1, as in losses, or last, as in the outputs of many language models
+        axes = [axis for axis in (1, scores.ndim - 1) if _without(scores.shape, axis) == labels.shape]
+        if not axes:
+            raise ValueError(f"scores of shape {scores.shape} and labels of shape {labels.shape} do not fit")
+        predicted = np.argmax(scores, axis=axes[0])
     counted = labels >= 0  # negative labels are those that the loss ignores
     return predicted[counted], labels[counted]
 
 
+def _differences(outputs: Arrays, inputs: Arrays) -> np.ndarray:
+    found, target = _first(outputs), _target(inputs)
+    if found.shape != target.shape:
+        if found.size != target.size:
+            raise ValueError(
+                f"an output of shape {found.shape} and a target of shape {target.shape} do not fit"
+            )
+        target = target.reshape(found.shape)  # (n, 1) and (n,): broadcasting would compare all with all
+    counted = ~np.isnan(target) if target.dtype.kind == "f" else np.ones(target.shape, bool)
+    return found[counted].astype(np.float64) - target[counted]
+
+
+def _without(shape: tuple[int, ...], axis: int) -> tuple[int, ...]:
+    return shape[:axis] + shape[axis + 1 :]
+
+
 def _first(outputs: Arrays) -> np.ndarray:
-    return next(array for name, array in outputs.items() if name != "loss")
+    for name, array in outputs.items():
+        if name != "loss":
+            return array
+    raise ValueError("the model has no output but the loss, so there is nothing that this metric could judge")
 
 
 def _target(inputs: Arrays) -> np.ndarray:

@@ -41,6 +41,7 @@ class ArtifactFiles:
             trainable=dict(self.state.trainable),
             frozen=dict(self.state.frozen),
             properties=dict(self.state.properties),
+            extras=dict(self.state.extras),
         )
 
 
