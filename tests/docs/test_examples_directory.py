@@ -1,0 +1,73 @@
+"""The examples reach what they say: each is run, shortened where that shows the same."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def load(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_a_unet_finds_discs_at_any_size() -> None:
+    found = load("segmentation_unet").main(epochs=4)
+    assert found["before"] < 0.3 < 0.65 < found["after"]
+    assert found["larger"] > 0.6
+
+
+def test_an_lstm_beats_the_naive_forecast() -> None:
+    found = load("forecast_lstm").main(epochs=8)
+    assert found["learned"] < found["naive"] / 2
+
+
+def test_adapters_teach_a_frozen_model() -> None:
+    found = load("personalise_lora").main()
+    assert found["before"] + 0.25 < found["adapted"]
+    assert found["merged"] == pytest.approx(found["adapted"], abs=0.01)
+    assert found["adapter_bytes"] < found["base_bytes"] / 5
+
+
+def test_a_loss_from_blocks_finds_quantiles() -> None:
+    covered = load("custom_loss").main(epochs=15)
+    assert covered[0.5] == pytest.approx(0.5, abs=0.06)
+    assert covered[0.9] == pytest.approx(0.9, abs=0.05)
+
+
+def test_an_average_of_clients_knows_more_than_one() -> None:
+    found = load("federated_migrated").main()
+    assert found["together"] > found["alone"] + 0.1
+
+
+def test_a_hugging_face_model_is_fine_tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a small model with random weights: it learns the sentences, which is all that it can show."""
+    from export.tiny_transformers import tiny_pair
+
+    example = load("finetune_minilm")
+    folder = tmp_path / "bert"
+    for part in tiny_pair("bert", "text-classification"):
+        part.save_pretrained(folder)
+    monkeypatch.setattr(example, "export", export_all_of_it)
+    found = example.main(str(folder), epochs=12)
+    assert found["loss"] < found["first_loss"]
+
+
+def export_all_of_it(model: str, folder: Path) -> None:
+    """The example trains the last of six layers; the small model has two."""
+    from onward.export import artifacts_from_transformers
+
+    artifacts_from_transformers(model, "text-classification", folder)
+
+
+def test_every_example_is_listed() -> None:
+    listed = (EXAMPLES / "README.md").read_text(encoding="utf-8")
+    assert all(f"`{path.name}`" in listed for path in EXAMPLES.glob("*.py"))
