@@ -21,7 +21,7 @@ net (float[N, 4] x) => (float[N, 3] logits) {
 """
 
 
-def classifier(folder: Path, *, optimizer: object = None) -> Path:
+def classifier(folder: Path, *, ignore_index: int | None = None) -> Path:
     """Artifacts of a perceptron with 4 inputs and 3 classes."""
     generator = np.random.default_rng(0)
     model = onnx.parser.parse_model(_CLASSIFIER)
@@ -31,8 +31,8 @@ def classifier(folder: Path, *, optimizer: object = None) -> Path:
     artifacts.generate_artifacts(
         model,
         requires_grad=["w1", "b1", "w2", "b2"],
-        loss=artifacts.LossType.CrossEntropyLoss,
-        optimizer=optimizer or onnxblock.optim.AdamW(clip_grad=onnxblock.optim.ClipGradNorm(0.5)),
+        loss=onnxblock.loss.CrossEntropyLoss(ignore_index=ignore_index),
+        optimizer=onnxblock.optim.AdamW(clip_grad=onnxblock.optim.ClipGradNorm(0.5)),
         artifact_directory=folder,
         additional_output_names=["logits"],
     )

@@ -9,7 +9,7 @@ import numpy as np
 import onnx
 import pytest
 import ranks
-from rank_models import MODELS, build
+from rank_models import MODELS, build, classifier, points
 
 from onward.distributed import Parameters, ShardedArrays, TrainingRunner
 
@@ -129,6 +129,21 @@ def test_a_batch_that_does_not_divide_is_cut_into_fewer_micro_batches(references
     (expected,) = ranks.run(1, train, batch_size=4, **job)
     for result in ranks.run(2, train, batch_size=4, pipeline_parallel_size=2, **job):
         np.testing.assert_allclose(result["losses"], expected["losses"], rtol=1e-6)
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_labels_that_are_ignored_count_nothing_wherever_they_are(stages, tmp_path):
+    """One rank, or one micro-batch, has hardly any labels; the next has none at all."""
+    folder = str(classifier(tmp_path, ignore_index=-1))
+    x, labels = points(16)
+    labels[1:4] = labels[8:12] = -1
+    (expected,) = ranks.run(1, train, folder=folder, arrays=(x, labels), batch_size=8)
+    found = ranks.run(
+        2, train, folder=folder, arrays=(x, labels), batch_size=8, pipeline_parallel_size=stages
+    )
+    for result in found:
+        np.testing.assert_allclose(result["losses"], expected["losses"], rtol=1e-6)
+        np.testing.assert_allclose(result["norm"], expected["norm"], rtol=1e-5)
 
 
 def train_without_pickle(**arguments: Any) -> dict[str, Any]:

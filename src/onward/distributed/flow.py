@@ -128,7 +128,9 @@ class Flow:
                 given = {**self._incoming.unpack(received), **self._micros[index].given}
                 made = self._step.forward(given)
                 if self._step.last:
-                    self._losses[index] = float(np.reshape(made[self._step.loss], -1)[0])
+                    loss = float(np.reshape(made[self._step.loss], -1)[0])
+                    # a mean over nothing (all labels ignored) is not a number, and counts nothing
+                    self._losses[index] = loss if self._micros[index].weight else 0.0
                     return np.array([self._losses[index]], np.float32)
                 return self._outgoing.pack({**given, **made})
         except Exception as error:
@@ -138,7 +140,7 @@ class Flow:
     def run_backward(self, received: np.ndarray, index: int, arriving: np.ndarray) -> np.ndarray:
         """A micro-batch backward: the packed gradient for the stage before."""
         try:
-            if self.failure is None:
+            if self.failure is None and self._micros[index].weight:
                 given = {**self._incoming.unpack(received), **self._micros[index].given}
                 if self._step.last:
                     shape = self._step.loss_shape

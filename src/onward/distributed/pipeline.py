@@ -27,7 +27,7 @@ from onward.distributed.gathering import gather_state
 from onward.distributed.packing import layout_of
 from onward.distributed.parameters import Grid, Parameters
 from onward.distributed.stages import Blueprint, StageStep, draw_blueprint
-from onward.errors import ModelError, NonFiniteError
+from onward.errors import ModelError, NonFiniteError, OnwardError
 from onward.runtime.plan import SEED
 from onward.runtime.sessions import ModelFile
 from onward.runtime.update import FlatUpdater, Updater
@@ -85,8 +85,8 @@ class PipelineParallel:
         if settings.shard_optimizer:
             raise DistributedError("shard_optimizer and a pipeline cannot be combined: choose one of them")
         if data.nominal:
-            raise DistributedError(
-                "The state is nominal: a pipeline needs values. Please load the model parameters first."
+            raise OnwardError(
+                "The state is nominal: it has no parameter values. Please load the model parameters first."
             )
         self._blueprint = blueprint = draw_blueprint(settings)
         self._base_seed = int(data.extras.setdefault("seed", settings.seed))

@@ -334,7 +334,9 @@ class TrainingRunner:
         if not taken:
             return False
         if not weight:
-            raise DistributedError(f"update {self.updates}: the batches of all ranks are empty")
+            raise DistributedError(
+                f"update {self.updates}: nothing counts in the batches of all ranks (no samples, or all labels ignored)"
+            )
         problem = report.invalid or ("the loss is not finite on another rank" if invalid else None)
         if not engine.update(weight=weight, invalid=problem):
             history.skipped += 1
