@@ -34,10 +34,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="session")
-def harness(
-    browser: Browser, models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Browser]:
-    """The browser on a page that has the library, the artifacts and the data of every model."""
+def harness_address(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Where the library, the artifacts and the data of every model are served."""
     files: dict[str, bytes] = {}
     for name, folder in models.items():
         files |= {f"{name}/{path.name}": path.read_bytes() for path in folder.iterdir()}
@@ -45,11 +43,18 @@ def harness(
         files |= {f"{name}/x.bin": data.x.tobytes(), f"{name}/labels.bin": data.labels.tobytes()}
     site = tmp_path_factory.mktemp("harness") / "site"
     page = Path(__file__).parent / "page"
-    write_site(models["mlp"], site, page=page, files=files, packages=MODULES)
+    write_site(models["mlp"], site, page=page, files=files, webgpu=True, packages=MODULES)
     with serving(site) as address:
-        browser("goto", url=address)
+        yield address
+
+
+@pytest.fixture
+def harness(browser: Browser, harness_address: str) -> Browser:
+    """The browser on the page of tests/web/page."""
+    if browser.evaluate("() => location.href") != harness_address:
+        browser("goto", url=harness_address)
         browser.wait("window.ready")
-        yield browser
+    return browser
 
 
 class serving:

@@ -7,6 +7,10 @@ import { createRequire } from "node:module";
 
 const [modules, executablePath] = process.argv.slice(2);
 const { chromium } = createRequire(path.join(modules, "x.js"))("playwright-core");
+// in software, for machines without a graphics card
+const WEBGPU = [
+  "--enable-unsafe-webgpu", "--use-webgpu-adapter=swiftshader", "--enable-unsafe-swiftshader", "--ignore-gpu-blocklist",
+];
 const profile = mkdtempSync(path.join(tmpdir(), "onward-chromium-"));
 const context = await chromium.launchPersistentContext(profile, {
   executablePath,
@@ -14,8 +18,9 @@ const context = await chromium.launchPersistentContext(profile, {
   acceptDownloads: true,
   viewport: { width: 1100, height: 900 },
   args: [
-    "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
+    "--no-sandbox", "--disable-quic", "--no-first-run", "--disable-background-networking",
     "--disable-component-update", "--disable-sync", "--js-flags=--expose-gc", "--enable-precise-memory-info",
+    ...(process.env.ONWARD_WEBGPU ? WEBGPU : ["--disable-gpu"]),
   ],
 });
 let page = context.pages()[0];

@@ -43,10 +43,3 @@ def test_memory_stays_flat_over_two_thousand_steps(harness: Browser) -> None:
     assert last[0] - first[0] < 100 * 2000
     assert len(first) >= 2
     assert last[1:] == first[1:]
-
-
-def test_webgpu_falls_back_where_there_is_none(harness: Browser) -> None:
-    found = harness.evaluate("harness.info")
-    assert found["isolated"]
-    assert found["threads"] >= 1
-    assert (found["provider"], found["fallback"]) == ("wasm", "this browser offers no WebGPU")

@@ -8,5 +8,5 @@ export {
   ConstantLRScheduler, CosineLRScheduler, LinearLRScheduler, LRScheduler, OneCycleLRScheduler, PolynomialLRScheduler,
   StepLRScheduler,
 } from "./schedulers.js";
-export { Batches } from "./batches.js";
+export { Batches, randomNumbers } from "./batches.js";
 export { Trainer } from "./trainer.js";

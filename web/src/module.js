@@ -152,9 +152,7 @@ export class Module {
   /** Free the sessions; the state stays usable. */
   async release() {
     this._released = true;
-    const sessions = [...this._sessions.values()];
-    this._sessions.clear();
-    await Promise.all(sessions.map(async (session) => (await session).release()));
+    await this._releaseSessions();
     await this._optimizer?.release();
   }
 
@@ -166,7 +164,8 @@ export class Module {
   async _train(inputs) {
     const plan = this._plan;
     const reset = this._reset;
-    const session = await this._session(reset ? "step" : "accumulate");
+    const purpose = reset ? "step" : "accumulate";
+    const session = await this._session(purpose);
     const { Tensor } = this.runtime.ort;
     const feeds = this._inputFeeds(plan, inputs, session);
     const step = this._steps + 1;
@@ -181,7 +180,7 @@ export class Module {
         feeds[name + BUFFER] = new Tensor("float32", new Float32Array(value.size), value.dims);
       }
     }
-    const results = await this._runSession(session, feeds, plan, inputs);
+    const results = await this._runSession(purpose, feeds, plan, inputs);
     this._steps = step;
     this._reset = false;
     for (const [name, view] of this._gradients.views) view.set(results[name + OUT].data);
@@ -200,7 +199,7 @@ export class Module {
   /** @param {Plan} plan @param {import("./runtime/inputs.js").Feed[]} inputs */
   async _evaluate(plan, inputs) {
     const session = await this._session("evaluate");
-    const results = await this._runSession(session, this._inputFeeds(plan, inputs, session), plan, inputs);
+    const results = await this._runSession("evaluate", this._inputFeeds(plan, inputs, session), plan, inputs);
     const answer = collect(plan, results);
     for (const tensor of Object.values(results)) tensor.dispose();
     return answer;
@@ -222,14 +221,30 @@ export class Module {
     return feeds;
   }
 
-  /** @param {any} session @param {Record<string, any>} feeds @param {Plan} plan @param {import("./runtime/inputs.js").Feed[]} inputs */
-  async _runSession(session, feeds, plan, inputs) {
+  /**
+   * @param {"step" | "accumulate" | "evaluate"} purpose @param {Record<string, any>} feeds @param {Plan} plan
+   * @param {import("./runtime/inputs.js").Feed[]} inputs @returns {Promise<Record<string, any>>}
+   */
+  async _runSession(purpose, feeds, plan, inputs) {
+    const onGpu = this.runtime.provider === "webgpu";
     try {
-      return await session.run(feeds);
+      return await (await this._session(purpose)).run(feeds);
     } catch (error) {
+      if (onGpu) {
+        // some operators open on WebGPU and then refuse to run
+        this.runtime.leaveGpu(`WebGPU cannot run the model: ${message(error)}`);
+        await this._releaseSessions();
+        return this._runSession(purpose, feeds, plan, inputs);
+      }
       const given = plan.inputs.map((name, index) => `${name} [${inputs[index].dims}]`).join(", ");
       throw new OnwardError(`the step failed on inputs ${given}: ${message(error)}`, { cause: error });
     }
+  }
+
+  async _releaseSessions() {
+    const sessions = [...this._sessions.values()];
+    this._sessions.clear();
+    await Promise.all(sessions.map((session) => session.release()));
   }
 
   /** The session of a purpose, made when first needed. @param {"step" | "accumulate" | "evaluate"} purpose */

@@ -30,7 +30,7 @@ export async function makeUpdater(source, module) {
         "use an optimizer of onward.optim",
     );
   }
-  const session = await module.runtime.session(bytes, "optimizer model");
+  const session = await module.runtime.session(bytes, "optimizer model", { gpu: false });
   return options.elementwise
     ? new FlatUpdater(module, session, options)
     : new NamedUpdater(module, session, options, head);

@@ -139,9 +139,34 @@ window.harness = {
     return { first, last };
   },
 
-  async info() {
+  /** Milliseconds of each step, with one thread. */
+  async timing({ name, count, batch }) {
+    const runtime = await onward.Runtime.load({ threads: 1 });
+    const parts = await load(name, { module: { runtime } });
+    const batches = await data(name);
+    const taken = [];
+    for (let i = 0; i < count; i++) {
+      const given = batches((i % 10) * batch, batch);
+      const started = performance.now();
+      await parts.module.run(...given);
+      await parts.optimizer.step();
+      parts.module.lazyResetGrad();
+      taken.push(performance.now() - started);
+    }
+    await parts.module.release();
+    return taken;
+  },
+
+  /** A few steps with WebGPU chosen, and what they ran on. `hidden` pretends that the browser has none. */
+  async webgpu({ name, count, hidden }) {
+    if (hidden) Object.defineProperty(navigator, "gpu", { value: undefined, configurable: true });
     const runtime = await onward.Runtime.load({ provider: "webgpu" });
-    return { isolated: crossOriginIsolated, threads: runtime.threads, provider: runtime.provider, fallback: runtime.fallback };
+    if (hidden) delete navigator.gpu;
+    const parts = await load(name, { module: { runtime, seed: 7 } });
+    parts.optimizer.setLearningRate(3e-3);
+    const losses = await steps(parts, await data(name), { count });
+    await parts.module.release();
+    return { losses, provider: runtime.provider, fallback: runtime.fallback ?? null, isolated: crossOriginIsolated };
   },
 };
 window.ready = true;

@@ -30,6 +30,7 @@ export function sha256Portable(bytes) {
 
 /** @param {number} count */
 function primes(count) {
+  /** @type {number[]} */
   const found = [];
   for (let n = 2; found.length < count; n++) if (found.every((p) => n % p)) found.push(n);
   return found;

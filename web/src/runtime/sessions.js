@@ -8,12 +8,17 @@ import { ModelError, OnwardError } from "../errors.js";
 
 /** onnxruntime-web, ready to use, and what it runs on. */
 export class Runtime {
-  /** @param {any} ort @param {"wasm" | "webgpu"} provider @param {string} [fallback] */
-  constructor(ort, provider, fallback) {
-    this.ort = ort;
-    this.provider = provider;
+  /** @param {any} plain onnxruntime-web for WebAssembly @param {any} [gpu] for WebGPU @param {string} [fallback] */
+  constructor(plain, gpu, fallback) {
+    this.ort = plain;
+    this._gpu = gpu;
     /** Why WebGPU is not used though it was asked for. */
     this.fallback = fallback;
+  }
+
+  /** What training and evaluation run on; updates always run on WebAssembly, where the parameters are. */
+  get provider() {
+    return this._gpu ? "webgpu" : "wasm";
   }
 
   /** How many threads WebAssembly works with. */
@@ -31,35 +36,42 @@ export class Runtime {
     if (provider !== "wasm" && provider !== "webgpu") {
       throw new RangeError(`provider is '${provider}': choose wasm or webgpu`);
     }
-    let fallback;
-    if (provider === "webgpu") {
-      const adapter = await /** @type {any} */ (navigator).gpu?.requestAdapter().catch(() => null);
-      if (!adapter) fallback = "this browser offers no WebGPU";
+    const configure = (/** @type {any} */ ort) => {
+      ort.env.logLevel = "error";
+      if (threads !== undefined) ort.env.wasm.numThreads = threads;
+      if (wasmPaths !== undefined) ort.env.wasm.wasmPaths = wasmPaths;
+      return ort;
+    };
+    const plain = configure(await import("onnxruntime-web/wasm"));
+    if (provider === "wasm") return new Runtime(plain);
+    const adapter = await /** @type {any} */ (navigator).gpu?.requestAdapter().catch(() => null);
+    if (!adapter) return new Runtime(plain, undefined, "this browser offers no WebGPU");
+    try {
+      return new Runtime(plain, configure(await import("onnxruntime-web/webgpu")));
+    } catch {
+      return new Runtime(plain, undefined, "this page was made without WebGPU");
     }
-    let ort;
-    if (provider === "webgpu" && !fallback) {
-      try {
-        ort = await import("onnxruntime-web/webgpu");
-      } catch {
-        fallback = "this page was made without WebGPU";
-      }
-    }
-    ort ??= await import("onnxruntime-web/wasm");
-    ort.env.logLevel = "error";
-    if (threads !== undefined) ort.env.wasm.numThreads = threads;
-    if (wasmPaths !== undefined) ort.env.wasm.wasmPaths = wasmPaths;
-    return new Runtime(ort, fallback ? "wasm" : provider, fallback);
   }
 
-  /** @param {Uint8Array} bytes @param {string} what for messages */
-  async session(bytes, what) {
+  /** Go on with WebAssembly. @param {string} reason */
+  leaveGpu(reason) {
+    this._gpu = undefined;
+    this.fallback = reason;
+  }
+
+  /**
+   * A session on WebGPU if that was chosen and can run the model, else on WebAssembly.
+   * @param {Uint8Array} bytes @param {string} what for messages @param {{gpu?: boolean}} [options]
+   */
+  async session(bytes, what, { gpu = true } = {}) {
     const options = { graphOptimizationLevel: "all", logSeverityLevel: 3 };
-    if (this.provider === "webgpu") {
+    if (gpu && this._gpu) {
       try {
-        return await this.ort.InferenceSession.create(bytes, { ...options, executionProviders: ["webgpu", "wasm"] });
+        // its own layout for convolutions does not get through the gradients of convolutions
+        const executionProviders = [{ name: "webgpu", preferredLayout: "NCHW" }, "wasm"];
+        return await this._gpu.InferenceSession.create(bytes, { ...options, executionProviders });
       } catch (error) {
-        this.provider = "wasm";
-        this.fallback = `WebGPU cannot run the ${what}: ${message(error)}`;
+        this.leaveGpu(`WebGPU cannot open the ${what}: ${message(error)}`);
       }
     }
     try {

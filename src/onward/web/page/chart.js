@@ -1,7 +1,6 @@
 /** A loss curve in SVG: two series over steps, drawn at most once a frame. */
 
-const WIDTH = 640;
-const HEIGHT = 240;
+const HEIGHT = 220; // pixels, whatever the width: text keeps its size on a phone
 const MARGIN = { left: 52, right: 10, top: 10, bottom: 28 };
 const POINTS = 320;
 
@@ -12,10 +11,11 @@ export class LossChart {
     this._what = what;
     this._names = names;
     this._waiting = false;
-    svg.setAttribute("viewBox", `0 0 ${WIDTH} ${HEIGHT}`);
+    svg.setAttribute("height", String(HEIGHT));
     svg.setAttribute("role", "img");
     svg.classList.add("chart");
     this.clear();
+    new ResizeObserver(() => this._draw()).observe(svg);
   }
 
   /** @param {number} series 0 or 1 @param {number} x @param {number} y */
@@ -40,19 +40,21 @@ export class LossChart {
   }
 
   _render() {
+    const width = Math.max(200, this._svg.clientWidth);
+    this._svg.setAttribute("viewBox", `0 0 ${width} ${HEIGHT}`);
     const all = this._series.flat();
     const right = Math.max(10, ...all.map(([x]) => x));
     const top = niceCeiling(Math.max(0.1, ...all.map(([, y]) => y)));
-    const x = (value) => MARGIN.left + (value / right) * (WIDTH - MARGIN.left - MARGIN.right);
+    const x = (value) => MARGIN.left + (value / right) * (width - MARGIN.left - MARGIN.right);
     const y = (value) => HEIGHT - MARGIN.bottom - (value / top) * (HEIGHT - MARGIN.top - MARGIN.bottom);
     const parts = [];
     for (let tick = 0; tick <= 4; tick++) {
       const value = (top * tick) / 4;
-      parts.push(`<line class="grid" x1="${MARGIN.left}" x2="${WIDTH - MARGIN.right}" y1="${y(value)}" y2="${y(value)}"/>`);
+      parts.push(`<line class="grid" x1="${MARGIN.left}" x2="${width - MARGIN.right}" y1="${y(value)}" y2="${y(value)}"/>`);
       parts.push(`<text x="${MARGIN.left - 8}" y="${y(value) + 4}" text-anchor="end">${+value.toPrecision(3)}</text>`);
     }
     parts.push(`<text x="${MARGIN.left}" y="${HEIGHT - 8}">0</text>`);
-    parts.push(`<text x="${WIDTH - MARGIN.right}" y="${HEIGHT - 8}" text-anchor="end">${right} steps</text>`);
+    parts.push(`<text x="${width - MARGIN.right}" y="${HEIGHT - 8}" text-anchor="end">${right} steps</text>`);
     this._series.forEach((points, index) => {
       const line = thin(points).map(([a, b]) => `${x(a).toFixed(1)},${y(b).toFixed(1)}`).join(" ");
       parts.push(`<polyline class="series${index ? " second" : ""}" points="${line}"/>`);
