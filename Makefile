@@ -5,10 +5,18 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-dev
 CORE := $(VENV)/.installed-core
 
-.PHONY: demo test lint types imports bench docs clean
+.PHONY: demo web-demo test lint types imports bench docs clean
 
 demo: $(CORE)
 	$(BIN)/python examples/demo.py
+
+# a digits model that learns your handwriting in the browser; WEB_HOST=0.0.0.0 lets a phone on the same network in
+web-demo: $(CORE) web/node_modules/.installed
+	$(BIN)/python examples/web_digits/build.py build/web-demo --serve --host $(or $(WEB_HOST),127.0.0.1)
+
+web/node_modules/.installed: web/package-lock.json
+	npm ci --prefix web --ignore-scripts --no-audit --no-fund
+	@touch $@
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -n 2
