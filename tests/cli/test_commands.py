@@ -170,6 +170,28 @@ def test_errors_are_json_where_json_was_asked_for(place: Path, run: Any) -> None
     assert found["error"] == "no folder 'nowhere'" and found["hint"]
 
 
+LONG_JOBS = {
+    "artifacts": ("onward.artifacts.generate_artifacts", ["model.onnx", "-l", "mse"]),
+    "check": ("onward.artifacts.build_artifacts", ["model.onnx", "-l", "mse"]),
+    "deploy": ("onward.export.inference.for_inference", ["run", "never.onnx"]),
+    "evaluate": ("onward.trainer.Trainer.evaluate", ["run", "-d", "data.npz"]),
+    "gradcheck": ("onward.autodiff.check.check_gradient", ["model.onnx"]),
+    "convert": ("onward.checkpoint.to_safetensors", ["run/best", "never.safetensors"]),
+}
+
+
+@pytest.mark.parametrize("name", LONG_JOBS)
+def test_an_interrupted_job_leaves_nothing(trained: Path, run: Any, monkeypatch: Any, name: str) -> None:
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    function, arguments = LONG_JOBS[name]
+    monkeypatch.setattr(function, interrupted)
+    before = sorted(Path().rglob("*"))
+    assert "interrupted" in run(name, *arguments, code=130).stderr
+    assert sorted(Path().rglob("*")) == before
+
+
 def test_debug_shows_the_traceback(place: Path) -> None:
     from typer.testing import CliRunner
 

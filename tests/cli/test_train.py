@@ -94,6 +94,13 @@ def test_an_earlier_run_is_not_overwritten_by_accident(trained: Path, run: Any) 
     assert [path.name for path in sorted(trained.glob("checkpoint-*"))] == ["checkpoint-000000000001"]
 
 
+def test_a_run_that_failed_at_once_leaves_the_way_free(artifacts: Path, run: Any) -> None:
+    data = dict(np.load("data.npz"))
+    np.savez("wrong.npz", x=data["x"], labels=data["labels"] + 7)
+    assert "label" in run("train", "artifacts", "-d", "wrong.npz", code=1).stderr
+    run("train", "artifacts", "-d", "data.npz")
+
+
 def test_patience_ends_a_run_early(artifacts: Path, run: Any) -> None:
     found = run("train", "artifacts", "-d", "data.npz", "-e", 30, "--lr", 0.0, "--patience", 2, "--json").json
     assert len(found["epochs"]) < 30

@@ -85,20 +85,21 @@ def artifacts(
         trainable = list(train or ())  # the adapters, and what was asked for by name
     elif lora_target:
         raise CommandError("--lora-target needs --lora RANK", "for example --lora 8")
-    generate_artifacts(
-        str(model),
-        requires_grad=trainable,
-        frozen_params=choice.frozen,
-        loss=loss_of(loss),
-        optimizer=optimizer_of(optimizer, weight_decay=weight_decay, momentum=momentum),
-        artifact_directory=directory,
-        prefix=prefix,
-        ort_format=ort_format,
-        additional_output_names=extra_output or None,
-        nominal_checkpoint=nominal,
-        loss_input_names=loss_input or None,
-        **options,
-    )
+    with output.working("differentiating"):
+        generate_artifacts(
+            str(model),
+            requires_grad=trainable,
+            frozen_params=choice.frozen,
+            loss=loss_of(loss),
+            optimizer=optimizer_of(optimizer, weight_decay=weight_decay, momentum=momentum),
+            artifact_directory=directory,
+            prefix=prefix,
+            ort_format=ort_format,
+            additional_output_names=extra_output or None,
+            nominal_checkpoint=nominal,
+            loss_input_names=loss_input or None,
+            **options,
+        )
     _report(output, directory, prefix, str(loss))
 
 

@@ -47,13 +47,14 @@ def check(
     choice = choose_parameters(model, train=train or (), freeze=freeze or ())
     started = time.perf_counter()
     try:
-        made = build_artifacts(
-            str(model),
-            requires_grad=choice.trainable,
-            frozen_params=choice.frozen,
-            loss=loss_of(loss),
-            optimizer=optimizer_of(optimizer),
-        )
+        with output.working("differentiating"):
+            made = build_artifacts(
+                str(model),
+                requires_grad=choice.trainable,
+                frozen_params=choice.frozen,
+                loss=loss_of(loss),
+                optimizer=optimizer_of(optimizer),
+            )
     except UnsupportedOps as error:
         head, *rest = str(error).splitlines()
         output.line(f"no: {head}")

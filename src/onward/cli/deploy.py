@@ -68,14 +68,14 @@ def deploy(
         raise CommandError(
             "the model has no output besides its loss", "name values of its graph with --outputs"
         )
-    if not model.parent.is_dir():
-        model.parent.mkdir(parents=True)
     inputs = _inputs(found, eval_model, names, data, mapping, samples) if data else None
-    made = for_inference(
-        str(eval_model), found.checkpoint, names, model,
-        quantize_to=None if quantize is None else str(quantize),
-        inputs=inputs, rtol=rtol, atol=atol, external_data=external_data or None,
-    )  # fmt: skip
+    model.parent.mkdir(parents=True, exist_ok=True)
+    with output.working("exporting and comparing"):
+        made = for_inference(
+            str(eval_model), found.checkpoint, names, model,
+            quantize_to=None if quantize is None else str(quantize),
+            inputs=inputs, rtol=rtol, atol=atol, external_data=external_data or None,
+        )  # fmt: skip
     output.line(
         f"{made.path}: {human_size(made.size)}, outputs {', '.join(names)}, weights of {found.checkpoint}"
     )

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from onward.cli.frame import CommandError, Output, command, examples
-from onward.cli.runs import clear_run, read_run, write_run
+from onward.cli.runs import clear_run, write_run
 from onward.cli.train import DataOption, LabelOption, MapOption
 
 __all__ = ["register"]
@@ -84,8 +84,7 @@ def distributed(
         raise CommandError(
             "several machines need --master HOST:PORT", "the address of machine 0, for example host0:29500"
         )
-    earlier = bool(read_run(directory)) or any(directory.glob("checkpoint-*"))
-    if earlier and not resume:
+    if any(directory.glob("checkpoint-*")) and not resume:
         if not overwrite:
             raise CommandError(
                 f"'{directory}' holds an earlier run",

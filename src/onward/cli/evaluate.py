@@ -70,7 +70,8 @@ def evaluate(
     )
     for note in loaded.notes:
         output.note(note)
-    figures = trainer.evaluate(loaded.value, batch_size=batch_size)
+    with output.working("evaluating"):
+        figures = trainer.evaluate(loaded.value, batch_size=batch_size)
     output.table("", ["", "value"], [[name, f"{value:.6g}"] for name, value in figures.items()])
     output.result({"checkpoint": found.checkpoint, "samples": loaded.samples, **figures})
 
@@ -181,7 +182,7 @@ def _run_model(
             session.run(
                 names, {name: array[start : start + batch_size] for name, array in loaded.arrays.items()}
             )
-            for start in range(0, count, batch_size)
+            for start in output.track(range(0, count, batch_size), "inference")
         ]
         joined = {
             name: np.concatenate([np.atleast_1d(np.asarray(part[i])) for part in parts])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -64,24 +65,27 @@ def export(
     if not target.parent.is_dir():
         target.parent.mkdir(parents=True)
     options: dict[str, Any] = {} if opset is None else {"opset": opset}
-    if is_entry(source):
-        if quantize or artifacts:
-            raise CommandError(
-                "--quantize and --artifacts are for Hugging Face models",
-                "for torch: onward artifacts on the exported file, onward deploy --quantize after training",
-            )
-        _from_torch(source, target, training=training is not False, check=check, **options)
-    elif artifacts:
-        from onward.export import artifacts_from_transformers
+    if is_entry(source) and (quantize or artifacts):
+        raise CommandError(
+            "--quantize and --artifacts are for Hugging Face models",
+            "for torch: onward artifacts on the exported file, onward deploy --quantize after training",
+        )
+    # the bars of other libraries would run through ours, and through pipes
+    os.environ.setdefault("TQDM_DISABLE", "1")
+    with output.working("exporting and comparing"):
+        if is_entry(source):
+            _from_torch(source, target, training=training is not False, check=check, **options)
+        elif artifacts:
+            from onward.export import artifacts_from_transformers
 
-        artifacts_from_transformers(source, task, target, pooling=pooling, **options)
-    else:
-        from onward.export import from_transformers
+            artifacts_from_transformers(source, task, target, pooling=pooling, **options)
+        else:
+            from onward.export import from_transformers
 
-        from_transformers(
-            source, task, target, quantize=False if quantize is None else str(quantize),
-            training=bool(training), pooling=pooling, check=check, **options,
-        )  # fmt: skip
+            from_transformers(
+                source, task, target, quantize=False if quantize is None else str(quantize),
+                training=bool(training), pooling=pooling, check=check, **options,
+            )  # fmt: skip
     files = sorted(target.iterdir()) if target.is_dir() else [target]
     sizes = {file.name: file.stat().st_size for file in files if file.is_file()}
     output.table(str(target), ["file", "size"], [[name, human_size(size)] for name, size in sizes.items()])

@@ -6,15 +6,16 @@ and exit code 1, Ctrl-C becomes exit code 130. A command says what it did throug
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import json
 import sys
 import traceback
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
 
@@ -23,6 +24,7 @@ from onward.cli.settings import read_settings
 __all__ = ["CommandError", "Output", "command", "examples", "human_size"]
 
 _PANEL = "Common"
+Item = TypeVar("Item")
 
 
 class CommandError(Exception):
@@ -50,6 +52,33 @@ class Output:
             from rich.console import Console
 
             Console(stderr=True, highlight=False, soft_wrap=True).print(text, style="dim", markup=False)
+
+    @contextlib.contextmanager
+    def working(self, text: str) -> Iterator[None]:
+        """Show on a terminal that something takes its time."""
+        if self.silent:
+            yield
+            return
+        from rich.console import Console
+
+        console = Console(stderr=True)
+        if not console.is_terminal:
+            yield
+            return
+        with console.status(text):
+            yield
+
+    def track(self, items: Sequence[Item], text: str) -> Iterable[Item]:
+        """The items, with a bar, speed and time left on a terminal."""
+        if self.silent:
+            return items
+        from rich.console import Console
+        from rich.progress import track
+
+        console = Console(stderr=True)
+        if not console.is_terminal:
+            return items
+        return track(items, description=text, console=console, transient=True)
 
     def line(self, text: str) -> None:
         """A line of the result."""

@@ -136,7 +136,7 @@ def _continue_or_begin(
             if name in kept and (source is None or source.name == "DEFAULT"):
                 options[name] = kept[name]
         artifacts = artifacts or earlier["artifacts"]
-    elif earlier or any(directory.glob("checkpoint-*")):
+    elif any(directory.glob("checkpoint-*")):
         if not overwrite:
             raise CommandError(
                 f"'{directory}' holds an earlier run",
