@@ -21,7 +21,7 @@ from onward.autodiff.engine import (
 from onward.autodiff.sequences import add, zeros
 from onward.errors import ModelError
 from onward.graph.body_shapes import describe, infer_node
-from onward.graph.builder import RANDOM, subgraphs_of
+from onward.graph.nodes import RANDOM, subgraphs_of
 
 __all__ = [
     "argument",

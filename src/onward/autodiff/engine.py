@@ -15,7 +15,8 @@ import onnx_ir as ir
 from onward.autodiff import registry
 from onward.autodiff.sequences import add_sequences
 from onward.errors import UnsupportedOps
-from onward.graph.builder import Builder, captured_values, subgraphs_of
+from onward.graph.builder import Builder
+from onward.graph.nodes import captured_values, subgraphs_of
 
 __all__ = [
     "DifferentiableBuilder",

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import onnx_ir as ir
 
 from onward.distributed.errors import DistributedError
-from onward.graph.builder import captured_values
+from onward.graph.nodes import captured_values
 from onward.graph.prune import values_of
 
 __all__ = ["Split", "balance", "cost_of", "follow", "split_graph"]

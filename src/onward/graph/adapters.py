@@ -20,8 +20,9 @@ import onnx_ir as ir
 from onnx.reference import ReferenceEvaluator
 
 from onward.errors import ModelError
-from onward.graph.builder import Builder, subgraphs_of
+from onward.graph.builder import Builder
 from onward.graph.cleanup import remove_unused
+from onward.graph.nodes import subgraphs_of
 
 __all__ = ["LoRA", "add_adapters", "merge_adapters"]
 

@@ -12,8 +12,9 @@ from collections.abc import Sequence
 import onnx_ir as ir
 
 from onward.errors import ModelError
-from onward.graph.builder import Builder, subgraphs_of
+from onward.graph.builder import Builder
 from onward.graph.infer import rank_from_lengths
+from onward.graph.nodes import subgraphs_of
 
 __all__ = ["describe", "infer_body", "infer_graph", "keeps_its_shape"]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from onward.graph.builder import subgraphs_of
+from onward.graph.nodes import subgraphs_of
 
 __all__ = ["resolve_branches"]
 

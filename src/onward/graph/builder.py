@@ -8,7 +8,6 @@ the same thing, and names what it makes. Knows ONNX schemas; knows nothing of gr
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -17,72 +16,14 @@ import onnx
 import onnx_ir as ir
 
 from onward.errors import ModelError
+from onward.graph.naming import Namer
+from onward.graph.node_inference import NodeInference, find_schema
+from onward.graph.nodes import SMALL, key_of
 from onward.graph.symbols import Symbols
 
-__all__ = [
-    "RANDOM",
-    "Builder",
-    "Namer",
-    "Operand",
-    "captured_values",
-    "computation_key",
-    "subgraphs_of",
-    "type_proto",
-]
+__all__ = ["Builder", "Operand"]
 
 Operand = ir.Value | None | bool | int | float | Sequence[Any] | np.ndarray | np.generic
-
-# Operators that give other results each time they run.
-RANDOM = frozenset(
-    {
-        "RandomNormal",
-        "RandomNormalLike",
-        "RandomUniform",
-        "RandomUniformLike",
-        "Bernoulli",
-        "Multinomial",
-        "Dropout",
-    }
-)
-# Constants up to this many elements are told to shape inference (shapes, axes, pads) and shared by content.
-_SMALL = 256
-
-
-class Namer:
-    """Gives names that nothing in a model has yet, the same ones in every run."""
-
-    def __init__(self, graph: ir.Graph) -> None:
-        self._taken: set[str] = set()
-        self._next: dict[str, int] = {}
-        self._collect(graph)
-
-    def _collect(self, graph: ir.Graph) -> None:
-        for value in [*graph.inputs, *graph.initializers.values()]:
-            self._taken.add(value.name or "")
-        for node in graph:
-            self._taken.add(node.name or "")
-            for value in node.outputs:
-                self._taken.add(value.name or "")
-            for inner in subgraphs_of(node):
-                self._collect(inner)
-
-    def take(self, name: str) -> None:
-        """Mark a name as used."""
-        self._taken.add(name)
-
-    def is_free(self, name: str) -> bool:
-        """Whether nothing has this name."""
-        return name not in self._taken
-
-    def __call__(self, wish: str) -> str:
-        """A free name: `wish` itself, or `wish` with a number behind it."""
-        name = wish
-        while name in self._taken or not name:
-            count = self._next.get(wish, 0) + 1
-            self._next[wish] = count
-            name = f"{wish}_{count}"
-        self._taken.add(name)
-        return name
 
 
 class Builder:
@@ -102,6 +43,7 @@ class Builder:
         self.opset: int = self.root.opset if parent else graph.opset_imports[""]
         self.namer: Namer = self.root.namer if parent else Namer(graph)
         self.symbols: Symbols = self.root.symbols if parent else Symbols()
+        self._inference = self.root._inference if parent else NodeInference(self.opset)
         self.scope = ""
         # Where new nodes go: at the end of the graph, or before this node.
         self.before: ir.Node | None = None
@@ -131,7 +73,7 @@ class Builder:
         domain: str = "",
     ) -> tuple[ir.Value, ...]:
         """Append a node and return its outputs; attributes that are None are left out."""
-        schema = _schema(op_type, self.opset, domain)
+        schema = find_schema(op_type, self.opset, domain)
         values = self._promote(inputs, schema)
         while values and values[-1] is None:
             values.pop()
@@ -140,7 +82,7 @@ class Builder:
             for name, value in sorted((attributes or {}).items())
             if value is not None
         }
-        key = _key(op_type, domain, values, attrs, outputs)
+        key = key_of(op_type, domain, values, attrs, outputs)
         if known := self._lookup(key):
             return known
         prefix = f"{self.scope}/{op_type}" if self.scope else op_type
@@ -161,7 +103,7 @@ class Builder:
         root = self.root
         array = np.asarray(data)
         key = None
-        if array.size <= _SMALL:
+        if array.size <= SMALL:
             key = ("const", array.dtype.str, str(array.dtype), array.shape, array.tobytes())
             store = root.__dict__.setdefault("_constants", {})
             found = store.get(key)
@@ -333,59 +275,8 @@ class Builder:
 
     def infer(self, node: ir.Node) -> None:
         """Describe a node's outputs by what is known of its inputs: ONNX's inference, then ours."""
-        self._infer(node)
+        self.root._inference.describe(node)
         self.root.symbols.refine(node)
-
-    def _infer(self, node: ir.Node) -> None:
-        schema = _schema(node.op_type, self.opset, node.domain)
-        if schema is None:
-            return
-        seen = self.root.__dict__.setdefault("_inferred", {})
-        signature = _signature(node)
-        if signature is not None and signature in seen:
-            for value, (dtype, shape) in zip(node.outputs, seen[signature]):
-                if dtype is not None:
-                    value.type, value.shape = ir.TensorType(dtype), None if shape is None else ir.Shape(shape)
-            return
-        types: dict[str, onnx.TypeProto] = {}
-        data: dict[str, onnx.TensorProto] = {}
-        captured = captured_values(node) if subgraphs_of(node) else []
-        for value in (*node.inputs, *captured):
-            if value is None or value.type is None:
-                continue
-            types[value.name or ""] = type_proto(value)
-            tensor = value.const_value
-            if tensor is not None and tensor.size <= _SMALL and not value.is_graph_input():
-                data[value.name or ""] = ir.serde.serialize_tensor(tensor)
-        try:
-            inferred = onnx.shape_inference.infer_node_outputs(
-                schema,
-                ir.serde.serialize_node(node),
-                types,
-                data,
-                opset_imports=[onnx.helper.make_opsetid("", self.opset)],
-                ir_version=10,
-            )
-        except Exception as error:
-            raise ModelError(f"cannot build {node.op_type} '{node.name}': {error}".strip()) from error
-        for value in node.outputs:
-            found = inferred.get(value.name or "")
-            if found is not None:
-                value.type = ir.serde.deserialize_type_proto_for_type(found)
-                value.shape = ir.serde.deserialize_type_proto_for_shape(found)
-                _forget_unnamed_symbols(value)
-                if node.attributes.get_int("ceil_mode", 0) and value.shape is not None:
-                    # inference counts windows that start in the padding, which the runtime leaves out
-                    value.shape = ir.Shape([*value.shape[:2], *[None] * (value.shape.rank() - 2)])
-        if signature is not None and all(
-            v.type is None or type(v.type) is ir.TensorType for v in node.outputs
-        ):
-            seen[signature] = [
-                (v.dtype, None if v.shape is None else tuple(v.shape))
-                if (v.name or "") in inferred
-                else (None, None)
-                for v in node.outputs
-            ]
 
     def _lookup(self, key: tuple | None) -> tuple[ir.Value, ...] | None:
         builder: Builder | None = self
@@ -397,52 +288,9 @@ class Builder:
 
     def _remember(self, node: ir.Node, key: tuple | None = None) -> None:
         if self._known is not None:
-            key = key or _key(node.op_type, node.domain, node.inputs, node.attributes, len(node.outputs))
+            key = key or key_of(node.op_type, node.domain, node.inputs, node.attributes, len(node.outputs))
             if key is not None:
                 self._known.setdefault(key, tuple(node.outputs))
-
-
-def subgraphs_of(node: ir.Node) -> list[ir.Graph]:
-    """The graphs held by a node's attributes: bodies of If, Loop and Scan."""
-    graphs: list[ir.Graph] = []
-    for attr in node.attributes.values():
-        if attr.type == ir.AttributeType.GRAPH:
-            graphs.append(attr.as_graph())
-        elif attr.type == ir.AttributeType.GRAPHS:
-            graphs.extend(attr.as_graphs())
-    return graphs
-
-
-def captured_values(node: ir.Node) -> list[ir.Value]:
-    """Values of the graphs around a node that the bodies in its attributes read, each once, in order."""
-    captured: dict[ir.Value, None] = {}
-
-    def visit(graph: ir.Graph, inside: set[ir.Value]) -> None:
-        own = inside | set(graph.inputs) | set(graph.initializers.values())
-        for inner in graph:
-            for value in inner.inputs:
-                if value is not None and value not in own:
-                    captured.setdefault(value)
-            for nested in subgraphs_of(inner):
-                visit(nested, own)
-            own.update(inner.outputs)
-        for value in graph.outputs:
-            if value not in own:
-                captured.setdefault(value)
-
-    for graph in subgraphs_of(node):
-        visit(graph, set())
-    return list(captured)
-
-
-def type_proto(value: ir.Value) -> onnx.TypeProto:
-    """The type of a value, with its shape, as ONNX writes it."""
-    proto = onnx.TypeProto()
-    if value.type is not None:
-        ir.serde.serialize_type_into(proto, value.type)
-    if value.shape is not None:
-        ir.serde.serialize_shape_into(proto, value.shape)
-    return proto
 
 
 def _plain(value: Any) -> np.ndarray:
@@ -454,16 +302,6 @@ def _plain(value: Any) -> np.ndarray:
     return array if array.size else array.astype(np.int64)
 
 
-@functools.cache
-def _schema(op_type: str, opset: int, domain: str) -> onnx.defs.OpSchema | None:
-    if domain not in ("", "ai.onnx"):
-        return None
-    try:
-        return onnx.defs.get_schema(op_type, opset, domain)
-    except onnx.defs.SchemaError:
-        raise ModelError(f"operator {op_type} does not exist in opset {opset}") from None
-
-
 def _formal(schema: onnx.defs.OpSchema, index: int) -> str:
     """The type variable of an input; the last formal input repeats when it is variadic."""
     formal = schema.inputs[min(index, len(schema.inputs) - 1)]
@@ -471,76 +309,6 @@ def _formal(schema: onnx.defs.OpSchema, index: int) -> str:
         formal.option == onnx.defs.OpSchema.FormalParameterOption.Variadic and not formal.is_homogeneous
     )
     return f"{formal.type_str}#{index}" if heterogeneous else formal.type_str
-
-
-def computation_key(node: ir.Node) -> tuple | None:
-    """Equal for two nodes that compute the same thing; None where that cannot be said."""
-    return _key(node.op_type, node.domain, node.inputs, node.attributes, len(node.outputs))
-
-
-def _key(
-    op_type: str, domain: str, inputs: Sequence[ir.Value | None], attributes: Any, outputs: int
-) -> tuple | None:
-    """What makes two nodes compute the same thing; None where that cannot be said."""
-    if op_type in RANDOM:
-        return None
-    attrs = _attributes_key(attributes)
-    return None if attrs is None else (op_type, domain, tuple(id(v) for v in inputs), attrs, outputs)
-
-
-def _attributes_key(attributes: Any) -> tuple | None:
-    """Attributes as something to compare; None where they hold graphs or much data."""
-    attrs = []
-    for name, attr in attributes.items():
-        if attr.type in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS) or attr.is_ref():
-            return None
-        value = attr.value
-        if attr.type == ir.AttributeType.TENSOR:
-            if value.size > _SMALL:
-                return None
-            value = (value.dtype, tuple(value.shape), value.tobytes())
-        elif attr.type == ir.AttributeType.TYPE_PROTO:
-            value = str(value)
-        elif isinstance(value, list):
-            value = tuple(value)
-        attrs.append((name, value))
-    try:
-        key = tuple(sorted(attrs))
-        hash(key)
-    except TypeError:
-        return None
-    return key
-
-
-def _signature(node: ir.Node) -> tuple | None:
-    """All that inference looks at; None where that is too much to compare."""
-    attrs = _attributes_key(node.attributes)
-    if attrs is None:
-        return None
-    inputs = []
-    for value in node.inputs:
-        if value is None or value.type is None:
-            inputs.append(None)
-            continue
-        if type(value.type) is not ir.TensorType:
-            return None
-        shape = value.shape
-        dims = None if shape is None else tuple(d if isinstance(d, int) else d.value for d in shape)
-        tensor = value.const_value
-        known = tensor is not None and tensor.size <= _SMALL and not value.is_graph_input()
-        inputs.append((value.type.dtype, dims, tensor.tobytes() if known and tensor is not None else None))
-    return (node.op_type, node.domain, attrs, tuple(inputs), tuple(bool(v.name) for v in node.outputs))
-
-
-def _forget_unnamed_symbols(value: ir.Value) -> None:
-    """Symbols that inference invents per call (`unk__0`) repeat between calls and so mean nothing."""
-    if value.shape is None:
-        return
-    dims = [
-        None if isinstance(dim, ir.SymbolicDim) and (dim.value or "").startswith("unk__") else dim
-        for dim in value.shape
-    ]
-    value.shape = ir.Shape(dims)
 
 
 def _reduction(have: ir.Shape | None, want: ir.Shape | None) -> tuple[int, list[int]] | None:

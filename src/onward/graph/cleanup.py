@@ -16,7 +16,7 @@ import onnx_ir.passes.common as passes
 from onnx.reference import ReferenceEvaluator
 
 from onward.errors import ModelError
-from onward.graph.builder import computation_key, subgraphs_of
+from onward.graph.nodes import computation_key, subgraphs_of
 
 __all__ = [
     "finish",

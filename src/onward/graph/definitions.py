@@ -13,8 +13,8 @@ import onnx_ir as ir
 import onnx_ir.passes.common as passes
 
 from onward.errors import ModelError
-from onward.graph.builder import type_proto
 from onward.graph.infer import infer_shapes
+from onward.graph.nodes import type_proto
 
 __all__ = ["BY_DEFINITION", "expand_by_definition"]
 

@@ -10,8 +10,9 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from onward.graph.builder import Builder, subgraphs_of
+from onward.graph.builder import Builder
 from onward.graph.cleanup import remove_unused
+from onward.graph.nodes import subgraphs_of
 
 __all__ = ["to_inference"]
 

@@ -18,8 +18,8 @@ import onnx
 import onnx_ir as ir
 
 from onward.errors import ModelError
-from onward.graph.builder import subgraphs_of
 from onward.graph.external import check_external, check_location, external_tensors, tensor_bytes
+from onward.graph.nodes import subgraphs_of
 
 __all__ = ["ModelSource", "load_model"]
 

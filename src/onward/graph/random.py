@@ -60,7 +60,9 @@ def _is_random(node: ir.Node) -> bool:
         if training is None:
             return False
         ratio = node.inputs[1]
-        never = ratio is not None and ratio.const_value is not None and float(ratio.const_value.numpy()) == 0.0
+        never = (
+            ratio is not None and ratio.const_value is not None and float(ratio.const_value.numpy()) == 0.0
+        )
         constant = training.const_value
         return not never and (constant is None or bool(constant.numpy()))
     return node.op_type in _REWRITES and node.domain in ("", "ai.onnx")

@@ -14,7 +14,8 @@ from typing import Any
 import onnx_ir as ir
 
 from onward.errors import ModelError
-from onward.graph.builder import Builder, Operand, subgraphs_of
+from onward.graph.builder import Builder, Operand
+from onward.graph.nodes import subgraphs_of
 
 __all__ = ["Expansion", "Unknown", "attribute", "given", "rewrite", "wanted"]
 

@@ -8,8 +8,9 @@ import onnx
 import onnx_ir as ir
 
 from onward.errors import ModelError
-from onward.graph.builder import Builder, Namer
+from onward.graph.builder import Builder
 from onward.graph.dialect import OPSET
+from onward.graph.naming import Namer
 from onward.onnxblock.context import current_model, to_dialect
 
 __all__ = ["add_input", "emit", "find_type", "has_name"]

@@ -18,7 +18,8 @@ from onward.autodiff.registry import gradient
 from onward.autodiff.sequences import add, append_all, is_sequence, part_of, zeros
 from onward.errors import ModelError
 from onward.graph.body_shapes import describe, keeps_its_shape
-from onward.graph.builder import Builder, captured_values, subgraphs_of
+from onward.graph.builder import Builder
+from onward.graph.nodes import captured_values, subgraphs_of
 
 # ---- If ----------------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ import numpy as np
 from onward.autodiff import bodies
 from onward.autodiff.registry import gradient, no_gradient
 from onward.autodiff.sequences import is_sequence, map_sequence, zeros
-from onward.graph.builder import captured_values
+from onward.graph.nodes import captured_values
 
 no_gradient("SequenceEmpty", because="it has no inputs")
 no_gradient("SequenceLength", "OptionalHasElement", because="its result is not real")

@@ -1,0 +1,115 @@
+"""ONNX's own inference for one node at a time, remembered by what it looked at."""
+
+from __future__ import annotations
+
+import functools
+
+import onnx
+import onnx_ir as ir
+
+from onward.errors import ModelError
+from onward.graph.nodes import SMALL, attributes_key, captured_values, subgraphs_of, type_proto
+
+__all__ = ["NodeInference", "find_schema"]
+
+
+class NodeInference:
+    """Infers nodes of one opset; nodes alike are inferred once."""
+
+    def __init__(self, opset: int) -> None:
+        self._opset = opset
+        self._seen: dict[tuple, list] = {}
+
+    def describe(self, node: ir.Node) -> None:
+        """Set the types and shapes of a node's outputs."""
+        schema = find_schema(node.op_type, self._opset, node.domain)
+        if schema is None:
+            return
+        seen = self._seen
+        signature = _signature(node)
+        if signature is not None and signature in seen:
+            for value, (dtype, shape) in zip(node.outputs, seen[signature]):
+                if dtype is not None:
+                    value.type, value.shape = ir.TensorType(dtype), None if shape is None else ir.Shape(shape)
+            return
+        types: dict[str, onnx.TypeProto] = {}
+        data: dict[str, onnx.TensorProto] = {}
+        captured = captured_values(node) if subgraphs_of(node) else []
+        for value in (*node.inputs, *captured):
+            if value is None or value.type is None:
+                continue
+            types[value.name or ""] = type_proto(value)
+            tensor = value.const_value
+            if tensor is not None and tensor.size <= SMALL and not value.is_graph_input():
+                data[value.name or ""] = ir.serde.serialize_tensor(tensor)
+        try:
+            inferred = onnx.shape_inference.infer_node_outputs(
+                schema,
+                ir.serde.serialize_node(node),
+                types,
+                data,
+                opset_imports=[onnx.helper.make_opsetid("", self._opset)],
+                ir_version=10,
+            )
+        except Exception as error:
+            raise ModelError(f"cannot build {node.op_type} '{node.name}': {error}".strip()) from error
+        for value in node.outputs:
+            found = inferred.get(value.name or "")
+            if found is not None:
+                value.type = ir.serde.deserialize_type_proto_for_type(found)
+                value.shape = ir.serde.deserialize_type_proto_for_shape(found)
+                _forget_unnamed_symbols(value)
+                if node.attributes.get_int("ceil_mode", 0) and value.shape is not None:
+                    # inference counts windows that start in the padding, which the runtime leaves out
+                    value.shape = ir.Shape([*value.shape[:2], *[None] * (value.shape.rank() - 2)])
+        if signature is not None and all(
+            v.type is None or type(v.type) is ir.TensorType for v in node.outputs
+        ):
+            seen[signature] = [
+                (v.dtype, None if v.shape is None else tuple(v.shape))
+                if (v.name or "") in inferred
+                else (None, None)
+                for v in node.outputs
+            ]
+
+
+@functools.cache
+def find_schema(op_type: str, opset: int, domain: str) -> onnx.defs.OpSchema | None:
+    """The schema of an operator in an opset; None for other domains."""
+    if domain not in ("", "ai.onnx"):
+        return None
+    try:
+        return onnx.defs.get_schema(op_type, opset, domain)
+    except onnx.defs.SchemaError:
+        raise ModelError(f"operator {op_type} does not exist in opset {opset}") from None
+
+
+def _signature(node: ir.Node) -> tuple | None:
+    """All that inference looks at; None where that is too much to compare."""
+    attrs = attributes_key(node.attributes)
+    if attrs is None:
+        return None
+    inputs = []
+    for value in node.inputs:
+        if value is None or value.type is None:
+            inputs.append(None)
+            continue
+        if type(value.type) is not ir.TensorType:
+            return None
+        shape = value.shape
+        dims = None if shape is None else tuple(d if isinstance(d, int) else d.value for d in shape)
+        tensor = value.const_value
+        known = tensor is not None and tensor.size <= SMALL and not value.is_graph_input()
+        inputs.append((value.type.dtype, dims, tensor.tobytes() if known and tensor is not None else None))
+    return (node.op_type, node.domain, attrs, tuple(inputs), tuple(bool(v.name) for v in node.outputs))
+
+
+def _forget_unnamed_symbols(value: ir.Value) -> None:
+    """Symbols that inference invents per call (`unk__0`) repeat between calls and so mean nothing."""
+    if value.shape is None:
+        return
+    dims = [
+        None if isinstance(dim, ir.SymbolicDim) and (dim.value or "").startswith("unk__") else dim
+        for dim in value.shape
+    ]
+    value.shape = ir.Shape(dims)

@@ -1,0 +1,117 @@
+"""What can be said of a node without its graph: bodies, captured values, types, and what it computes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import onnx
+import onnx_ir as ir
+
+__all__ = [
+    "RANDOM",
+    "SMALL",
+    "attributes_key",
+    "captured_values",
+    "computation_key",
+    "key_of",
+    "subgraphs_of",
+    "type_proto",
+]
+
+# Operators that give other results each time they run.
+RANDOM = frozenset(
+    {
+        "RandomNormal",
+        "RandomNormalLike",
+        "RandomUniform",
+        "RandomUniformLike",
+        "Bernoulli",
+        "Multinomial",
+        "Dropout",
+    }
+)
+# Tensors up to this many elements are compared by content, and told to shape inference.
+SMALL = 256
+
+
+def subgraphs_of(node: ir.Node) -> list[ir.Graph]:
+    """The graphs held by a node's attributes: bodies of If, Loop and Scan."""
+    graphs: list[ir.Graph] = []
+    for attr in node.attributes.values():
+        if attr.type == ir.AttributeType.GRAPH:
+            graphs.append(attr.as_graph())
+        elif attr.type == ir.AttributeType.GRAPHS:
+            graphs.extend(attr.as_graphs())
+    return graphs
+
+
+def captured_values(node: ir.Node) -> list[ir.Value]:
+    """Values of the graphs around a node that the bodies in its attributes read, each once, in order."""
+    captured: dict[ir.Value, None] = {}
+
+    def visit(graph: ir.Graph, inside: set[ir.Value]) -> None:
+        own = inside | set(graph.inputs) | set(graph.initializers.values())
+        for inner in graph:
+            for value in inner.inputs:
+                if value is not None and value not in own:
+                    captured.setdefault(value)
+            for nested in subgraphs_of(inner):
+                visit(nested, own)
+            own.update(inner.outputs)
+        for value in graph.outputs:
+            if value not in own:
+                captured.setdefault(value)
+
+    for graph in subgraphs_of(node):
+        visit(graph, set())
+    return list(captured)
+
+
+def type_proto(value: ir.Value) -> onnx.TypeProto:
+    """The type of a value, with its shape, as ONNX writes it."""
+    proto = onnx.TypeProto()
+    if value.type is not None:
+        ir.serde.serialize_type_into(proto, value.type)
+    if value.shape is not None:
+        ir.serde.serialize_shape_into(proto, value.shape)
+    return proto
+
+
+def computation_key(node: ir.Node) -> tuple | None:
+    """Equal for two nodes that compute the same thing; None where that cannot be said."""
+    return key_of(node.op_type, node.domain, node.inputs, node.attributes, len(node.outputs))
+
+
+def key_of(
+    op_type: str, domain: str, inputs: Sequence[ir.Value | None], attributes: Any, outputs: int
+) -> tuple | None:
+    """What makes two nodes compute the same thing; None where that cannot be said."""
+    if op_type in RANDOM:
+        return None
+    attrs = attributes_key(attributes)
+    return None if attrs is None else (op_type, domain, tuple(id(v) for v in inputs), attrs, outputs)
+
+
+def attributes_key(attributes: Any) -> tuple | None:
+    """Attributes as something to compare; None where they hold graphs or much data."""
+    attrs = []
+    for name, attr in attributes.items():
+        if attr.type in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS) or attr.is_ref():
+            return None
+        value = attr.value
+        if attr.type == ir.AttributeType.TENSOR:
+            if value.size > SMALL:
+                return None
+            value = (value.dtype, tuple(value.shape), value.tobytes())
+        elif attr.type == ir.AttributeType.TYPE_PROTO:
+            value = str(value)
+        elif isinstance(value, list):
+            value = tuple(value)
+        attrs.append((name, value))
+    try:
+        key = tuple(sorted(attrs))
+        hash(key)
+    except TypeError:
+        return None
+    return key
