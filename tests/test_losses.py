@@ -55,6 +55,7 @@ class Case:
     differentiable: int = 1
     reductions: tuple[str, ...] = REDUCTIONS
     dynamic: bool = True
+    time_first: bool = False
 
 
 def weighted(array: np.ndarray) -> dict[str, Any]:
@@ -87,7 +88,7 @@ def torch_ctc_of_logits(logits: torch.Tensor, *rest: torch.Tensor, **options: An
 
 
 def ctc_case(name: str, inputs: list[np.ndarray], **options: Any) -> Case:
-    return Case(name, ctc_of_logits, torch_ctc_of_logits, inputs, options)
+    return Case(name, ctc_of_logits, torch_ctc_of_logits, inputs, options, time_first=True)
 
 
 def ctc_inputs(targets: list[list[int]], frames: list[int], *, longest: int = 12) -> list[np.ndarray]:
@@ -226,7 +227,9 @@ def model_of(case: Case, reduction: str) -> tuple[Any, list[str]]:
     values = []
     for index, array in enumerate(case.inputs):
         dims: list[int | str] = list(array.shape)
-        if case.dynamic and dims:
+        if case.time_first and index == 0:
+            dims[:2] = ["time", "batch"]
+        elif case.dynamic and dims:
             dims[0] = "batch"
         values.append(op.input(f"x{index}", ir.DataType.from_numpy(array.dtype), dims))
     loss = op.Identity(case.loss(op, *values, reduction=reduction, **case.options))
