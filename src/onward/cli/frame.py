@@ -114,12 +114,12 @@ class Output:
         if self.as_json:
             print(json.dumps(document, indent=2, default=_plain))
 
-    def fail(self, message: str, hint: str) -> None:
+    def fail(self, message: str, hint: str, *, label: str = "error: ") -> None:
         """An error, in one line and a hint."""
         if self.as_json:
             print(json.dumps({"error": message, "hint": hint}))
             return
-        print(f"error: {message}", file=sys.stderr)
+        print(f"{label}{message}", file=sys.stderr)
         if hint:
             print(f"hint: {hint}", file=sys.stderr)
 
@@ -159,7 +159,7 @@ def command(function: Callable[..., Any]) -> Callable[..., Any]:
         except (typer.Exit, typer.Abort):
             raise
         except KeyboardInterrupt as stop:
-            output.fail(str(stop) or "interrupted", "")
+            output.fail(str(stop) or "interrupted", "", label="")
             raise typer.Exit(130) from None
         except Exception as error:
             if debug:
