@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from onward import api, artifacts, distributed, export, onnxblock, optim
+    from onward import api, artifacts, distributed, export, lora, onnxblock, optim
     from onward.artifacts import build_artifacts, generate_artifacts
     from onward.autodiff.check import check_gradient
     from onward.autodiff.differentiate import gradient
@@ -29,11 +29,12 @@ __all__ = [
     "generate_artifacts",
     "gradient",
     "load",
+    "lora",
     "onnxblock",
     "optim",
 ]
 
-_MODULES = frozenset({"api", "artifacts", "distributed", "export", "onnxblock", "optim"})
+_MODULES = frozenset({"api", "artifacts", "distributed", "export", "lora", "onnxblock", "optim"})
 _ATTRIBUTES = {
     "OnwardError": "onward.errors",
     "Trainer": "onward.trainer",

@@ -56,7 +56,11 @@ def coverage() -> list[Coverage]:
     return rows
 
 
-_REASONS: dict[str, str] = {}
+_REASONS = {
+    "ConvInteger": "integers in, integers out: quantize with QuantizeLinear and Conv, or after training",
+    "QLinearConv": "integers in, integers out: quantize with QuantizeLinear and Conv, or after training",
+    "QLinearMatMul": "integers in, integers out: quantize with QuantizeLinear and MatMul, or after training",
+}
 
 
 def summary() -> str:
