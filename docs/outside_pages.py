@@ -27,5 +27,9 @@ def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
     for source, name in OUTSIDE.items():
         markdown = markdown.replace(f"](../{source})", f"]({name})")
     if page.file.src_uri in OUTSIDE.values():  # written for the repository's root
-        markdown = markdown.replace("](docs/", "](").replace("[Apache-2.0](LICENSE)", "Apache-2.0")
+        markdown = (
+            markdown.replace("](docs/", "](")
+            .replace("](CHANGELOG.md)", "](changes.md)")
+            .replace("[Apache-2.0](LICENSE)", "Apache-2.0")
+        )
     return markdown

@@ -174,3 +174,9 @@ def test_a_name_that_is_not_there_is_refused() -> None:
 
 def test_the_changelog_knows_this_version() -> None:
     assert f"## {version()}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+
+
+def test_a_tag_names_the_version() -> None:
+    """A release is a tag `v<version>` on the commit whose files say that version."""
+    done = subprocess.run(["git", "tag", "--points-at", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    assert {tag for tag in done.stdout.split() if tag.startswith("v")} <= {f"v{version()}"}

@@ -80,10 +80,11 @@ def _checkpoint(source: Path, target: Path, *, into: Path | None, freeze: list[s
 
 def _artifacts(output: Output, source: Path, target: Path) -> dict[str, Any]:
     """Artifacts of the original: its eval model has the forward graph and the loss, the rest is made anew."""
-    import onnx
+    import onnx_ir as ir
 
     from onward import checkpoint
     from onward.artifacts import generate_artifacts
+    from onward.graph.load import load_model
 
     model, state = source / "eval_model.onnx", source / "checkpoint"
     missing = [path.name for path in (model, state) if not path.is_file()]
@@ -96,32 +97,29 @@ def _artifacts(output: Output, source: Path, target: Path) -> dict[str, Any]:
         data = checkpoint.load(state)
     if data.nominal:
         raise CommandError(f"'{state}' is nominal: it has no values", "convert the full checkpoint")
-    try:
-        proto = onnx.load(str(model))
-    except Exception as error:
-        raise CommandError(f"'{model}' is not an ONNX model", "is the file whole?") from error
+    forward = load_model(model)
+    graph = forward.graph
     values = data.parameters()
-    inputs = [value for value in proto.graph.input if value.name not in values]
-    known = {value.name for value in proto.graph.input}
+    known = {value.name for value in graph.inputs}
     strangers = [name for name in values if name not in known]
     if strangers:
         raise CommandError(
             f"the checkpoint has '{strangers[0]}', which the eval model does not take",
             "do both files belong together?",
         )
-    del proto.graph.input[:]
-    proto.graph.input.extend(inputs)
-    for name, array in values.items():
-        proto.graph.initializer.append(onnx.numpy_helper.from_array(array, name))  # type: ignore[arg-type]
+    for value in [value for value in graph.inputs if value.name in values]:
+        graph.inputs.remove(value)
+        value.const_value = ir.tensor(values[value.name or ""], name=value.name)  # type: ignore[arg-type]
+        graph.register_initializer(value)
     optimizer = _optimizer(source / "optimizer_model.onnx")
     generate_artifacts(
-        proto,
+        ir.to_proto(forward),
         requires_grad=list(data.trainable),
         frozen_params=list(data.frozen),
         loss=None,
         optimizer=optimizer,
         artifact_directory=target,
-        additional_output_names=[value.name for value in proto.graph.output[1:]] or None,
+        additional_output_names=[value.name or "" for value in graph.outputs[1:]] or None,
     )
     if data.optimizer or data.properties:  # momenta and properties go on where they stopped
         made = checkpoint.load(target / "checkpoint")
