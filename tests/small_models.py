@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import onnx
 import onnx.parser
+import onnxruntime as ort
 
 from onward.api import CheckpointState, Module, Optimizer
 from onward.artifacts import LossType, OptimType, generate_artifacts
@@ -84,11 +85,20 @@ def write_normalized(folder: Path, **options: Any) -> Path:
     return folder
 
 
+def one_thread() -> ort.SessionOptions:
+    """Threads that wait for work in a loop cost more than they give, for models of this size."""
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = 1
+    options.log_severity_level = 3
+    return options
+
+
 def load(
     folder: Path, checkpoint: str | Path = "checkpoint", **options: Any
 ) -> tuple[CheckpointState, Module]:
     """The state and a module with its eval model."""
     state = CheckpointState.load_checkpoint(folder / checkpoint)
+    options.setdefault("session_options", one_thread())
     return state, Module(folder / "training_model.onnx", state, folder / "eval_model.onnx", **options)
 
 

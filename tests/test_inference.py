@@ -10,7 +10,6 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
-from small_models import batch, load, start, with_weights, write_classifier, write_normalized
 
 from onward import inference
 from onward.api import CheckpointState, Module
@@ -18,6 +17,7 @@ from onward.artifacts import LossType, generate_artifacts
 from onward.errors import ExportError, ModelError, OnwardError, ParityError
 from onward.export import for_inference
 from onward.graph import save
+from small_models import batch, load, start, with_weights, write_classifier, write_normalized
 
 
 @pytest.fixture(scope="module")
@@ -345,19 +345,25 @@ def test_wrong_requests_are_refused(folder: Path, tmp_path: Path) -> None:
     state = CheckpointState.load_checkpoint(folder / "trained")
     without = Module(folder / "training_model.onnx", state)
     _, nominal = load(folder, "nominal_checkpoint")
-    unknown = "Expected graph output for inference graph score could not be found. Please regenerate the eval graph."
+    unknown = (
+        "Expected graph output for inference graph score could not be found. Please regenerate the eval graph."
+        " Did you mean 'scores'"
+    )
+    empty, load_first = "Expected a non empty vector of graph output names", "Please load the model parameters first."
+    evaluation, trained = folder / "eval_model.onnx", folder / "trained"
+    bad = {"x": np.zeros((2, 5), np.float32)}
+    export = module.export_model_for_inferencing
     cases: list[tuple[Any, type[Exception], str]] = [
-        (lambda: module.export_model_for_inferencing(path, []), ModelError, "Expected a non empty vector of graph output names"),
-        (lambda: module.export_model_for_inferencing(path, "scores"), ModelError, "a list with at least one name"),
-        (lambda: module.export_model_for_inferencing(path, ["score"]), ModelError, unknown + " Did you mean 'scores'"),
+        (lambda: export(path, []), ModelError, empty),
+        (lambda: export(path, "scores"), ModelError, "a list with at least one name"),
+        (lambda: export(path, ["score"]), ModelError, unknown),
         (lambda: without.export_model_for_inferencing(path, ["scores"]), ModelError,
          "Eval model was not provided. Cannot export a model for inferencing."),
-        (lambda: nominal.export_model_for_inferencing(path, ["scores"]), OnwardError, "Please load the model parameters first."),
-        (lambda: for_inference(folder / "eval_model.onnx", folder / "nominal_checkpoint", ["scores"], path), OnwardError,
-         "Please load the model parameters first."),
-        (lambda: for_inference(folder / "eval_model.onnx", folder / "trained", ["scores"], path,
-                               inputs={"x": np.zeros((2, 5), np.float32)}), ExportError, "does not run on the given inputs"),
-        (lambda: for_inference(folder / "nowhere.onnx", folder / "trained", ["scores"], path), ModelError, "no model file at"),
+        (lambda: nominal.export_model_for_inferencing(path, ["scores"]), OnwardError, load_first),
+        (lambda: for_inference(evaluation, folder / "nominal_checkpoint", ["scores"], path), OnwardError, load_first),
+        (lambda: for_inference(evaluation, trained, ["scores"], path, inputs=bad), ExportError,
+         "does not run on the given inputs"),
+        (lambda: for_inference(folder / "nowhere.onnx", trained, ["scores"], path), ModelError, "no model file at"),
     ]  # fmt: skip
     for use, error, message in cases:
         with pytest.raises(error) as raised:
