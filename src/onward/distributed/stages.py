@@ -105,22 +105,18 @@ def _stage_models(model: ir.Model, split: Split, results: Sequence[Sequence[str]
         received, sent = split.received[stage], split.sent[stage]
         made = [name for name in sent if name not in received]
         outputs = [*results[stage], *made]
-        if not outputs:  # it only passes on what it received
-            outputs = received[:1]
-        part = extract(model, inputs=received, outputs=outputs)
-        for value in part.graph.outputs:
-            if value.is_graph_input():
-                raise DistributedError(f"Stage {stage} was not assigned to any node that the loss needs.")
+        # an evaluation stage may have nothing to do but to pass on what it received
+        part = ir.to_proto(extract(model, inputs=received, outputs=outputs)) if outputs else onnx.ModelProto()
         types = {name: values[name].dtype for name in [*received, *sent]}
         for name, kind in types.items():
             if kind is None:
                 raise DistributedError(f"Invalid cut point. '{name}' crosses it and its type is not known")
         found.append(
             StageModel(
-                ir.to_proto(part),
+                part,
                 received,
                 sent,
-                [*results[stage], *made],
+                outputs,
                 {name: np.dtype(kind.numpy()) for name, kind in types.items() if kind is not None},
             )
         )
@@ -220,6 +216,8 @@ class StageStep(TrainingStep):
     def evaluate(self, given: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """The evaluation model's part of this stage."""
         assert self.evaluation is not None
+        if not self.evaluation.made:
+            return {}
         if self._eval_session is None:
             self._eval_session = self._session(self.evaluation.model)
         return self._run(
