@@ -137,6 +137,8 @@ export abstract class LRScheduler {
   abstract factor(step: number): number;
   step(): void;
   rate(step: number): number;
+  /** Set the optimizer's rate; a subclass does it at the end of its constructor. */
+  apply(): void;
 }
 export class LinearLRScheduler extends LRScheduler {
   constructor(optimizer: Optimizer, warmupStepCount: number, totalStepCount: number, initialLr: number);

@@ -264,6 +264,12 @@ export class Module {
     return session;
   }
 
+  /** Multiply the accumulated gradients. @param {number} factor */
+  _scaleGradients(factor) {
+    const { vector } = this._gradients;
+    for (let i = 0; i < vector.length; i++) vector[i] *= factor;
+  }
+
   /** Something is not finite: nothing may be updated from this step. @param {string} problem */
   _refuse(problem) {
     this._invalid = problem;

@@ -1,9 +1,10 @@
 /**
  * Learning-rate schedules: a factor for each step, times the initial rate. A new one is a subclass with
- * `factor`. Their progress is part of the checkpoint, under the names that Python gives them.
+ * `factor` whose constructor ends with `apply()`. Their progress is part of the checkpoint, under the names that
+ * Python gives them.
  */
 
-/** Sets the optimizer's rate to initialLr·factor(step); the constructor sets that of step 0. */
+/** Sets the optimizer's rate to initialLr·factor(step), beginning with that of step 0. */
 export class LRScheduler {
   /**
    * @param {import("./optimizer.js").Optimizer} optimizer @param {number} initialLr
@@ -40,7 +41,7 @@ export class LRScheduler {
   /** Go one step on; call it after `optimizer.step()`. */
   step() {
     this._step += 1;
-    this._apply();
+    this.apply();
   }
 
   /** The learning rate at a step. @param {number} step */
@@ -54,7 +55,8 @@ export class LRScheduler {
     return `{"kind": ${JSON.stringify(this.kind)}, "step": ${this._step}}`;
   }
 
-  _apply() {
+  /** Set the optimizer's rate to that of the present step; a subclass does it at the end of its constructor. */
+  apply() {
     this._optimizer.setLearningRate(this.rate(this._step));
   }
 
@@ -73,7 +75,7 @@ export class LinearLRScheduler extends LRScheduler {
     const total = positive("totalStepCount", totalStepCount);
     super(optimizer, initialLr, { warmupStepCount });
     this._total = total;
-    this._apply();
+    this.apply();
   }
 
   get kind() {
@@ -91,7 +93,7 @@ export class ConstantLRScheduler extends LRScheduler {
   /** @param {Optimizer} optimizer @param {number} initialLr @param {{warmupStepCount?: number}} [options] */
   constructor(optimizer, initialLr, options) {
     super(optimizer, initialLr, options);
-    this._apply();
+    this.apply();
   }
 
   get kind() {
@@ -112,7 +114,7 @@ export class StepLRScheduler extends LRScheduler {
     super(optimizer, initialLr, { warmupStepCount });
     this._size = size;
     this._gamma = gamma;
-    this._apply();
+    this.apply();
   }
 
   get kind() {
@@ -133,7 +135,7 @@ export class CosineLRScheduler extends LRScheduler {
     super(optimizer, initialLr, { warmupStepCount });
     this._total = total;
     this._final = finalFactor;
-    this._apply();
+    this.apply();
   }
 
   get kind() {
@@ -155,7 +157,7 @@ export class PolynomialLRScheduler extends LRScheduler {
     this._total = total;
     this._power = power;
     this._final = finalFactor;
-    this._apply();
+    this.apply();
   }
 
   get kind() {
@@ -177,7 +179,7 @@ export class OneCycleLRScheduler extends LRScheduler {
     super(optimizer, maxLr);
     this._total = total;
     this._options = { pctStart, divFactor, finalDivFactor };
-    this._apply();
+    this.apply();
   }
 
   get kind() {

@@ -3,6 +3,7 @@
  * between steps the browser gets its turn.
  */
 import { Batches, randomNumbers, shuffleInPlace } from "./batches.js";
+import { sizeOf } from "./checkpoint/dtypes.js";
 import { Module } from "./module.js";
 import { Optimizer } from "./optimizer.js";
 import { readHead } from "./runtime/protobuf.js";
@@ -140,22 +141,26 @@ export class Trainer {
     const batches = data instanceof Batches ? data : new Batches(data, this.module._plan.inputs, { batchSize });
     const before = this.module.training;
     const wantsAccuracy = this._settings.metrics.includes("accuracy");
-    let total = 0;
-    let right = 0;
+    const sum = { loss: 0, weight: 0, right: 0, labels: 0 };
     this.module.eval();
     try {
       for (const batch of batches.epoch()) {
         const { loss, outputs } = await this.module.run(...batch);
-        const size = batch[0].dims[0];
-        total += loss * size;
-        if (wantsAccuracy) right += countRight(this.module, outputs, batch);
+        const weight = batchWeight(this.module._plan, batch);
+        if (weight) sum.loss += loss * weight; // without a label that counts there is no loss
+        sum.weight += weight;
+        if (wantsAccuracy) {
+          const { right, labels } = countRight(this.module._plan, outputs, batch);
+          sum.right += right;
+          sum.labels += labels;
+        }
         await this._yield();
       }
     } finally {
       this.module.train(before);
     }
-    const figures = { loss: total / batches.samples };
-    return wantsAccuracy ? { ...figures, accuracy: right / batches.samples } : figures;
+    const figures = { loss: sum.loss / sum.weight };
+    return wantsAccuracy ? { ...figures, accuracy: sum.right / sum.labels } : figures;
   }
 
   /** The numbers below `count` in an order that depends on the seed alone. @param {number} count */
@@ -174,20 +179,26 @@ export class Trainer {
   /** @param {Batches} batches @param {import("./schedulers.js").LRScheduler} scheduler */
   async _runEpoch(batches, scheduler) {
     const started = performance.now();
-    const { accumulation } = this._settings;
-    /** @type {number[]} */
+    const plan = this.module._plan;
+    /** @type {{loss: number, weight: number}[]} batches whose gradients are added up at the moment */
     let window = [];
-    let total = 0;
-    let seen = 0;
-    let samples = 0;
+    const epoch = { loss: 0, weight: 0, batches: 0, samples: 0 };
     this.module.train();
     for (const batch of batches.epoch(this.epoch)) {
-      const { loss } = await this.module.run(...batch);
-      window.push(loss);
-      total += loss;
-      seen += 1;
-      samples += batch[0].dims[0];
-      if (window.length < accumulation && seen < batches.count) continue;
+      const weight = batchWeight(plan, batch);
+      epoch.batches += 1;
+      epoch.samples += batch[0].dims[0];
+      if (weight) {
+        const last = window.at(-1)?.weight ?? weight;
+        // each sample counts the same: what is there counts in units of the next batch
+        if (last !== weight) this.module._scaleGradients(last / weight);
+        const { loss } = await this.module.run(...batch);
+        window.push({ loss, weight });
+        epoch.loss += loss * weight;
+        epoch.weight += weight;
+      }
+      const full = window.length >= this._settings.accumulation || epoch.batches === batches.count;
+      if (!full || !window.length) continue;
       const row = await this._update(window, scheduler);
       window = [];
       this.history.steps.push(row);
@@ -197,20 +208,22 @@ export class Trainer {
     }
     const seconds = (performance.now() - started) / 1000;
     return {
-      epoch: this.epoch + 1, step: this.step, loss: total / seen, learningRate: this.optimizer.getLearningRate(),
-      seconds, samplesPerSecond: samples / Math.max(seconds, 1e-9),
+      epoch: this.epoch + 1, step: this.step, loss: epoch.loss / epoch.weight,
+      learningRate: this.optimizer.getLearningRate(), seconds,
+      samplesPerSecond: epoch.samples / Math.max(seconds, 1e-9),
     };
   }
 
-  /** @param {number[]} window @param {import("./schedulers.js").LRScheduler} scheduler */
+  /** @param {{loss: number, weight: number}[]} window @param {import("./schedulers.js").LRScheduler} scheduler */
   async _update(window, scheduler) {
     const learningRate = this.optimizer.getLearningRate();
-    this.optimizer.gradientScale = 1 / window.length;
+    const weight = window.reduce((sum, part) => sum + part.weight, 0);
+    this.optimizer.gradientScale = window[window.length - 1].weight / weight;
     await this.optimizer.step();
     this.module.lazyResetGrad();
     scheduler.step();
     this.step += 1;
-    const loss = window.reduce((sum, value) => sum + value, 0) / window.length;
+    const loss = window.reduce((sum, part) => sum + part.loss * part.weight, 0) / weight;
     return { step: this.step, epoch: this.epoch + 1, loss, learningRate, gradientNorm: this.optimizer.gradientNorm };
   }
 
@@ -264,21 +277,41 @@ async function scoreOutputs(files, { metrics = [] }) {
   return names.slice(0, 1);
 }
 
-/** @param {Module} module @param {Record<string, {data: any, dims: number[]}>} outputs @param {any[]} batch */
-function countRight(module, outputs, batch) {
-  const plan = /** @type {any} */ (module._files.evaluation).plan;
-  const scores = Object.values(outputs)[0];
-  const label = plan.labels[0];
-  if (!scores || !label) throw new RangeError("accuracy needs a model that gives scores and takes class numbers");
+/**
+ * How many terms the mean of a batch's loss has: labels that are not ignored, or samples.
+ * @param {import("./runtime/plan.js").Plan} plan @param {any[]} batch
+ */
+function batchWeight(plan, batch) {
+  const [label] = plan.labels;
+  if (!label) return batch[0].dims[0];
   const labels = batch[label.index].data;
-  const width = scores.dims[scores.dims.length - 1];
-  let right = 0;
-  for (let row = 0; row < labels.length; row++) {
+  if (label.ignored === undefined) return labels.length;
+  return labels.reduce((/** @type {number} */ n, /** @type {any} */ v) => n + Number(Number(v) !== label.ignored), 0);
+}
+
+/**
+ * How many labels have the highest score, of those that are not ignored. Classes are the last axis of the scores,
+ * or the second one.
+ * @param {import("./runtime/plan.js").Plan} plan @param {Record<string, {data: any, dims: number[]}>} outputs
+ * @param {any[]} batch
+ */
+function countRight(plan, outputs, batch) {
+  const [scores] = Object.values(outputs);
+  const [label] = plan.labels;
+  if (!scores || !label) throw new RangeError("accuracy needs a model that gives scores and takes class numbers");
+  const { dims, data } = scores;
+  const axis = dims[dims.length - 1] === label.classes ? dims.length - 1 : 1;
+  const stride = sizeOf(dims.slice(axis + 1));
+  const found = { right: 0, labels: 0 };
+  batch[label.index].data.forEach((/** @type {any} */ value, /** @type {number} */ place) => {
+    if (Number(value) === label.ignored) return;
+    const start = Math.floor(place / stride) * stride * label.classes + (place % stride);
     let best = 0;
-    for (let column = 1; column < width; column++) {
-      if (scores.data[row * width + column] > scores.data[row * width + best]) best = column;
+    for (let k = 1; k < label.classes; k++) {
+      if (data[start + k * stride] > data[start + best * stride]) best = k;
     }
-    if (best === Number(labels[row])) right += 1;
-  }
-  return right;
+    found.labels += 1;
+    found.right += Number(best === Number(value));
+  });
+  return found;
 }

@@ -157,6 +157,26 @@ window.harness = {
     return taken;
   },
 
+  /** The rates of a schedule. */
+  rates({ kind, given, count }) {
+    const extras = new Map();
+    const optimizer = { _module: { _state: { _data: { extras } } }, setLearningRate: () => {} };
+    const schedule = new onward[kind](optimizer, ...given);
+    return Array.from({ length: count }, (_, step) => schedule.rate(step));
+  },
+
+  /** A whole run without shuffling. */
+  async fit({ name, options, samples, ...given }) {
+    const files = { training: `${name}/training_model.onnx`, eval: `${name}/eval_model.onnx`,
+      optimizer: `${name}/optimizer_model.onnx`, checkpoint: `${name}/checkpoint` };
+    const trainer = await onward.Trainer.create(files, { ...options, metrics: "auto" });
+    const [x, labels] = (await data(name))(0, samples);
+    const set = { x, labels: { data: labels, dims: [samples] } };
+    await trainer.fit(set, set, { shuffle: false, ...given });
+    await trainer.release();
+    return trainer.history;
+  },
+
   /** A few steps with WebGPU chosen, and what they ran on. `hidden` pretends that the browser has none. */
   async webgpu({ name, count, hidden }) {
     if (hidden) Object.defineProperty(navigator, "gpu", { value: undefined, configurable: true });
