@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -68,12 +69,9 @@ def whole(artifacts: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[di
 
 
 def stop(artifacts: Path, output: Path, step: int, how: str, **options: Any) -> None:
-    try:
-        make(artifacts, output, callbacks=[StopAt(step, how)], **options).fit(
-            data(), data(1), resume=True, **FIT
-        )
-    except (Stop, KeyboardInterrupt):
-        pass
+    trainer = make(artifacts, output, callbacks=[StopAt(step, how)], **options)
+    with contextlib.suppress(Stop, KeyboardInterrupt):
+        trainer.fit(data(), data(1), resume=True, **FIT)
 
 
 def timeless(rows: list[dict]) -> list[dict]:
