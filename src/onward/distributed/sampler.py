@@ -19,7 +19,7 @@ class ShardedSampler:
 
     >>> sampler = ShardedSampler(5, batch_size=4, shuffle=False)
     >>> [indices.tolist() for indices in sampler.epoch(0, rank=1, world=2)]
-    [[2, 3], []]
+    [[2, 3], [4]]
     """
 
     def __init__(
