@@ -63,6 +63,30 @@ def test_artifacts_follow_patterns(place: Path, run: Any) -> None:
     assert (found["trainable"], found["frozen"]) == (["w1", "w2"], ["b1", "b2"])
 
 
+def test_weights_in_constant_nodes_train_too(place: Path, run: Any) -> None:
+    model = onnx.parser.parse_model("""<ir_version: 10, opset_import: ["": 18]>
+        net (float[n, 2] x) => (float[n, 1] y) {
+            w = Constant <value = float[2, 1] {1, 2}> ()  half = Constant <value = float {0.5}> ()
+            a = MatMul (x, w)  y = Mul (a, half) }""")
+    onnx.save(model, "constants.onnx")
+    assert run("artifacts", "constants.onnx", "-l", "mse", "--json").json["trainable"] == ["w"]
+
+
+def test_a_loss_after_a_softmax_is_remarked_upon(place: Path, run: Any) -> None:
+    model = onnx.load("model.onnx")
+    model.graph.node.append(onnx.helper.make_node("Softmax", ["scores"], ["probabilities"]))
+    model.graph.output[0].name = "probabilities"
+    onnx.save(model, "model.onnx")
+    assert "add --loss-input scores" in run("artifacts", "model.onnx", "-l", "cross-entropy").stderr
+    assert "add --loss-input scores" in run("check", "model.onnx", "-l", "cross-entropy", "--steps", 0).stderr
+    mended = run(
+        "artifacts", "model.onnx", "-l", "cross-entropy", "--loss-input", "scores", "-o", "mended", "--json"
+    )
+    assert mended.json["remark"] is None
+    run("train", "mended", "-d", "data.npz", "-e", 2)
+    assert run("deploy", "run", "m.onnx", "--json").json["outputs"] == ["probabilities"]
+
+
 BAD_ARTIFACTS = [
     (["nowhere.onnx", "-l", "mse"], 1, "no model at 'nowhere.onnx'"),
     (["data.npz", "-l", "mse"], 1, "is not an ONNX model"),

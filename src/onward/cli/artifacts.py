@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from onward.cli.advice import advice
 from onward.cli.choices import LossChoice, OptimizerChoice, loss_of, optimizer_of
 from onward.cli.frame import CommandError, Output, command, examples, human_size
 from onward.cli.parameters import choose_parameters
@@ -76,6 +77,9 @@ def artifacts(
     from onward.artifacts import generate_artifacts
 
     choice = choose_parameters(model, train=train or (), freeze=freeze or ())
+    remark = advice(model, loss, loss_input or ())
+    if remark:
+        output.note(remark)
     trainable = choice.trainable
     options: dict[str, Any] = {}
     if lora is not None:
@@ -95,15 +99,28 @@ def artifacts(
             artifact_directory=directory,
             prefix=prefix,
             ort_format=ort_format,
-            additional_output_names=extra_output or None,
+            additional_output_names=_extra_outputs(model, loss_input or [], extra_output or []) or None,
             nominal_checkpoint=nominal,
             loss_input_names=loss_input or None,
             **options,
         )
-    _report(output, directory, prefix, str(loss))
+    _report(output, directory, prefix, str(loss), remark)
 
 
-def _report(output: Output, directory: Path, prefix: str, loss: str) -> None:
+def _extra_outputs(model: Path, loss_input: list[str], wanted: list[str]) -> list[str]:
+    """The values to return beside the loss: with a loss inside the graph, also the model's own outputs.
+
+    Nothing else would need them, and they would be gone when the trained model is deployed.
+    """
+    import onnx
+
+    if not loss_input:
+        return wanted
+    outputs = [value.name for value in onnx.load(str(model), load_external_data=False).graph.output]
+    return [*wanted, *(name for name in outputs if name not in {*wanted, *loss_input})]
+
+
+def _report(output: Output, directory: Path, prefix: str, loss: str, remark: str | None) -> None:
     from onward import checkpoint
 
     state = checkpoint.load(directory / f"{prefix}checkpoint")
@@ -123,6 +140,7 @@ def _report(output: Output, directory: Path, prefix: str, loss: str) -> None:
             "directory": directory,
             "files": sizes,
             "loss": loss,
+            "remark": remark,
             "trainable": list(state.trainable),
             "frozen": list(state.frozen),
             "trainable_values": trained,

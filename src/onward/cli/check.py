@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from onward.cli.advice import advice
 from onward.cli.artifacts import Freeze, Loss, Model, Optimizer, Train
 from onward.cli.choices import OptimizerChoice, loss_of, optimizer_of
 from onward.cli.frame import CommandError, Output, command, examples, human_size
@@ -45,6 +46,9 @@ def check(
     from onward.errors import UnsupportedOps
 
     choice = choose_parameters(model, train=train or (), freeze=freeze or ())
+    remark = advice(model, loss)
+    if remark:
+        output.note(remark)
     started = time.perf_counter()
     try:
         with output.working("differentiating"):
@@ -84,7 +88,7 @@ def check(
     output.line("yes: every operator between the loss and the parameters has a gradient")
     output.table("", ["", ""], rows)
     output.result(
-        {"trainable": True, "batch_size": batch_size, "build_seconds": seconds, **sizes,
+        {"trainable": True, "remark": remark, "batch_size": batch_size, "build_seconds": seconds, **sizes,
          "seconds_per_step": measured["seconds"], "measurement": measured["note"]}
     )  # fmt: skip
     return 0

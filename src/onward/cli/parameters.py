@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from onward.cli.frame import CommandError
 
@@ -74,7 +75,7 @@ def choose_parameters(model: Path, *, train: Sequence[str] = (), freeze: Sequenc
         ]
         trainable = [
             tensor.name
-            for tensor in proto.graph.initializer
+            for tensor in [*proto.graph.initializer, *_constants(proto.graph)]
             if tensor.data_type == onnx.TensorProto.FLOAT
             and _size(tensor.dims) > 1
             and tensor.name not in settings
@@ -93,6 +94,19 @@ def choose_parameters(model: Path, *, train: Sequence[str] = (), freeze: Sequenc
     if not trainable:
         raise CommandError(f"'{model}' has no weight to train", "its parameters must be float32 initializers")
     return Choice(trainable, list(dict.fromkeys(frozen)), recorded)
+
+
+def _constants(graph: Any) -> list[Any]:
+    """Weights that an exporter wrote as Constant nodes: matrices and more, under the names of their outputs."""
+    found = []
+    for node in graph.node:
+        for attribute in node.attribute if node.op_type == "Constant" else ():
+            if attribute.name == "value" and len(attribute.t.dims) > 1:
+                tensor = type(attribute.t)()
+                tensor.data_type, tensor.name = attribute.t.data_type, node.output[0]
+                tensor.dims.extend(attribute.t.dims)
+                found.append(tensor)
+    return found
 
 
 def _size(dims: Sequence[int]) -> int:
