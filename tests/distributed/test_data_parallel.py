@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +131,37 @@ def test_an_update_sends_one_vector_of_gradients_and_forty_bytes(folder, alone):
     size = sum(-(-view.size // 16) * 16 * 4 for view in alone["by_name"].values())
     sent = [ranks.run(2, train, folder=str(folder), samples=n, batch_size=8)[0]["sent"] for n in (24, 16)]
     assert sent[0] - sent[1] == 2 * (size + 40)
+
+
+class Dealt:
+    """Batches by name, of which the ranks have different numbers; they know their epoch."""
+
+    def __init__(self) -> None:
+        self.epochs: list[int] = []
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epochs.append(epoch)
+
+    def __iter__(self) -> Iterator[dict[str, np.ndarray]]:
+        x, labels = points(12)
+        share = slice(0, 8) if os.environ["RANK"] == "0" else slice(8, 12)
+        for start in range(0, len(labels[share]), 4):
+            part = slice(share.start + start, share.start + start + 4)
+            yield {"labels": labels[part], "x": x[part]}
+
+
+def dealt(folder: str) -> tuple[list[float], list[int]]:
+    loader = Dealt()
+    with TrainingRunner(Parameters(artifacts=folder, epochs=2, timeout=20)) as runner:
+        return runner.run(loader).losses, loader.epochs
+
+
+def test_ranks_may_have_different_numbers_of_batches(folder):
+    first, second = ranks.run(2, dealt, folder=str(folder))
+    assert first == second
+    losses, epochs = first
+    assert len(losses) == 4 and epochs == [0, 1]
+    assert losses[2] < losses[0] and losses[3] < losses[1]  # the same samples, one epoch later
 
 
 def average_statistics(folder: str, arrays: tuple, how: str) -> dict[str, np.ndarray]:

@@ -156,8 +156,21 @@ def _data(**settings: Any) -> Callable[[], ShardedArrays]:
     return lambda: ShardedArrays(*points(8), batch_size=8)
 
 
+class CannotBegin:
+    """A loader that one rank cannot even begin to read."""
+
+    def __iter__(self) -> Iterator[Any]:
+        import os
+
+        if os.environ["RANK"] == "0":
+            raise FileNotFoundError("no such data")
+        return iter([list(points(4))])
+
+
 CONDITIONS: dict[str, tuple[Callable[[Communicator, str], Any], str, str]] = {
     "a loader fails on one rank": (_run(OneRankFails()), "ValueError", "the file of batch 2 is damaged"),
+    "a loader cannot begin on one rank": (_run(CannotBegin()), "FileNotFoundError", "no such data"),
+    "a batch that lacks an input": (_run([{"x": points(4)[0]}]), "KeyError", "the data has no 'labels'"),
     "a label is out of range on one rank": (
         _run(lambda: _only_on(1, _bad_label)),
         "ValueError",

@@ -74,6 +74,11 @@ class DataParallel:
             else Optimizer(parameters.optimizer_model, self.module)
         )
 
+    @property
+    def input_names(self) -> Sequence[str]:
+        """What a batch consists of."""
+        return self.module._step.plan.inputs
+
     def backward(
         self, batches: Sequence[Sequence[Any]], *, step: int, failure: Exception | None = None
     ) -> Report:

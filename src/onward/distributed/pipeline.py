@@ -104,6 +104,11 @@ class PipelineParallel:
         self._order = (list(data.trainable), list(data.frozen))
         self._flow = Flow(self._step, self._pipe, schedule=settings.schedule)
 
+    @property
+    def input_names(self) -> Sequence[str]:
+        """What a batch consists of."""
+        return self._step.plan.inputs
+
     # ---- training ----------------------------------------------------------------------------------
 
     def backward(

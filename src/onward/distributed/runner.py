@@ -27,6 +27,7 @@ from onward.distributed.errors import DistributedError
 from onward.distributed.parameters import Grid, Parameters, make_grid
 from onward.distributed.two_level import two_level
 from onward.errors import ModelError, OnwardError
+from onward.fit.batches import in_order
 
 __all__ = ["History", "TrainingRunner"]
 
@@ -37,6 +38,11 @@ class Engine(Protocol):
     """What does an update; `update`, `reconcile` and `gather` are collective."""
 
     optimizer: Optimizer
+
+    @property
+    def input_names(self) -> Sequence[str]:
+        """What a batch consists of."""
+        ...
 
     def backward(
         self, batches: Sequence[Sequence[Any]], *, step: int, failure: Exception | None = None
@@ -79,8 +85,8 @@ class TrainingRunner:
     >>> runner.end_training(test_loader)                                # doctest: +SKIP
     >>> runner.export_model_for_inferencing("model.onnx", ["logits"])   # doctest: +SKIP
 
-    A loader is a `ShardedArrays`, or any iterable of this rank's own batches (its `set_epoch` is called if it
-    has one, and so is that of its `sampler`).
+    A loader is a `ShardedArrays`, or any iterable of this rank's own batches, tuples or dicts (its
+    `set_epoch` is called if it has one, and so is that of its `sampler`).
     """
 
     def __init__(self, parameters: Parameters, *, communicator: Communicator | None = None) -> None:
@@ -170,10 +176,9 @@ class TrainingRunner:
         """The mean loss of the evaluation model over all ranks' batches."""
         engine, comm = self._ready()
         engine.reconcile()
-        try:
-            report = engine.evaluate(iter(self._batches(loader, 0, 0)))
-        except TypeError as error:
-            report = Report(failure=error)
+        with all_or_none(comm):
+            stream = iter(self._batches(loader, 0, 0))
+        report = engine.evaluate(stream)
         totals = np.array([report.loss, report.weight, report.failure is not None], np.float64)
         comm.all_reduce(totals)
         if totals[2]:
@@ -295,7 +300,8 @@ class TrainingRunner:
 
     def _train_epoch(self, train_loader: Any, test_loader: Any, history: History) -> None:
         settings = self.parameters
-        stream = iter(self._batches(train_loader, self._epoch, self._batch))
+        with all_or_none(self._ready()[1]):
+            stream = iter(self._batches(train_loader, self._epoch, self._batch))
         while not self._finished():
             if not self._update(stream, history):
                 return
@@ -358,9 +364,5 @@ class TrainingRunner:
             raise TypeError(
                 f"a loader must be a ShardedArrays or an iterable of batches, got {type(loader).__name__}"
             )
-        return (_as_batch(batch) for batch in islice(loader, skip, None))
-
-
-def _as_batch(batch: Any) -> list[Any]:
-    items = batch if isinstance(batch, tuple | list) else [batch]
-    return [item.numpy() if hasattr(item, "detach") else item for item in items]
+        names = self._ready()[0].input_names
+        return (in_order(batch, names) for batch in islice(loader, skip, None))
