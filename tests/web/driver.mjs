@@ -35,7 +35,6 @@ const commands = {
   click: ({ selector }) => page.click(selector),
   fill: ({ selector, value }) => page.fill(selector, value),
   press: ({ selector, key }) => page.press(selector, key),
-  select: ({ selector, value }) => page.selectOption(selector, value),
   upload: ({ selector, path: file }) => page.setInputFiles(selector, file),
   wait: ({ source, timeout }) => page.waitForFunction(source, null, { timeout: timeout ?? 20000 }).then(() => true),
   text: ({ selector }) => page.innerText(selector),
@@ -54,7 +53,6 @@ const commands = {
     await page.mouse.up();
   },
   viewport: (size) => page.setViewportSize(size),
-  offline: ({ on }) => context.setOffline(on),
   screenshot: ({ path: file, full }) => page.screenshot({ path: file, fullPage: full ?? true }).then(() => null),
   problems: () => problems,
 };

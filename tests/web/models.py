@@ -60,14 +60,16 @@ encoder (int64[batch, length] x) => (float[batch, 4] logits)
 }"""
 _SHAPES: dict[str, dict[str, tuple[int, ...]]] = {
     "mlp": {"w1": (32, 64), "b1": (32,), "w2": (10, 32), "b2": (10,)},
+    # more parameters than one run of the optimizer takes
+    "wide": {"w1": (4400, 64), "b1": (4400,), "w2": (10, 4400), "b2": (10,)},
     "cnn": {"conv1": (8, 1, 3, 3), "scale": (8,), "bias": (8,), "mean": (8,), "var": (8,),
             "conv2": (16, 8, 3, 3), "conv2_bias": (16,), "fc": (10, 64), "fc_bias": (10,)},
     "encoder": {"tokens": (30, 16), "wq": (16, 16), "wk": (16, 16), "wv": (16, 16), "wo": (16, 16),
                 "ln1_scale": (16,), "ln1_bias": (16,), "up": (16, 32), "up_bias": (32,), "down": (32, 16),
                 "ln2_scale": (16,), "ln2_bias": (16,), "head": (4, 16), "head_bias": (4,)},
 }  # fmt: skip
-_TEXTS = {"mlp": _MLP, "cnn": _CNN, "encoder": _ENCODER}
-_CLASSES = {"mlp": 10, "cnn": 10, "encoder": 4}
+_TEXTS = {"mlp": _MLP, "wide": _MLP, "cnn": _CNN, "encoder": _ENCODER}
+_CLASSES = {"mlp": 10, "wide": 10, "cnn": 10, "encoder": 4}
 MODELS = tuple(_TEXTS)
 # files of the MLP besides its own optimizer model: rules that see whole parameters, momentum, clipping
 OPTIMIZERS: dict[str, Any] = {

@@ -83,6 +83,28 @@ def test_python_goes_on_where_the_page_stopped_and_exports(
     assert report.parity is not None and report.parity.max_abs < 1e-4
 
 
+def test_python_goes_on_in_the_middle_of_an_accumulation(
+    harness: Browser, models: dict[str, Path], tmp_path: Path
+) -> None:
+    """50 steps of which three make an update: two gradients wait in the checkpoint."""
+    whole, _ = python_curve(models["mlp"], "mlp", accumulate=3)
+    found = harness.evaluate(
+        "harness.curve", {"name": "mlp", "count": 50, "rate": RATE, "seed": 7, "accumulate": 3}
+    )
+    (tmp_path / "checkpoint").write_bytes(base64.b64decode(found["checkpoint"]))
+    state = CheckpointState.load_checkpoint(tmp_path / "checkpoint")
+    module = Module(models["mlp"] / "training_model.onnx", state)
+    optimizer = Optimizer(models["mlp"] / "optimizer_model.onnx", module)
+    data = make_data("mlp")
+    losses = []
+    for i in range(50, 100):
+        losses.append(float(module(data.x[16 * i : 16 * (i + 1)], data.labels[16 * i : 16 * (i + 1)])))
+        if (i + 1) % 3 == 0:
+            optimizer.step()
+            module.lazy_reset_grad()
+    np.testing.assert_allclose(losses, whole[50:], rtol=0, atol=1e-4)
+
+
 def test_the_page_goes_on_where_python_stopped(
     harness: Browser, models: dict[str, Path], tmp_path: Path
 ) -> None:

@@ -82,7 +82,12 @@ export class Module {
     const training = await openArtifact(trainModel, "training", []);
     const evaluation = evalModel === null ? null : await openArtifact(evalModel, "eval", outputs);
     const module = new Module(runtime ?? (await Runtime.load()), training, evaluation, state, { onNonfinite, seed });
-    await module._session("step");
+    try {
+      await module._session("step");
+    } catch (error) {
+      state._module = null; // it can be used with a model that opens
+      throw error;
+    }
     return module;
   }
 
