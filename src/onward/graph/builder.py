@@ -43,7 +43,7 @@ class Builder:
         self.opset: int = self.root.opset if parent else graph.opset_imports[""]
         self.namer: Namer = self.root.namer if parent else Namer(graph)
         self.symbols: Symbols = self.root.symbols if parent else Symbols()
-        self._inference = self.root._inference if parent else NodeInference(self.opset)
+        self._inference = self.root._inference if parent else NodeInference()
         self.scope = ""
         # Where new nodes go: at the end of the graph, or before this node.
         self.before: ir.Node | None = None
@@ -275,7 +275,7 @@ class Builder:
 
     def infer(self, node: ir.Node) -> None:
         """Describe a node's outputs by what is known of its inputs: ONNX's inference, then ours."""
-        self.root._inference.describe(node)
+        self.root._inference.describe(node, self.opset)
         self.root.symbols.refine(node)
 
     def _lookup(self, key: tuple | None) -> tuple[ir.Value, ...] | None:

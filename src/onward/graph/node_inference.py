@@ -14,15 +14,14 @@ __all__ = ["NodeInference", "find_schema"]
 
 
 class NodeInference:
-    """Infers nodes of one opset; nodes alike are inferred once."""
+    """Infers nodes; nodes alike are inferred once."""
 
-    def __init__(self, opset: int) -> None:
-        self._opset = opset
+    def __init__(self) -> None:
         self._seen: dict[tuple, list] = {}
 
-    def describe(self, node: ir.Node) -> None:
-        """Set the types and shapes of a node's outputs."""
-        schema = find_schema(node.op_type, self._opset, node.domain)
+    def describe(self, node: ir.Node, opset: int) -> None:
+        """Set the types and shapes of a node's outputs, read in this opset, which stays the same."""
+        schema = find_schema(node.op_type, opset, node.domain)
         if schema is None:
             return
         seen = self._seen
@@ -48,7 +47,7 @@ class NodeInference:
                 ir.serde.serialize_node(node),
                 types,
                 data,
-                opset_imports=[onnx.helper.make_opsetid("", self._opset)],
+                opset_imports=[onnx.helper.make_opsetid("", opset)],
                 ir_version=10,
             )
         except Exception as error:
