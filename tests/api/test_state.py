@@ -11,7 +11,7 @@ import pytest
 
 from onward.api import CheckpointState, Module, Optimizer, Parameter
 from onward.errors import OnwardError
-from small_models import CLASSIFIER, batch, load, snapshot, start, write_classifier
+from small_models import CLASSIFIER, batch, load, one_thread, snapshot, start, write_classifier
 
 SIZES = {"w1": (4, 8), "b1": (8,), "w2": (8, 3), "b2": (3,)}
 
@@ -287,7 +287,7 @@ def test_saving_without_a_module_keeps_the_optimizer_state(folder: Path, tmp_pat
     again = CheckpointState.load_checkpoint(tmp_path / "a")
     CheckpointState.save_checkpoint(again, tmp_path / "b", include_optimizer_state=True)
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
-    Module(folder / "training_model.onnx", again)  # a module, but no optimizer
+    Module(folder / "training_model.onnx", again, session_options=one_thread())  # a module, but no optimizer
     CheckpointState.save_checkpoint(again, tmp_path / "c", include_optimizer_state=True)
     resumed = CheckpointState.load_checkpoint(tmp_path / "c")._data
     assert resumed.optimizer[0].step == 1 and resumed.extras["learning_rate"] == 1e-3

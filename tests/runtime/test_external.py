@@ -88,7 +88,11 @@ def rewrite(folder: Path, **entries: str) -> None:
 @pytest.mark.parametrize("location", ["../secret", "/etc/hostname", "missing", "", "link"])
 def test_hostile_locations_are_refused(outside: Path, location: str) -> None:
     (outside.parent / "secret").write_bytes(bytes(4096))
-    os.symlink(outside.parent / "secret", outside / "link")
+    if location == "link":
+        try:
+            os.symlink(outside.parent / "secret", outside / "link")
+        except OSError:
+            pytest.skip("this system does not let us make symbolic links")
     rewrite(outside, location=location)
     state = CheckpointState.load_checkpoint(outside / "checkpoint")
     with pytest.raises(ModelError, match="external data"):

@@ -30,8 +30,8 @@ def prepare(plan: Plan, inputs: Sequence[Any]) -> tuple[list[Any], bool]:
     return ready, as_numpy or not inputs
 
 
-def _shape(value: Any) -> list[int]:
-    return list(value.shape() if isinstance(value, ort.OrtValue) else value.shape)
+def _shape(value: Any) -> Sequence[int]:
+    return value.shape if type(value) is np.ndarray else value.shape()
 
 
 def _to_array(value: Any, name: str) -> np.ndarray:
@@ -81,16 +81,17 @@ def check_labels(plan: Plan, feeds: list[Any]) -> None:
         one, two = _shape(feeds[index]), _shape(feeds[other])
         if axis < len(one) and along < len(two) and one[axis] != two[along]:
             raise ValueError(
-                f"'{plan.inputs[index]}' {one} and '{plan.inputs[other]}' {two} belong together: "
+                f"'{plan.inputs[index]}' {list(one)} and '{plan.inputs[other]}' {list(two)} belong together: "
                 f"axis {axis} of the one and axis {along} of the other must have the same size"
             )
     for index, classes, ignored in plan.labels:
         value = feeds[index]
         labels = value.numpy() if isinstance(value, ort.OrtValue) else value
-        if labels.size == 0 or labels.dtype.kind != "i":
+        if labels.size == 0 or labels.dtype.kind != "i" or labels.dtype.itemsize < 4:
             continue
         # negative numbers are huge when read as unsigned: one pass finds both ends
-        if labels.view(f"u{labels.dtype.itemsize}").max() < classes:
+        unsigned = labels.view(np.uint64 if labels.dtype.itemsize == 8 else np.uint32)
+        if np.maximum.reduce(unsigned, axis=None) < classes:
             continue
         bad = (labels < 0) | (labels >= classes)
         if ignored is not None:
