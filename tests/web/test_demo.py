@@ -35,8 +35,7 @@ def draw(page: Browser, strokes: list[Stroke]) -> str:
     """What the model reads in a drawing."""
     for stroke in strokes:
         page("draw", selector="#pad", points=stroke)
-    page.wait("document.getElementById('guess').textContent !== '–'")
-    page.evaluate("() => new Promise((done) => setTimeout(done, 100))")
+    page.wait("document.querySelector('#guess[aria-busy=false]')?.textContent.match(/[0-9]/)")
     return page("text", selector="#guess")
 
 

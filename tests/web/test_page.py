@@ -83,10 +83,12 @@ def test_pauses_resumes_and_stops(page: Browser, data_file: Path) -> None:
     page.wait("document.getElementById('progress').value > 0")
     page("click", selector="#pause")
     step = "document.getElementById('chart').getAttribute('aria-label')"
-    page.evaluate("() => new Promise((done) => setTimeout(done, 120))")
+    # while it trains, the label changes with every frame
+    page.evaluate(
+        f"async () => {{ for (let last; last !== {step};) {{ last = {step}; "
+        "await new Promise((done) => setTimeout(done, 150)); } }"
+    )
     paused = page.evaluate(f"() => {step}")
-    page.evaluate("() => new Promise((done) => setTimeout(done, 120))")
-    assert page.evaluate(f"() => {step}") == paused
     assert page("text", selector="#pause") == "Resume"
     page("click", selector="#pause")
     page.wait(f"{step} !== {paused!r}")

@@ -70,13 +70,14 @@ function best(shares) {
 function look() {
   const image = toImage(pad.strokes);
   paint(element("seen"), image);
+  element("guess").setAttribute("aria-busy", "true");
   if (!module || looking) return;
   looking = true;
   inTurn(async () => {
-    looking = false;
-    if (!pad.strokes.length) return showReading(null);
-    const { rows } = await read(toImage(pad.strokes), BigInt64Array.of(0n));
-    showReading(rows[0]);
+    looking = false; // what is drawn from now on is looked at again
+    const shares = pad.strokes.length ? (await read(toImage(pad.strokes), BigInt64Array.of(0n))).rows[0] : null;
+    showReading(shares);
+    element("guess").setAttribute("aria-busy", String(looking));
   }).catch(complain);
 }
 
