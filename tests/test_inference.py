@@ -349,7 +349,10 @@ def test_wrong_requests_are_refused(folder: Path, tmp_path: Path) -> None:
         "Expected graph output for inference graph score could not be found. Please regenerate the eval graph."
         " Did you mean 'scores'"
     )
-    empty, load_first = "Expected a non empty vector of graph output names", "Please load the model parameters first."
+    empty, load_first = (
+        "Expected a non empty vector of graph output names",
+        "Please load the model parameters first.",
+    )
     evaluation, trained = folder / "eval_model.onnx", folder / "trained"
     bad = {"x": np.zeros((2, 5), np.float32)}
     export = module.export_model_for_inferencing
@@ -370,3 +373,20 @@ def test_wrong_requests_are_refused(folder: Path, tmp_path: Path) -> None:
             use()
         assert message in str(raised.value)
     assert not os.listdir(tmp_path)
+
+
+# ---- older opsets --------------------------------------------------------------------------------
+
+
+def test_an_older_opset_on_request(folder: Path, tmp_path: Path) -> None:
+    current = {e.domain: e.version for e in onnx.load(folder / "eval_model.onnx").opset_import}[""]
+    report = for_inference(
+        folder / "eval_model.onnx", folder / "trained", ["scores"], tmp_path / "old.onnx", opset=13
+    )
+    model = onnx.load(tmp_path / "old.onnx")
+    onnx.checker.check_model(model, full_check=True)
+    assert {e.domain: e.version for e in model.opset_import} == {"": 13} and current > 13
+    assert report.parity is not None and report.parity.passed
+    with pytest.raises(ModelError, match="opset 7 cannot be made"):
+        for_inference(folder / "eval_model.onnx", folder / "trained", ["scores"], tmp_path / "x", opset=7)
+    assert os.listdir(tmp_path) == ["old.onnx"]

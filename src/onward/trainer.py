@@ -28,7 +28,7 @@ from onward.fit.metrics import Metric, find_metrics
 from onward.fit.place import Place
 from onward.fit.prediction import predict
 from onward.fit.report import render_report
-from onward.fit.schedules import Schedule, make_schedule
+from onward.fit.schedules import Schedule, make_schedule, schedule_name
 from onward.fit.sources import ArtifactFiles, find_artifacts
 from onward.runtime.environment import environment
 from onward.runtime.step import EvaluationStep
@@ -149,13 +149,12 @@ class Trainer:
         resumed = self._begin(resume)
         batches = make_batches(train_data, names, batch_size=batch_size, shuffle=shuffle, seed=self._seed)
         evaluation = None if eval_data is None else make_batches(eval_data, names, batch_size=batch_size)
-        if epochs > 1 and (batches.once or (evaluation is not None and evaluation.once)):
-            raise ValueError(
-                "an iterator is used up after one epoch: pass a function that makes a new one, or a list"
-            )
+        for source in (batches, evaluation):
+            if source is not None:
+                source.require(epochs)
         settings = {
             "epochs": epochs, "batch size": batch_size, "accumulation": self.accumulation, "seed": self._seed,
-            "learning rate": self.learning_rate, "schedule": _schedule_name(self._schedule),
+            "learning rate": self.learning_rate, "schedule": schedule_name(self._schedule),
             "warmup": self._warmup, "shuffle": shuffle, "batches": batches.count,
         }  # fmt: skip
         self._place.change_settings(settings, resumed=resumed)
@@ -399,7 +398,3 @@ class Trainer:
 def _listed(directory: Path | None, *, without: str) -> list[str]:
     names = [] if directory is None else sorted(file.name for file in directory.iterdir())
     return [name for name in names if not name.startswith(".") and name != without]
-
-
-def _schedule_name(schedule: Schedule) -> str:
-    return schedule if isinstance(schedule, str) else getattr(schedule, "__name__", "a function")

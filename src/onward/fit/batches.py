@@ -41,6 +41,14 @@ class Batches:
         """The batches of an epoch, without the first `skip`."""
         raise NotImplementedError
 
+    def require(self, epochs: int) -> None:
+        """An error where the data does not last for so many epochs."""
+        if self.once and epochs > 1:
+            raise ValueError(
+                "the data is an iterator and is used up after one epoch: "
+                "pass a function that makes a new one, or a list"
+            )
+
 
 class ArrayBatches(Batches):
     """Slices of arrays that have one row for each sample, shuffled anew in every epoch."""
@@ -100,11 +108,8 @@ class StreamBatches(Batches):
         if self._make is not None:
             stream = self._make(number) if self._takes_epoch else self._make()
         else:
-            if self.once and self._used:
-                raise ValueError(
-                    "the data is an iterator and is used up after one epoch: "
-                    "pass a function that makes a new one, or a list"
-                )
+            if self._used:
+                self.require(2)
             self._used = True
             stream = cast("Iterable[Any]", self._source)
         for index, batch in enumerate(stream):

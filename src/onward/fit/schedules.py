@@ -16,7 +16,7 @@ from onward.api import (
     StepLRScheduler,
 )
 
-__all__ = ["SCHEDULES", "Schedule", "make_schedule"]
+__all__ = ["SCHEDULES", "Schedule", "make_schedule", "schedule_name"]
 
 Schedule = str | Callable[[Optimizer, int | None], LRScheduler]
 SCHEDULES = ("constant", "linear", "cosine", "step", "one-cycle", "polynomial")
@@ -53,3 +53,8 @@ def make_schedule(
             optimizer, rate, total_step_count=total, power=2.0, warmup_step_count=steps
         )
     return OneCycleLRScheduler(optimizer, rate, total_step_count=total)
+
+
+def schedule_name(schedule: Schedule) -> str:
+    """What a report calls a schedule."""
+    return schedule if isinstance(schedule, str) else getattr(schedule, "__name__", "a function")
