@@ -48,7 +48,12 @@ def forward_model(seed: int = 0) -> onnx.ModelProto:
         name: rng.normal(0, np.sqrt(2 / max(np.prod(shape[1:]), 1)) if len(shape) > 1 else 0, shape)
         for name, shape in shapes.items()
     }
-    arrays |= {"bn1_scale": np.ones(16), "bn1_bias": np.zeros(16), "bn1_mean": np.zeros(16), "bn1_var": np.ones(16)}
+    arrays |= {
+        "bn1_scale": np.ones(16),
+        "bn1_bias": np.zeros(16),
+        "bn1_mean": np.zeros(16),
+        "bn1_var": np.ones(16),
+    }
     for name, array in arrays.items():
         model.graph.initializer.append(onnx.numpy_helper.from_array(array.astype(np.float32), name))
     return model
@@ -73,7 +78,9 @@ def main() -> None:
         "{ h = MatMul (x, w)  a = Tanh (h)  s = Mul (a, a)  loss = ReduceSum <keepdims = 0> (s) }"
     )
     derived = onward.gradient(small, of="loss", wrt=["w"])
-    console.print(f"   outputs {[value.name for value in derived.graph.output]}, {len(derived.graph.node)} nodes")
+    console.print(
+        f"   outputs {[value.name for value in derived.graph.output]}, {len(derived.graph.node)} nodes"
+    )
     rng = np.random.default_rng(1)
     point = {"x": rng.normal(size=(5, 4)).astype(np.float32), "w": rng.normal(size=(4, 3)).astype(np.float32)}
     checked = onward.check_gradient(small, point, of=["loss"], wrt=["w"])
@@ -97,7 +104,12 @@ def main() -> None:
             console.print(f"   {file.name:22} {file.stat().st_size / 1024:6.1f} KB")
 
         say("3. Train on the stock runtime")
-        options = {"learning_rate": 3e-3, "schedule": "cosine", "metrics": ["accuracy"], "output_directory": work / "run"}
+        options = {
+            "learning_rate": 3e-3,
+            "schedule": "cosine",
+            "metrics": ["accuracy"],
+            "output_directory": work / "run",
+        }
         trainer = Trainer(work / "artifacts", **options)
         before = trainer.evaluate(test)
         console.print(f"   before: held-out accuracy {before['accuracy']:.1%}")
@@ -122,13 +134,17 @@ def main() -> None:
         (logits,) = session.run(None, {"image": test[0]})
         deployed = float(np.mean(np.argmax(np.asarray(logits), axis=1) == test[1]))
         assert report.parity is not None
-        console.print(f"   one file of {report.size / 1024:.1f} KB, inputs {[i.name for i in session.get_inputs()]}")
+        console.print(
+            f"   one file of {report.size / 1024:.1f} KB, inputs {[i.name for i in session.get_inputs()]}"
+        )
         console.print(f"   largest difference to the eval model: {report.parity.max_abs:.1e}")
         console.print(
             f"   held-out accuracy: [bold]{before['accuracy']:.1%} before, {after['accuracy']:.1%} after training, "
             f"{deployed:.1%} in the exported file[/]"
         )
-    console.print(f"\nDone in {time.perf_counter() - started:.1f} s, onnxruntime {ort.__version__}, no torch.")
+    console.print(
+        f"\nDone in {time.perf_counter() - started:.1f} s, onnxruntime {ort.__version__}, no torch."
+    )
 
 
 class StopAfter(Callback):
