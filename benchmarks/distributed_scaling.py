@@ -71,18 +71,19 @@ def timed_rank(rank: int, world: int, port: int, folder: str, batch: int, update
     x = generator.normal(size=(batch * world, WIDTH)).astype(np.float32)
     labels = generator.integers(0, CLASSES, batch * world)
     with TrainingRunner(Parameters(artifacts=folder, timeout=60, threads=1)) as runner:
-        times = []
+        times, work = [], []
         for epoch in range(updates + 3):
             stream = iter(
                 ShardedArrays(x, labels, batch_size=batch * world).epoch(epoch, rank=rank, world=world)
             )
             before = getattr(runner._comm, "sent", 0)
-            start = time.perf_counter()
+            start, busy = time.perf_counter(), time.process_time()
             runner._update(stream, History())
             times.append(time.perf_counter() - start)
+            work.append(time.process_time() - busy)
             sent = getattr(runner._comm, "sent", 0) - before
         size = runner._engine.module._gradients.vector.nbytes  # type: ignore[union-attr]
-        results.put((rank, times[3:], sent, size))
+        results.put((rank, times[3:], work[3:], sent, size))
 
 
 def measure(*, batch: int, updates: int, rounds: int) -> None:
@@ -92,6 +93,7 @@ def measure(*, batch: int, updates: int, rounds: int) -> None:
     context = multiprocessing.get_context("spawn")
     medians: dict[int, list[float]] = {1: [], 2: []}
     bests: dict[int, list[float]] = {1: [], 2: []}
+    works: dict[int, list[float]] = {1: [], 2: []}
     with tempfile.TemporaryDirectory() as folder:
         make_model(Path(folder))
         for _ in range(rounds):
@@ -109,9 +111,10 @@ def measure(*, batch: int, updates: int, rounds: int) -> None:
                 found = [results.get(timeout=300) for _ in ranks]
                 for process in ranks:
                     process.join()
-                medians[world].append(statistics.median(t for _, times, _, _ in found for t in times))
-                bests[world].append(min(t for _, times, _, _ in found for t in times))
-                sent, size = found[0][2], found[0][3]
+                medians[world].append(statistics.median(t for found_rank in found for t in found_rank[1]))
+                bests[world].append(min(t for found_rank in found for t in found_rank[1]))
+                works[world].append(statistics.median(t for found_rank in found for t in found_rank[2]))
+                sent, size = found[0][3], found[0][4]
     one, two = (min(medians[world]) for world in (1, 2))
     print(
         f"{batch} samples a rank, {size / 4e6:.2f} M parameters, one thread a rank, best median of {rounds}"
@@ -119,6 +122,9 @@ def measure(*, batch: int, updates: int, rounds: int) -> None:
     print(f"1 rank:  {one * 1e3:7.2f} ms an update, {batch / one:9.0f} samples/s")
     print(f"2 ranks: {two * 1e3:7.2f} ms an update, {2 * batch / two:9.0f} samples/s")
     print(f"efficiency {one / two:.0%}; of the fastest updates {min(bests[1]) / min(bests[2]):.0%}")
+    print(
+        f"processor time of a rank: {min(works[1]) * 1e3:.2f} ms alone, {min(works[2]) * 1e3:.2f} ms of two"
+    )
     print(f"given to collectives: {sent} bytes an update; the gradients are {size} ({sent - size} more)")
 
 
