@@ -84,6 +84,7 @@ class Module:
         if self._evaluation is not None:
             self._evaluation.attach({**self._parameters.views, **self._frozen})
         self._options = session_options
+        self._environment: str | None = None
         self._reset = True
         self._statistics_before: dict[str, np.ndarray] = {}
         extras = state._data.extras
@@ -310,7 +311,9 @@ class Module:
         """Add to a checkpoint what a resumed run needs to go on as if it had not stopped."""
         data.extras["seed"] = self._seed
         data.extras["train_step"] = self._steps
-        data.extras["environment"] = json.dumps(environment(self._options))
+        if self._environment is None:  # reading versions takes a millisecond: once is enough
+            self._environment = json.dumps(environment(self._options))
+        data.extras["environment"] = self._environment
         if self._bad_in_a_row:
             data.extras["skipped_in_a_row"] = self._bad_in_a_row
         if self._invalid is not None:
