@@ -112,6 +112,14 @@ def test_any_value_of_the_graph_may_be_an_output(
         np.testing.assert_allclose(found, wanted[name], rtol=1e-5, atol=1e-6)
 
 
+def test_an_input_or_a_parameter_may_be_an_output_too(folder: Path, tmp_path: Path) -> None:
+    state, module = load(folder, "trained")
+    module.export_model_for_inferencing(tmp_path / "model.onnx", ["x", "w2", "scores"])
+    found = run(tmp_path / "model.onnx", batch()[0])
+    np.testing.assert_array_equal(found["x"], batch()[0])
+    np.testing.assert_array_equal(found["w2"], state.parameters["w2"].data)
+
+
 def test_the_loss_may_be_exported_and_keeps_its_labels(folder: Path, tmp_path: Path) -> None:
     _, module = load(folder, "trained")
     loss = module.output_names()[0]

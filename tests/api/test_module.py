@@ -344,6 +344,18 @@ def test_a_checkpoint_of_another_model_is_refused(folder: Path, tmp_path: Path) 
         Module(tmp_path / "training_model.onnx", other)
 
 
+def test_an_eval_model_of_another_model_is_refused(folder: Path, tmp_path: Path) -> None:
+    generate_artifacts(regression(), requires_grad=["w"], loss=LossType.MSELoss, artifact_directory=tmp_path)
+    state = CheckpointState.load_checkpoint(folder / "checkpoint")
+    with pytest.raises(
+        ModelError, match=r"eval model reads parameter 'w' .*does not know it.*belong together"
+    ):
+        Module(folder / "training_model.onnx", state, tmp_path / "eval_model.onnx")
+    with pytest.raises(ModelError, match="no eval model at"):
+        Module(folder / "training_model.onnx", state, tmp_path / "missing.onnx")
+    assert np.isfinite(Module(folder / "training_model.onnx", state)(*batch())[0])
+
+
 @pytest.mark.parametrize("form", ["bytes", "proto", "str"])
 def test_models_may_be_in_memory(folder: Path, form: str) -> None:
     def give(name: str) -> Any:

@@ -124,6 +124,30 @@ def test_an_interrupt_inside_an_accumulation_keeps_its_window(
         }
 
 
+@pytest.mark.parametrize("moment", ["inside an update", "after the gradients"])
+def test_an_interrupt_inside_a_step_saves_nothing_half_done(
+    artifacts: Path, whole: Any, moment: str, tmp_path: Path
+) -> None:
+    trainer = make(artifacts, tmp_path)
+    optimizer, real = trainer.optimizer, trainer.optimizer._updater.run
+    calls = []
+
+    def interrupted(scale: float) -> None:
+        calls.append(scale)
+        if len(calls) == 8:
+            if moment == "inside an update":
+                real(scale)
+            raise KeyboardInterrupt
+        real(scale)
+
+    optimizer._updater.run = interrupted  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        trainer.fit(data(), data(1), **FIT)
+    assert checkpoint.load_latest(tmp_path).path.name.endswith("6")
+    make(artifacts, tmp_path).fit(data(), data(1), resume=True, **FIT)
+    assert kept(tmp_path) == whole[0]
+
+
 def test_kill_at_random_moments(tmp_path_factory: pytest.TempPathFactory, tmp_path: Path) -> None:
     """SIGKILL in another process, again and again, until one run reaches the end."""
     artifacts = write_classifier(tmp_path_factory.mktemp("artifacts"), dropout=0.3)

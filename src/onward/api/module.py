@@ -80,6 +80,7 @@ class Module:
         self._frozen: dict[str, np.ndarray] = {}
         self._loaded = not state._data.nominal
         self._adopt(state._data)
+        self._check_evaluation()
         self._step.attach(self._parameters.views, self._frozen, self._gradients.views)
         if self._evaluation is not None:
             self._evaluation.attach({**self._parameters.views, **self._frozen})
@@ -299,6 +300,19 @@ class Module:
                 self._frozen[name] = np.array(value, order="C", copy=True)
         if self._loaded:
             self._publish()
+
+    def _check_evaluation(self) -> None:
+        """The eval model reads the same parameters, or some of them."""
+        if self._evaluation is None:
+            return
+        known, plan = self._step.plan.shapes, self._evaluation.plan
+        for name in plan.parameters:
+            if known.get(name) != plan.shapes[name]:
+                other = f"has {known[name]}" if name in known else "does not know it"
+                raise ModelError(
+                    f"the eval model reads parameter '{name}' of shape {plan.shapes[name]}, the training model "
+                    f"{other}: do they belong together?"
+                )
 
     def _publish(self) -> None:
         """The state shows what the sessions train."""
