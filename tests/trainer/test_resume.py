@@ -21,7 +21,7 @@ from onward.errors import NonFiniteError, OnwardError
 from onward.fit.callbacks import Callback, EarlyStopping
 from onward.fit.place import ResumeWarning
 from onward.onnxblock import optim
-from small_models import write_classifier
+from small_models import write_classifier, write_normalized
 from trainer_runs import data, kept, make
 
 TESTS = Path(__file__).parent.parent
@@ -281,3 +281,30 @@ def test_an_error_inside_a_batch_is_not_saved_over_good_state(
         make(artifacts, tmp_path).fit((x, labels), data(1), **FIT)
     make(artifacts, tmp_path).fit(data(), data(1), resume=True, **FIT)
     assert kept(tmp_path) == whole[0]
+
+
+@pytest.mark.parametrize("trial", range(4))
+def test_batch_norm_skips_clipping_and_schedules_resume_alike(trial: int, tmp_path: Path) -> None:
+    folder = write_normalized(tmp_path / "artifacts")
+    rng = random.Random(trial)
+    x, labels = data(size=41)
+    x = x.copy()
+    x[rng.randrange(41)] = np.nan  # one update in each epoch is skipped
+    options: dict[str, Any] = {
+        "accumulation": rng.choice((1, 2, 3)),
+        "schedule": ("linear", "one-cycle", "step", "polynomial")[trial],
+        "warmup": rng.choice((0, 2, 0.1)),
+        "clip_norm": rng.choice((None, 0.5)),
+        "on_nonfinite": "skip",
+        "metrics": (),
+    }
+    fit: dict[str, Any] = {"epochs": 3, "batch_size": 4, "save_every": rng.choice((None, 1, 3))}
+    trainer = make(folder, tmp_path / "whole", **options)
+    trainer.fit((x, labels), data(1), **fit)
+    for step in sorted(rng.sample(range(1, trainer.step), 2)):
+        with contextlib.suppress(Stop):
+            make(folder, tmp_path / "parts", callbacks=[StopAt(step, "error")], **options).fit(
+                (x, labels), data(1), resume=True, **fit
+            )
+    make(folder, tmp_path / "parts", **options).fit((x, labels), data(1), resume=True, **fit)
+    assert kept(tmp_path / "parts") == kept(tmp_path / "whole")

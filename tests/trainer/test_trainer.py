@@ -364,6 +364,19 @@ def test_the_report_needs_no_network(artifacts: Path, tmp_path: Path) -> None:
     assert "&lt;b&gt;" in (tmp_path / "other.html").read_text(encoding="utf-8")
 
 
+def test_a_report_of_little_or_of_infinities_is_still_a_page(artifacts: Path, tmp_path: Path) -> None:
+    trainer = make(artifacts)
+    trainer.save_report(tmp_path / "empty.html")
+    trainer.history.steps = [{"step": i, "loss": v, "learning_rate": 0.0, "gradient_norm": 0.0}
+                             for i, v in enumerate((np.nan, np.inf, 1e30, -1e-30))]  # fmt: skip
+    trainer.history.epochs = [{"epoch": 1, "step": 3, "loss": np.nan, "accuracy": np.inf, "note": "a < b"}]
+    trainer.save_report(tmp_path / "odd.html")
+    for name in ("empty.html", "odd.html"):
+        page = (tmp_path / name).read_text(encoding="utf-8")
+        assert page.startswith("<!doctype html>") and page.rstrip().endswith("</html>")
+    assert "a &lt; b" in page and "NaN" not in re.findall(r'points="([^"]*)"', page)
+
+
 def test_export_writes_the_forward_outputs(artifacts: Path, tmp_path: Path) -> None:
     import onnxruntime as ort
 
@@ -426,8 +439,13 @@ def test_the_direction_of_a_metric() -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    "form", [lambda: data(size=8), lambda: lambda: iter([data(size=8)])], ids=["arrays", "stream"]
+)
 @pytest.mark.parametrize("terminal", [False, True])
-def test_progress_shows_on_terminals_only(artifacts: Path, terminal: bool, monkeypatch: Any) -> None:
+def test_progress_shows_on_terminals_only(
+    artifacts: Path, terminal: bool, form: Any, monkeypatch: Any
+) -> None:
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.delenv("NO_COLOR", raising=False)
     for name in ("FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
@@ -435,7 +453,7 @@ def test_progress_shows_on_terminals_only(artifacts: Path, terminal: bool, monke
     stream = io.StringIO()
     stream.isatty = lambda: terminal  # type: ignore[method-assign]
     with contextlib.redirect_stderr(stream), contextlib.redirect_stdout(io.StringIO()) as out:
-        make(artifacts).fit(data(size=8), epochs=2)
+        make(artifacts).fit(form(), epochs=2)
     assert bool(stream.getvalue()) is terminal and not out.getvalue()
 
 
