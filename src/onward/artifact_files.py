@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -13,6 +11,7 @@ import onnx_ir as ir
 from onward.checkpoint import CheckpointData, save
 from onward.errors import ModelError
 from onward.graph.save import write_model
+from onward.staging import place, staging_folder
 
 __all__ = ["write_artifacts"]
 
@@ -33,54 +32,21 @@ def write_artifacts(
     made_directory = not directory.exists()
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        staging = Path(tempfile.mkdtemp(prefix=".onward-", dir=directory))
+        with staging_folder(directory) as staging:
+            for name, model in models.items():
+                write_model(model, staging / f"{name}.onnx")
+                if ort_format:
+                    _write_ort(staging / f"{name}.onnx", custom_op_library)
+            for name, data in checkpoints.items():
+                save(data, staging / name)
+            return place(sorted(staging.iterdir()), directory)
     except OSError as error:
         raise ModelError(
-            f"cannot write to '{directory}': {error.strerror or error}; nothing was written"
-        ) from error
-    try:
-        for name, model in models.items():
-            write_model(model, staging / f"{name}.onnx")
-            if ort_format:
-                _write_ort(staging / f"{name}.onnx", custom_op_library)
-        for name, data in checkpoints.items():
-            save(data, staging / name)
-        return _move_all(staging, directory)
-    except OSError as error:
-        raise ModelError(
-            f"cannot write artifacts to '{directory}': {error.strerror or error}; the directory is as it was"
+            f"cannot write artifacts to '{directory}': {error.strerror or error}; nothing was written or changed"
         ) from error
     finally:
-        shutil.rmtree(staging, ignore_errors=True)
-        if made_directory and directory.exists() and not any(directory.iterdir()):
+        if made_directory and directory.is_dir() and not any(directory.iterdir()):
             directory.rmdir()
-
-
-def _move_all(staging: Path, directory: Path) -> list[Path]:
-    old = staging / "replaced"
-    files = sorted(path for path in staging.iterdir())
-    old.mkdir()
-    moved: list[Path] = []
-    try:
-        for path in files:
-            target = directory / path.name
-            if target.is_dir():
-                raise OSError(f"'{target}' is a directory")
-            if target.exists():
-                _replace(target, old / path.name)
-            moved.append(target)
-            _replace(path, target)
-    except BaseException:  # an interrupt too: the old files lie in the staging folder, which is removed
-        for target in moved:
-            target.unlink(missing_ok=True)
-            if (old / target.name).exists():
-                os.replace(old / target.name, target)
-        raise
-    return moved
-
-
-def _replace(source: Path, target: Path) -> None:
-    os.replace(source, target)
 
 
 def _write_ort(path: Path, custom_op_library: str | os.PathLike[str] | None) -> None:

@@ -9,8 +9,6 @@ from __future__ import annotations
 import difflib
 import json
 import os
-import shutil
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -25,6 +23,7 @@ from onward.graph.inference_form import to_inference
 from onward.graph.load import load_model
 from onward.graph.prune import prune, values_of
 from onward.graph.save import write_model
+from onward.staging import place, staging_folder
 
 __all__ = ["export", "inference_model", "place_files", "to_bytes", "write_inference_model"]
 
@@ -106,38 +105,16 @@ def place_files(target: Path, write: Callable[[Path], object]) -> list[Path]:
     if target.is_dir():
         raise ExportError(f"cannot write '{target}': it is a folder")
     try:
-        staging = Path(tempfile.mkdtemp(prefix=".onward-", dir=target.parent))
+        with staging_folder(target.parent) as staging:
+            write(staging)
+            _load(staging / target.name)
+            # external data first: the model that names it comes last
+            files = sorted(staging.iterdir(), key=lambda file: file.name == target.name)
+            for file in files:
+                _sync(file)
+            return place(files, target.parent)
     except OSError as error:
         raise ExportError(f"cannot write '{target}': {error.strerror or error}") from error
-    try:
-        write(staging)
-        _load(staging / target.name)
-        # external data first: the model that names it comes last
-        files = sorted(staging.iterdir(), key=lambda file: file.name == target.name)
-        for file in files:
-            _sync(file)
-        return _move(files, target)
-    except OSError as error:
-        raise ExportError(f"cannot write '{target}': {error.strerror or error}") from error
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
-
-
-def _move(files: Sequence[Path], target: Path) -> list[Path]:
-    """Move files beside the target; where one cannot be, those that it would have replaced come back."""
-    placed = [target.with_name(file.name) for file in files]
-    kept: dict[Path, Path] = {}
-    try:
-        for file, final in zip(files, placed):
-            if final != target and final.is_file():
-                kept[final] = file.with_name(f".old-{file.name}")
-                os.replace(final, kept[final])
-            os.replace(file, final)
-    except OSError:
-        for final, old in kept.items():
-            os.replace(old, final)
-        raise
-    return placed
 
 
 def _embed(graph: ir.Graph, state: CheckpointData) -> None:

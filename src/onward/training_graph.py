@@ -76,7 +76,8 @@ def build_training_graphs(
     for made, role in ((model, "training"), (evaluation, "eval")):
         made.producer_name, made.producer_version = producer()
         made.metadata_props.update({**about, "onward.role": role})
-        finish(made)
+    finish(model)
+    _finish_evaluation(evaluation, results)
     _spell_out_inference(evaluation.graph)
     return TrainingGraphs(
         training=model,
@@ -84,6 +85,16 @@ def build_training_graphs(
         trainable={name: tensors[name] for name in order if name in trained},
         frozen={name: tensors[name] for name in order if name not in trained},
     )
+
+
+def _finish_evaluation(model: ir.Model, results: Sequence[str]) -> None:
+    """Tidy up, but keep what the forward model's own outputs need: inference export may ask for them."""
+    graph = model.graph
+    asked = list(graph.outputs)
+    known = {output.name: output for node in graph for output in node.outputs}
+    graph.outputs.extend(known[name] for name in results if name in known and known[name] not in asked)
+    finish(model)
+    del graph.outputs[len(asked) :]
 
 
 def producer() -> tuple[str, str]:

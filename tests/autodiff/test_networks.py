@@ -18,7 +18,15 @@ ROWS = [(name, 18) for name in ARCHITECTURES] + [("resnet", 14), ("bert", 14), (
 def without_dropout(module: torch.nn.Module) -> torch.nn.Module:
     """Random layers and their rates switched off; batch norm stays in training mode."""
     for layer in module.modules():
-        for name in ("p", "dropout", "attention_dropout", "activation_dropout", "dropout_prob", "drop_prob", "rate"):
+        for name in (
+            "p",
+            "dropout",
+            "attention_dropout",
+            "activation_dropout",
+            "dropout_prob",
+            "drop_prob",
+            "rate",
+        ):
             if isinstance(getattr(layer, name, None), float):
                 setattr(layer, name, 0.0)
     return module.train()
@@ -34,7 +42,7 @@ def test_gradients_equal_torch(name, opset):
     kept = {tensor.name for tensor in model.graph.initializer}
     parameters = {n: p for n, p in module.named_parameters() if n in kept and p.requires_grad}
     output = model.graph.output[0].name
-    derived, _, wrt = vector_jacobian(model, of=[output], wrt=list(parameters))
+    derived, _, _ = vector_jacobian(model, of=[output], wrt=list(parameters))
     onnx.checker.check_model(derived, full_check=True)
     assert {node.domain for node in derived.graph.node} <= {""}
 
