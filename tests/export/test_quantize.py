@@ -150,3 +150,19 @@ assert sys.path == path
         [sys.executable, "-c", program], input=embedding_model(), capture_output=True, check=False
     )
     assert ran.returncode == 0, ran.stderr.decode()
+
+
+def test_schemes_follow_each_other_in_one_process() -> None:
+    """The quantizers import their own modules lazily, by bare names: each order must work."""
+    program = """
+import sys
+from onward.export.quantize import quantize
+data = sys.stdin.buffer.read()
+for scheme in ("fp16", "int8-tensor", "int4", "int8-weights"):
+    print(len(quantize(data, scheme)))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], input=embedding_model(), capture_output=True, check=False
+    )
+    assert done.returncode == 0, done.stderr.decode()[-400:]
+    assert len(done.stdout.split()) == 4

@@ -240,10 +240,14 @@ SCHEMES: Mapping[str, Scheme] = {
 def _undisturbed() -> Iterator[None]:
     """Undo what the quantizers do to the process: they log to the root logger and extend `sys.path`.
 
-    What they add to the path is a folder of theirs that is full of generic module names.
+    What they add to the path is a folder of theirs that is full of generic module names. They add it when
+    first imported and need it later, so it is there for as long as they run.
     """
+    import onnxruntime
+
     path, level = list(sys.path), logging.root.manager.disable
     logging.disable(max(level, logging.WARNING))
+    sys.path.append(str(Path(onnxruntime.__file__).parent / "transformers"))
     try:
         yield
     finally:

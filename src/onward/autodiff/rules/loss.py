@@ -46,7 +46,9 @@ def _is_plain(op, node) -> bool:
     classes = op.static_dim(scores, 1)
     used = any(value.uses() or value.is_graph_output() for value in node.outputs[1:])
     reduced = node.attributes.get_string("reduction", "mean") != "none"
-    return plain and reduced and not used and classes is not None and classes <= _FEW
+    if not plain or not reduced or used or op.dtype(scores) == ir.DataType.BFLOAT16:  # OneHot has no bfloat16
+        return False
+    return classes is not None and classes <= _FEW
 
 
 def _few_classes(op, node, dloss):
