@@ -123,7 +123,7 @@ def generate_ort_training(folder: Path, home: Path) -> None:
     import onnx
     from onnxruntime.training import artifacts
 
-    model = onnx.load(folder / "forward.onnx")
+    model = onnx.load(folder / "forward-16.onnx")
     trainable = json.loads((folder / "trainable.json").read_text())
     home.mkdir(exist_ok=True)
     artifacts.generate_artifacts(

@@ -18,6 +18,7 @@ _LOCATION = b"location"
 
 ModelFile = str | os.PathLike[str] | bytes | onnx.ModelProto
 
+_STOP_SPINNING = "session.force_spinning_stop"
 _PROVIDERS = {
     "cpu": "CPUExecutionProvider",
     "cuda": "CUDAExecutionProvider",
@@ -119,10 +120,22 @@ def make_session(
     chosen: Any = options or ort.SessionOptions()
     if options is None:
         chosen.log_severity_level = 3
+    _rest_between_runs(chosen)
     try:
         return ort.InferenceSession(source, chosen, providers=providers)
     except Exception as error:
         raise ModelError(f"onnxruntime cannot load the {what}: {error}") from error
+
+
+def _rest_between_runs(options: Any) -> None:
+    """Let the threads of a session stop spinning when a run ends: on few cores, the optimizer's need them then.
+
+    Left as it is where the options say something about it.
+    """
+    try:
+        options.get_session_config_entry(_STOP_SPINNING)
+    except RuntimeError:  # not set
+        options.add_session_config_entry(_STOP_SPINNING, "1")
 
 
 def run_bound(session: ort.InferenceSession, binding: Any) -> None:
