@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -50,9 +51,11 @@ def onward_engine(folder: Path, threads: int) -> Phases:
 
     from onward.api import CheckpointState, Module, Optimizer
 
-    options = ort.SessionOptions()
-    options.intra_op_num_threads = threads
-    options.log_severity_level = 3
+    options = None
+    if threads != os.cpu_count():  # else the defaults, as most people use them
+        options = ort.SessionOptions()
+        options.intra_op_num_threads = threads
+        options.log_severity_level = 3
     data = np.load(folder / "inputs.npz")
     inputs = [data[name] for name in data.files]
     state = CheckpointState.load_checkpoint(folder / "onward" / "checkpoint")

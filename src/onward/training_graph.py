@@ -20,6 +20,7 @@ from onward.autodiff.engine import DifferentiableBuilder, is_differentiable
 from onward.errors import ModelError
 from onward.graph.cleanup import finish
 from onward.graph.inference_form import to_inference
+from onward.graph.patterns import fuse_gelu
 from onward.graph.prune import find_value, values_of
 from onward.graph.random import SEED_INPUT, make_random_explicit
 from onward.graph.statistics import make_statistics_explicit
@@ -108,6 +109,7 @@ def producer() -> tuple[str, str]:
 def _build_step(model: ir.Model, loss: str, wanted: Sequence[str], order: Sequence[str]) -> None:
     graph = model.graph
     seed = make_random_explicit(model)
+    fuse_gelu(model)
     target = find_value(graph, loss)
     op = DifferentiableBuilder(graph)
     statistics = make_statistics_explicit(op)

@@ -120,6 +120,8 @@ def make_session(
     chosen: Any = options or ort.SessionOptions()
     if options is None:
         chosen.log_severity_level = 3
+        # planning one block for all activations saved no time and cost a fifth to a quarter more memory
+        chosen.enable_mem_pattern = False
     _rest_between_runs(chosen)
     try:
         return ort.InferenceSession(source, chosen, providers=providers)
