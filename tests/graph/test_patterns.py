@@ -22,7 +22,9 @@ OTHERS = {
     "another factor": "{ a = Div(x, two)  e = Erf(a)  p = Add(e, one)  m = Mul(x, p)  y = Mul(m, half) }",
     "another term": "{ a = Div(x, root)  e = Erf(a)  p = Add(e, two)  m = Mul(x, p)  y = Mul(m, half) }",
     "root over x": "{ a = Div(root, x)  e = Erf(a)  p = Add(e, one)  m = Mul(x, p)  y = Mul(m, half) }",
-    "parts used elsewhere": "{ a = Div(x, root)  e = Erf(a)  p = Add(e, one)  m = Mul(x, p)  h = Mul(m, half)  y = Add(h, p) }",
+    "parts used elsewhere": (
+        "{ a = Div(x, root)  e = Erf(a)  p = Add(e, one)  m = Mul(x, p)  h = Mul(m, half)  y = Add(h, p) }"
+    ),
 }
 
 

@@ -102,7 +102,8 @@ class FlatUpdater(Updater):
             self._settings.append(_Setting(group["learning_rate_scale"], decay, self._program.results))
         rests = parameters.vector.size > _BLOCK and _rests(model, options["slots"])
         self._blocks = list(self._cut(options, rests))
-        self._workers = min(threads, len(self._blocks)) or 1
+        # a thread must have a few blocks to do before it is worth waking
+        self._workers = max(1, min(threads, len(self._blocks) // 4))
         self._bound: dict[bool, list[_Share]] = {}
         self._pool: ThreadPoolExecutor | None = None
         if self._workers > 1:
