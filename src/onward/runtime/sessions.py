@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ _LOCATION = b"location"
 ModelFile = str | os.PathLike[str] | bytes | onnx.ModelProto
 
 _STOP_SPINNING = "session.force_spinning_stop"
+_LARGE = 1 << 18
 _PROVIDERS = {
     "cpu": "CPUExecutionProvider",
     "cuda": "CUDAExecutionProvider",
@@ -122,15 +124,24 @@ def make_session(
         chosen.log_severity_level = 3
         # planning one block for all activations saved no time and cost a fifth to a quarter more memory
         chosen.enable_mem_pattern = False
-    _rest_between_runs(chosen)
+    if not isinstance(model, onnx.ModelProto) or _reads(model) > _LARGE:
+        _rest_between_runs(chosen)
     try:
         return ort.InferenceSession(source, chosen, providers=providers)
     except Exception as error:
         raise ModelError(f"onnxruntime cannot load the {what}: {error}") from error
 
 
+def _reads(model: onnx.ModelProto) -> int:
+    """How many numbers a model takes as inputs of known size: its parameters, mostly."""
+    shapes = [[dim.dim_value for dim in value.type.tensor_type.shape.dim] for value in model.graph.input]
+    return sum(math.prod(shape) for shape in shapes)
+
+
 def _rest_between_runs(options: Any) -> None:
     """Let the threads of a session stop spinning when a run ends: on few cores, the optimizer's need them then.
+
+    Waking them again takes some 20 µs, which a small model, whose optimizer needs no threads, would notice.
 
     Left as it is where the options say something about it.
     """
