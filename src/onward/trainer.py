@@ -381,7 +381,7 @@ class Trainer:
 
     def _resume(self, directory: Path) -> bool:
         if not any(directory.glob("checkpoint-*")):
-            return False  # nothing was saved yet: start from the beginning
+            return False  # nothing was saved yet
         latest = checkpoint.load_latest(directory)
         try:
             self._place = Place.from_json(str(latest.data.extras["trainer"]))
@@ -391,6 +391,7 @@ class Trainer:
         self._seed = int(self._place.settings.get("seed", self._seed))
         self.history = History.load(directory / "history.json")
         self.history.cut(self.step, self.epoch)
+        checkpoint.rotate(directory, keep=self._keep)  # a run that died after saving may not have got to it
         self._whole = True
         return True
 

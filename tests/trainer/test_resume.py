@@ -175,6 +175,16 @@ def test_kill_at_random_moments(tmp_path_factory: pytest.TempPathFactory, tmp_pa
     assert kept(tmp_path) == kept(whole)
 
 
+def test_resuming_a_run_that_died_before_rotation_rotates(
+    artifacts: Path, whole: Any, tmp_path: Path
+) -> None:
+    make(artifacts, tmp_path).fit(data(), data(1), **FIT)
+    newest = checkpoint.load_latest(tmp_path).path
+    (tmp_path / "checkpoint-1").write_bytes(newest.read_bytes())  # an old one that was left behind
+    make(artifacts, tmp_path).fit(data(), data(1), resume=True, **FIT)
+    assert kept(tmp_path) == whole[0]
+
+
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGINT that one process can send another alone")
 def test_ctrl_c_waits_for_the_end_of_the_batch(artifacts: Path, whole: Any, tmp_path: Path) -> None:
     class Press(Callback):
