@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import secrets
 import stat
 import time
@@ -226,21 +227,23 @@ def _lock(descriptor: int) -> bool | None:
 
 
 def _sweep(target: Path) -> None:
-    """Remove temporaries of this target that no living process holds; never fails."""
-    prefix = _prefix(target)
+    """Remove temporaries of this target that no living process holds; never fails.
+
+    Links of its older versions (`<target>.1`) count as its own: nothing else would ever remove them.
+    """
+    ours = re.compile(rf"{re.escape(_prefix(target))}(\d+\.)?[0-9a-f]{{16}}{re.escape(_SUFFIX)}")
     try:
-        names = [
-            name for name in os.listdir(target.parent) if name.startswith(prefix) and name.endswith(_SUFFIX)
-        ]
+        found = [match for name in os.listdir(target.parent) if (match := ours.fullmatch(name))]
     except OSError:
         return
-    for name in names:
-        path = target.parent / name
+    for match in found:
+        path = target.parent / match.string
         with contextlib.suppress(OSError):
-            if len(name) != len(prefix) + 16 + len(_SUFFIX):
-                continue
-            if fcntl is None or os.path.islink(path):  # links take no lock and hold no data
+            # links take no lock and hold no data
+            if os.path.islink(path) or (fcntl is None and not match.group(1)):
                 os.unlink(path)
+                continue
+            if match.group(1):
                 continue
             descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
             try:
