@@ -37,11 +37,15 @@ _REDUCTIONS = ("mean", "sum", "none")
 
 def reduce(op: Builder, loss: ir.Value, reduction: str = "mean") -> ir.Value:
     """The mean or sum of a loss over all its elements, or the loss as it is for 'none'."""
-    if reduction not in _REDUCTIONS:
-        raise ValueError(f"reduction is '{reduction}': choose one of {', '.join(_REDUCTIONS)}")
+    _check_reduction(reduction)
     if reduction == "none":
         return loss
     return op.ReduceMean(loss, keepdims=0) if reduction == "mean" else op.ReduceSum(loss, keepdims=0)
+
+
+def _check_reduction(reduction: str) -> None:
+    if reduction not in _REDUCTIONS:
+        raise ValueError(f"reduction is '{reduction}': choose one of {', '.join(_REDUCTIONS)}")
 
 
 def mse(op: Builder, prediction: ir.Value, target: ir.Value, *, reduction: str = "mean") -> ir.Value:
@@ -118,8 +122,7 @@ def _hard_cross_entropy(
     reduction: str,
     ignore_index: int | None,
 ) -> ir.Value:
-    if reduction not in _REDUCTIONS:
-        raise ValueError(f"reduction is '{reduction}': choose one of {', '.join(_REDUCTIONS)}")
+    _check_reduction(reduction)
     loss, _ = op.SoftmaxCrossEntropyLoss(
         scores, labels, weights, ignore_index=ignore_index, reduction=reduction, outputs=2
     )
@@ -182,8 +185,7 @@ def nll(
     ignore_index: int | None = None,
 ) -> ir.Value:
     """−log_probabilities[label], classes on axis 1"""
-    if reduction not in _REDUCTIONS:
-        raise ValueError(f"reduction is '{reduction}': choose one of {', '.join(_REDUCTIONS)}")
+    _check_reduction(reduction)
     return op.NegativeLogLikelihoodLoss(
         log_probabilities,
         labels,

@@ -159,7 +159,7 @@ def _one(op: DifferentiableBuilder, target: ir.Value) -> ir.Value:
     dims = op.static_shape(target)
     if target.shape is not None and any(isinstance(d, int) and d != 1 for d in target.shape):
         raise ModelError(
-            f"'{target.name}' has shape {list(target.shape)}, not one element: "
+            f"'{target.name}' has shape [{', '.join(map(str, target.shape))}], not one element: "
             "differentiate a scalar, or name a cotangent input (cotangent='…')"
         )
     one = np.ones((1,) if dims is None else dims, dtype=op.dtype(target).numpy())
