@@ -139,7 +139,7 @@ class Module:
         guarded = self.on_nonfinite != "ignore"
         if self._reset:
             self._invalid = None
-            if guarded:
+            if guarded and self._step.following:
                 self._statistics_before = {n: self._frozen[n].copy() for n in self._step.following}
         results = self._step.run(feeds, reset=self._reset, seed=self._seed, step=self._steps + 1)
         self._steps += 1

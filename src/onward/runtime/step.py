@@ -18,14 +18,21 @@ from onward.runtime.sessions import ModelFile, make_session, providers_for, read
 __all__ = ["EvaluationStep", "TrainingStep", "with_outputs"]
 
 
+# Bytes of an input up to which copying it takes less time than binding it.
+_SMALL = 1 << 14
+
+
 class _Bound:
     """A session with its binding: fixed tensors bound once, the user's inputs at every run."""
 
     def __init__(self, session: ort.InferenceSession, plan: Plan) -> None:
         self.session = session
         self.binding = session.io_binding()
+        self._native = self.binding._iobinding
         self._names = [value.name for value in session.get_outputs()]
         self._inputs = {value.name for value in session.get_inputs()}
+        self._own = [(i, name) for i, name in enumerate(plan.inputs) if name in self._inputs]
+        self._landings: list[np.ndarray | None] = [None] * len(plan.inputs)
         self._fresh: list[str] = []
         self._fixed: dict[str, np.ndarray] = {}
         self._given: dict[str, np.ndarray] = {}
@@ -54,23 +61,26 @@ class _Bound:
         self._returned = returned
 
     def run(self, feeds: list[Any]) -> list[np.ndarray]:
-        for name, value in zip(self._plan.inputs, feeds):
-            if name not in self._inputs:
-                continue
-            if isinstance(value, ort.OrtValue):
-                self.binding.bind_ortvalue_input(name, value)
-            elif value.dtype == np.object_:
+        for index, name in self._own:
+            value, landing = feeds[index], self._landings[index]
+            if (
+                landing is not None
+                and type(value) is np.ndarray
+                and value.shape == landing.shape
+                and value.dtype == landing.dtype
+            ):
+                landing[...] = value
+            elif type(value) is np.ndarray and value.dtype == np.object_:
                 return self._run_copying(feeds)
             else:
+                self._bind_own(index, name, value)
+        if self._empty:
+            for name, value in self._zeros(feeds).items():
                 self.binding.bind_cpu_input(name, value)
-        empty = self._zeros(feeds) if self._empty else {}
-        for name, value in empty.items():
-            self.binding.bind_cpu_input(name, value)
-        if self._fresh:
-            for name in self._fresh:
-                self.binding.bind_output(name, "cpu")
+        for name in self._fresh:
+            self.binding.bind_output(name, "cpu")
         try:
-            run_bound(self.session, self.binding._iobinding)
+            run_bound(self.session, self._native)
         except Exception as error:
             raise _explain(error, self._plan, feeds) from error
         made = self.binding.get_outputs() if self._fresh else []
@@ -78,6 +88,16 @@ class _Bound:
             self._fixed[name].copy() if position < 0 else made[position].numpy()
             for name, position in zip(self._returned, self._positions)
         ]
+
+    def _bind_own(self, index: int, name: str, value: Any) -> None:
+        """Bind a user's input; a small one by way of memory that stays bound, as copying is the faster then."""
+        if isinstance(value, ort.OrtValue):
+            self._landings[index] = None
+            self.binding.bind_ortvalue_input(name, value)
+            return
+        landing = value.copy() if value.nbytes <= _SMALL else None
+        self._landings[index] = landing
+        self.binding.bind_cpu_input(name, value if landing is None else landing)
 
     def _zeros(self, feeds: list[Any]) -> dict[str, np.ndarray]:
         shapes = {
