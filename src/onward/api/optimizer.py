@@ -130,7 +130,7 @@ def squared_norm(vector: np.ndarray) -> float:
     25.0
     """
     square = float(np.dot(vector, vector))
-    if not np.isfinite(square):  # it overflows float32 before it is really infinite
+    if not math.isfinite(square):  # it overflows float32 before it is really infinite
         square = float(np.sum(np.square(vector, dtype=np.float64)))
         if square > _OVERFLOW:
             return math.inf

@@ -5,49 +5,70 @@ Works on protobuf alone, like `specialize`: it is on the way of every start of t
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import math
-from collections.abc import Callable, Collection, Mapping
+import operator
+from collections.abc import Callable, Mapping, Sequence
 
-import numpy as np
 import onnx
 
-__all__ = ["ScalarProgram", "split_scalars", "without_scaling"]
+__all__ = ["ScalarProgram", "split_scalars", "to_single", "without_scaling"]
 
 _OPERATORS: dict[str, Callable[..., float]] = {
-    "Cast": lambda a: a,
-    "Identity": lambda a: a,
-    "Add": lambda a, b: a + b,
-    "Sub": lambda a, b: a - b,
-    "Mul": lambda a, b: a * b,
-    "Div": lambda a, b: a / b,
-    "Pow": lambda a, b: a**b,
+    "Cast": float,
+    "Identity": float,
+    "Add": operator.add,
+    "Sub": operator.sub,
+    "Mul": operator.mul,
+    "Div": operator.truediv,
+    "Pow": operator.pow,
     "Sqrt": math.sqrt,
-    "Neg": lambda a: -a,
+    "Neg": operator.neg,
     "Reciprocal": lambda a: 1.0 / a,
     "Min": min,
     "Max": max,
 }
 
 
+def to_single(value: float) -> float:
+    """The float32 nearest to a number.
+
+    >>> to_single(0.1)
+    0.10000000149011612
+    """
+    return ctypes.c_float(value).value
+
+
 @dataclasses.dataclass(frozen=True)
 class ScalarProgram:
-    """Scalars computed from scalars: (operator, inputs, output, in float32) in order, over known constants."""
+    """Scalars computed from scalars, in order: (operator, places of its inputs, in float32).
 
-    constants: Mapping[str, float]
-    steps: list[tuple[Callable[..., float], list[str], str, bool]]
-    results: list[str]
+    Every value has a place in one list: the inputs first, then `constants`, then what each step makes.
+    """
 
-    def run(self, values: Mapping[str, float]) -> dict[str, float]:
+    constants: Sequence[float]
+    steps: Sequence[tuple[Callable[..., float], tuple[int, ...], bool]]
+    places: Mapping[str, int]
+
+    @property
+    def results(self) -> list[str]:
+        """The names of what it computes."""
+        return list(self.places)
+
+    def run(self, *values: float) -> list[float]:
         """The results for given inputs, each step rounded as the model would."""
-        known = {**self.constants, **values}
-        for function, inputs, output, single in self.steps:
-            value = function(*[known[name] for name in inputs])
-            known[output] = float(np.float32(value)) if single else value
-        return {name: known[name] for name in self.results}
+        known = [*values, *self.constants]
+        for function, inputs, single in self.steps:
+            if len(inputs) == 2:
+                value = function(known[inputs[0]], known[inputs[1]])
+            else:
+                value = function(*[known[place] for place in inputs])
+            known.append(to_single(value) if single else value)
+        return [known[place] for place in self.places.values()]
 
 
-def split_scalars(model: onnx.ModelProto, scalars: Collection[str]) -> tuple[ScalarProgram, onnx.ModelProto]:
+def split_scalars(model: onnx.ModelProto, scalars: Sequence[str]) -> tuple[ScalarProgram, onnx.ModelProto]:
     """The program over the inputs named in `scalars`, and the model that takes its results as inputs.
 
     Scalars that the rest reads itself, and operators that the program cannot do, stay in the model.
@@ -57,17 +78,18 @@ def split_scalars(model: onnx.ModelProto, scalars: Collection[str]) -> tuple[Sca
         for tensor in model.graph.initializer
         if math.prod(tensor.dims) == 1
     }
-    known = {*scalars, *constants}
+    place = {name: index for index, name in enumerate([*scalars, *constants])}
     kinds = {value.name: value.type.tensor_type.elem_type for value in model.graph.value_info}
-    steps, rest = [], []
+    steps: list[tuple[Callable[..., float], tuple[int, ...], bool]] = []
+    rest, made = [], set()
     for node in model.graph.node:
-        if node.op_type in _OPERATORS and not node.domain and known.issuperset(node.input):
+        if node.op_type in _OPERATORS and not node.domain and all(n in place for n in node.input):
             single = kinds.get(node.output[0]) == onnx.TensorProto.FLOAT
-            steps.append((_OPERATORS[node.op_type], list(node.input), node.output[0], single))
-            known.add(node.output[0])
+            steps.append((_OPERATORS[node.op_type], tuple(place[name] for name in node.input), single))
+            place[node.output[0]] = len(place)
+            made.add(node.output[0])
         else:
             rest.append(node)
-    made = {output for _, _, output, _ in steps}
     read = [name for node in rest for name in node.input]
     results = [name for name in dict.fromkeys(read) if name in made]
     slim = onnx.ModelProto()
@@ -82,7 +104,7 @@ def split_scalars(model: onnx.ModelProto, scalars: Collection[str]) -> tuple[Sca
     graph.input.extend(
         onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [1]) for name in results
     )
-    return ScalarProgram(constants, steps, results), slim
+    return ScalarProgram(list(constants.values()), steps, {name: place[name] for name in results}), slim
 
 
 def without_scaling(model: onnx.ModelProto) -> onnx.ModelProto:

@@ -15,7 +15,7 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 
-from onward.graph.scalars import ScalarProgram, split_scalars, without_scaling
+from onward.graph.scalars import ScalarProgram, split_scalars, to_single, without_scaling
 from onward.runtime.flat import FlatBuffer
 from onward.runtime.sessions import make_session, run_bound
 from onward.runtime.updater import Slots, Updater
@@ -33,20 +33,19 @@ class _Setting:
     """The scalars of a group of parameters, in memory that bindings alias."""
 
     def __init__(self, rate_scale: float, decay: float, computed: Sequence[str]) -> None:
-        self.rate_scale = rate_scale
-        self.rate, self.decay = np.zeros(1, np.float32), np.full(1, decay, np.float32)
+        self._rate_scale, self.decay = rate_scale, to_single(decay)
+        self._rate, self._decay = np.zeros(1, np.float32), np.full(1, decay, np.float32)
         self._computed = {name: np.zeros(1, np.float32) for name in computed}
 
-    def update(self, program: ScalarProgram, rate: float, common: dict[str, float]) -> None:
+    def update(self, program: ScalarProgram, rate: float, step: int, scale: float) -> None:
         """Compute what follows from the learning rate and the step."""
-        self.rate[0] = rate * self.rate_scale
-        values = {"learning_rate": float(self.rate[0]), "weight_decay": float(self.decay[0]), **common}
-        for name, value in program.run(values).items():
-            self._computed[name][0] = value
+        self._rate[0] = rate = to_single(rate * self._rate_scale)
+        for array, value in zip(self._computed.values(), program.run(rate, step, scale, self.decay)):
+            array[0] = value
 
     def arrays(self) -> dict[str, np.ndarray]:
         """The scalars by the names of the model's inputs."""
-        return {"learning_rate": self.rate, "weight_decay": self.decay, **self._computed}
+        return {"learning_rate": self._rate, "weight_decay": self._decay, **self._computed}
 
 
 @dataclasses.dataclass(slots=True)
@@ -110,11 +109,10 @@ class FlatUpdater(Updater):
             self._pool = ThreadPoolExecutor(self._workers - 1, thread_name_prefix="onward-optimizer")
 
     def _apply(self) -> None:
-        scale = float(self._scale[0])
-        common = {"step": float(self._step[0]), "gradient_scale": scale}
+        scale = self._scale.item()
         for setting in self._settings:
-            setting.update(self._program, self._learning_rate, common)
-        shares = self._shares(scaled=scale != 1.0)
+            setting.update(self._program, self._learning_rate, self.step, scale)
+        shares = self._bound.get(scale != 1.0) or self._shares(scaled=scale != 1.0)
         if self._pool is None:
             shares[0].run()
             return
@@ -157,7 +155,7 @@ class FlatUpdater(Updater):
             for first in range(start, stop, _BLOCK):
                 last = min(first + _BLOCK, stop)
                 bits = self._gradients.vector[first:last].view(np.uint32)
-                yield _Block(first, last, setting, bits, resting=rests and setting.decay[0] == 0.0)
+                yield _Block(first, last, setting, bits, resting=rests and setting.decay == 0.0)
 
     def _shares(self, *, scaled: bool) -> list[_Share]:
         """Sessions and bindings of every thread; those without gradient scaling save a pass over memory."""

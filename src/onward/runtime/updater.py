@@ -37,7 +37,7 @@ class Updater(abc.ABC):
     @property
     def step(self) -> int:
         """How many updates were made."""
-        return int(self._step[0])
+        return self._step.item()
 
     def run(self, gradient_scale: float) -> None:
         """One update."""
