@@ -54,7 +54,8 @@ def whole(model: onnx.ModelProto, name: str, arrays: dict[str, np.ndarray]) -> d
 def test_in_place_equals_apart(name: str, block: int, workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of(BLOCKS[name]())
     options = json.loads({e.key: e.value for e in model.metadata_props}["onward.optimizer"])
-    monkeypatch.setattr(flat_update, "_BLOCK", block)
+    for limit, value in (("_LEAST", block), ("_MOST", block), ("_PIECE", min(block, 8))):
+        monkeypatch.setattr(flat_update, limit, value)
     parameters, gradients = make_buffers(0)
     for rarely in ("b", "c"):  # what has had no gradient yet may be left alone, if that changes nothing
         gradients.views[rarely][:] = 0

@@ -10,12 +10,13 @@ import dataclasses
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import onnx
 
 __all__ = ["ScalarProgram", "split_scalars", "to_single", "without_scaling"]
 
-_OPERATORS: dict[str, Callable[..., float]] = {
+_OPERATORS: dict[str, Callable[..., Any]] = {
     "Cast": float,
     "Identity": float,
     "Add": operator.add,

@@ -1,13 +1,13 @@
 """An elementwise rule over all parameters as one vector: in place, in blocks that fit the cache.
 
-A block whose gradient and state are all zero, and always were, is left alone where the rule would not move
-it: most of an embedding table, for a long time.
+A piece of a block whose gradient and state are all zero, and always were, is left alone where the rule would
+not move it: most of an embedding table, for a long time.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterable, Sequence
+import platform
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -15,6 +15,7 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 
+from onward.graph.multiply_add import as_rows, fuse_multiply_add
 from onward.graph.scalars import ScalarProgram, split_scalars, to_single, without_scaling
 from onward.runtime.flat import FlatBuffer
 from onward.runtime.sessions import make_session, run_bound
@@ -22,8 +23,10 @@ from onward.runtime.updater import Slots, Updater
 
 __all__ = ["FlatUpdater"]
 
-# Elements of one run: small enough that parameter, gradient, state and temporaries stay in the cache.
-_BLOCK = 1 << 16
+# Elements of one run: few enough that temporaries stay in the cache, many enough that a run's overhead is small.
+_LEAST, _MOST = 1 << 16, 1 << 18
+# Elements that are left alone together.
+_PIECE = 1 << 13
 
 
 _SCALARS = ("learning_rate", "step", "gradient_scale", "weight_decay")
@@ -48,32 +51,61 @@ class _Setting:
         return {"learning_rate": self._rate, "weight_decay": self._decay, **self._computed}
 
 
-@dataclasses.dataclass(slots=True)
 class _Block:
-    """A stretch of the vector, its scalars, its gradient as bits, and whether it has never been moved."""
+    """A stretch of the vector with its scalars, and which of its pieces have been moved."""
 
-    start: int
-    stop: int
-    setting: _Setting
-    gradient_bits: np.ndarray
-    resting: bool
+    def __init__(
+        self, start: int, stop: int, setting: _Setting, gradient: np.ndarray, *, rests: bool
+    ) -> None:
+        self.start, self.stop, self.setting = start, stop, setting
+        # a zero may be negative, which as bits is not zero: that piece is moved, to no effect
+        self._bits = gradient.view(np.uint32).reshape(-1, min(_PIECE, stop - start)) if rests else None
+        self._awake = np.zeros(0 if self._bits is None else len(self._bits), bool)
+
+    def wake(self) -> None:
+        """Count all of it as moved."""
+        self._bits = None
+
+    def pieces(self) -> list[int] | None:
+        """The pieces to update, or None for the whole block at once."""
+        if self._bits is None:
+            return None
+        self._awake |= self._bits.max(axis=1) > 0
+        if 2 * np.count_nonzero(self._awake) > len(self._awake):
+            self._bits = None
+            return None
+        return np.flatnonzero(self._awake).tolist()
+
+    def piece(self, index: int) -> slice:
+        """Where a piece lies in the vector."""
+        start = self.start + index * _PIECE
+        return slice(start, min(start + _PIECE, self.stop))
 
 
-@dataclasses.dataclass(frozen=True)
 class _Share:
     """What one thread does of an update."""
 
-    session: ort.InferenceSession
-    blocks: list[_Block]
-    bindings: list[Any]
+    def __init__(self, session: ort.InferenceSession, blocks: list[_Block], bind: Callable[..., Any]) -> None:
+        self._session, self._bind = session, bind
+        self._given = {value.name for value in session.get_inputs()}
+        self._blocks = blocks
+        self._bindings: dict[tuple[int, int], Any] = {}
 
     def run(self) -> None:
-        for block, binding in zip(self.blocks, self.bindings):
-            if block.resting:
-                if not block.gradient_bits.max():
-                    continue
-                block.resting = False
-            run_bound(self.session, binding)
+        for block in self._blocks:
+            pieces = block.pieces()
+            if pieces is None:
+                self._run(block, slice(block.start, block.stop))
+                continue
+            for index in pieces:
+                self._run(block, block.piece(index))
+
+    def _run(self, block: _Block, part: slice) -> None:
+        binding = self._bindings.get((part.start, part.stop))
+        if binding is None:
+            binding = self._bind(self._session, self._given, part, block.setting)
+            self._bindings[part.start, part.stop] = binding
+        run_bound(self._session, binding)
 
 
 class FlatUpdater(Updater):
@@ -94,13 +126,17 @@ class FlatUpdater(Updater):
             name: FlatBuffer({key: view.shape for key, view in parameters.views.items()})
             for name in options["slots"]
         }
-        self._program, self._model = split_scalars(model, _SCALARS)
+        self._program, plain = split_scalars(model, _SCALARS)
+        self._models = {True: as_rows(plain), False: as_rows(without_scaling(plain))}
+        if platform.machine().lower() in ("x86_64", "amd64"):
+            for scaled, variant in self._models.items():
+                self._program, self._models[scaled] = fuse_multiply_add(variant, self._program, _SCALARS)
         self._settings = [_Setting(1.0, options["weight_decay"], self._program.results)]
         for group in options["groups"]:
             decay = options["weight_decay"] if group["weight_decay"] is None else group["weight_decay"]
             self._settings.append(_Setting(group["learning_rate_scale"], decay, self._program.results))
-        rests = parameters.vector.size > _BLOCK and _rests(model, options["slots"])
-        self._blocks = list(self._cut(options, rests))
+        rests = parameters.vector.size > _LEAST and _rests(model, options["slots"])
+        self._blocks = list(self._cut(options, rests, threads))
         # a thread must have a few blocks to do before it is worth waking
         self._workers = max(1, min(threads, len(self._blocks) // 4))
         self._bound: dict[bool, list[_Share]] = {}
@@ -124,9 +160,8 @@ class FlatUpdater(Updater):
     def load(self, step: int, slots: Slots) -> None:
         super().load(step, slots)
         for block in self._blocks:
-            block.resting = block.resting and not any(
-                flat.vector[block.start : block.stop].any() for flat in self._slots.values()
-            )
+            if any(flat.vector[block.start : block.stop].any() for flat in self._slots.values()):
+                block.wake()
 
     def slots_by_parameter(self) -> Slots:
         return {
@@ -138,8 +173,9 @@ class FlatUpdater(Updater):
         """Each slot of all parameters as one vector."""
         return {name: flat.vector for name, flat in self._slots.items()}
 
-    def _cut(self, options: dict, rests: bool) -> Iterable[_Block]:
-        """Runs of parameters that share their settings, in blocks."""
+    def _cut(self, options: dict, rests: bool, threads: int) -> Iterable[_Block]:
+        """Runs of parameters that share their settings, in blocks; what may rest has no broken pieces."""
+        size = min(max(self._parameters.vector.size // (8 * threads) // _PIECE * _PIECE, _LEAST), _MOST)
         of_parameter = {n: i + 1 for i, group in enumerate(options["groups"]) for n in group["parameters"]}
         names = list(self._parameters.spans)
         starts = [self._parameters.spans[name][0] for name in names]
@@ -152,29 +188,28 @@ class FlatUpdater(Updater):
                 runs.append([start, stop, index])
         for start, stop, index in runs:
             setting = self._settings[index]
-            for first in range(start, stop, _BLOCK):
-                last = min(first + _BLOCK, stop)
-                bits = self._gradients.vector[first:last].view(np.uint32)
-                yield _Block(first, last, setting, bits, resting=rests and setting.decay == 0.0)
+            resting = rests and setting.decay == 0.0
+            even = start + (stop - start) // _PIECE * _PIECE if resting else stop
+            for first, last in [*_stretches(start, even, size), *_stretches(even, stop, size)]:
+                gradient = self._gradients.vector[first:last]
+                yield _Block(first, last, setting, gradient, rests=resting)
 
     def _shares(self, *, scaled: bool) -> list[_Share]:
         """Sessions and bindings of every thread; those without gradient scaling save a pass over memory."""
         if scaled not in self._bound:
-            data = (self._model if scaled else without_scaling(self._model)).SerializeToString()
-            self._bound[scaled] = []
-            for worker in range(self._workers):
-                session = _single_threaded(data)
-                given = {value.name for value in session.get_inputs()}
-                blocks = self._blocks[worker :: self._workers]
-                bindings = [self._bind(session, given, block) for block in blocks]
-                self._bound[scaled].append(_Share(session, blocks, bindings))
+            data = self._models[scaled].SerializeToString()
+            self._bound[scaled] = [
+                _Share(_single_threaded(data), self._blocks[worker :: self._workers], self._bind)
+                for worker in range(self._workers)
+            ]
         return self._bound[scaled]
 
-    def _bind(self, session: ort.InferenceSession, given: set[str], block: _Block) -> Any:
-        part = slice(block.start, block.stop)
+    def _bind(
+        self, session: ort.InferenceSession, given: Collection[str], part: slice, setting: _Setting
+    ) -> Any:
         binding = session.io_binding()
         pairs = {"parameter": self._parameters.vector, **{n: flat.vector for n, flat in self._slots.items()}}
-        inputs = {name: vector[part] for name, vector in pairs.items()} | block.setting.arrays()
+        inputs = {name: vector[part] for name, vector in pairs.items()} | setting.arrays()
         inputs |= {
             "gradient": self._gradients.vector[part],
             "step": self._step,
@@ -182,11 +217,15 @@ class FlatUpdater(Updater):
         }
         for name, array in inputs.items():
             if name in given:
-                binding.bind_ortvalue_input(name, ort.OrtValue.ortvalue_from_numpy(array))
+                binding.bind_ortvalue_input(name, ort.OrtValue.ortvalue_from_numpy(array[np.newaxis]))
         for name, vector in pairs.items():
             target = vector[part]
-            binding.bind_output(f"{name}.next", "cpu", 0, np.float32, [target.size], target.ctypes.data)
+            binding.bind_output(f"{name}.next", "cpu", 0, np.float32, [1, target.size], target.ctypes.data)
         return binding._iobinding
+
+
+def _stretches(start: int, stop: int, size: int) -> list[tuple[int, int]]:
+    return [(first, min(first + size, stop)) for first in range(start, stop, size)]
 
 
 def _rests(model: onnx.ModelProto, slots: Sequence[str]) -> bool:
