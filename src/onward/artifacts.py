@@ -20,6 +20,7 @@ import onnx
 import onnx_ir as ir
 
 from onward.artifact_files import write_artifacts
+from onward.autodiff.segments import ActivationBudget, Recompute
 from onward.checkpoint import CheckpointData, NominalTensor
 from onward.errors import ModelError
 from onward.graph.adapters import LoRA, add_adapters
@@ -35,7 +36,7 @@ from onward.optim.graph import Clipping, ParameterGroup, optimizer_model
 from onward.optim.rules import Optimizer
 from onward.training_graph import build_training_graphs, producer
 
-__all__ = ["Artifacts", "LossType", "OptimType", "build_artifacts", "generate_artifacts"]
+__all__ = ["ActivationBudget", "Artifacts", "LossType", "OptimType", "build_artifacts", "generate_artifacts"]
 
 _log = logging.getLogger("onward")
 # what protobuf can hold
@@ -124,6 +125,7 @@ def generate_artifacts(
     parameter_groups: Sequence[ParameterGroup] = (),
     lora: LoRA | None = None,
     opset: int | None = None,
+    recompute: Recompute = None,
 ) -> None:
     """Write `training_model.onnx`, `eval_model.onnx`, `optimizer_model.onnx` and `checkpoint`.
 
@@ -131,7 +133,9 @@ def generate_artifacts(
     parameters that the model itself records as trainable are taken (`onward.export.from_torch` records
     them). With `lora`, low-rank adapters of the targeted weights train, and what `requires_grad` names
     besides; the rest stays as it is. The files are in the model's own opset where that has all it takes, else
-    in 21; `opset` asks for one. `loss=None` means that the model's first output is the loss. All files
+    in 21; `opset` asks for one. `recompute` trades time for memory: True, a share of the memory of activations
+    to keep (0.5), bytes ("500MB"), or scopes whose inner values are computed again ("encoder.layer.*").
+    `loss=None` means that the model's first output is the loss. All files
     are written, or none; the directory is made where it is missing.
 
     >>> import tempfile, onnx.parser
@@ -155,6 +159,7 @@ def generate_artifacts(
         parameter_groups=parameter_groups,
         lora=lora,
         opset=opset,
+        recompute=recompute,
     )
     models = {"training_model": made.training, "eval_model": made.evaluation}
     if made.optimizer is not None:
@@ -184,6 +189,7 @@ def build_artifacts(
     parameter_groups: Sequence[ParameterGroup] = (),
     lora: LoRA | None = None,
     opset: int | None = None,
+    recompute: Recompute = None,
 ) -> Artifacts:
     """Build the artifacts of a forward model in memory; arguments as for `generate_artifacts`."""
     loss_block = _loss_block(loss)
@@ -203,7 +209,9 @@ def build_artifacts(
     trainable, frozen = _choose(prepared, requires_grad, frozen_params, adapters)
     (loss_name, *more), prepared = _with_loss(prepared, loss, loss_block, loss_input_names)
     extra = [*more, *(additional_output_names or [])]
-    graphs = build_training_graphs(prepared, loss_name, trainable=trainable, frozen=frozen, outputs=extra)
+    graphs = build_training_graphs(
+        prepared, loss_name, trainable=trainable, frozen=frozen, outputs=extra, recompute=recompute
+    )
     shapes = {name: tuple(tensor.shape.numpy()) for name, tensor in graphs.trainable.items()}
     optimizer_made = None
     if rule is not None:

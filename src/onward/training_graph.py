@@ -17,6 +17,7 @@ import onnx_ir as ir
 
 from onward.autodiff.differentiate import add_gradients
 from onward.autodiff.engine import DifferentiableBuilder, is_differentiable
+from onward.autodiff.segments import Recompute, recompute_activations
 from onward.errors import ModelError
 from onward.graph.cleanup import finish
 from onward.graph.inference_form import to_inference
@@ -47,6 +48,7 @@ def build_training_graphs(
     trainable: Sequence[str],
     frozen: Sequence[str] = (),
     outputs: Sequence[str] = (),
+    recompute: Recompute = None,
 ) -> TrainingGraphs:
     """Differentiate `loss` with respect to the trainables; takes over `model`, which must be in the dialect."""
     graph = model.graph
@@ -65,7 +67,7 @@ def build_training_graphs(
     to_inference(evaluation, keep_dropout=True)
     wanted = [name for name in order if name in trained]
     wanted += [value.name or "" for value in graph.inputs if value.name in trained]  # gradients of inputs
-    _build_step(model, loss, wanted, order)
+    _build_step(model, loss, wanted, order, recompute)
     about = {
         "onward.version": producer()[1],
         "onward.loss": loss,
@@ -106,7 +108,9 @@ def producer() -> tuple[str, str]:
         return "onward", "0"
 
 
-def _build_step(model: ir.Model, loss: str, wanted: Sequence[str], order: Sequence[str]) -> None:
+def _build_step(
+    model: ir.Model, loss: str, wanted: Sequence[str], order: Sequence[str], recompute: Recompute
+) -> None:
     graph = model.graph
     seed = make_random_explicit(model)
     fuse_gelu(model)
@@ -116,6 +120,7 @@ def _build_step(model: ir.Model, loss: str, wanted: Sequence[str], order: Sequen
     known = values_of(graph)
     sources = [known[name] for name in wanted]
     one = op.constant(np.ones(op.static_shape(target) or (), op.dtype(target).numpy()), name="one")
+    forward = list(graph)
     gradients = add_gradients(op, {target: one}, sources) if sources else {}
     if seed is not None:
         graph.inputs.remove(seed)
@@ -126,9 +131,12 @@ def _build_step(model: ir.Model, loss: str, wanted: Sequence[str], order: Sequen
     reset = op.input(RESET_INPUT, ir.DataType.BOOL, [1])
     if seed is not None:
         graph.inputs.append(seed)
+    results = []
     for (value, derivative), buffer in zip(gradients.items(), buffers):
         out = op.Where(reset, derivative, op.Add(buffer, derivative))
         _name_output(op, out, f"{value.name}_grad.accumulation.out", value)
+        results.append(out)
+    recompute_activations(op, forward, recompute, results=results)
     for statistic in statistics:
         _name_output(
             op, op.Identity(statistic.following), f"{statistic.current.name}.next", statistic.current

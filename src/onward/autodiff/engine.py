@@ -37,6 +37,8 @@ class DifferentiableBuilder(Builder):
     def __init__(self, graph: ir.Graph, *, parent: Builder | None = None) -> None:
         super().__init__(graph, parent=parent, share=True)
         self.active: set[ir.Value] = set()
+        # the gradients that the backward walk found for each value, in its order
+        self.arrivals: list[ir.Value] = []
 
     def wanted(self, value: ir.Value | None) -> bool:
         """Whether a gradient with respect to this value is needed; a rule may skip the work if not."""
@@ -76,6 +78,7 @@ def backward(
         arriving = [_total(op, gradients.pop(output, []), output) for output in node.outputs]
         if all(dy is None for dy in arriving):
             continue
+        op.arrivals.extend(dy for dy in arriving if dy is not None)
         for output, dy in zip(node.outputs, arriving):
             if dy is not None and output in asked:
                 gradients[output] = [dy]

@@ -1,0 +1,322 @@
+"""Activation recomputation: forget values of the forward pass, and compute them again for the backward pass.
+
+Works on a graph that has its gradients already, and changes only what the backward nodes read. A segment is a
+set of forward nodes. Values that stay inside it are dropped: where a backward node reads one, it reads a copy
+instead, which repeats the segment's nodes from what is kept (the segment's inputs and outputs).
+
+The copies must run late, and must not be merged with the originals by a runtime that looks for common
+subexpressions. So what they read passes a gate: a Reshape to its own shape, whose target is computed from a
+gradient that arrives at the segment. It moves no data, and nothing before the run can tell what it gives.
+A runtime that works its way back from each output would leave what only an output needs (the gradient of a
+bias) for the end of the run, and keep what it is computed from until then. So gates wait for the results that
+could be there, too. Which nodes make segments is decided elsewhere.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Iterable, Sequence
+
+import numpy as np
+import onnx_ir as ir
+
+from onward.autodiff.engine import DifferentiableBuilder, is_differentiable
+from onward.graph.nodes import RANDOM, SMALL, subgraphs_of
+
+__all__ = ["Plan", "Tape", "plan_segment", "recompute_segments"]
+
+
+class Tape:
+    """The forward nodes of a graph, its backward nodes, and where gradients arrive.
+
+    `results` are outputs that hold the gradients of parameters.
+    """
+
+    def __init__(
+        self, op: DifferentiableBuilder, forward: Iterable[ir.Node], results: Sequence[ir.Value] = ()
+    ) -> None:
+        self.op = op
+        before = set(forward)
+        nodes = list(op.graph)
+        self.forward = [node for node in nodes if node in before]
+        self.place = {node: index for index, node in enumerate(nodes)}
+        self._is_forward = before
+        # (place, value) of every gradient that some backward node computes
+        self._arrivals = sorted(
+            {
+                (self.place[made], index): value
+                for index, value in enumerate(op.arrivals)
+                if is_differentiable(value)
+                and isinstance(value.type, ir.TensorType)
+                and (made := value.producer()) in self.place
+                and made not in before
+            }.items()
+        )
+
+        self._results = [found for value in results if (found := self._result(value)) is not None]
+
+    def take_results(self, before: ir.Node) -> list[ir.Value]:
+        """Results that can be had before a node, each told once; what makes them is moved there."""
+        graph = self.op.graph
+        ready = [result for result in self._results if result.ready < self.place[before]]
+        self._results = [result for result in self._results if result.ready >= self.place[before]]
+        for result in ready:
+            graph.remove(result.nodes)
+            graph.insert_before(before, result.nodes)
+        return [result.value for result in ready]
+
+    def _result(self, value: ir.Value) -> _Result | None:
+        """None where a result is no more than a value of the forward pass."""
+        last = value.producer()
+        if last is None:
+            return None
+        made = {last, *(node for v in last.inputs if v is not None and (node := v.producer()) is not None)}
+        # the last steps, which nothing else reads, can be moved
+        ending = {node for node in made if node is last or _only_for(node, last)}
+        sources = {v.producer() for node in ending for v in node.inputs if v is not None} - ending - {None}
+        if not sources or any(node in self._is_forward or node not in self.place for node in sources):
+            return None
+        nodes = sorted(ending, key=self.place.__getitem__)
+        return _Result(value, nodes, max(self.place[node] for node in sources if node is not None))
+
+    def readers(self, value: ir.Value) -> list[ir.Node] | None:
+        """The backward nodes that read a value; None where it is read in a body or before any gradient."""
+        found = []
+        for node, _ in value.uses():
+            if node not in self.place:
+                return None
+            if node not in self._is_forward:
+                if self.trigger(node) is None:
+                    return None
+                found.append(node)
+        return found
+
+    def read_backward(self, value: ir.Value) -> bool:
+        """Whether anything but the forward nodes reads a value."""
+        return any(node not in self._is_forward for node, _ in value.uses())
+
+    def read_forward(self, value: ir.Value) -> list[ir.Node]:
+        """The forward nodes that read a value."""
+        return [node for node, _ in value.uses() if node in self._is_forward]
+
+    def trigger(self, node: ir.Node) -> ir.Value | None:
+        """The last gradient that is there before a backward node runs."""
+        low, high = 0, len(self._arrivals)
+        while low < high:
+            middle = (low + high) // 2
+            if self._arrivals[middle][0][0] < self.place[node]:
+                low = middle + 1
+            else:
+                high = middle
+        return self._arrivals[low - 1][1] if low else None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Result:
+    """An output, the nodes that end its computation, and the place of the last node that they read from."""
+
+    value: ir.Value
+    nodes: list[ir.Node]
+    ready: int
+
+
+def _only_for(node: ir.Node, last: ir.Node) -> bool:
+    return all(user is last for value in node.outputs for user, _ in value.uses())
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What recomputing a segment takes.
+
+    `needed` are the values that backward nodes will read copies of, `nodes` are repeated for them (in forward
+    order), and `inputs` are what these read from outside: values that are kept until then.
+    """
+
+    needed: list[ir.Value]
+    nodes: list[ir.Node]
+    inputs: list[ir.Value]
+
+
+def plan_segment(tape: Tape, segment: Sequence[ir.Node]) -> Plan:
+    """Which values of a segment can be dropped, and what it takes to have them again."""
+    inside = set(segment)
+    inner = {
+        value
+        for node in segment
+        if _repeats(node)
+        for value in node.outputs
+        if _is_large(value)
+        and not value.is_graph_output()
+        and all(reader in inside for reader in tape.read_forward(value))
+    }
+    found = {value: tape.readers(value) for value in inner}
+    needed = [value for node in segment for value in node.outputs if found.get(value)]
+    repeated: set[ir.Node] = set()
+    inputs: dict[ir.Value, None] = {}
+    waiting = [value.producer() for value in needed]
+    while waiting:
+        node = waiting.pop()
+        assert node is not None
+        if node in repeated:
+            continue
+        repeated.add(node)
+        for value in _sources(node):
+            if value in inner and found[value] is not None:
+                waiting.append(value.producer())
+            else:
+                inputs.setdefault(value)
+    return Plan(needed, [node for node in segment if node in repeated], list(inputs))
+
+
+def recompute_segments(tape: Tape, plans: Iterable[Plan]) -> None:
+    """Let backward nodes read copies of the values that plans drop; copies go before the first that reads one."""
+    waiting = []
+    for plan in plans:
+        readers = {node for value in plan.needed for node in tape.readers(value) or ()}
+        if readers:
+            waiting.append((min(tape.place[node] for node in readers), plan, readers))
+    for _, plan, readers in sorted(waiting, key=lambda item: item[0]):
+        _recompute(tape, plan, readers)
+
+
+def _recompute(tape: Tape, plan: Plan, readers: Collection[ir.Node]) -> None:
+    first = min(readers, key=tape.place.__getitem__)
+    trigger = tape.trigger(first)
+    assert trigger is not None
+    op = tape.op
+    copies: dict[ir.Value, ir.Value] = {}
+    with op.inserting(first):
+        gate = _Gates(op, [trigger, *tape.take_results(first)])
+        for node in plan.nodes:
+            op.scope = f"{node.name or node.op_type}/recompute"
+            copy = _copy(op, node, copies, gate)
+            op.graph.insert_before(first, copy)
+            for old, new in zip(node.outputs, copy.outputs):
+                if old.name:
+                    new.name = op.namer(f"{old.name}/recomputed")
+                    new.type, new.shape = old.type, old.shape
+                    copies[old] = new
+        op.scope = ""
+    for value in plan.needed:
+        for reader, index in list(value.uses()):
+            if reader in readers:
+                reader.replace_input_with(index, copies[value])
+
+
+class _Gates:
+    """Passes values on that are there already, but only when some others have been computed, too."""
+
+    def __init__(self, op: DifferentiableBuilder, awaited: Sequence[ir.Value]) -> None:
+        self._op = op
+        op.scope = "recompute"
+        samples = op.Sum(*(self._sample(value) for value in awaited))
+        # the sum exists also where a value has no element
+        total = op.ReduceSum(samples, keepdims=0)
+        # 0 or 1, whatever the numbers are, so that times 0 it is 0
+        self._flag = op.Cast(op.IsNaN(total), to=ir.DataType.INT64)
+        self._targets: dict[int | None, ir.Value] = {}
+        self._passed: dict[ir.Value, ir.Value] = {}
+
+    def _sample(self, value: ir.Value) -> ir.Value:
+        """One element, which stands for all."""
+        op = self._op
+        if value.shape is None:
+            value = op.Reshape(value, [-1])
+        rank = op.rank(value)
+        first = op.Slice(value, [0] * rank, [1] * rank, list(range(rank))) if rank else value
+        return first if first.dtype == ir.DataType.FLOAT else op.Cast(first, to=ir.DataType.FLOAT)
+
+    def __call__(self, value: ir.Value) -> ir.Value:
+        if value not in self._passed:
+            op, scope = self._op, self._op.scope
+            op.scope = f"{value.name}/recompute/gate"
+            passed = op.Reshape(value, self._target(value))
+            passed.type, passed.shape = value.type, value.shape
+            self._passed[value] = passed
+            op.scope = scope
+        return self._passed[value]
+
+    def _target(self, value: ir.Value) -> ir.Value:
+        """Zeros, one for each axis: a Reshape reads them as the sizes that its input has."""
+        rank = None if value.shape is None else value.shape.rank()
+        op = self._op
+        if rank is None:
+            return op.Add(op.Shape(value), op.Mul(self._flag, np.int64(0)))
+        if rank not in self._targets:
+            self._targets[rank] = op.Mul(self._flag, np.zeros(rank, np.int64))
+        return self._targets[rank]
+
+
+def _copy(
+    op: DifferentiableBuilder,
+    node: ir.Node,
+    copies: dict[ir.Value, ir.Value],
+    gate: Callable[[ir.Value], ir.Value],
+) -> ir.Node:
+    inputs: list[ir.Value | None] = list(node.inputs)
+    attributes = dict(node.attributes)
+    outputs = len(node.outputs)
+    if _normalizes_batch(node):
+        # by the statistics that the batch had, which are kept: the running ones must move once only
+        inputs[3:5] = node.outputs[1:3]
+        attributes = {name: attributes[name] for name in ("epsilon",) if name in attributes}
+        outputs = 1
+    read = [
+        value
+        if value is None
+        else copies[value]
+        if value in copies
+        else gate(value)
+        if _waits(value)
+        else value
+        for value in inputs
+    ]
+    if all(old is new for old, new in zip(inputs, read)):
+        index = next(i for i, value in enumerate(read) if value is not None)
+        read[index] = gate(inputs[index])  # type: ignore[arg-type]
+    return ir.Node(
+        node.domain,
+        node.op_type,
+        read,
+        list(attributes.values()),
+        num_outputs=outputs,
+        name=op.namer(f"{node.name or node.op_type}/recomputed"),
+    )
+
+
+def _waits(value: ir.Value) -> bool:
+    """Whether a gate goes before a value. Not for parameters, which are there anyway, nor for sizes."""
+    return value.producer() is not None and _is_large(value) and isinstance(value.type, ir.TensorType)
+
+
+def _sources(node: ir.Node) -> list[ir.Value]:
+    values = [value for value in node.inputs if value is not None]
+    if _normalizes_batch(node):
+        values = [*values[:3], *node.outputs[1:3]]
+    return values
+
+
+def _normalizes_batch(node: ir.Node) -> bool:
+    return node.op_type == "BatchNormalization" and node.attributes.get_int("training_mode", 0) == 1
+
+
+def _repeats(node: ir.Node) -> bool:
+    """Whether running a node again gives the same, and its results are tensors.
+
+    A Dropout that is left in a training graph drops nothing: the others were written as hashes of a seed.
+    """
+    return (
+        node.domain in ("", "ai.onnx")
+        and (node.op_type == "Dropout" or node.op_type not in RANDOM)
+        and not subgraphs_of(node)
+        and any(value is not None for value in node.inputs)
+        and all(isinstance(value.type, ir.TensorType) for value in node.outputs if value.name)
+    )
+
+
+def _is_large(value: ir.Value) -> bool:
+    """Whether dropping a value could save anything: shapes, scalars and statistics are kept."""
+    size = 1
+    for dim in () if value.shape is None else value.shape:
+        size *= dim if isinstance(dim, int) else SMALL + 1
+    return value.shape is None or size > SMALL
