@@ -165,7 +165,10 @@ def fill(
 
 
 def continue_tokens(pipeline: Pipeline, feed: Mapping[str, np.ndarray], limit: int) -> list[list[int]]:
-    """Greedy continuation of left-padded prompts; keys and values of what was read are kept."""
+    """Greedy continuation of left-padded prompts; keys and values of what was read are kept.
+
+    A model without inputs for them, as one that was trained, reads everything again for every token.
+    """
     ends = set(pipeline.card["generation"]["eos_ids"])
     ids, mask = feed["input_ids"], feed["attention_mask"]
     rows = len(ids)
@@ -175,6 +178,9 @@ def continue_tokens(pipeline: Pipeline, feed: Mapping[str, np.ndarray], limit: i
         if _is_past(i)
     }
     longest = pipeline.card["tokenizer"].get("max_length") or np.inf
+    if not past:
+        prompts = [row[kept == 1].tolist() for row, kept in zip(ids, mask)]
+        return [_reread(pipeline, prompt, min(limit, longest - len(prompt) + 1), ends) for prompt in prompts]
     new: list[list[int]] = [[] for _ in range(rows)]
     done = np.zeros(rows, bool)
     for _ in range(limit):
@@ -192,6 +198,20 @@ def continue_tokens(pipeline: Pipeline, feed: Mapping[str, np.ndarray], limit: i
         past = {name: outputs[f"present.{name.partition('.')[2]}"] for name in past}
         ids = following[:, None].astype(np.int64)
         mask = np.concatenate([mask, np.ones((rows, 1), np.int64)], axis=1)
+    return new
+
+
+def _reread(pipeline: Pipeline, prompt: list[int], limit: float, ends: set[int]) -> list[int]:
+    """One prompt at a time: without padding a model needs no positions from us."""
+    new: list[int] = []
+    while len(new) < limit:
+        ids = np.asarray([prompt + new], np.int64)
+        feed = {"input_ids": ids, "attention_mask": np.ones_like(ids), "token_type_ids": np.zeros_like(ids)}
+        taken = {name: array for name, array in feed.items() if name in pipeline.card["inputs"]}
+        following = int(pipeline.run(taken)["logits"][0, -1].argmax())
+        if following in ends:
+            break
+        new.append(following)
     return new
 
 

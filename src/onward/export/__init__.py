@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from onward.export.deployment import save_pipeline as save_pipeline
     from onward.export.inference import for_inference as for_inference
     from onward.export.parity import Report as Report
     from onward.export.parity import compare as compare
@@ -26,6 +27,7 @@ _HOMES = {
     "artifacts_from_transformers": "onward.export.transformers",
     "HFOnnx": "onward.export.transformers",
     "for_inference": "onward.export.inference",
+    "save_pipeline": "onward.export.deployment",
     "Report": "onward.export.parity",
     "compare": "onward.export.parity",
 }
@@ -39,6 +41,7 @@ __all__ = [
     "for_inference",
     "from_torch",
     "from_transformers",
+    "save_pipeline",
 ]
 
 

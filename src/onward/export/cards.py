@@ -44,7 +44,7 @@ def describe(
         card["pooling"] = {"modes": list(source.pooling.modes), "normalize": source.pooling.normalize}
     if source.task.name.endswith("classification"):
         labels = getattr(config, "id2label", None) or {}
-        card["labels"] = [str(labels[index]) for index in sorted(labels)]
+        card["labels"] = list(source.labels or (str(labels[index]) for index in sorted(labels)))
         card["problem_type"] = getattr(config, "problem_type", None)
     if source.tokenizer is not None:
         card["tokenizer"] = _tokenizer(source)

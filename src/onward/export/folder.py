@@ -1,6 +1,6 @@
 """Put an exported model where it was asked for, whole or not at all, with a card that says what it is.
 
-Knows paths, the `onward.json` card and metadata in a model file. Imports neither torch nor transformers.
+Knows paths and the `onward.json` card. Imports neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -15,14 +15,23 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import onnx
-
 from onward.errors import ExportError
 
-__all__ = ["CARD", "METADATA_KEY", "MODEL", "read_card", "staged", "version", "with_metadata"]
+__all__ = [
+    "CARD",
+    "METADATA_KEY",
+    "MODEL",
+    "PIPELINE",
+    "read_card",
+    "staged",
+    "version",
+    "write_card",
+]
 
 CARD = "onward.json"
 MODEL = "model.onnx"
+PIPELINE = "pipeline"
+"""The folder among training artifacts that has the tokenizer and the card of the model to be."""
 METADATA_KEY = "onward.export"
 
 
@@ -68,17 +77,6 @@ def _move(stage: Path, target: Path, *, single: bool) -> None:
         os.replace(path, destination)
 
 
-def with_metadata(model: bytes, properties: Mapping[str, str]) -> bytes:
-    """The model with these metadata entries added.
-
-    Two serialized messages joined are one message with the fields of both, so a large model need not be
-    parsed and written again to gain an entry.
-    """
-    addition = onnx.ModelProto()
-    onnx.helper.set_model_props(addition, dict(properties))
-    return model + addition.SerializeToString(deterministic=True)
-
-
 def read_card(folder: Path) -> dict[str, Any]:
     """The card of an exported folder, or `ExportError` that says what is wrong with it."""
     path = folder / CARD
@@ -91,6 +89,11 @@ def read_card(folder: Path) -> dict[str, Any]:
     if not isinstance(card, dict) or card.get("format") != 1 or not isinstance(card.get("task"), str):
         raise ExportError(f"'{path}': not a card of this version of Onward (expected format 1 and a task)")
     return card
+
+
+def write_card(card: Mapping[str, Any], folder: Path) -> None:
+    """Write the card into a folder, for people to read too."""
+    (folder / CARD).write_text(json.dumps(card, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def version() -> str:

@@ -7,7 +7,7 @@ Imports transformers when called; knows nothing of ONNX.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from os import PathLike, fspath
 from pathlib import Path
@@ -61,18 +61,30 @@ class Source:
     max_length: int | None = None
     borrowed: bool = False
     """Whether the model belongs to the caller, and must be handed back as it was."""
+    labels: tuple[str, ...] | None = None
+    """Names of the classes, where the caller gave them; else the configuration's own count."""
 
 
 def load_source(
-    model: Any, task: str, *, pooling: str | None = None, normalize: bool | None = None
+    model: Any,
+    task: str,
+    *,
+    pooling: str | None = None,
+    normalize: bool | None = None,
+    labels: Sequence[str] | None = None,
+    max_length: int | None = None,
 ) -> Source:
-    """Load a model id, a folder, or take a (model, tokenizer) tuple; `task` may be "auto"."""
+    """Load a model id, a folder, or take a (model, tokenizer) tuple; `task` may be "auto".
+
+    `labels` are the classes that a classifier is to tell apart: a head of another size is made anew.
+    """
     if task != "auto":
         task_named(task)
+    names = _label_names(labels)
     if isinstance(model, (tuple, list)):
-        source = _from_tuple(model, task)
+        source = _from_tuple(model, task, names)
     elif isinstance(model, (str, PathLike)):
-        source = _from_folder(fspath(model), task)
+        source = _from_folder(fspath(model), task, names)
     else:
         raise TypeError(
             f"expected a model id, a folder or a (model, tokenizer) tuple, got {type(model).__name__}. "
@@ -83,21 +95,49 @@ def load_source(
         settings = replace(settings, modes=tuple(pooling.split("+")))
     if normalize is not None:
         settings = replace(settings, normalize=normalize)
-    return replace(source, pooling=settings)
+    if names and not source.task.name.endswith("classification"):
+        raise ValueError(f"labels are for classifiers, and the task is {source.task.name!r}")
+    limit = _shorter(source, max_length)
+    return replace(source, pooling=settings, labels=names, max_length=limit)
 
 
-def _from_tuple(pair: tuple[Any, ...] | list[Any], task: str) -> Source:
+def _label_names(labels: Sequence[str] | None) -> tuple[str, ...] | None:
+    if labels is None:
+        return None
+    names = tuple(labels)
+    if isinstance(labels, str) or not all(isinstance(name, str) for name in names):
+        raise TypeError(f"labels must be a list of names, got {labels!r}")
+    if not names or len(set(names)) != len(names):
+        raise ValueError(f"labels must be different names, at least one: {list(names)}")
+    return names
+
+
+def _shorter(source: Source, max_length: int | None) -> int | None:
+    if max_length is None:
+        return source.max_length
+    if max_length < 1:
+        raise ValueError(f"max_length is {max_length}: it must be 1 or more")
+    return min(max_length, source.max_length or max_length)
+
+
+def _from_tuple(
+    pair: tuple[Any, ...] | list[Any], task: str, labels: tuple[str, ...] | None = None
+) -> Source:
     if len(pair) != 2:
         raise TypeError(f"expected a (model, tokenizer) tuple, got {len(pair)} items")
     model, companion = pair
     if isinstance(model, (str, PathLike)):
-        source = _from_folder(fspath(model), task, tokenizer=companion)
-        return source
+        return _from_folder(fspath(model), task, labels, tokenizer=companion)
     if not hasattr(model, "config") or not hasattr(model, "forward"):
         raise TypeError(f"the tuple's first item must be a transformers model, got {type(model).__name__}")
     name = detect(model.config) if task == "auto" else task
     found = task_named(name)
     origin = getattr(model, "name_or_path", "") or type(model).__name__
+    if labels and len(labels) != model.config.num_labels:
+        raise ValueError(
+            f"{len(labels)} labels for a model with {model.config.num_labels} classes: give a folder to get a "
+            "new head, or load the model with num_labels"
+        )
     if companion is None and _main_input(model) == "input_ids":
         raise ExportError(f"{origin}: the tokenizer is None; pass (model, tokenizer) with the model's own")
     textual = _main_input(model) == "input_ids"
@@ -115,7 +155,9 @@ def _from_tuple(pair: tuple[Any, ...] | list[Any], task: str) -> Source:
     )
 
 
-def _from_folder(origin: str, task: str, *, tokenizer: Any = None) -> Source:
+def _from_folder(
+    origin: str, task: str, labels: tuple[str, ...] | None = None, *, tokenizer: Any = None
+) -> Source:
     import transformers
 
     folder = Path(origin)
@@ -132,7 +174,10 @@ def _from_folder(origin: str, task: str, *, tokenizer: Any = None) -> Source:
         raise ExportError(f"'{origin}': no usable model configuration ({_first_line(error)})") from error
     name = detect(config, pools=bool(modules)) if task == "auto" else task
     found = task_named(name)
-    model = _load_model(where, found, config, extra)
+    if labels:
+        config.id2label = dict(enumerate(labels))
+        config.label2id = {label: index for index, label in enumerate(labels)}
+    model = _load_model(where, found, config, {**extra, "ignore_mismatched_sizes": bool(labels)})
     textual = _main_input(model) == "input_ids"
     if textual and tokenizer is None:
         tokenizer = _load_tokenizer(where, local, extra)

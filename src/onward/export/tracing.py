@@ -8,10 +8,12 @@ from __future__ import annotations
 import io
 import tempfile
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from os import fspath
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -19,7 +21,7 @@ import torch
 
 from onward.errors import ExportError
 from onward.export.adapters import Traceable
-from onward.export.embedding import embed_weights
+from onward.export.embedding import add_weights, serialized, take_weights
 from onward.export.parity import Report, compare, merge
 
 __all__ = ["ONE_FILE", "OPSETS", "check_opset", "check_parity", "trace", "weight_bytes"]
@@ -41,19 +43,25 @@ def weight_bytes(module: torch.nn.Module) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
 
-def trace(traceable: Traceable, *, opset: int) -> tuple[bytes | onnx.ModelProto, Traceable]:
+def trace(
+    traceable: Traceable, *, opset: int, metadata: Callable[[Traceable], Mapping[str, str]] | None = None
+) -> tuple[bytes | onnx.ModelProto, Traceable]:
     """Export to ONNX: bytes, or for a model over 2 GB the model in memory, which no bytes can hold.
 
     Returned with it is what was really exported: an input that the model accepts and ignores is left out, as
-    DeBERTa without segment embeddings ignores `token_type_ids`.
+    DeBERTa without segment embeddings ignores `token_type_ids`. `metadata` gives entries of the model for it.
     """
     model = _export(traceable, opset=opset)
     kept = {value.name for value in model.graph.input}
     used = replace(traceable, inputs={name: axes for name, axes in traceable.inputs.items() if name in kept})
-    embed_weights(model, traceable.module, inputs=list(used.inputs))
+    weights = take_weights(model, traceable.module, inputs=list(used.inputs))
     _fix_axes(model, traceable)
-    large = weight_bytes(traceable.module) > ONE_FILE
-    return model if large else model.SerializeToString(deterministic=True), used
+    if metadata is not None:
+        onnx.helper.set_model_props(model, dict(metadata(used)))
+    if weight_bytes(traceable.module) <= ONE_FILE:
+        return serialized(model, weights), used
+    add_weights(model, weights)
+    return model, used
 
 
 def check_parity(model: bytes | onnx.ModelProto, traceable: Traceable, *, rtol: float, atol: float) -> Report:
@@ -74,6 +82,7 @@ def _compare(model: bytes | str, traceable: Traceable, *, rtol: float, atol: flo
 
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
+    options.intra_op_num_threads = torch.get_num_threads()
     session = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
     names = list(traceable.outputs)
     reports = []
@@ -98,7 +107,7 @@ def _export(traceable: Traceable, *, opset: int) -> onnx.ModelProto:
     """The graph alone, with weights as inputs: carrying them through the exporter takes a third of its time."""
     buffer = io.BytesIO()
     try:
-        with warnings.catch_warnings(), torch.no_grad():
+        with warnings.catch_warnings(), torch.no_grad(), _without_late_inference():
             # Tracer warnings about Python branches: the parity check at other sizes is what settles them.
             warnings.simplefilter("ignore")
             torch.onnx.export(
@@ -120,6 +129,26 @@ def _export(traceable: Traceable, *, opset: int) -> onnx.ModelProto:
         reason = str(error).strip().split("\n", 1)[0]
         raise ExportError(f"torch could not export the model at opset {opset}: {reason}") from error
     return onnx.load_from_string(buffer.getvalue())
+
+
+@contextmanager
+def _without_late_inference() -> Iterator[None]:
+    """Keep the exporter from inferring types twice more when every node is written.
+
+    It takes a quarter of an export, since the weights are serialized for it, and changes nothing in the graph:
+    outputs have their traced shapes, and `_fix_axes` names the axes.
+    """
+    backend: Any = torch._C
+    name = "_jit_pass_onnx_graph_shape_type_inference"
+    infer = getattr(backend, name, None)
+    if infer is None:  # another version of torch, which takes its time
+        yield
+        return
+    setattr(backend, name, lambda *arguments: None)
+    try:
+        yield
+    finally:
+        setattr(backend, name, infer)
 
 
 def _dynamic(ports: Mapping[str, Mapping[int, str]]) -> dict[str, dict[int, str]]:

@@ -20,7 +20,7 @@ from onward.errors import ExportError
 from onward.export import tracing
 from onward.export.adapters import Traceable, adapt
 from onward.export.cards import describe
-from onward.export.folder import CARD, METADATA_KEY, MODEL, staged, with_metadata
+from onward.export.folder import METADATA_KEY, MODEL, PIPELINE, staged, write_card
 from onward.export.objectives import with_loss
 from onward.export.parity import Report
 from onward.export.quantize import measure, scheme_name
@@ -64,7 +64,9 @@ def from_transformers(
     tracing.check_opset(opset)
     if output is None:
         source = load_source(model, task, pooling=pooling, normalize=normalize)
-        exported = _export(source, opset=opset, training=training, check=check, rtol=rtol, atol=atol)
+        exported = _export(
+            source, scheme=scheme, opset=opset, training=training, check=check, rtol=rtol, atol=atol
+        )
         if not isinstance(exported.model, bytes):
             raise ExportError(
                 f"{source.origin}: over 2 GB of weights do not fit in bytes; pass output=… to write a file "
@@ -72,11 +74,13 @@ def from_transformers(
             )
         small = exported.model if scheme is None else quantize_model(exported.model, scheme)
         assert isinstance(small, bytes)
-        return with_metadata(small, exported.metadata(scheme))
+        return small
     target = Path(output)
     with staged(target) as stage:
         source = load_source(model, task, pooling=pooling, normalize=normalize)
-        exported = _export(source, opset=opset, training=training, check=check, rtol=rtol, atol=atol)
+        exported = _export(
+            source, scheme=scheme, opset=opset, training=training, check=check, rtol=rtol, atol=atol
+        )
         if target.suffix == ".onnx":
             _write_model(exported, scheme, stage / target.name)
         else:
@@ -94,6 +98,8 @@ def artifacts_from_transformers(
     opset: int = 18,
     requires_grad: Sequence[str] | None = None,
     frozen_params: Sequence[str] | None = None,
+    labels: Sequence[str] | None = None,
+    max_length: int | None = None,
     pooling: str | None = None,
     normalize: bool | None = None,
     rtol: float = 1e-5,
@@ -101,6 +107,10 @@ def artifacts_from_transformers(
     artifact_options: Mapping[str, Any] | None = None,
 ) -> Path:
     """Write training artifacts of a Hugging Face model, with the loss of its task; return the directory.
+
+    `labels` names the classes of a classifier; a folder without a head of that many gets a new one, random.
+    The directory's `pipeline` folder holds the tokenizer and what `save_pipeline` needs after training;
+    `max_length` is how many tokens that pipeline will read, where it shall be fewer than the model can.
 
     The loss is part of the graph and labels are inputs: `labels` (class ids, or ids per token with -100
     ignored; for text-generation the input ids themselves), `start_positions` and `end_positions` for question
@@ -114,8 +124,12 @@ def artifacts_from_transformers(
     tracing.check_opset(opset)
     from onward import artifacts
 
-    source = load_source(model, task, pooling=pooling, normalize=normalize)
+    source = load_source(
+        model, task, pooling=pooling, normalize=normalize, labels=labels, max_length=max_length
+    )
     with adapt(source, training=True) as traceable:
+        card = describe(source, traceable.inputs, traceable.outputs, opset=opset)
+        sample = _sample(traceable) if source.tokenizer is not None else None
         if loss is None:
             traceable = with_loss(source, traceable)
         proto = _for_training(traceable, opset=opset, check=True, rtol=rtol, atol=atol)
@@ -132,6 +146,10 @@ def artifacts_from_transformers(
         additional_output_names=[name for name in traceable.outputs if name != "loss"],
         **dict(artifact_options or {}),
     )
+    with staged(Path(directory) / PIPELINE, single=False) as stage:
+        if source.tokenizer is not None:
+            source.tokenizer.save_pretrained(fspath(stage))
+        write_card({**card, "sample": sample}, stage)
     return Path(directory)
 
 
@@ -171,22 +189,36 @@ class _Exported:
     parity: Report | None
     feeds: Sequence[Mapping[str, np.ndarray]]
 
-    def metadata(self, scheme: str | None) -> dict[str, str]:
-        """The card for the file's own metadata, without measured figures: two exports are identical."""
-        return {METADATA_KEY: json.dumps({**self.card, "quantize": scheme}, sort_keys=True)}
+
+def _metadata(card: Mapping[str, Any], scheme: str | None) -> dict[str, str]:
+    """The card for the file's own metadata, without measured figures: two exports are identical."""
+    return {METADATA_KEY: json.dumps({**card, "quantize": scheme}, sort_keys=True)}
 
 
 def _export(
-    source: Source, *, opset: int, training: bool, check: bool, rtol: float, atol: float
+    source: Source,
+    *,
+    scheme: str | None,
+    opset: int,
+    training: bool,
+    check: bool,
+    rtol: float,
+    atol: float,
 ) -> _Exported:
     with adapt(source, training=training) as traceable:
         if training:
             card = describe(source, traceable.inputs, traceable.outputs, opset=opset)
             proto = _for_training(traceable, opset=opset, check=check, rtol=rtol, atol=atol)
+            card["training"] = True
+            onnx.helper.set_model_props(proto, {**_properties(proto), **_metadata(card, None)})
             large = proto.ByteSize() > tracing.ONE_FILE
             model = proto if large else proto.SerializeToString(deterministic=True)
-            return _Exported(model, {**card, "training": True}, None, ())
-        model, traceable = tracing.trace(traceable, opset=opset)
+            return _Exported(model, card, None, ())
+
+        def metadata(used: Traceable) -> dict[str, str]:
+            return _metadata(describe(source, used.inputs, used.outputs, opset=opset), scheme)
+
+        model, traceable = tracing.trace(traceable, opset=opset, metadata=metadata)
         card = describe(source, traceable.inputs, traceable.outputs, opset=opset)
         subject = f"{source.origin} ({source.task.name}, opset {opset})"
         report = None
@@ -194,6 +226,11 @@ def _export(
             report = tracing.check_parity(model, traceable, rtol=rtol, atol=atol).raise_if_failed(subject)
         feeds = [{name: case[name].numpy() for name in traceable.inputs} for case in traceable.cases]
     return _Exported(model, card, report, feeds)
+
+
+def _sample(traceable: Traceable) -> dict[str, list[Any]]:
+    """A padded batch of texts as the tokenizer gives it: what `save_pipeline` proves its model on."""
+    return {name: value.tolist() for name, value in traceable.cases[-1].items()}
 
 
 def _for_training(
@@ -223,9 +260,8 @@ def _write_model(exported: _Exported, scheme: str | None, path: Path) -> None:
         if scheme is not None:
             model = quantize_model(model, scheme)
             assert isinstance(model, bytes)
-        path.write_bytes(with_metadata(model, exported.metadata(scheme)))
+        path.write_bytes(model)
         return
-    onnx.helper.set_model_props(model, {**_properties(model), **exported.metadata(scheme)})
     onnx.save(model, path, save_as_external_data=True, location=f"{path.name}.data")
     if scheme is not None:
         large = path.rename(path.with_name(f"float32-{path.name}"))
@@ -246,4 +282,4 @@ def _write_folder(exported: _Exported, scheme: str | None, stage: Path, source: 
         card["parity"] = exported.parity.to_dict()
     if scheme is not None and isinstance(exported.model, bytes):
         card["quantization"] = measure(exported.model, stage / MODEL, exported.feeds).to_dict()
-    (stage / CARD).write_text(json.dumps(card, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    write_card(card, stage)
