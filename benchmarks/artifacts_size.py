@@ -101,7 +101,7 @@ def measure(model: Path, folder: Path) -> dict[str, float]:
 
     names = [name for name in json.loads((model.parent / "names.json").read_text()) if name != "one"]
     before = peak_bytes()
-    start = time.perf_counter()
+    start, used = time.perf_counter(), time.process_time()
     generate_artifacts(
         str(model),
         requires_grad=names,
@@ -109,26 +109,31 @@ def measure(model: Path, folder: Path) -> dict[str, float]:
         optimizer=OptimType.AdamW,
         artifact_directory=folder,
     )
-    return {"seconds": time.perf_counter() - start, "peak": peak_bytes(), "before": before}
+    seconds, processor = time.perf_counter() - start, time.process_time() - used
+    return {"seconds": seconds, "processor": processor, "peak": peak_bytes(), "before": before}
 
 
-def case(name: str, model: onnx.ModelProto) -> dict[str, float]:
-    """Run one case in a new process."""
+def run(model: onnx.ModelProto) -> dict[str, float]:
+    """Measure one model in a new process; `size` is of its file."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.onnx"
         onnx.save(model, path)
-        size = path.stat().st_size
         names = [tensor.name for tensor in model.graph.initializer]
         (Path(folder) / "names.json").write_text(json.dumps(names))
         command = [sys.executable, __file__, "--measure", str(path), str(Path(folder) / "out")]
         found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-    nodes = len(model.graph.node)
+        return {**found, "size": path.stat().st_size}
+
+
+def case(name: str, model: onnx.ModelProto) -> None:
+    """Run one case and print a line about it."""
+    found = run(model)
+    nodes, size = len(model.graph.node), found["size"]
     line = f"{name:<20} {nodes:>6} nodes {size / 2**20:>6.1f} MiB {found['seconds']:>6.1f} s"
     line += f" {found['seconds'] / nodes * 1e3:>6.2f} ms/node  peak {found['peak'] / 2**20:>5.0f} MiB"
     if size > 2**26:  # imports and the like do not hide it
         line += f" = {found['peak'] / size:.2f} x the model ({found['before'] / 2**20:.0f} MiB are imports)"
     print(line)
-    return found
 
 
 def main() -> None:

@@ -6,13 +6,14 @@ The loss is cross entropy, which each engine adds in its own way.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-__all__ = ["MODELS", "Workload"]
+__all__ = ["MODELS", "Workload", "sized_encoder", "workload"]
 
 Made = tuple[nn.Module, tuple[torch.Tensor, ...], torch.Tensor]
 
@@ -91,14 +92,14 @@ def _mobilenet() -> Made:
 class Encoder(nn.Module):
     """MiniLM's shape: 6 layers of width 384, 12 heads, 30,522 tokens."""
 
-    def __init__(self) -> None:
+    def __init__(self, layers: int = 6) -> None:
         from transformers import BertConfig, BertForSequenceClassification
 
         super().__init__()
         self.bert = BertForSequenceClassification(
             BertConfig(
                 hidden_size=384,
-                num_hidden_layers=6,
+                num_hidden_layers=layers,
                 num_attention_heads=12,
                 intermediate_size=1536,
                 num_labels=2,
@@ -112,10 +113,10 @@ class Encoder(nn.Module):
         return self.bert(input_ids=input_ids, attention_mask=attention_mask).logits
 
 
-def _encoder(batch: int, length: int) -> Callable[[], Made]:
+def _encoder(batch: int, length: int, layers: int = 6) -> Callable[[], Made]:
     def make() -> Made:
         ids = torch.randint(5, 30000, (batch, length))
-        return Encoder(), (ids, torch.ones_like(ids)), torch.randint(0, 2, (batch,))
+        return Encoder(layers), (ids, torch.ones_like(ids)), torch.randint(0, 2, (batch,))
 
     return make
 
@@ -178,3 +179,16 @@ MODELS: dict[str, Workload] = {
         Workload("lstm", _lstm, {"x": {0: "batch", 1: "sequence"}}),
     )
 }
+
+
+def sized_encoder(layers: int, batch: int) -> str:
+    """The name of an encoder of some depth with a batch of sequences of 64, for `workload`."""
+    return f"encoder-{layers}-layers-{batch}x64"
+
+
+def workload(name: str) -> Workload:
+    """A model by its name."""
+    if name in MODELS:
+        return MODELS[name]
+    layers, batch = (int(number) for number in re.fullmatch(r"encoder-(\d+)-layers-(\d+)x64", name).groups())
+    return Workload(name, _encoder(batch, 64, layers), {"input_ids": _TOKENS, "attention_mask": _TOKENS})
