@@ -99,6 +99,8 @@ class Module:
             if name in self._gradients.views:
                 np.copyto(self._gradients.views[name], array)
                 self._reset = False
+        if not self._reset:
+            self._step.gradients_changed()
         state._module = self
 
     def _make_step(self, uri: ModelFile, device: str, options: ort.SessionOptions | None) -> TrainingStep:

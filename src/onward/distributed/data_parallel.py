@@ -125,6 +125,7 @@ class DataParallel:
             self._comm.reduce_scatter(vector, bounds_of(vector, self._comm.world), compress=settings.compress)
         else:
             self._comm.all_reduce(module._gradients.vector, compress=settings.compress)
+        module._step.gradients_changed()
         self.optimizer._gradient_scale = 1.0 / weight if settings.loss_reduction == "mean" else 1.0
         done = self.optimizer.step()
         module.lazy_reset_grad()

@@ -180,6 +180,9 @@ class StageStep(TrainingStep):
         self._following: dict[str, np.ndarray] = {}
         self.forget_statistics()
 
+    def gradients_changed(self) -> None:
+        """Nothing to note: a stage adds to whatever its gradients hold."""
+
     def forget_statistics(self) -> None:
         """Begin again from the statistics that were committed."""
         self._following = {name: self._frozen[name].copy() for name in self.plan.statistics}

@@ -10,6 +10,7 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 
+from onward.graph.row_gradients import scatter_in_place
 from onward.graph.specialize import specialize_reset
 from onward.runtime.external import session_beside
 from onward.runtime.plan import BUFFER, OUT, RESET, SEED, Plan, read_plan
@@ -25,8 +26,13 @@ _SMALL = 1 << 14
 class _Bound:
     """A session with its binding: fixed tensors bound once, the user's inputs at every run."""
 
-    def __init__(self, session: ort.InferenceSession, plan: Plan) -> None:
+    def __init__(
+        self, session: ort.InferenceSession, plan: Plan, rows: Mapping[str, str] | None = None
+    ) -> None:
         self.session = session
+        # parameters of whose gradients a run writes some rows only, by the output that says which
+        self.rows = rows or {}
+        self.written: dict[str, np.ndarray] = {}
         self.binding = session.io_binding()
         self._native = self.binding._iobinding
         self._names = [value.name for value in session.get_outputs()]
@@ -84,6 +90,12 @@ class _Bound:
         except Exception as error:
             raise _explain(error, self._plan, feeds) from error
         made = self.binding.get_outputs() if self._fresh else []
+        if self.rows:
+            start = len(self._fixed)
+            self.written = {
+                parameter: made[start + self._fresh.index(output)].numpy()
+                for parameter, output in self.rows.items()
+            }
         return [
             self._fixed[name].copy() if position < 0 else made[position].numpy()
             for name, position in zip(self._returned, self._positions)
@@ -122,6 +134,7 @@ class _Bound:
             raise _explain(error, self._plan, feeds) from error
         for name, array in self._fixed.items():
             np.copyto(array, made[name])
+        self.written = {parameter: made[output] for parameter, output in self.rows.items()}
         return [made[name] for name in self._returned]
 
 
@@ -151,6 +164,8 @@ class TrainingStep:
             name: np.empty_like(frozen[name]) for name in self.plan.statistics if name in frozen
         }
         self._bound[True] = self._bind(reset=True)
+        # rows of each gradient that are not zero, where that is known; memory is given full of zeros
+        self._written: dict[str, list[np.ndarray]] = {name: [] for name in self._bound[True].rows}
 
     def run(self, feeds: list[Any], *, reset: bool, seed: int, step: int) -> list[np.ndarray]:
         """The loss and the additional outputs; gradients land in their buffers."""
@@ -160,7 +175,28 @@ class TrainingStep:
             # an odd multiplier spreads neighbouring seeds and steps over all 64 bits
             mixed = (seed * 0x9E3779B97F4A7C15 + step * 0xD1B54A32D192ED03) & 0xFFFFFFFFFFFFFFFF
             self._seed[0] = mixed - (1 << 64) if mixed >= 1 << 63 else mixed
-        return self._bound[reset].run(feeds)
+        bound = self._bound[reset]
+        if not bound.rows:
+            self._written = {}
+            return bound.run(feeds)
+        before, self._written = self._written, {}
+        if reset:
+            before = {name: self._clear(name, before.get(name)) for name in bound.rows}
+        results = bound.run(feeds)
+        self._written = {n: [*before[n], rows] for n, rows in bound.written.items() if n in before}
+        return results
+
+    def gradients_changed(self) -> None:
+        """Say that something else than a step wrote into the memory of gradients."""
+        self._written = {}
+
+    def _clear(self, name: str, written: list[np.ndarray] | None) -> list[np.ndarray]:
+        if written is None:
+            self._gradients[name][...] = 0
+        else:
+            for rows in written:
+                self._gradients[name][rows.reshape(-1)] = 0
+        return []
 
     @property
     def following(self) -> dict[str, np.ndarray]:
@@ -174,8 +210,9 @@ class TrainingStep:
 
     def _bind(self, *, reset: bool) -> _Bound:
         special = specialize_reset(self._model, reset=reset)
+        rows = scatter_in_place(special)
         session = _open(special, self._path, "training model", self._providers, self._options)
-        bound = _Bound(session, self.plan)
+        bound = _Bound(session, self.plan, rows)
         for name, array in {**self._parameters, **self._frozen}.items():
             bound.bind_input(name, array)
         for name, array in self._gradients.items():
