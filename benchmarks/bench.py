@@ -19,7 +19,7 @@ from pathlib import Path
 
 from suite import checkpoints, costs, generation, inference, limit, memory, results, start, steps
 from suite.page import PICTURE, RESULTS, page, picture
-from suite.settings import ENGINES, HERE, MODELS, Settings
+from suite.settings import CACHE, ENGINES, HERE, MODELS, Settings
 
 SECTIONS = [
     module.SECTION for module in (steps, limit, start, memory, inference, generation, checkpoints, costs)
@@ -40,6 +40,7 @@ def arguments_of(line: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--render", action="store_true", help="write the page from what is stored, run nothing"
     )
+    parser.add_argument("--cache", type=Path, default=CACHE, help="where models are kept for the next run")
     parser.add_argument("--docs", type=Path, default=HERE.parent / "docs", help="where the page is")
     arguments = parser.parse_args(line)
     unknown = [name for name in arguments.what if name not in names and name not in MODELS]
@@ -70,6 +71,7 @@ def main(line: list[str] | None = None) -> None:
     settings = Settings(
         models=tuple(arguments.models or MODELS),
         engines=tuple(arguments.engines),
+        cache=arguments.cache,
         threads=arguments.threads,
         rounds=arguments.rounds,
     )

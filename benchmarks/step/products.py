@@ -88,6 +88,7 @@ def _forward_products(folder: Path) -> list[tuple[onnx.NodeProto, list[int], lis
         options.profile_file_prefix = str(Path(temporary) / "profile")
         options.log_severity_level = 3
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+        options.add_session_config_entry("session.disable_prepacking", "1")  # else weights are not listed
         session = ort.InferenceSession(folder / "forward.onnx", options)
         data = np.load(folder / "inputs.npz")
         session.run(None, {value.name: data[value.name] for value in session.get_inputs()})

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from suite.figures import milliseconds, paragraph, ratio_of_rounds, table
 from suite.section import Cases, Section
-from suite.settings import CACHE, Settings
+from suite.settings import Settings
 
 __all__ = ["SECTION"]
 
@@ -25,13 +25,13 @@ def measure(settings: Settings) -> Cases:
 
     from onward.checkpoint import load, save
 
-    CACHE.mkdir(exist_ok=True)
+    settings.cache.mkdir(parents=True, exist_ok=True)
     cases: Cases = {}
     for mib in SIZES:
         data = state_of(mib)
         arrays = all_arrays(data)
         times: dict[str, list[float]] = {"write": [], "save": [], "read": [], "load": []}
-        with tempfile.TemporaryDirectory(dir=CACHE) as name:
+        with tempfile.TemporaryDirectory(dir=settings.cache) as name:
             plain, checkpoint = Path(name) / "plain", Path(name) / "checkpoint"
             uses: dict[str, Callable[[], object]] = {
                 "write": lambda arrays=arrays, plain=plain: plain_write(arrays, plain),

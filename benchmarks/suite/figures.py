@@ -21,6 +21,8 @@ class Spread:
     high: float
 
     def __str__(self) -> str:
+        if self.low == self.high:  # a single round has no spread
+            return f"**{self.median:.2f}**"
         return f"**{self.median:.2f}** ({self.low:.2f}–{self.high:.2f})"
 
 

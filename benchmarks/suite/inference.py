@@ -7,7 +7,7 @@ import statistics
 from suite.figures import MISSING, milliseconds, paragraph, ratio_of_rounds, table
 from suite.interleave import compare
 from suite.section import Cases, Section
-from suite.settings import CACHE, Settings
+from suite.settings import Settings
 from suite.steps import by_model
 
 __all__ = ["SECTION"]
@@ -23,7 +23,7 @@ def measure(settings: Settings) -> Cases:
     cases: Cases = {}
     for model in settings.models:
         tracks = compare(
-            prepare(model, CACHE),
+            prepare(model, settings.cache),
             engines=[engine for engine in ENGINES if engine in settings.engines],
             phases=["infer"],
             rounds=settings.rounds_or(ROUNDS),

@@ -7,7 +7,7 @@ import statistics
 from suite.figures import milliseconds, paragraph, ratio_of_rounds, table
 from suite.interleave import compare
 from suite.section import Cases, Section
-from suite.settings import CACHE, Settings
+from suite.settings import Settings
 
 __all__ = ["SECTION"]
 
@@ -25,7 +25,7 @@ def measure(settings: Settings) -> Cases:
     for model in MODELS:
         if model not in settings.models:
             continue
-        folder = prepare(model, CACHE)
+        folder = prepare(model, settings.cache)
         tracks = compare(
             folder,
             engines=ENGINES,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from suite.figures import paragraph, table
 from suite.interleave import Worker
 from suite.section import Cases, Section
-from suite.settings import CACHE, Settings
+from suite.settings import Settings
 
 __all__ = ["SECTION"]
 
@@ -23,7 +23,7 @@ def measure(settings: Settings) -> Cases:
     for layers, batch in dict.fromkeys(
         [*((depth, BATCH) for depth in DEPTHS), *((DEPTH, batch) for batch in BATCHES)]
     ):
-        folder = prepare(sized_encoder(layers, batch), CACHE)
+        folder = prepare(sized_encoder(layers, batch), settings.cache)
         case: dict[str, float] = {}
         for engine in ENGINES:
             worker = Worker(engine, folder, threads=settings.threads)

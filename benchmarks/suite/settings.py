@@ -19,6 +19,8 @@ class Settings:
 
     models: tuple[str, ...] = MODELS
     engines: tuple[str, ...] = ENGINES
+    cache: Path = CACHE
+    """Where models, inputs and artifacts are kept for the next run."""
     threads: int = 2
     rounds: int | None = None
     turn_ms: float = 300.0

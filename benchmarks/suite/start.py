@@ -7,7 +7,7 @@ import statistics
 from suite.figures import MISSING, paragraph, ratio_of_rounds, table
 from suite.interleave import Worker, WorkerEnded
 from suite.section import Cases, Section
-from suite.settings import CACHE, Settings
+from suite.settings import Settings
 from suite.steps import by_model
 
 __all__ = ["SECTION"]
@@ -22,7 +22,7 @@ def measure(settings: Settings) -> Cases:
 
     cases: Cases = {}
     for model in settings.models:
-        folder = prepare(model, CACHE)
+        folder = prepare(model, settings.cache)
         seconds: dict[str, list[float]] = {engine: [] for engine in ENGINES if engine in settings.engines}
         for _ in range(settings.rounds_or(ROUNDS)):
             for engine in seconds:

@@ -8,7 +8,7 @@ import sys
 from suite.figures import MISSING, milliseconds, paragraph, ratio_of_rounds, table
 from suite.interleave import compare
 from suite.section import Cases, Section
-from suite.settings import CACHE, ENGINES, MODELS, Settings
+from suite.settings import ENGINES, MODELS, Settings
 
 __all__ = ["SECTION", "by_model"]
 
@@ -28,7 +28,7 @@ def measure(settings: Settings) -> Cases:
     cases: Cases = {}
     for model in settings.models:
         tracks = compare(
-            prepare(model, CACHE),
+            prepare(model, settings.cache),
             engines=settings.engines,
             phases=list(PHASES),
             rounds=settings.rounds_or(ROUNDS),
