@@ -101,8 +101,9 @@ class Product:
 def input_formulation(op, product: Product) -> str:
     """Which way to get dx: "transpose" (ConvTranspose) or "flip" (Conv with the kernel turned around).
 
-    Conv has faster kernels for depthwise weights and for a kernel of one; ConvTranspose for the rest, and
-    it needs no shape to be known. From measurements on the CPU provider.
+    Conv has a kernel for depthwise weights, and shares large images among threads where ConvTranspose adds up
+    its columns in one; ConvTranspose is the faster on small images, and needs no size to be known. From
+    measurements on the CPU provider.
     """
     window, pads = product.window, product.window.static_pads
     outputs, inputs = op.static_dim(product.w, 0), op.static_dim(product.w, 1)
@@ -110,8 +111,11 @@ def input_formulation(op, product: Product) -> str:
         return "transpose"
     if np.any(mirrored_pads(window) < 0):
         return "transpose"
-    depthwise = inputs == 1 and outputs == product.group
-    return "flip" if depthwise or (product.group == 1 and np.all(window.kernel == 1)) else "transpose"
+    if product.group > 1:
+        return "flip" if inputs == 1 and outputs == product.group else "transpose"
+    places = spatial(op, product.dy)
+    large = isinstance(places, np.ndarray) and np.prod(places) >= 256
+    return "flip" if large or np.all(window.kernel == 1) else "transpose"
 
 
 def weight_formulation(op, product: Product) -> str:
