@@ -29,16 +29,3 @@ BAD_DISTRIBUTED = [
 @pytest.mark.parametrize(("arguments", "message"), BAD_DISTRIBUTED, ids=[case[1] for case in BAD_DISTRIBUTED])
 def test_distributed_refuses(artifacts: Path, run: Any, arguments: list[Any], message: str) -> None:
     assert message in run("distributed", *arguments, code=1).stderr
-
-
-def test_web_writes_a_site(artifacts: Path, run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a site holds is tested with `onward.web`; here, that the command asks for it and reports it."""
-    import onward.web
-
-    def write(source: Path, site: Path) -> None:
-        site.mkdir()
-        (site / "index.html").write_bytes((source / "checkpoint").read_bytes()[:10])
-
-    monkeypatch.setattr(onward.web, "write_site", write)
-    assert run("web", "artifacts", "page", "--json").json["files"] == {"index.html": 10}
-    assert "no folder" in run("web", "nowhere", code=1).stderr

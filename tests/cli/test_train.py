@@ -42,26 +42,28 @@ def test_quiet_says_nothing(artifacts: Path, run: Any) -> None:
     assert (result.stdout, result.stderr) == ("", "")
 
 
-def interrupt_at(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
-    """Send ourselves Ctrl-C after an update, as a person would."""
-    from onward.cli import interrupt
+def interrupt_at(monkeypatch: pytest.MonkeyPatch, step: int, number: int) -> None:
+    """Send ourselves a signal inside an update, as a person or a scheduler would."""
+    from onward.trainer import Trainer
 
-    class Pressed(interrupt.StopBetweenSteps):
-        def on_step(self, trainer: Any, row: dict[str, Any]) -> None:
-            if row["step"] == step:
-                signal.raise_signal(signal.SIGINT)
-            super().on_step(trainer, row)
+    update = Trainer._update
 
-    monkeypatch.setattr(interrupt, "StopBetweenSteps", Pressed)
+    def pressed(trainer: Trainer) -> dict[str, Any]:
+        if trainer.step == step - 1:
+            signal.raise_signal(number)
+        return update(trainer)
+
+    monkeypatch.setattr(Trainer, "_update", pressed)
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "terminate"])
 def test_an_interrupted_run_resumes_to_the_same_bytes(
-    artifacts: Path, run: Any, monkeypatch: pytest.MonkeyPatch
+    artifacts: Path, run: Any, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     options = ("-d", "data.npz", "-e", 4, "--schedule", "cosine", "--lr", 0.02, "-b", 16)
     run("train", "artifacts", *options, "-o", "whole")
     with monkeypatch.context() as patched:
-        interrupt_at(patched, 9)
+        interrupt_at(patched, 9, number)
         stopped = run("train", "artifacts", *options, "-o", "parts", code=130)
     assert "stopped after 9 updates" in stopped.stderr
     assert "onward train parts --resume" in stopped.stderr
@@ -73,9 +75,9 @@ def test_an_interrupted_run_resumes_to_the_same_bytes(
 
 
 def test_the_usual_handler_is_back_after_a_run(artifacts: Path, run: Any) -> None:
-    before = signal.getsignal(signal.SIGINT)
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     run("train", "artifacts", "-d", "data.npz")
-    assert signal.getsignal(signal.SIGINT) is before
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
 
 
 def test_flags_win_over_a_resumed_runs_own(trained: Path, run: Any) -> None:

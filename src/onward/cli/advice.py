@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from onward.cli.choices import LossChoice
+from onward.cli.models import read_model
 
 __all__ = ["advice"]
 
@@ -19,11 +20,9 @@ _UNFIT = {
 
 def advice(model: Path, loss: LossChoice, loss_input: Sequence[str] = ()) -> str | None:
     """What to say about a loss on the model's output; None where nothing is to be said."""
-    import onnx
-
     if loss not in _UNFIT:
         return None
-    graph = onnx.load(str(model), load_external_data=False).graph
+    graph = read_model(model).graph
     if not graph.output:
         return None
     read = loss_input[0] if loss_input else graph.output[0].name

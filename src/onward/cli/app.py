@@ -21,10 +21,12 @@ from onward.cli import (
     train,
     web,
 )
+from onward.cli.usage import Commands
 
 __all__ = ["app"]
 
 app = typer.Typer(
+    cls=Commands,
     name="onward",
     help="Train any ONNX model on the stock onnxruntime wheel.",
     no_args_is_help=True,

@@ -11,6 +11,7 @@ from onward.cli.advice import advice
 from onward.cli.choices import LossChoice, OptimizerChoice, loss_of, optimizer_of
 from onward.cli.frame import CommandError, Output, command, examples, human_size
 from onward.cli.parameters import choose_parameters
+from onward.cli.targets import folder_target, plain_prefix
 
 __all__ = ["register"]
 
@@ -76,7 +77,8 @@ def artifacts(
     """Make training artifacts of an ONNX model: training, eval and optimizer model, and a checkpoint."""
     from onward.artifacts import generate_artifacts
 
-    choice = choose_parameters(model, train=train or (), freeze=freeze or ())
+    choice = choose_parameters(model, train=train or (), freeze=freeze or (), adapted=lora is not None)
+    plain_prefix(prefix)
     remark = advice(model, loss, loss_input or ())
     if remark:
         output.note(remark)
@@ -89,7 +91,7 @@ def artifacts(
         trainable = list(train or ())  # the adapters, and what was asked for by name
     elif lora_target:
         raise CommandError("--lora-target needs --lora RANK", "for example --lora 8")
-    with output.working("differentiating"):
+    with folder_target(directory), output.working("differentiating"):
         generate_artifacts(
             str(model),
             requires_grad=trainable,

@@ -10,7 +10,9 @@ from typing import Annotated, Any
 
 import typer
 
-from onward.cli.frame import CommandError, Output, command, examples
+from onward.cli.frame import Output, command, examples
+from onward.cli.runs import find
+from onward.cli.targets import plain_prefix
 
 __all__ = ["register", "time_steps"]
 
@@ -28,7 +30,9 @@ def register(app: typer.Typer) -> None:
 @command
 def bench(
     output: Output,
-    artifacts: Annotated[Path, typer.Argument(help="The folder of artifacts.", show_default=False)],
+    artifacts: Annotated[
+        Path, typer.Argument(help="The folder of artifacts, or of a run.", show_default=False)
+    ],
     batch_size: Annotated[int, typer.Option("--batch-size", "-b", min=1)] = 32,
     steps: Annotated[int, typer.Option(min=1, help="Steps to measure.")] = 30,
     warmup: Annotated[int, typer.Option(min=0, help="Steps before measuring.")] = 3,
@@ -38,11 +42,12 @@ def bench(
     prefix: Annotated[str, typer.Option(help="The prefix of the artifacts' file names.")] = "",
 ) -> None:
     """Measure forward and backward, update and evaluation on random inputs."""
-    if not artifacts.is_dir():
-        raise CommandError(f"no folder '{artifacts}'", "make artifacts with: onward artifacts model.onnx")
-    found = time_steps(
-        artifacts, batch_size=batch_size, steps=steps, warmup=warmup, threads=threads, prefix=prefix
-    )
+    place = find(artifacts, prefix=plain_prefix(prefix))
+    with output.working("measuring"):
+        found = time_steps(
+            place.artifacts, batch_size=batch_size, steps=steps, warmup=warmup, threads=threads,
+            prefix=place.prefix,
+        )  # fmt: skip
     names = {
         "step": "step in all",
         "gradients": "forward and backward",

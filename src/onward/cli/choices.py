@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 from typing import Any
 
 __all__ = [
@@ -110,6 +111,11 @@ def optimizer_of(
     from onward.cli.frame import CommandError
     from onward.onnxblock import optim
 
+    for name, value in (("weight-decay", weight_decay), ("momentum", momentum)):
+        if value is not None and not (math.isfinite(value) and value >= 0):
+            raise CommandError(f"--{name} is {value}: it must be a number, 0 or more", "0 turns it off")
+    if momentum is not None and momentum >= 1:
+        raise CommandError(f"--momentum is {momentum}: it must be below 1", "for example --momentum 0.9")
     options: dict[str, float] = {}
     if weight_decay is not None:
         options["weight_decay"] = weight_decay

@@ -9,6 +9,9 @@ from typing import Annotated, Any
 import typer
 
 from onward.cli.frame import CommandError, Output, command, examples, human_size
+from onward.cli.models import read_model
+from onward.cli.runs import read_run
+from onward.cli.targets import file_target, folder_target, plain_prefix
 
 __all__ = ["register"]
 
@@ -44,14 +47,19 @@ def convert(
     freeze: Annotated[
         list[str] | None, typer.Option("--freeze", metavar="NAME", help="Parameters that do not train.")
     ] = None,
+    prefix: Annotated[str, typer.Option(help="The prefix of the artifacts' file names.")] = "",
 ) -> None:
     """Convert between checkpoints and safetensors, or bring artifacts of onnxruntime-training over."""
     if not source.exists():
         raise CommandError(f"nothing at '{source}'", "is the path right?")
     if source.is_dir():
-        found = _artifacts(output, source, target)
+        if into is not None or freeze:
+            raise CommandError("--into and --freeze are for safetensors sources", "leave them away")
+        with folder_target(target), output.working("converting"):
+            found = _artifacts(output, source, target, plain_prefix(prefix))
     else:
-        found = _checkpoint(source, target, into=into, freeze=freeze)
+        with file_target(target):
+            found = _checkpoint(source, target, into=into, freeze=freeze)
     output.line(f"{target}: {found['text']}")
     output.result({"source": source, "target": target, **found})
 
@@ -78,20 +86,24 @@ def _checkpoint(source: Path, target: Path, *, into: Path | None, freeze: list[s
     return {"text": text, "trainable": list(data.trainable), "frozen": list(data.frozen), "bytes": size}
 
 
-def _artifacts(output: Output, source: Path, target: Path) -> dict[str, Any]:
+def _artifacts(output: Output, source: Path, target: Path, prefix: str) -> dict[str, Any]:
     """Artifacts of the original: its eval model has the forward graph and the loss, the rest is made anew."""
     import onnx_ir as ir
 
     from onward import checkpoint
     from onward.artifacts import generate_artifacts
     from onward.graph.load import load_model
+    from onward.staging import place, staging_folder
 
-    model, state = source / "eval_model.onnx", source / "checkpoint"
+    model, state = source / f"{prefix}eval_model.onnx", source / f"{prefix}checkpoint"
     missing = [path.name for path in (model, state) if not path.is_file()]
     if missing:
-        raise CommandError(
-            f"'{source}' lacks {' and '.join(missing)}", "name a folder that generate_artifacts wrote"
+        hint = (
+            f"name one of its checkpoints, such as {source / 'best'}"
+            if read_run(source)
+            else "name a folder that onnxruntime-training wrote"
         )
+        raise CommandError(f"'{source}' lacks {' and '.join(missing)}", hint)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", checkpoint.UnsealedCheckpointWarning)
         data = checkpoint.load(state)
@@ -111,20 +123,24 @@ def _artifacts(output: Output, source: Path, target: Path) -> dict[str, Any]:
         graph.inputs.remove(value)
         value.const_value = ir.tensor(values[value.name or ""], name=value.name)  # type: ignore[arg-type]
         graph.register_initializer(value)
-    optimizer = _optimizer(source / "optimizer_model.onnx")
-    generate_artifacts(
-        ir.to_proto(forward),
-        requires_grad=list(data.trainable),
-        frozen_params=list(data.frozen),
-        loss=None,
-        optimizer=optimizer,
-        artifact_directory=target,
-        additional_output_names=[value.name or "" for value in graph.outputs[1:]] or None,
-    )
-    if data.optimizer or data.properties:  # momenta and properties go on where they stopped
-        made = checkpoint.load(target / "checkpoint")
-        made.optimizer, made.properties = data.optimizer, data.properties
-        checkpoint.save(made, target / "checkpoint")
+    optimizer = _optimizer(source / f"{prefix}optimizer_model.onnx")
+    with staging_folder(target.parent) as aside:
+        generate_artifacts(
+            ir.to_proto(forward),
+            requires_grad=list(data.trainable),
+            frozen_params=list(data.frozen),
+            loss=None,
+            optimizer=optimizer,
+            artifact_directory=aside,
+            prefix=prefix,
+            additional_output_names=[value.name or "" for value in graph.outputs[1:]] or None,
+        )
+        if data.optimizer or data.properties:  # momenta and properties go on where they stopped
+            made = checkpoint.load(aside / f"{prefix}checkpoint")
+            made.optimizer, made.properties = data.optimizer, data.properties
+            checkpoint.save(made, aside / f"{prefix}checkpoint")
+        target.mkdir(exist_ok=True)
+        place(sorted(path for path in aside.iterdir() if path.is_file()), target)
     output.note("the eval model has no active dropout: export the model again if training should have it")
     text = f"artifacts of {len(data.trainable)} trainable and {len(data.frozen)} frozen parameters"
     return {"text": text, "trainable": list(data.trainable), "frozen": list(data.frozen)}
@@ -138,17 +154,26 @@ def _optimizer(path: Path) -> Any:
 
     if not path.is_file():
         return optim.AdamW()
-    for node in onnx.load(str(path)).graph.node:
+    model = read_model(path)
+    clip = None
+    for node in model.graph.node:
+        values = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
+        if node.op_type == "InplaceClipGradNorm":
+            clip = optim.ClipGradNorm(values.get("max_norm", 1.0))
         if node.op_type == "AdamWOptimizer":
-            values = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
             return optim.AdamW(
                 betas=(values.get("alpha", 0.9), values.get("beta", 0.999)),
                 eps=values.get("epsilon", 1e-6),
                 weight_decay=values.get("weight_decay", 0.0),
                 bias_correction=bool(values.get("correct_bias", 1)),
+                clip_grad=clip,
             )
         if node.op_type == "SGDOptimizerV2":
-            return optim.SGD()
+            return optim.SGD(clip_grad=clip)
+    if any(entry.key.startswith("onward.") for entry in model.metadata_props):
+        raise CommandError(
+            f"'{path.parent}' holds artifacts of Onward already", f"train them: onward train {path.parent}"
+        )
     raise CommandError(
-        f"'{path}' has no optimizer of onnxruntime-training", "these artifacts need no conversion?"
+        f"'{path}' has no optimizer of onnxruntime-training", "is it one that generate_artifacts wrote?"
     )

@@ -21,7 +21,7 @@ from onward.cli.frame import CommandError
 from onward.cli.images import read_images
 from onward.cli.tables import assemble, read_csv, read_parquet
 
-__all__ = ["Data", "hold_out", "import_entry", "is_entry", "load_data", "parse_pairs"]
+__all__ = ["Data", "hold_out", "import_entry", "is_entry", "load_data", "parse_pairs", "read_arrays"]
 
 _ENTRY = re.compile(r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
 _FORMATS = ".npz, .npy, .csv, .parquet, .safetensors, a folder of images, or module:function"
@@ -75,7 +75,7 @@ def load_data(
             found.classes = table.classes or found.classes
             found.notes += table.notes
         else:
-            arrays |= _read_arrays(path, name)
+            arrays |= read_arrays(path, name)
     found.arrays, notes = fit(arrays, inputs, mapping=mapping or {}, where=", ".join(sources))
     found.notes += notes
     return found
@@ -99,7 +99,9 @@ def import_entry(text: str) -> Any:
         if error.name and (module_name == error.name or module_name.startswith(f"{error.name}.")):
             raise CommandError(
                 f"'{text}': there is no module '{error.name}'",
-                "write module:function; the module may be a .py file of the current folder",
+                f"write it without .py: {module_name.removesuffix('.py')}:{attribute}"
+                if module_name.endswith(".py")
+                else "write module:function; the module may be a .py file of the current folder",
             ) from error
         raise
     if not hasattr(module, attribute):
@@ -155,7 +157,10 @@ def _call(entry: str) -> Any:
     return made() if callable(made) else made
 
 
-def _read_arrays(path: Path, name: str | None) -> dict[str, np.ndarray]:
+def read_arrays(path: Path, name: str | None = None) -> dict[str, np.ndarray]:
+    """The arrays of a .npz, .npy or .safetensors file by their names; `name` is that of the only one."""
+    if not path.is_file():
+        raise CommandError(f"no data at '{path}'", f"data is {_FORMATS}")
     kind = path.suffix.lower()
     try:
         if kind == ".npz":

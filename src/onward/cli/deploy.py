@@ -10,6 +10,7 @@ import typer
 from onward.cli.choices import QuantizeChoice
 from onward.cli.frame import CommandError, Output, command, examples, human_size
 from onward.cli.runs import find
+from onward.cli.targets import file_target, plain_prefix
 
 __all__ = ["forward_outputs", "register"]
 
@@ -49,8 +50,8 @@ def deploy(
     ] = None,
     mapping: Annotated[list[str] | None, typer.Option("--map", metavar="INPUT=ARRAY")] = None,
     samples: Annotated[int, typer.Option(min=1, help="How many samples of --data to compare on.")] = 64,
-    rtol: Annotated[float, typer.Option(help="Relative tolerance of the comparison.")] = 1e-4,
-    atol: Annotated[float, typer.Option(help="Absolute tolerance of the comparison.")] = 1e-5,
+    rtol: Annotated[float, typer.Option(min=0, help="Relative tolerance of the comparison.")] = 1e-4,
+    atol: Annotated[float, typer.Option(min=0, help="Absolute tolerance of the comparison.")] = 1e-5,
     external_data: Annotated[
         bool, typer.Option("--external-data", help="Put weights into a file beside it.")
     ] = False,
@@ -59,7 +60,7 @@ def deploy(
     """Export a trained model for inference; its outputs are compared with those of the eval model first."""
     from onward.export import for_inference
 
-    found = find(run, checkpoint, prefix=prefix)
+    found = find(run, checkpoint, prefix=plain_prefix(prefix))
     eval_model = found.artifacts / f"{found.prefix}eval_model.onnx"
     if not eval_model.is_file():
         raise CommandError(f"no {eval_model.name} in '{found.artifacts}'", "make the artifacts again")
@@ -69,8 +70,7 @@ def deploy(
             "the model has no output besides its loss", "name values of its graph with --outputs"
         )
     inputs = _inputs(found, eval_model, names, data, mapping, samples) if data else None
-    model.parent.mkdir(parents=True, exist_ok=True)
-    with output.working("exporting and comparing"):
+    with file_target(model), output.working("exporting and comparing"):
         made = for_inference(
             str(eval_model), found.checkpoint, names, model,
             quantize_to=None if quantize is None else str(quantize),

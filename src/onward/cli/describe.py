@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from onward.cli.frame import CommandError
+from onward.cli.models import read_model
 from onward.cli.runs import read_run
 
 __all__ = ["describe", "describe_checkpoint", "describe_model"]
@@ -36,10 +37,7 @@ def describe_model(path: Path) -> dict[str, Any]:
     """Inputs, outputs, operators, parameters and metadata of a model; weights are not read."""
     import onnx
 
-    try:
-        proto = onnx.load(str(path), load_external_data=False)
-    except Exception as error:
-        raise CommandError(f"'{path}' is not an ONNX model", "is the file whole?") from error
+    proto = read_model(path)
     graph = proto.graph
     about = {entry.key: entry.value for entry in proto.metadata_props}
     trainable, frozen = _roles(about)
@@ -112,6 +110,8 @@ def _describe_folder(folder: Path, prefix: str) -> dict[str, Any]:
         return _describe_run(folder, run)
     models = {name: folder / f"{prefix}{name}.onnx" for name in _MODELS}
     found = {name: describe_model(path) for name, path in models.items() if path.is_file()}
+    if not found and (folder / "onward.json").is_file():  # a folder of `onward export`
+        return describe_model(folder / "model.onnx")
     if not found:
         raise CommandError(
             f"'{folder}' holds neither artifacts nor a run", "is the folder (or --prefix) right?"

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
-import subprocess
 import sys
+import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from onward.cli.frame import CommandError, Output, command, examples
-from onward.cli.runs import clear_run, write_run
+from onward.cli.launch import launch
+from onward.cli.runs import begun_run, clear_run, refuse_earlier_run
+from onward.cli.targets import folder_target
 from onward.cli.train import DataOption, LabelOption, MapOption
 
 __all__ = ["register"]
@@ -50,14 +54,14 @@ def distributed(
     batch_size: Annotated[
         int, typer.Option("--batch-size", "-b", min=1, help="Of all processes together.")
     ] = 32,
-    learning_rate: Annotated[float, typer.Option("--learning-rate", "--lr")] = 1e-3,
+    learning_rate: Annotated[float, typer.Option("--learning-rate", "--lr", min=0)] = 1e-3,
     accumulation: Annotated[int, typer.Option(min=1, help="Batches per update.")] = 1,
     shard_optimizer: Annotated[
         bool,
         typer.Option("--shard-optimizer", help="Keep only a share of the optimizer state on each process."),
     ] = False,
     save_every: Annotated[int, typer.Option(min=1, help="Save after so many updates.")] = 100,
-    seed: Annotated[int, typer.Option()] = 0,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
     nodes: Annotated[int, typer.Option(min=1, help="Machines.")] = 1,
     node_rank: Annotated[int, typer.Option(min=0, help="The number of this machine.")] = 0,
     master: Annotated[
@@ -69,50 +73,32 @@ def distributed(
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace an earlier run in --output.")
     ] = False,
-) -> int:
+) -> None:
     """Train on many processes: the same result as one process with the same batch size, up to rounding."""
     if not (artifacts / "training_model.onnx").is_file():
         raise CommandError(f"no artifacts in '{artifacts}'", "make them with: onward artifacts model.onnx")
-    if not data:
-        raise CommandError("no data was given", "name it with --data")
     if (processes * nodes) % stages:
         raise CommandError(
             f"{processes * nodes} processes cannot be divided into pipelines of {stages} stages",
             "change --processes",
         )
-    if nodes > 1 and master is None:
-        raise CommandError(
-            "several machines need --master HOST:PORT", "the address of machine 0, for example host0:29500"
-        )
-    if any(directory.glob("checkpoint-*")) and not resume:
-        if not overwrite:
-            raise CommandError(
-                f"'{directory}' holds an earlier run",
-                "go on with --resume, replace it with --overwrite, or choose -o",
-            )
-        clear_run(directory)
+    place = _where(processes, nodes, node_rank, master)
+    if not resume:
+        refuse_earlier_run(directory, overwrite=overwrite)
+    if importlib.util.find_spec("torch") is None:
+        raise CommandError("torch is not installed", "pip install 'onward[distributed]'")
     options = {
         "artifacts": str(artifacts), "data": data, "eval_data": eval_data, "mapping": mapping, "label": label,
         "stages": stages, "directory": str(directory), "epochs": epochs, "batch_size": batch_size,
         "learning_rate": learning_rate, "accumulation": accumulation, "shard_optimizer": shard_optimizer,
         "save_every": save_every, "seed": seed,
     }  # fmt: skip
-    write_run(directory, artifacts, options, None)
-    try:
-        import torch.distributed.run as _launcher  # noqa: F401 - only to say early that it is missing
-    except ImportError as error:
-        raise CommandError("torch is not installed", "pip install 'onward[distributed]'") from error
-    code = subprocess.call(
-        [sys.executable, "-m", "torch.distributed.run", *_where(processes, nodes, node_rank, master),
-         "--module", "onward.cli.rank", json.dumps(options)]
-    )  # fmt: skip
-    if code:
-        raise CommandError(
-            f"torchrun ended with code {code}", "the first error above is the cause; --resume goes on"
-        )
-    history = (
-        json.loads((directory / "distributed.json").read_text(encoding="utf-8")) if node_rank == 0 else {}
-    )
+    with folder_target(directory):  # refused now, not after the data was read
+        classes = _check_data(artifacts, options)
+    if overwrite and not resume:
+        clear_run(directory)
+    with begun_run(directory, artifacts, options, classes):
+        history = _train(output, place, options, read_history=node_rank == 0)
     losses = history.get("losses", [])
     if losses:
         output.line(f"{len(losses)} updates, loss {losses[0]:.4g} at first, {losses[-1]:.4g} at last")
@@ -120,15 +106,75 @@ def distributed(
         output.line(f"evaluation loss {history['eval_loss']:.4g}")
     output.line(f"next: onward deploy {directory} model.onnx")
     output.result({"directory": directory, "processes": processes * nodes, **history})
-    return 0
+
+
+def _check_data(artifacts: Path, options: Mapping[str, Any]) -> list[str] | None:
+    """Read the data once here, where an error is one line; the names of classes. A function runs on the ranks."""
+    from onward.cli.data import is_entry, load_data, parse_pairs
+    from onward.cli.rank import user_inputs
+
+    mapping = parse_pairs(options["mapping"] or (), "--map")
+    specs = user_inputs(artifacts / "training_model.onnx")
+    classes = None
+    for sources in (options["data"] or [], options["eval_data"]):
+        if sources is not None and not (len(sources) == 1 and is_entry(sources[0])):
+            loaded = load_data(sources, specs, mapping=mapping, label=options["label"], classes=classes)
+            classes = loaded.classes or classes
+    return classes
+
+
+def _train(
+    output: Output, place: Sequence[str], options: Mapping[str, Any], *, read_history: bool
+) -> dict[str, Any]:
+    """Run the ranks to their end; what rank 0 measured."""
+    directory = Path(options["directory"])
+    with tempfile.TemporaryDirectory(prefix="onward-") as scratch:
+        report = Path(scratch) / "report.json"
+        command = [sys.executable, "-m", "torch.distributed.run", *place, "--module", "onward.cli.rank"]
+        with output.working("training"):
+            ended = launch(
+                [*command, json.dumps({**options, "report": str(report)})],
+                log=Path(scratch) / "stderr.txt",
+                quiet=output.silent,
+            )
+        found = json.loads(report.read_text(encoding="utf-8")) if report.is_file() else {}
+    if output.debug:
+        print(ended.words, file=sys.stderr)
+    if "error" in found:
+        raise CommandError(found["error"], found["hint"])
+    if ended.interrupted or "stopped" in found:
+        again = "go on with the same command and --resume"
+        saved = f"stopped after {found['stopped']} updates, all saved; {again}" if "stopped" in found else ""
+        raise KeyboardInterrupt(
+            saved or (f"interrupted; {again}" if any(directory.glob("checkpoint-*")) else "")
+        )
+    if ended.code:
+        last = [line for line in ended.words.splitlines() if line.strip()][-1:] or [""]
+        raise CommandError(
+            f"torchrun ended with code {ended.code}: {last[0].strip()[:200]}", "--debug shows all it said"
+        )
+    for line in ended.words.splitlines():
+        if "Warning:" in line:
+            output.note(line.strip())
+    return json.loads((directory / "distributed.json").read_text(encoding="utf-8")) if read_history else {}
 
 
 def _where(processes: int, nodes: int, node_rank: int, master: str | None) -> list[str]:
+    """What torchrun is told about the machines."""
     many = ["--nproc-per-node", str(processes)]
     if nodes == 1:
+        if node_rank or master is not None:
+            raise CommandError("--node-rank and --master are for several machines", "add --nodes")
         return ["--standalone", *many]
-    host, _, port = (master or "").partition(":")
+    example = "the address of machine 0, for example host0:29500"
+    if master is None:
+        raise CommandError("several machines need --master HOST:PORT", example)
+    if node_rank >= nodes:
+        raise CommandError(f"--node-rank is {node_rank}: machines are 0 to {nodes - 1}", "count from 0")
+    host, _, port = master.rpartition(":") if ":" in master else (master, "", "29500")
+    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise CommandError(f"--master is '{master}', not HOST:PORT", example)
     return [
         *many, "--nnodes", str(nodes), "--node-rank", str(node_rank),
-        "--master-addr", host, "--master-port", port or "29500",
+        "--master-addr", host, "--master-port", port,
     ]  # fmt: skip

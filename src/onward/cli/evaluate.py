@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import difflib
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -9,7 +11,9 @@ import typer
 
 from onward.cli.choices import MetricChoice
 from onward.cli.frame import CommandError, Output, command, examples
+from onward.cli.models import read_model
 from onward.cli.runs import find
+from onward.cli.targets import new_file
 from onward.cli.train import DataOption, LabelOption, MapOption
 
 __all__ = ["register"]
@@ -102,11 +106,16 @@ def infer(
     """Run a model on data and print, or write, its outputs."""
     if answers is not None and answers.suffix not in (".npz", ".csv"):
         raise CommandError(f"'{answers}' must end in .npz or .csv", "choose one of them")
+    if text and (data or answers is not None):
+        raise CommandError("--text goes without --data and --output", "ask for one after the other")
     if text:
         return _answer_text(output, model, text)
-    found, inputs = _run_model(output, model, data, outputs, mapping, label, batch_size)
+    with contextlib.ExitStack() as stack:
+        file = None if answers is None else stack.enter_context(new_file(answers))
+        found, inputs = _run_model(output, model, data, outputs, mapping, label, batch_size)
+        if file is not None:
+            _write(file, found)
     if answers is not None:
-        _write(answers, found)
         output.line(
             f"{answers}: " + ", ".join(f"{name} {list(array.shape)}" for name, array in found.items())
         )
@@ -162,15 +171,24 @@ def _run_model(
                 pairs, classes = {**parse_pairs(found.mapping or (), "--map"), **pairs}, found.classes
                 label = label or found.label
                 path = _exported(found, Path(folder) / "model.onnx", outputs)
-        if not path.is_file():
-            raise CommandError(f"no model at '{path}'", "name an ONNX file or the folder of a run")
+        read_model(path)
         options = ort.SessionOptions()
         options.log_severity_level = 3
         try:
             session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
         except Exception as error:
-            raise CommandError(f"onnxruntime cannot load '{path}': {error}".splitlines()[0], "") from error
-        names = outputs or [value.name for value in session.get_outputs()]
+            raise CommandError(
+                f"onnxruntime cannot load '{path}': {error}".splitlines()[0], "is the model whole and valid?"
+            ) from error
+        known = [value.name for value in session.get_outputs()]
+        names = list(dict.fromkeys(outputs or known))
+        for name in names:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, n=1)
+                raise CommandError(
+                    f"the model has no output '{name}'",
+                    f"did you mean '{near[0]}'?" if near else f"it has {', '.join(known)}",
+                )
         specs = input_specs(str(path))
         loaded = load_data(data or (), specs, mapping=pairs, label=label, classes=classes)
         for note in loaded.notes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,6 +11,7 @@ import typer
 
 from onward.cli.choices import QuantizeChoice
 from onward.cli.frame import CommandError, Output, command, examples, human_size
+from onward.cli.targets import file_target, folder_target
 
 __all__ = ["register"]
 
@@ -62,8 +64,8 @@ def export(
     """Export a model to ONNX, its outputs compared with the original's."""
     from onward.cli.data import is_entry
 
-    if not target.parent.is_dir():
-        target.parent.mkdir(parents=True)
+    if not is_entry(source):
+        _require_folder(source)
     options: dict[str, Any] = {} if opset is None else {"opset": opset}
     if is_entry(source) and (quantize or artifacts):
         raise CommandError(
@@ -72,7 +74,10 @@ def export(
         )
     # the bars of other libraries would run through ours, and through pipes
     os.environ.setdefault("TQDM_DISABLE", "1")
-    with output.working("exporting and comparing"):
+    os.environ.setdefault("HF_HUB_VERBOSITY", "error")
+    one_file = is_entry(source) or (target.suffix == ".onnx" and not artifacts)
+    place = file_target(target) if one_file else folder_target(target)
+    with place, output.working("exporting and comparing"):
         if is_entry(source):
             _from_torch(source, target, training=training is not False, check=check, **options)
         elif artifacts:
@@ -90,6 +95,25 @@ def export(
     sizes = {file.name: file.stat().st_size for file in files if file.is_file()}
     output.table(str(target), ["file", "size"], [[name, human_size(size)] for name, size in sizes.items()])
     output.result({"path": target, "files": sizes})
+
+
+def _require_folder(source: str) -> None:
+    """Refuse what is neither a folder nor can be the name of a model on the Hugging Face hub."""
+    place = Path(source)
+    if place.is_dir():
+        return
+    module = re.match(r"^(.*?)(?:\.py)?:([A-Za-z_]\w*)$", source)
+    if module:
+        name = Path(module[1]).name
+        raise CommandError(
+            f"'{source}' is not module:function", f"go to the module's folder and write {name}:{module[2]}"
+        )
+    if place.exists():
+        raise CommandError(
+            f"'{source}' is a file", "export takes module:function, or the folder of a Hugging Face model"
+        )
+    if not re.match(r"^[\w][\w.-]*(/[\w][\w.-]*)?$", source):
+        raise CommandError(f"no folder '{source}'", "is the path right?")
 
 
 def _from_torch(entry: str, target: Path, **options: Any) -> None:

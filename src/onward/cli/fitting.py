@@ -5,11 +5,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from onward.cli.frame import CommandError
+from onward.cli.models import read_model
 
 _MOST = 5  # arrays among which to look for the ones that fit
 
@@ -36,9 +38,7 @@ class InputSpec:
 
 def input_specs(model: str, names: Sequence[str] | None = None) -> list[InputSpec]:
     """The inputs of a model file, all or those of these names, in that order."""
-    import onnx
-
-    return specs_of(onnx.load(model, load_external_data=False).graph, names)
+    return specs_of(read_model(Path(model)).graph, names)
 
 
 def specs_of(graph: Any, names: Sequence[str] | None = None) -> list[InputSpec]:

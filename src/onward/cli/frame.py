@@ -1,7 +1,7 @@
 """What every command shares: --json, --quiet, --debug, --config, and errors in one line.
 
 `command` wraps a function: it gets these options without naming them, its errors become one line with a hint
-and exit code 1, Ctrl-C becomes exit code 130. A command says what it did through `Output`.
+and exit code 1, Ctrl-C and SIGTERM become exit code 130. A command says what it did through `Output`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,10 @@ import contextlib
 import functools
 import inspect
 import json
+import logging
+import signal
 import sys
+import threading
 import traceback
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,6 +22,8 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
+from onward.cli.explain import explain
+from onward.cli.mistakes import CommandError
 from onward.cli.settings import read_settings
 
 __all__ = ["CommandError", "Output", "command", "examples", "human_size"]
@@ -27,19 +32,11 @@ _PANEL = "Common"
 Item = TypeVar("Item")
 
 
-class CommandError(Exception):
-    """A mistake in how a command was used; `hint` says what to do."""
-
-    def __init__(self, message: str, hint: str = "") -> None:
-        self.hint = hint
-        super().__init__(message)
-
-
 class Output:
     """Where a command's words go: tables and lines for people, one JSON document for machines."""
 
-    def __init__(self, *, as_json: bool = False, quiet: bool = False) -> None:
-        self.as_json, self.quiet = as_json, quiet
+    def __init__(self, *, as_json: bool = False, quiet: bool = False, debug: bool = False) -> None:
+        self.as_json, self.quiet, self.debug = as_json, quiet, debug
 
     @property
     def silent(self) -> bool:
@@ -153,9 +150,10 @@ def command(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def run(*, as_json: bool, quiet: bool, debug: bool, config: Path | None, **options: Any) -> None:
-        output = Output(as_json=as_json, quiet=quiet)
+        output = Output(as_json=as_json, quiet=quiet, debug=debug)
         try:
-            code = function(output, **options)
+            with _terminated_as_interrupted(), _own_logging():
+                code = function(output, **options)
         except (typer.Exit, typer.Abort):
             raise
         except KeyboardInterrupt as stop:
@@ -164,7 +162,7 @@ def command(function: Callable[..., Any]) -> Callable[..., Any]:
         except Exception as error:
             if debug:
                 traceback.print_exc()
-            message, hint = _explain(error)
+            message, hint = explain(error)
             output.fail(message, hint)
             raise typer.Exit(1) from None
         if code:
@@ -213,45 +211,36 @@ def _configure(context: typer.Context, path: Path | None) -> Path | None:
                 **read_settings(path, context.command, context.info_name or ""),
             }
         except CommandError as error:
-            raise typer.BadParameter(f"{error}. {error.hint}") from error
+            raise typer.BadParameter(f"{error} [{error.hint}]") from error
     return path
 
 
-def _explain(error: Exception) -> tuple[str, str]:
-    """What to print about an error: a line, and what to do."""
-    if isinstance(error, CommandError):
-        return str(error), error.hint
-    if isinstance(error, KeyError) and error.args:
-        return str(error.args[0]), ""
-    if isinstance(error, ModuleNotFoundError):
-        extra = _EXTRAS.get((error.name or "").split(".")[0])
-        hint = (
-            f"pip install 'onward[{extra}]'"
-            if extra
-            else "is it installed, and the current folder the right one?"
-        )
-        return f"the module '{error.name}' is not there", hint
-    if isinstance(error, FileNotFoundError) and error.filename:
-        return f"no file '{error.filename}'", "is the path right?"
-    text = str(error).strip() or type(error).__name__
-    first, _, rest = text.partition("\n")
-    if not rest:
-        return first, _HINTS.get(type(error).__name__, "")
-    return text, ""
+@contextlib.contextmanager
+def _own_logging() -> Iterator[None]:
+    """Undo what libraries do to the logging of the whole process when they are imported."""
+    root = logging.getLogger()
+    before, level = list(root.handlers), root.level
+    try:
+        yield
+    finally:
+        root.handlers[:] = before
+        root.setLevel(level)
 
 
-_HINTS = {
-    "NonFiniteError": "lower --learning-rate, clip gradients with --clip-norm, or look for NaN in the data",
-    "ParityError": "loosen --rtol/--atol only if you know why the outputs differ",
-}
-_EXTRAS = {
-    "torch": "torch",
-    "onnxscript": "torch",
-    "transformers": "transformers",
-    "tokenizers": "text",
-    "pyarrow": "data",
-    "PIL": "data",
-}
+@contextlib.contextmanager
+def _terminated_as_interrupted() -> Iterator[None]:
+    """Let SIGTERM do what Ctrl-C does, so that a scheduler's stop cleans up and saves like a person's."""
+    usual = threading.current_thread() is threading.main_thread() and (
+        signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    )
+    if not usual:
+        yield
+        return
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _plain(value: Any) -> Any:

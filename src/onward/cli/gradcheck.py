@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -39,28 +40,27 @@ def gradcheck(
             "--wrt", metavar="NAME", help="Inputs or initializers; every floating input by default."
         ),
     ] = None,
-    rtol: Annotated[float, typer.Option(help="Relative tolerance.")] = 1e-4,
-    atol: Annotated[float, typer.Option(help="Absolute tolerance.")] = 1e-6,
-    seed: Annotated[int, typer.Option(help="Of the random point and directions.")] = 0,
+    rtol: Annotated[float, typer.Option(min=0, help="Relative tolerance.")] = 1e-4,
+    atol: Annotated[float, typer.Option(min=0, help="Absolute tolerance.")] = 1e-6,
+    seed: Annotated[int, typer.Option(min=0, help="Of the random point and directions.")] = 0,
     size: Annotated[int, typer.Option(min=1, help="What dimensions that may vary become.")] = 2,
 ) -> None:
     """Compare a model's gradients with finite differences in float64, and with onnxruntime's float32."""
-    import numpy as np
-
     from onward import check_gradient
     from onward.cli.fitting import input_specs
     from onward.cli.samples import random_inputs
 
-    if not model.is_file():
-        raise CommandError(f"no model at '{model}'", "is the path right?")
-    point: dict[str, Any] = random_inputs(input_specs(str(model)), size=size, seed=seed)
+    if not rtol + atol > 0:
+        raise CommandError("both tolerances are 0", "numbers that are rounded never agree to the last digit")
+    specs = input_specs(str(model))
+    point: dict[str, Any] = random_inputs(specs, size=size, seed=seed)
     if data is not None:
-        with np.load(data, allow_pickle=False) as file:
-            point |= {name: file[name] for name in file.files if name in point}
+        point |= _read_point(data, {spec.name: spec for spec in specs})
     _refuse_random(model)
-    checked = check_gradient(
-        str(model), point, of=of or None, wrt=wrt or None, rtol=rtol, atol=atol, seed=seed
-    )
+    with output.working("comparing"):
+        checked = check_gradient(
+            str(model), point, of=of or None, wrt=wrt or None, rtol=rtol, atol=atol, seed=seed
+        )
     output.line(f"gradients of {model} with respect to {', '.join(checked.wrt)} are right")
     output.line(f"largest relative difference to finite differences: {checked.finite_difference:.1e}")
     output.line(f"largest relative difference of onnxruntime in float32: {checked.onnxruntime:.1e}")
@@ -72,6 +72,22 @@ def gradcheck(
             "passed": True,
         }
     )
+
+
+def _read_point(path: Path, specs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arrays of a file, in the types and shapes of the inputs that they are for."""
+    from onward.cli.data import read_arrays
+    from onward.cli.fitting import fit
+
+    point = {}
+    for name, array in read_arrays(path).items():
+        if name not in specs:
+            raise CommandError(f"'{path}' has '{name}', which is no input", f"there are {', '.join(specs)}")
+        if specs[name].dims == () and array.ndim == 0:
+            point[name] = array.astype(specs[name].dtype)
+        else:
+            point |= fit({name: array}, [specs[name]], where=str(path))[0]
+    return point
 
 
 def _refuse_random(model: Path) -> None:
@@ -100,7 +116,9 @@ def _has_dropout(model: Path) -> bool:
     """Whether a Dropout is, or may be, in training mode."""
     import onnx
 
-    graph = onnx.load(str(model), load_external_data=False).graph
+    from onward.cli.models import read_model
+
+    graph = read_model(model).graph
     off = {
         tensor.name
         for tensor in graph.initializer

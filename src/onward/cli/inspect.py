@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from onward.cli.frame import Output, command, examples, human_size
+from onward.cli.targets import new_file
 
 __all__ = ["register"]
 
@@ -38,11 +39,13 @@ def inspect(
     from onward.cli.describe import describe
 
     found = describe(path, prefix=prefix)
-    output.result(found)
     if html is not None:
         from onward.cli.page import render_page
 
-        html.write_text(render_page(found), encoding="utf-8")
+        with new_file(html) as file:
+            file.write_text(render_page(found), encoding="utf-8")
+    output.result(found)
+    if html is not None:
         output.line(f"page: {html}")
         return
     limit = None if all_parameters else 30

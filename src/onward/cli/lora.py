@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from onward.cli.frame import CommandError, Output, command, examples, human_size
+from onward.cli.models import read_model
+from onward.cli.targets import file_target, new_file
 
 __all__ = ["register"]
 
@@ -41,17 +44,20 @@ def inject(
     dropout: Annotated[
         float, typer.Option(min=0, max=0.99, help="Of the adapters' input, in training.")
     ] = 0.0,
-    seed: Annotated[int, typer.Option(help="Of the adapters' first values.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Of the adapters' first values.")] = 0,
 ) -> None:
     """Add adapters to a model, which computes what it did before."""
     from onward.lora import LoRA, apply_lora
 
-    _require(model)
-    made = apply_lora(
-        str(model), LoRA(rank=rank, alpha=alpha, targets=targets or "*", dropout=dropout, seed=seed)
-    )
-    names = [tensor.name for tensor in made.graph.initializer if tensor.name.endswith((".lora_a", ".lora_b"))]
-    _save(made, target)
+    if not math.isfinite(alpha):
+        raise CommandError(f"--alpha is {alpha}: it must be a finite number", "for example --alpha 16")
+    read_model(model)
+    with output.working("adapting"), new_file(target) as file:
+        made = apply_lora(
+            str(model), LoRA(rank=rank, alpha=alpha, targets=targets or "*", dropout=dropout, seed=seed)
+        )
+        _save(made, file)
+    names = _adapters(made)
     output.line(f"{target}: {len(names) // 2} weights adapted, {human_size(target.stat().st_size)}")
     output.line(f"next: onward artifacts {target} --train '*.lora_?' --loss LOSS")
     output.result({"path": target, "adapters": names})
@@ -67,9 +73,10 @@ def extract(
     from onward import checkpoint as checkpoints
     from onward.lora import extract_lora, save_lora
 
-    data = checkpoints.load(checkpoint)
-    names = list(extract_lora(data).trainable)
-    save_lora(data, target)
+    with file_target(target):
+        data = checkpoints.load(checkpoint)
+        names = list(extract_lora(data).trainable)
+        save_lora(data, target)
     output.line(f"{target}: {len(names)} adapter matrices, {human_size(target.stat().st_size)}")
     output.result({"path": target, "adapters": names})
 
@@ -87,10 +94,15 @@ def merge(
     """Add adapters to the weights: the same outputs from a smaller, faster model."""
     from onward.lora import merge_lora
 
-    _require(model)
-    made = merge_lora(str(model), dequantize=dequantize)
-    left = [t.name for t in made.graph.initializer if t.name.endswith((".lora_a", ".lora_b"))]
-    _save(made, target)
+    if not _adapters(read_model(model)):
+        raise CommandError(
+            f"'{model}' has no adapters to merge",
+            "deploy a run of adapters first: onward deploy run adapted.onnx",
+        )
+    with output.working("merging"), new_file(target) as file:
+        made = merge_lora(str(model), dequantize=dequantize)
+        _save(made, file)
+    left = _adapters(made)
     output.line(f"{target}: {human_size(target.stat().st_size)}, from {human_size(model.stat().st_size)}")
     if left:
         output.note(
@@ -99,21 +111,12 @@ def merge(
     output.result({"path": target, "bytes": target.stat().st_size, "separate": left})
 
 
-def _require(model: Path) -> None:
-    if not model.is_file():
-        raise CommandError(f"no model at '{model}'", "is the path right?")
+def _adapters(model: Any) -> list[str]:
+    """The matrices of adapters in a model."""
+    return [tensor.name for tensor in model.graph.initializer if tensor.name.endswith((".lora_a", ".lora_b"))]
 
 
-def _save(model: Any, target: Path) -> None:
-    """Write a model so that an older file stays until the new one is whole."""
-    import os
-
+def _save(model: Any, file: Path) -> None:
     import onnx
 
-    target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = target.with_name(f".{target.name}.new")
-    try:
-        onnx.save(model, str(temporary))
-        os.replace(temporary, target)
-    finally:
-        temporary.unlink(missing_ok=True)
+    onnx.save(model, str(file))

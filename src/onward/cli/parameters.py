@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import difflib
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from onward.cli.frame import CommandError
+from onward.cli.models import read_model
 
 __all__ = ["Choice", "choose_parameters"]
 
@@ -35,25 +37,21 @@ class Choice:
     recorded: bool
 
 
-def choose_parameters(model: Path, *, train: Sequence[str] = (), freeze: Sequence[str] = ()) -> Choice:
+def choose_parameters(
+    model: Path, *, train: Sequence[str] = (), freeze: Sequence[str] = (), adapted: bool = False
+) -> Choice:
     """What to train: the patterns given, else what the model records, else every weight.
 
     A weight is a float32 initializer with more than one element that is read as data: running statistics,
-    bounds, rates and other settings are not. `freeze` takes names out of the default.
+    bounds, rates and other settings are not. `freeze` takes names out of the default. Of a model to be
+    `adapted`, `train` may name what is not there yet.
     """
     import fnmatch
     import json
 
     import onnx
 
-    if not model.is_file():
-        raise CommandError(f"no model at '{model}'", "is the path right?")
-    try:
-        proto = onnx.load(str(model), load_external_data=False)
-    except Exception as error:
-        raise CommandError(
-            f"'{model}' is not an ONNX model", "export one first: onward export --help"
-        ) from error
+    proto = read_model(model)
     about = {entry.key: entry.value for entry in proto.metadata_props}
     names = {tensor.name for tensor in proto.graph.initializer}
     recorded = "onward.requires_grad" in about
@@ -81,19 +79,32 @@ def choose_parameters(model: Path, *, train: Sequence[str] = (), freeze: Sequenc
             and tensor.name not in settings
         ]
         frozen = [name for name in statistics if name in names]
+    known = [
+        *names,
+        *(tensor.name for tensor in _constants(proto.graph)),
+        *(v.name for v in proto.graph.input),
+    ]
+    hits: dict[str, list[str]] = {}
+    for option, patterns in (("--train", () if adapted else train), ("--freeze", freeze)):
+        for pattern in patterns:
+            hits[pattern] = [name for name in known if name == pattern or fnmatch.fnmatchcase(name, pattern)]
+            if not hits[pattern]:
+                raise CommandError(f"{option} {pattern}: no parameter has that name", _near(pattern, names))
     if train:
         return Choice(list(train), list(freeze), recorded=True)
     for pattern in freeze:
-        hit = [name for name in names if name == pattern or fnmatch.fnmatchcase(name, pattern)]
-        if not hit:
-            raise CommandError(
-                f"--freeze {pattern}: no parameter has that name", f"there are {', '.join(sorted(names)[:8])}"
-            )
+        hit = hits[pattern]
         trainable = [name for name in trainable if name not in hit]
         frozen += [name for name in hit if name not in frozen]
     if not trainable:
         raise CommandError(f"'{model}' has no weight to train", "its parameters must be float32 initializers")
     return Choice(trainable, list(dict.fromkeys(frozen)), recorded)
+
+
+def _near(name: str, names: Collection[str]) -> str:
+    near = difflib.get_close_matches(name, names, n=1)
+    some = ", ".join(sorted(names)[:8]) + (", …" if len(names) > 8 else "")
+    return f"did you mean '{near[0]}'?" if near else f"there are {some}"
 
 
 def _constants(graph: Any) -> list[Any]:

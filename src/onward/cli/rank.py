@@ -1,28 +1,66 @@
-"""One process of `onward distributed`; torchrun starts it with the options as JSON."""
+"""One process of `onward distributed`; torchrun starts it with the options as JSON.
+
+What went wrong, or that the run was stopped, is written for the launcher into a file: one rank's words are
+enough, and torchrun's are about processes.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import signal
 import sys
+import threading
+import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-__all__ = ["main"]
+__all__ = ["main", "user_inputs"]
+
+_STOPPED = "a signal asked to stop"
 
 
-def main(options: dict[str, Any]) -> None:
-    """Train this rank's share; rank 0 writes checkpoints and the history."""
+def main(options: dict[str, Any]) -> int:
+    """Train this rank's share; rank 0 writes checkpoints and the history. Returns the exit code."""
+    stop = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stop.set())
+    _die_with_the_launcher()
+    report = Path(options["report"])
+    try:
+        updates = _train(options, stop)
+    except Exception as error:
+        import traceback
+
+        from onward.cli.explain import explain
+
+        traceback.print_exc()
+        message, hint = explain(error)
+        _write_once(report, {"error": message, "hint": hint})
+        return 1
+    if updates is not None:
+        _write_once(report, {"stopped": updates})
+    return 0
+
+
+def _train(options: dict[str, Any], stop: threading.Event) -> int | None:
+    """Train; the number of updates where a signal stopped it, all of them saved."""
     from onward.cli.data import load_data, parse_pairs
-    from onward.distributed import Parameters, ShardedArrays, TrainingRunner
+    from onward.distributed import DistributedError, Parameters, ShardedArrays, TrainingRunner
 
     artifacts, directory = Path(options["artifacts"]), Path(options["directory"])
-    specs = _user_inputs(artifacts / "training_model.onnx")
+    specs = user_inputs(artifacts / "training_model.onnx")
     mapping = parse_pairs(options["mapping"] or (), "--map")
+    classes: list[str] | None = None
 
     def loader(sources: list[str] | None, *, shuffle: bool) -> Any:
+        nonlocal classes
         if not sources:
             return None
-        loaded = load_data(sources, specs, mapping=mapping, label=options["label"])
+        loaded = load_data(sources, specs, mapping=mapping, label=options["label"], classes=classes)
+        classes = loaded.classes
         if loaded.arrays is None:
             return loaded.value
         arrays = list(loaded.arrays.values())
@@ -43,19 +81,27 @@ def main(options: dict[str, Any]) -> None:
     )
     train, test = loader(options["data"], shuffle=True), loader(options["eval_data"], shuffle=False)
     with runner:
-        history = runner.run(train, test)
+        try:
+            history = runner.run(_Watched(train, stop), test)
+        except DistributedError as error:
+            # a rank that heard of the stop fails in its loader, and so all ranks stop before the same update
+            if _STOPPED not in str(error):
+                raise
+            runner.save_checkpoint()
+            return runner.updates
         loss = runner.end_training(test)
         if runner.rank == 0:
             found = {"losses": history.losses, "skipped": history.skipped, "eval_loss": loss}
             (directory / "distributed.json").write_text(json.dumps(found), encoding="utf-8")
+    return None
 
 
-def _user_inputs(model: Path) -> list[Any]:
-    import onnx
-
+def user_inputs(model: Path) -> list[Any]:
+    """The inputs of a training model that data is for."""
     from onward.cli.fitting import specs_of
+    from onward.cli.models import read_model
 
-    proto = onnx.load(str(model), load_external_data=False)
+    proto = read_model(model)
     about = {entry.key: entry.value for entry in proto.metadata_props}
     parameters = {
         *json.loads(about.get("onward.trainable", "[]")),
@@ -70,5 +116,49 @@ def _user_inputs(model: Path) -> list[Any]:
     ]
 
 
+class _Watched:
+    """A loader that fails at the next batch after a signal."""
+
+    def __init__(self, loader: Any, stop: threading.Event) -> None:
+        self._loader, self._stop = loader, stop
+        self.sampler = getattr(loader, "sampler", None)
+        if hasattr(loader, "epoch"):
+            self.epoch = lambda *place, **named: self._watch(loader.epoch(*place, **named))
+
+    def set_epoch(self, epoch: int) -> None:
+        if hasattr(self._loader, "set_epoch"):
+            self._loader.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._watch(self._loader)
+
+    def _watch(self, batches: Iterable[Any]) -> Iterator[Any]:
+        from onward.distributed import DistributedError
+
+        for batch in batches:
+            if self._stop.is_set():
+                raise DistributedError(_STOPPED)
+            yield batch
+
+
+def _die_with_the_launcher() -> None:
+    """End this process when torchrun is killed: nobody would wait for it."""
+    if os.name != "posix":
+        return
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def _write_once(path: Path, content: dict[str, Any]) -> None:
+    with contextlib.suppress(OSError), open(path, "x", encoding="utf-8") as file:
+        json.dump(content, file)
+
+
 if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))
+    sys.exit(main(json.loads(sys.argv[1])))

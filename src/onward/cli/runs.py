@@ -6,16 +6,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from onward.cli.frame import CommandError
+from onward.cli.mistakes import CommandError
+from onward.cli.targets import folder_target
 
-__all__ = ["Found", "clear_run", "find", "read_run", "write_run"]
+__all__ = ["Found", "begun_run", "clear_run", "find", "read_run", "refuse_earlier_run", "write_run"]
 
 _RUN = "run.json"
 
@@ -61,9 +63,49 @@ def read_run(folder: Path) -> dict[str, Any]:
 
 def clear_run(folder: Path) -> None:
     """Remove what an earlier run left in a folder, and nothing else."""
-    for pattern in ("checkpoint-*", "best", "best.data", "history.json", "report.html", _RUN):
+    for pattern in (
+        "checkpoint-*",
+        "best",
+        "best.data",
+        "history.json",
+        "distributed.json",
+        "report.html",
+        _RUN,
+    ):
         for path in folder.glob(pattern):
             path.unlink()
+
+
+def refuse_earlier_run(folder: Path, *, overwrite: bool) -> None:
+    """Refuse a folder with checkpoints, unless they may be replaced."""
+    if not overwrite and any(folder.glob("checkpoint-*")):
+        raise CommandError(
+            f"'{folder}' holds an earlier run",
+            "go on with --resume, replace it with --overwrite, or choose -o",
+        )
+
+
+@contextlib.contextmanager
+def begun_run(
+    folder: Path, artifacts: Path, options: Mapping[str, Any], classes: list[str] | None
+) -> Iterator[None]:
+    """Write `run.json` for the block; where it fails before anything was saved, the folder is as it was."""
+    earlier = (folder / _RUN).read_bytes() if (folder / _RUN).is_file() else None
+    with folder_target(folder):
+        was_there = folder.is_dir()
+        try:
+            write_run(folder, artifacts, options, classes)
+            yield
+        except BaseException:  # an interrupt too
+            if not any(folder.glob("checkpoint-*")):
+                if earlier is None:
+                    (folder / _RUN).unlink(missing_ok=True)
+                else:
+                    (folder / _RUN).write_bytes(earlier)
+                if not was_there:
+                    with contextlib.suppress(OSError):
+                        folder.rmdir()
+            raise
 
 
 def find(place: Path, checkpoint: str | None = None, *, prefix: str = "") -> Found:
@@ -72,16 +114,17 @@ def find(place: Path, checkpoint: str | None = None, *, prefix: str = "") -> Fou
     `checkpoint` is "best", "latest" or a path; by default the best of a run, or the artifacts' own.
     """
     if not place.is_dir():
-        raise CommandError(
-            f"no folder '{place}'", "name a folder that onward train or onward artifacts wrote"
-        )
+        what = f"'{place}' is a file, not a folder of artifacts" if place.exists() else f"no folder '{place}'"
+        raise CommandError(what, "name a folder that onward train or onward artifacts wrote")
     run = read_run(place)
     options = run.get("options", {})
     artifacts = run.get("artifacts", place)
     prefix = prefix or options.get("prefix", "")
     if not (artifacts / f"{prefix}training_model.onnx").is_file():
-        if run:
+        if run and not (artifacts / f"{options.get('prefix', '')}training_model.onnx").is_file():
             raise CommandError(f"the artifacts of '{place}' are no longer at '{artifacts}'", "move them back")
+        if prefix:
+            raise CommandError(f"no {prefix}training_model.onnx in '{artifacts}'", "is --prefix right?")
         raise CommandError(
             f"'{place}' holds neither a run nor artifacts", "make artifacts with: onward artifacts model.onnx"
         )

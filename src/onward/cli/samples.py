@@ -18,7 +18,7 @@ def random_inputs(
     rng = np.random.default_rng(seed)
     made = {}
     for spec in inputs:
-        dims = [size if dim is None else dim for dim in spec.dims or (size,)]
+        dims = [size if dim is None else dim for dim in ((size,) if spec.dims is None else spec.dims)]
         if spec.dtype.kind == "f":
             made[spec.name] = rng.standard_normal(dims).astype(spec.dtype)
         else:

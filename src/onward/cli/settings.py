@@ -12,26 +12,26 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+from onward.cli.mistakes import CommandError
+
 __all__ = ["read_settings"]
 
 
 def read_settings(path: Path, command: Any, name: str) -> dict[str, Any]:
     """The options that a file has for a command, by parameter name."""
-    from onward.cli.frame import CommandError
-
     try:
         document = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise CommandError(
-            f"cannot read '{path}': {error.strerror or error}", "Is the path right?"
+            f"cannot read '{path}': {error.strerror or error}", "is the path right?"
         ) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise CommandError(f"'{path}' is not valid TOML: {error}", "") from error
+        raise CommandError(
+            f"'{path}' is not valid TOML: {error}", "one option a line, as in: epochs = 20"
+        ) from error
     table = document.get(name, {})
     if not isinstance(table, dict):
-        raise CommandError(
-            f"'{path}': [{name}] must be a table", f"Write it as [{name}] with one key a line."
-        )
+        raise CommandError(f"'{path}': [{name}] must be a table", f"write it as [{name}] with one key a line")
     known = {_spelling(parameter): parameter for parameter in command.params}
     known |= {parameter.name.replace("_", "-"): parameter for parameter in command.params if parameter.name}
     found: dict[str, Any] = {}
@@ -39,7 +39,7 @@ def read_settings(path: Path, command: Any, name: str) -> dict[str, Any]:
         parameter = known.get(key.replace("_", "-"))
         if parameter is None:
             near = difflib.get_close_matches(key, known, n=1)
-            hint = f"Did you mean '{near[0]}'?" if near else f"There are {', '.join(sorted(known))}."
+            hint = f"did you mean '{near[0]}'?" if near else f"there are {', '.join(sorted(known))}"
             raise CommandError(f"'{path}': [{name}] has the unknown option '{key}'", hint)
         if getattr(parameter, "multiple", False) and not isinstance(value, list):
             value = [value]

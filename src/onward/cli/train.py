@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,7 +11,8 @@ import typer
 
 from onward.cli.choices import MetricChoice, ScheduleChoice
 from onward.cli.frame import CommandError, Output, command, examples
-from onward.cli.runs import clear_run, read_run, write_run
+from onward.cli.runs import begun_run, clear_run, read_run, refuse_earlier_run
+from onward.cli.targets import folder_target, plain_prefix
 
 __all__ = ["register"]
 
@@ -65,7 +67,7 @@ def train(
     epochs: Annotated[int, typer.Option("--epochs", "-e", min=1, help="Passes over the data, in all.")] = 1,
     batch_size: Annotated[int, typer.Option("--batch-size", "-b", min=1, help="Samples per batch.")] = 32,
     learning_rate: Annotated[
-        float, typer.Option("--learning-rate", "--lr", help="The highest learning rate.")
+        float, typer.Option("--learning-rate", "--lr", min=0, help="The highest learning rate.")
     ] = 1e-3,
     schedule: Annotated[
         ScheduleChoice, typer.Option(help="The course of the learning rate.")
@@ -84,7 +86,7 @@ def train(
     ] = None,
     save_every: Annotated[int | None, typer.Option(min=1, help="Also save after so many updates.")] = None,
     keep: Annotated[int, typer.Option(min=1, help="Checkpoints to keep.")] = 2,
-    seed: Annotated[int, typer.Option(help="Of shuffling, dropout and hold-out.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Of shuffling, dropout and hold-out.")] = 0,
     no_shuffle: Annotated[bool, typer.Option("--no-shuffle", help="Take samples in their order.")] = False,
     prefix: Annotated[str, typer.Option(help="The prefix of the artifacts' file names.")] = "",
     tensorboard: Annotated[
@@ -110,7 +112,8 @@ def train(
     artifacts, directory, options = _continue_or_begin(
         context, artifacts, directory, options, resume=resume, overwrite=overwrite
     )
-    summary = _fit(output, artifacts, directory, options, resume=resume)
+    _refuse_others(artifacts, options)
+    summary = _fit(output, artifacts, directory, options, resume=resume, replace=overwrite and not resume)
     _report(output, directory, summary)
 
 
@@ -136,13 +139,8 @@ def _continue_or_begin(
             if name in kept and (source is None or source.name == "DEFAULT"):
                 options[name] = kept[name]
         artifacts = artifacts or earlier["artifacts"]
-    elif any(directory.glob("checkpoint-*")):
-        if not overwrite:
-            raise CommandError(
-                f"'{directory}' holds an earlier run",
-                "go on with --resume, replace it with --overwrite, or choose -o",
-            )
-        clear_run(directory)
+    else:
+        refuse_earlier_run(directory, overwrite=overwrite)
     if artifacts is None:
         raise CommandError(
             "which artifacts?", "onward train ARTIFACTS --data FILE; make them with: onward artifacts"
@@ -150,25 +148,55 @@ def _continue_or_begin(
     return artifacts, directory, options
 
 
+def _refuse_others(artifacts: Path, options: Mapping[str, Any]) -> None:
+    """Say what was named where it is no folder of artifacts; and refuse numbers that are none."""
+    plain_prefix(options["prefix"])
+    if artifacts.is_file():
+        raise CommandError(
+            f"'{artifacts}' is a file, not a folder of artifacts",
+            f"make artifacts with: onward artifacts {artifacts} --loss LOSS",
+        )
+    if read_run(artifacts):
+        raise CommandError(
+            f"'{artifacts}' is a run, not a folder of artifacts",
+            f"go on with: onward train {artifacts} --resume",
+        )
+    for name in ("learning_rate", "warmup", "clip_norm", "hold_out"):
+        if options[name] is not None and not math.isfinite(options[name]):
+            raise CommandError(
+                f"--{name.replace('_', '-')} is {options[name]}: it must be a finite number",
+                "onward train --help",
+            )
+
+
 def _fit(
-    output: Output, artifacts: Path, directory: Path, options: Mapping[str, Any], *, resume: bool
+    output: Output,
+    artifacts: Path,
+    directory: Path,
+    options: Mapping[str, Any],
+    *,
+    resume: bool,
+    replace: bool,
 ) -> dict[str, Any]:
     from onward import Trainer
     from onward.cli.data import hold_out, load_data, parse_pairs
     from onward.cli.fitting import input_specs
-    from onward.cli.interrupt import StopBetweenSteps
     from onward.fit.callbacks import Callback, EarlyStopping
 
     mapping = parse_pairs(options["mapping"] or (), "--map")
-    guard = StopBetweenSteps()
-    callbacks: list[Callback] = [guard]
+    callbacks: list[Callback] = []
     if options["patience"]:
-        watched = options["best"] or ("eval_loss" if options["eval_data"] or options["hold_out"] else "loss")
+        watched = options["best"] or (
+            "eval_loss" if options["eval_data"] or options["hold_out"] is not None else "loss"
+        )
         callbacks.append(EarlyStopping(watched, patience=options["patience"]))
     if options["tensorboard"]:
         from onward.cli.tensorboard import EventFile
 
-        callbacks.append(EventFile(Path(options["tensorboard"])))
+        with folder_target(Path(options["tensorboard"])):
+            callbacks.append(EventFile(Path(options["tensorboard"])))
+    with folder_target(directory):  # refused now, not after the data was read
+        pass
     trainer = Trainer(
         artifacts,
         output_directory=directory,
@@ -194,28 +222,32 @@ def _fit(
         evaluation = load_data(
             options["eval_data"], inputs, mapping=mapping, label=options["label"], classes=loaded.classes
         )
-    elif options["hold_out"]:
+    elif options["hold_out"] is not None:
         loaded, evaluation = hold_out(loaded, options["hold_out"], seed=options["seed"])
     if (options["metric"] or options["best"]) and evaluation is None:
         raise CommandError(
             "--metric and --best need data to evaluate on", "add --eval-data FILE or --hold-out 0.1"
         )
-    write_run(directory, artifacts, options, loaded.classes)
-    try:
-        trainer.fit(
-            loaded.value,
-            None if evaluation is None else evaluation.value,
-            epochs=options["epochs"],
-            batch_size=options["batch_size"],
-            shuffle=not options["no_shuffle"],
-            resume=resume,
-            save_every=options["save_every"],
-            best_metric=options["best"],
-        )
-    except KeyboardInterrupt:
-        raise KeyboardInterrupt(
-            f"stopped after {trainer.step} updates, all saved; go on with: onward train {directory} --resume"
-        ) from None
+    if replace:
+        clear_run(directory)  # only now, when all that was asked for is there
+    with begun_run(directory, artifacts, options, loaded.classes):
+        try:
+            trainer.fit(
+                loaded.value,
+                None if evaluation is None else evaluation.value,
+                epochs=options["epochs"],
+                batch_size=options["batch_size"],
+                shuffle=not options["no_shuffle"],
+                resume=resume,
+                save_every=options["save_every"],
+                best_metric=options["best"],
+            )
+        except KeyboardInterrupt:
+            if not any(directory.glob("checkpoint-*")):
+                raise
+            raise KeyboardInterrupt(
+                f"stopped after {trainer.step} updates, all saved; go on with: onward train {directory} --resume"
+            ) from None
     return {
         "epochs": trainer.history.epochs,
         "best": trainer.best,

@@ -8,13 +8,21 @@ from typing import Annotated
 import typer
 
 from onward.cli.frame import CommandError, Output, command, examples, human_size
+from onward.cli.runs import find
+from onward.cli.targets import folder_target, plain_prefix
 
 __all__ = ["register"]
 
 
 def register(app: typer.Typer) -> None:
     """Add the command."""
-    app.command("web", epilog=examples("onward web artifacts site"))(web)
+    app.command(
+        "web",
+        epilog=examples(
+            "onward web artifacts site",
+            "onward web artifacts site --title 'Teach me digits' --webgpu",
+        ),
+    )(web)
 
 
 @command
@@ -22,14 +30,36 @@ def web(
     output: Output,
     artifacts: Annotated[Path, typer.Argument(help="The folder of artifacts.", show_default=False)],
     site: Annotated[Path, typer.Argument(help="The folder to write.")] = Path("site"),
+    title: Annotated[
+        str | None, typer.Option("--title", help="The title of the page; the folder's name by default.")
+    ] = None,
+    webgpu: Annotated[
+        bool, typer.Option("--webgpu", help="Add the 27 MB that training on WebGPU needs.")
+    ] = False,
+    prefix: Annotated[str, typer.Option(help="The prefix of the artifacts' file names.")] = "",
+    packages: Annotated[
+        Path | None,
+        typer.Option(
+            "--packages",
+            metavar="FOLDER",
+            help="A node_modules folder; looked for, or fetched with npm, by default.",
+        ),
+    ] = None,
 ) -> None:
     """Write a site that trains these artifacts in the browser, on stock onnxruntime-web."""
-    if not artifacts.is_dir():
-        raise CommandError(f"no folder '{artifacts}'", "make artifacts with: onward artifacts model.onnx")
     from onward.web import write_site
 
-    write_site(artifacts, site)
+    place = find(artifacts, prefix=plain_prefix(prefix))
+    if packages is not None and not packages.is_dir():
+        raise CommandError(f"no folder '{packages}'", "name the node_modules folder that npm made")
+    if place.checkpoint != place.artifacts / f"{place.prefix}checkpoint":
+        output.note("the page begins with the checkpoint of the artifacts, not with that of the run")
+    with folder_target(site), output.working("writing the site"):
+        write_site(place.artifacts, site, title=title, prefix=place.prefix, webgpu=webgpu, packages=packages)
     files = {str(p.relative_to(site)): p.stat().st_size for p in sorted(site.rglob("*")) if p.is_file()}
     output.table(str(site), ["file", "size"], [[name, human_size(size)] for name, size in files.items()])
-    output.line(f"serve it: python -m http.server --directory {site}")
+    output.line(f'serve it: python -c "from onward.web import serve; serve({str(site)!r})"')
+    output.line(
+        "any server of static files will do, but only one that sends COOP and COEP headers gives threads"
+    )
     output.result({"site": site, "files": files})

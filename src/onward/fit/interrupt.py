@@ -9,29 +9,38 @@ from typing import Any
 
 __all__ = ["PatientInterrupt"]
 
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
 
 class PatientInterrupt:
-    """Keeps the first Ctrl-C until `check` is called; a second one takes effect at once.
+    """Keeps the first signal that asks to stop until `check` is called; a second one takes effect at once.
 
-    Does nothing outside the main thread, or where the program handles the signal itself.
+    That is Ctrl-C, and SIGTERM in a program that made it mean the same (its handler is Python's
+    `signal.default_int_handler`, as in the command line). A program that handles a signal in a way of its own
+    keeps that way; outside the main thread nothing happens.
+
+    >>> with PatientInterrupt() as interrupt:
+    ...     for batch in range(3):
+    ...         interrupt.check()
     """
 
     def __init__(self) -> None:
         self._asked = False
-        self._before: Any = None
+        self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> PatientInterrupt:
-        ours = threading.current_thread() is threading.main_thread()
-        if ours and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-            self._before = signal.signal(signal.SIGINT, self._ask)
+        if threading.current_thread() is threading.main_thread():
+            for number in _SIGNALS:
+                if signal.getsignal(number) is signal.default_int_handler:
+                    self._before[number] = signal.signal(number, self._ask)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._before is not None:
-            signal.signal(signal.SIGINT, self._before)
-            self._before = None
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before = {}
 
     def check(self) -> None:
         """Raise the KeyboardInterrupt that was asked for."""
