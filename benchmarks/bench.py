@@ -17,7 +17,7 @@ import sys
 import time
 from pathlib import Path
 
-from suite import checkpoints, costs, generation, inference, limit, memory, results, start, steps
+from suite import checkpoints, costs, generation, inference, limit, memory, quiet, results, start, steps
 from suite.page import PICTURE, RESULTS, page, picture
 from suite.settings import CACHE, ENGINES, HERE, MODELS, Settings
 
@@ -78,6 +78,7 @@ def main(line: list[str] | None = None) -> None:
     for section in SECTIONS:
         if section.name not in arguments.sections:
             continue
+        print(f"{section.name} … {quiet.warning(quiet.busy_share())}", file=sys.stderr, flush=True)
         begun = time.perf_counter()
         cases = section.measure(settings)
         print(f"## {section.title}\n", *section.render(cases), "", sep="\n", flush=True)
