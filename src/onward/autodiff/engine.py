@@ -10,6 +10,7 @@ import dataclasses
 import functools
 from collections.abc import Iterable, Mapping, Sequence, Set
 
+import numpy as np
 import onnx_ir as ir
 
 from onward.autodiff import registry
@@ -21,6 +22,7 @@ from onward.graph.nodes import captured_values, subgraphs_of
 __all__ = [
     "DifferentiableBuilder",
     "Path",
+    "Visit",
     "add_cotangent",
     "backward",
     "captured_values",
@@ -37,8 +39,8 @@ class DifferentiableBuilder(Builder):
     def __init__(self, graph: ir.Graph, *, parent: Builder | None = None) -> None:
         super().__init__(graph, parent=parent, share=True)
         self.active: set[ir.Value] = set()
-        # the gradients that the backward walk found for each value, in its order
-        self.arrivals: list[ir.Value] = []
+        # the nodes that the backward walk came to, in its order
+        self.visits: list[Visit] = []
 
     def wanted(self, value: ir.Value | None) -> bool:
         """Whether a gradient with respect to this value is needed; a rule may skip the work if not."""
@@ -52,6 +54,15 @@ class DifferentiableBuilder(Builder):
     def forget(self) -> None:
         """Share no longer what was emitted so far: some of it may have been removed."""
         self._known = {}
+
+
+@dataclasses.dataclass(frozen=True)
+class Visit:
+    """A forward node, the gradients that arrived for it, and the last node before those that its rule added."""
+
+    node: ir.Node
+    arriving: list[ir.Value]
+    before: ir.Node
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +89,7 @@ def backward(
         arriving = [_total(op, gradients.pop(output, []), output) for output in node.outputs]
         if all(dy is None for dy in arriving):
             continue
-        op.arrivals.extend(dy for dy in arriving if dy is not None)
+        op.visits.append(Visit(node, [dy for dy in arriving if dy is not None], op.graph[-1]))
         for output, dy in zip(node.outputs, arriving):
             if dy is not None and output in asked:
                 gradients[output] = [dy]
@@ -151,7 +162,28 @@ def _sum(op: Builder, parts: list[ir.Value], primal: ir.Value) -> ir.Value:
         return parts[0]
     if isinstance(primal.type, ir.SequenceType | ir.OptionalType):
         return functools.reduce(functools.partial(add_sequences, op), parts)
-    return _describe(op.Add(*parts) if len(parts) == 2 else op.Sum(*parts), primal)
+    scattered = [part for part in parts if _is_scattered(op, part)]
+    whole = [part for part in parts if part not in scattered] or [scattered.pop(0)]
+    total = whole[0] if len(whole) == 1 else op.Add(*whole) if len(whole) == 2 else op.Sum(*whole)
+    for part in scattered:  # a table's rows are added to what is there, not to zeros and then to that
+        node = part.producer()
+        assert node is not None
+        axis = node.attributes.get_int("axis", 0)
+        total = op.ScatterElements(total, *node.inputs[1:], axis=axis, reduction="add")
+    return _describe(total, primal)
+
+
+def _is_scattered(op: Builder, gradient: ir.Value) -> bool:
+    """Whether a gradient is zeros to which something is added at some places, and nothing else reads it."""
+    node = gradient.producer()
+    if node is None or node.op_type != "ScatterElements" or gradient.uses():
+        return False
+    base = node.inputs[0].producer() if node.inputs[0] is not None else None
+    if node.attributes.get_string("reduction", "none") != "add" or base is None or base.op_type != "Expand":
+        return False
+    assert base.inputs[0] is not None
+    zero = op.const_value(base.inputs[0])
+    return zero is not None and not np.any(zero)
 
 
 def find_path(graph: ir.Graph, targets: Set[ir.Value], wrt: Iterable[ir.Value]) -> Path:

@@ -5,8 +5,10 @@ set of forward nodes. Values that stay inside it are dropped: where a backward n
 instead, which repeats the segment's nodes from what is kept (the segment's inputs and outputs).
 
 The copies must run late, and must not be merged with the originals by a runtime that looks for common
-subexpressions. So what they read passes a gate: a Reshape to its own shape, whose target is computed from a
-gradient that arrives at the segment. It moves no data, and nothing before the run can tell what it gives.
+subexpressions. So whatever the backward nodes of a segment and its copies read of the forward pass goes through
+a gate: a Reshape to the shape that it has, whose target is computed from a gradient that arrives at the segment.
+It moves no data, and nothing before the run can tell what it gives.
+
 A runtime that works its way back from each output would leave what only an output needs (the gradient of a
 bias) for the end of the run, and keep what it is computed from until then. So gates wait for the results that
 could be there, too. Which nodes make segments is decided elsewhere.
@@ -15,7 +17,7 @@ could be there, too. Which nodes make segments is decided elsewhere.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import onnx_ir as ir
@@ -27,7 +29,7 @@ __all__ = ["Plan", "Tape", "plan_segment", "recompute_segments"]
 
 
 class Tape:
-    """The forward nodes of a graph, its backward nodes, and where gradients arrive.
+    """The forward nodes of a graph, its backward nodes, and when the backward walk came to which.
 
     `results` are outputs that hold the gradients of parameters.
     """
@@ -36,24 +38,49 @@ class Tape:
         self, op: DifferentiableBuilder, forward: Iterable[ir.Node], results: Sequence[ir.Value] = ()
     ) -> None:
         self.op = op
-        before = set(forward)
-        nodes = list(op.graph)
-        self.forward = [node for node in nodes if node in before]
-        self.place = {node: index for index, node in enumerate(nodes)}
-        self._is_forward = before
-        # (place, value) of every gradient that some backward node computes
-        self._arrivals = sorted(
-            {
-                (self.place[made], index): value
-                for index, value in enumerate(op.arrivals)
-                if is_differentiable(value)
-                and isinstance(value.type, ir.TensorType)
-                and (made := value.producer()) in self.place
-                and made not in before
-            }.items()
+        self.nodes = list(op.graph)
+        self.place = {node: index for index, node in enumerate(self.nodes)}
+        # a rule may have put other nodes in the place of a forward node
+        last = max((self.place[node] for node in forward if node in self.place), default=-1)
+        self.forward = self.nodes[: last + 1]
+        self._is_forward = set(self.forward)
+        self._starts = {
+            visit.node: (self.place[visit.before] + 1, arriving)
+            for visit in op.visits
+            if visit.before in self.place and (arriving := self._computed(visit.arriving))
+        }
+        self._results = [found for value in results if (found := self._result(value)) is not None]
+
+    def start(self, segment: Iterable[ir.Node]) -> tuple[int, list[ir.Value]] | None:
+        """The place where the backward pass comes to a segment, and the gradients that are there then."""
+        found = [self._starts[node] for node in segment if node in self._starts]
+        place, arriving = min(found, key=lambda start: start[0]) if found else (0, [])
+        return (place, arriving) if arriving and place < len(self.nodes) else None
+
+    def backward(self, place: int, end: int) -> list[ir.Node]:
+        """The backward nodes between two places."""
+        return [node for node in self.nodes[place:end] if node not in self._is_forward]
+
+    def is_forward(self, value: ir.Value) -> bool:
+        """Whether a value is computed in the forward pass."""
+        return value.producer() in self._is_forward
+
+    def readers(self, value: ir.Value) -> list[ir.Node] | None:
+        """The backward nodes that read a value; None where one is in a body."""
+        users = [node for node, _ in value.uses()]
+        return (
+            None
+            if any(n not in self.place for n in users)
+            else [n for n in users if n not in self._is_forward]
         )
 
-        self._results = [found for value in results if (found := self._result(value)) is not None]
+    def read_forward(self, value: ir.Value) -> list[ir.Node]:
+        """The forward nodes that read a value."""
+        return [node for node, _ in value.uses() if node in self._is_forward]
+
+    def read_backward(self, value: ir.Value) -> bool:
+        """Whether anything but the forward nodes reads a value."""
+        return any(node not in self._is_forward for node, _ in value.uses())
 
     def take_results(self, before: ir.Node) -> list[ir.Value]:
         """Results that can be had before a node, each told once; what makes them is moved there."""
@@ -64,6 +91,17 @@ class Tape:
             graph.remove(result.nodes)
             graph.insert_before(before, result.nodes)
         return [result.value for result in ready]
+
+    def _computed(self, gradients: Iterable[ir.Value]) -> list[ir.Value]:
+        """Gradients that only a run can tell, as tensors."""
+        return [
+            value
+            for value in gradients
+            if isinstance(value.type, ir.TensorType)
+            and is_differentiable(value)
+            and value.producer() in self.place
+            and not self.is_forward(value)
+        ]
 
     def _result(self, value: ir.Value) -> _Result | None:
         """None where a result is no more than a value of the forward pass."""
@@ -78,37 +116,6 @@ class Tape:
             return None
         nodes = sorted(ending, key=self.place.__getitem__)
         return _Result(value, nodes, max(self.place[node] for node in sources if node is not None))
-
-    def readers(self, value: ir.Value) -> list[ir.Node] | None:
-        """The backward nodes that read a value; None where it is read in a body or before any gradient."""
-        found = []
-        for node, _ in value.uses():
-            if node not in self.place:
-                return None
-            if node not in self._is_forward:
-                if self.trigger(node) is None:
-                    return None
-                found.append(node)
-        return found
-
-    def read_backward(self, value: ir.Value) -> bool:
-        """Whether anything but the forward nodes reads a value."""
-        return any(node not in self._is_forward for node, _ in value.uses())
-
-    def read_forward(self, value: ir.Value) -> list[ir.Node]:
-        """The forward nodes that read a value."""
-        return [node for node, _ in value.uses() if node in self._is_forward]
-
-    def trigger(self, node: ir.Node) -> ir.Value | None:
-        """The last gradient that is there before a backward node runs."""
-        low, high = 0, len(self._arrivals)
-        while low < high:
-            middle = (low + high) // 2
-            if self._arrivals[middle][0][0] < self.place[node]:
-                low = middle + 1
-            else:
-                high = middle
-        return self._arrivals[low - 1][1] if low else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,75 +139,81 @@ class Plan:
     order), and `inputs` are what these read from outside: values that are kept until then.
     """
 
-    needed: list[ir.Value]
-    nodes: list[ir.Node]
-    inputs: list[ir.Value]
+    segment: Sequence[ir.Node]
+    needed: list[ir.Value] = dataclasses.field(default_factory=list)
+    nodes: list[ir.Node] = dataclasses.field(default_factory=list)
+    inputs: list[ir.Value] = dataclasses.field(default_factory=list)
 
 
 def plan_segment(tape: Tape, segment: Sequence[ir.Node]) -> Plan:
     """Which values of a segment can be dropped, and what it takes to have them again."""
     inside = set(segment)
-    inner = {
-        value
-        for node in segment
-        if _repeats(node)
-        for value in node.outputs
-        if _is_large(value)
-        and not value.is_graph_output()
-        and all(reader in inside for reader in tape.read_forward(value))
-    }
-    found = {value: tape.readers(value) for value in inner}
-    needed = [value for node in segment for value in node.outputs if found.get(value)]
+    start = tape.start(segment)
+    if start is None:
+        return Plan(segment)
+    inner: dict[ir.Value, list[ir.Node]] = {}
+    for value in (value for node in segment if _repeats(node) for value in node.outputs):
+        if not _is_large(value) or value.is_graph_output():
+            continue
+        readers = tape.readers(value)
+        if (
+            readers is not None
+            and all(tape.place[node] >= start[0] for node in readers)
+            and all(node in inside for node in tape.read_forward(value))
+        ):
+            inner[value] = readers
+    needed = [value for value, readers in inner.items() if readers]
     repeated: set[ir.Node] = set()
     inputs: dict[ir.Value, None] = {}
     waiting = [value.producer() for value in needed]
     while waiting:
         node = waiting.pop()
-        assert node is not None
-        if node in repeated:
+        if node is None or node in repeated:
             continue
         repeated.add(node)
         for value in _sources(node):
-            if value in inner and found[value] is not None:
+            if value in inner:
                 waiting.append(value.producer())
             else:
                 inputs.setdefault(value)
-    return Plan(needed, [node for node in segment if node in repeated], list(inputs))
+    return Plan(segment, needed, [node for node in segment if node in repeated], list(inputs))
 
 
 def recompute_segments(tape: Tape, plans: Iterable[Plan]) -> None:
-    """Let backward nodes read copies of the values that plans drop; copies go before the first that reads one."""
-    waiting = []
-    for plan in plans:
-        readers = {node for value in plan.needed for node in tape.readers(value) or ()}
-        if readers:
-            waiting.append((min(tape.place[node] for node in readers), plan, readers))
-    for _, plan, readers in sorted(waiting, key=lambda item: item[0]):
-        _recompute(tape, plan, readers)
-
-
-def _recompute(tape: Tape, plan: Plan, readers: Collection[ir.Node]) -> None:
-    first = min(readers, key=tape.place.__getitem__)
-    trigger = tape.trigger(first)
-    assert trigger is not None
-    op = tape.op
+    """Let backward nodes read copies of what plans drop, and the rest of the forward pass through gates."""
+    starts = [(start, plan) for plan in plans if (start := tape.start(plan.segment)) is not None]
+    starts.sort(key=lambda item: item[0][0])
+    ends = [start[0] for start, _ in starts[1:]] + [len(tape.nodes)]
     copies: dict[ir.Value, ir.Value] = {}
-    with op.inserting(first):
-        gate = _Gates(op, [trigger, *tape.take_results(first)])
-        for node in plan.nodes:
-            op.scope = f"{node.name or node.op_type}/recompute"
-            copy = _copy(op, node, copies, gate)
-            op.graph.insert_before(first, copy)
-            for old, new in zip(node.outputs, copy.outputs):
-                if old.name:
-                    new.name = op.namer(f"{old.name}/recomputed")
-                    new.type, new.shape = old.type, old.shape
-                    copies[old] = new
-        op.scope = ""
-    for value in plan.needed:
-        for reader, index in list(value.uses()):
-            if reader in readers:
-                reader.replace_input_with(index, copies[value])
+    for ((place, arriving), plan), end in zip(starts, ends):
+        first = tape.nodes[place]
+        with tape.op.inserting(first):
+            gate = _Gates(tape.op, [*arriving, *tape.take_results(first)])
+            copies.update(_repeat(tape.op, plan, first, gate))
+            for node in tape.backward(place, end):
+                for index, value in enumerate(node.inputs):
+                    if value in copies:
+                        node.replace_input_with(index, copies[value])
+                    elif value is not None and tape.is_forward(value) and _waits(value):
+                        node.replace_input_with(index, gate(value))
+        tape.op.scope = ""
+
+
+def _repeat(
+    op: DifferentiableBuilder, plan: Plan, first: ir.Node, gate: Callable[[ir.Value], ir.Value]
+) -> dict[ir.Value, ir.Value]:
+    """Copies of a segment's nodes before another node; the values that are needed, with their copies."""
+    copies: dict[ir.Value, ir.Value] = {}
+    for node in plan.nodes:
+        op.scope = f"{node.name or node.op_type}/recompute"
+        copy = _copy(op, node, copies, gate)
+        op.graph.insert_before(first, copy)
+        for old, new in zip(node.outputs, copy.outputs):
+            if old.name:
+                new.name = op.namer(f"{old.name}/recomputed")
+                new.type, new.shape = old.type, old.shape
+                copies[old] = new
+    return {value: copies[value] for value in plan.needed}
 
 
 class _Gates:

@@ -76,9 +76,11 @@ def recompute_activations(
         plans = [plan_segment(tape, nodes) for nodes in _matched(tape, patterns).values()]
         if not any(plan.needed for plan in plans):
             _log.warning("recompute: the backward pass needs nothing from inside of %s", ", ".join(patterns))
-    recompute_segments(tape, plans)
     repeated = sum(len(plan.nodes) for plan in plans)
-    _log.info("recompute: %d nodes in %d segments run twice", repeated, len(plans))
+    if repeated:
+        recompute_segments(tape, plans)
+    count = sum(bool(plan.nodes) for plan in plans)
+    _log.info("recompute: %d nodes in %d segments run twice", repeated, count)
     return repeated
 
 
@@ -149,18 +151,26 @@ def _unmatched(tape: Tape, pattern: str) -> str:
             "computes is not recomputed; choose a scope outside of it"
         )
     known = list(dict.fromkeys(scope for node in tape.forward for scope in _scopes(node)))
-    if not known:
-        return (
-            f"recompute: '{pattern}' matches no scope: the nodes of this model have no scopes in their names; "
-            "use recompute=True or a share such as 0.5"
-        )
-    # a scope may be long: its end is what patterns mostly differ from
+    near = _near(pattern, known)
+    if near:
+        return f"recompute: '{pattern}' matches no scope; did you mean {', '.join(map(repr, near))}?"
+    there = (
+        f"there are {', '.join(known[:5])}{', …' if len(known) > 5 else ''}" if known else "there are none"
+    )
+    return (
+        f"recompute: '{pattern}' matches no scope: {there}; recompute=True or a share such as 0.5 needs none"
+    )
+
+
+def _near(pattern: str, known: Sequence[str]) -> list[str]:
+    """Up to three scopes like a pattern, by their ends: what they begin with may be left out of patterns."""
     plain = pattern.strip("/").replace("/", ".")
-    tails = {scope: ".".join(scope.split(".")[-len(plain.split(".")) :]) for scope in known}
-    ends = difflib.get_close_matches(plain, list(dict.fromkeys(tails.values())), n=3, cutoff=0.5)
-    near = [next(scope for scope in known if tails[scope] == end) for end in ends]
-    hint = f"did you mean {', '.join(map(repr, near))}?" if near else f"there are {', '.join(known[:5])}, …"
-    return f"recompute: '{pattern}' matches no scope; {hint}"
+    length = plain.count(".") + 1
+    likeness = {
+        scope: difflib.SequenceMatcher(None, plain, ".".join(scope.split(".")[-length:])).ratio()
+        for scope in known
+    }
+    return [scope for scope in sorted(known, key=lambda scope: -likeness[scope])[:3] if likeness[scope] > 0.5]
 
 
 # ---- by memory -------------------------------------------------------------------------------------
@@ -175,7 +185,7 @@ def _within(tape: Tape, budget: ActivationBudget) -> list[Plan]:
     best: tuple[tuple[float, float], list[Plan]] | None = None
     least = everything
     for segments in _divisions(tape, estimate):
-        plans = [plan for nodes in segments if (plan := plan_segment(tape, nodes)).needed]
+        plans = [plan_segment(tape, nodes) for nodes in segments]
         plans = estimate.spare(plans, estimate.peak(plans) if limit is None else limit)
         peak = estimate.peak(plans)
         least = min(least, peak)
@@ -322,7 +332,7 @@ class _Estimate:
         steps = [(self._at(root), self.sizes.bytes(root)) for root in kept if root.producer() in self.place]
         # copies are there while the backward pass goes through the segment: from its last node on
         for plan in plans:
-            at = max(self.place[node] for node in plan.nodes)
+            at = max((self.place[node] for node in plan.nodes), default=0)
             copies = {self.root(value) for value in plan.needed}
             steps.append((at, -1.0 - sum(map(self.sizes.bytes, copies))))
         total = most = 0.0
@@ -335,10 +345,12 @@ class _Estimate:
         return most
 
     def spare(self, plans: list[Plan], limit: float) -> list[Plan]:
-        """Leave segments out, the most laborious first, while the peak stays within the limit."""
-        order = sorted(plans, key=lambda plan: -sum(map(self.sizes.work, plan.nodes)))
+        """Recompute nothing in some segments, the most laborious first, while the peak stays within the limit."""
+        order = sorted(
+            (plan for plan in plans if plan.nodes), key=lambda p: -sum(map(self.sizes.work, p.nodes))
+        )
         for plan in order:
-            fewer = [other for other in plans if other is not plan]
+            fewer = [Plan(other.segment) if other is plan else other for other in plans]
             if self.peak(fewer) <= limit:
                 plans = fewer
         return plans
