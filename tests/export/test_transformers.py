@@ -14,7 +14,7 @@ import torch
 
 from export.tiny_transformers import VOCABULARY, tiny_model, tiny_pair, tiny_tokenizer
 from onward.errors import ExportError, ParityError
-from onward.export import HFOnnx, from_transformers, tracing
+from onward.export import HFOnnx, artifacts_from_transformers, from_transformers, tracing
 from onward.export.folder import METADATA_KEY
 from onward.export.quantize import quantize
 from onward.export.tasks import TASKS, detect
@@ -239,6 +239,42 @@ def test_a_model_over_the_limit_of_one_file_goes_beside_its_weights(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model.onnx", "model.onnx.data"]
     session = onnxruntime.InferenceSession(tmp_path / "model.onnx", providers=["CPUExecutionProvider"])
     assert [output.name for output in session.get_outputs()] == ["embeddings"]
+
+
+def test_a_model_to_train_over_the_limit_goes_beside_its_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = tiny_pair("bert", "text-classification")
+    whole = from_transformers(pair, "text-classification", training=True, opset=18)
+    assert isinstance(whole, bytes)
+    monkeypatch.setattr(tracing, "ONE_FILE", 1000)
+    with pytest.raises(ExportError, match="do not fit in bytes; pass output="):
+        from_transformers(pair, "text-classification", training=True)
+    from_transformers(pair, "text-classification", tmp_path / "m", opset=18, training=True)
+    assert {"model.onnx", "model.onnx.data", "onward.json"} <= {
+        path.name for path in (tmp_path / "m").iterdir()
+    }
+    assert all(
+        t.external_data
+        for t in onnx.load(tmp_path / "m/model.onnx", load_external_data=False).graph.initializer
+    )
+    parts = onnx.load(tmp_path / "m" / "model.onnx")
+    expected = onnx.load_from_string(whole)
+    assert parts.metadata_props == expected.metadata_props
+    stored = {tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in parts.graph.initializer}
+    for tensor in expected.graph.initializer:
+        np.testing.assert_array_equal(stored[tensor.name], onnx.numpy_helper.to_array(tensor))
+
+
+def test_artifacts_of_a_model_over_the_limit_are_those_of_a_small_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = tiny_pair("bert", "text-classification")
+    small = artifacts_from_transformers(pair, "text-classification", tmp_path / "small")
+    monkeypatch.setattr(tracing, "ONE_FILE", 1000)
+    large = artifacts_from_transformers(pair, "text-classification", tmp_path / "large")
+    for name in ("training_model.onnx", "eval_model.onnx", "optimizer_model.onnx", "checkpoint"):
+        assert (large / name).read_bytes() == (small / name).read_bytes()
 
 
 def bare_folder(tmp_path: Path) -> Path:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from os import PathLike, fspath
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -68,21 +70,19 @@ def from_transformers(
             source, scheme=scheme, opset=opset, training=training, check=check, rtol=rtol, atol=atol
         )
         if not isinstance(exported.model, bytes):
-            raise ExportError(
-                f"{source.origin}: over 2 GB of weights do not fit in bytes; pass output=… to write a file "
-                "with its weights beside it"
-            )
+            raise _too_large(source)
         small = exported.model if scheme is None else quantize_model(exported.model, scheme)
         assert isinstance(small, bytes)
         return small
     target = Path(output)
     with staged(target) as stage:
         source = load_source(model, task, pooling=pooling, normalize=normalize)
+        path = stage / (target.name if target.suffix == ".onnx" else MODEL)
         exported = _export(
-            source, scheme=scheme, opset=opset, training=training, check=check, rtol=rtol, atol=atol
+            source, path, scheme=scheme, opset=opset, training=training, check=check, rtol=rtol, atol=atol
         )
         if target.suffix == ".onnx":
-            _write_model(exported, scheme, stage / target.name)
+            _write_model(exported, scheme, path)
         else:
             _write_folder(exported, scheme, stage, source)
     return target
@@ -132,20 +132,26 @@ def artifacts_from_transformers(
         sample = _sample(traceable) if source.tokenizer is not None else None
         if loss is None:
             traceable = with_loss(source, traceable)
-        proto = _for_training(traceable, opset=opset, check=True, rtol=rtol, atol=atol)
-    recorded = {prop.key: prop.value for prop in proto.metadata_props}
-    trainable = requires_grad if requires_grad is not None else json.loads(recorded["onward.requires_grad"])
-    frozen = frozen_params if frozen_params is not None else json.loads(recorded["onward.frozen_params"])
-    artifacts.generate_artifacts(
-        proto,
-        requires_grad=list(trainable),
-        frozen_params=[name for name in frozen if name not in set(trainable)],
-        loss=loss,
-        optimizer=artifacts.OptimType.AdamW if optimizer is None else optimizer,
-        artifact_directory=directory,
-        additional_output_names=[name for name in traceable.outputs if name != "loss"],
-        **dict(artifact_options or {}),
-    )
+        with ExitStack() as stack:
+            path = None
+            if tracing.weight_bytes(traceable.module) > tracing.ONE_FILE:
+                path = Path(stack.enter_context(TemporaryDirectory(prefix="onward-"))) / MODEL
+            forward = _for_training(traceable, path, opset=opset, check=True, rtol=rtol, atol=atol)
+            recorded = _properties(_graph_of(forward))
+            wanted = json.loads(recorded["onward.requires_grad"])
+            still = json.loads(recorded["onward.frozen_params"])
+            trainable = list(wanted if requires_grad is None else requires_grad)
+            frozen = still if frozen_params is None else frozen_params
+            artifacts.generate_artifacts(
+                forward,
+                requires_grad=trainable,
+                frozen_params=[name for name in frozen if name not in set(trainable)],
+                loss=loss,
+                optimizer=artifacts.OptimType.AdamW if optimizer is None else optimizer,
+                artifact_directory=directory,
+                additional_output_names=[name for name in traceable.outputs if name != "loss"],
+                **dict(artifact_options or {}),
+            )
     with staged(Path(directory) / PIPELINE, single=False) as stage:
         if source.tokenizer is not None:
             source.tokenizer.save_pretrained(fspath(stage))
@@ -184,7 +190,8 @@ class HFOnnx:
 class _Exported:
     """An export that has passed its comparison with torch, still in float32."""
 
-    model: bytes | onnx.ModelProto
+    model: bytes | onnx.ModelProto | Path
+    """Whole, in memory because it is too large for bytes, or already in its place."""
     card: dict[str, Any]
     parity: Report | None
     feeds: Sequence[Mapping[str, np.ndarray]]
@@ -197,6 +204,7 @@ def _metadata(card: Mapping[str, Any], scheme: str | None) -> dict[str, str]:
 
 def _export(
     source: Source,
+    path: Path | None = None,
     *,
     scheme: str | None,
     opset: int,
@@ -208,12 +216,19 @@ def _export(
     with adapt(source, training=training) as traceable:
         if training:
             card = describe(source, traceable.inputs, traceable.outputs, opset=opset)
-            proto = _for_training(traceable, opset=opset, check=check, rtol=rtol, atol=atol)
             card["training"] = True
+            large = tracing.weight_bytes(traceable.module) > tracing.ONE_FILE
+            if large and path is None:
+                raise _too_large(source)
+            forward = _for_training(
+                traceable, path if large else None, opset=opset, check=check, rtol=rtol, atol=atol
+            )
+            proto = _graph_of(forward)
             onnx.helper.set_model_props(proto, {**_properties(proto), **_metadata(card, None)})
-            large = proto.ByteSize() > tracing.ONE_FILE
-            model = proto if large else proto.SerializeToString(deterministic=True)
-            return _Exported(model, card, None, ())
+            if isinstance(forward, Path):
+                onnx.save(proto, forward)
+                return _Exported(forward, card, None, ())
+            return _Exported(proto.SerializeToString(deterministic=True), card, None, ())
 
         def metadata(used: Traceable) -> dict[str, str]:
             return _metadata(describe(source, used.inputs, used.outputs, opset=opset), scheme)
@@ -234,13 +249,16 @@ def _sample(traceable: Traceable) -> dict[str, list[Any]]:
 
 
 def _for_training(
-    traceable: Traceable, *, opset: int, check: bool, rtol: float, atol: float
-) -> onnx.ModelProto:
+    traceable: Traceable, path: Path | None, *, opset: int, check: bool, rtol: float, atol: float
+) -> onnx.ModelProto | Path:
+    """The forward model; in a file, with its weights beside it, where a path is given."""
     from onward.export.torch import from_torch
 
-    proto = from_torch(
+    return from_torch(
         traceable.module,
         tuple(traceable.example[name] for name in traceable.inputs),
+        path,
+        external_data=path is not None,
         training=True,
         opset=opset,
         input_names=list(traceable.inputs),
@@ -250,12 +268,24 @@ def _for_training(
         rtol=rtol,
         atol=atol,
     )
-    assert isinstance(proto, onnx.ModelProto)
-    return proto
+
+
+def _graph_of(model: onnx.ModelProto | Path) -> onnx.ModelProto:
+    """The model without the weights that a file has beside it."""
+    return onnx.load(model, load_external_data=False) if isinstance(model, Path) else model
+
+
+def _too_large(source: Source) -> ExportError:
+    return ExportError(
+        f"{source.origin}: over 2 GB of weights do not fit in bytes; pass output=… to write a file "
+        "with its weights beside it"
+    )
 
 
 def _write_model(exported: _Exported, scheme: str | None, path: Path) -> None:
     model = exported.model
+    if isinstance(model, Path):
+        return
     if isinstance(model, bytes):
         if scheme is not None:
             model = quantize_model(model, scheme)
