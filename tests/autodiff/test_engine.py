@@ -106,6 +106,21 @@ def test_several_cotangents_add_up():
     np.testing.assert_allclose(found["x_grad"], 2 * X * W + 3 * X**2 * X, rtol=1e-6)
 
 
+def test_rows_of_a_table_are_added_to_its_other_gradients():
+    graph = model(
+        "(float[200, 3] t, int64[4] i, int64[2] j) => (float y)"
+        "{ a = Gather(t, i)  b = Gather(t, j)  s = ReduceSumSquare <keepdims = 0> (a)"
+        "  u = ReduceSumSquare <keepdims = 0> (b)  v = ReduceSumSquare <keepdims = 0> (t)  y = Sum(s, u, v) }"
+    )
+    derived = gradient(graph, of="y", wrt=["t"])
+    assert [node.op_type for node in derived.graph.node].count("ScatterElements") == 2
+    assert not any(node.op_type == "Add" for node in derived.graph.node)
+    table = np.random.default_rng(0).normal(size=(200, 3)).astype(np.float32)
+    i, j = np.array([7, 7, -1, 0]), np.array([7, 100])
+    wanted = 2 * table * (1 + np.bincount(i % 200, minlength=200) + np.bincount(j, minlength=200))[:, None]
+    np.testing.assert_allclose(run(derived, t=table, i=i, j=j)["t_grad"], wanted, rtol=1e-6)
+
+
 def test_the_same_gradient_under_two_names_gives_two_outputs():
     graph = model("(float[3] x, float[3] u) => (float y) { a = Add(x, u)  y = ReduceSum <keepdims = 0> (a) }")
     derived = gradient(graph, of="y", wrt=["x", "u"])
