@@ -13,7 +13,7 @@ from suite.steps import by_model
 __all__ = ["SECTION"]
 
 ENGINES = ("onward", "torch", "torch-compile")
-ROUNDS = 6
+ROUNDS = 5
 
 
 def measure(settings: Settings) -> Cases:

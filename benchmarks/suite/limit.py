@@ -11,7 +11,7 @@ from suite.settings import Settings
 
 __all__ = ["SECTION"]
 
-MODELS = ("encoder-8x128", "encoder-2x32", "decoder")
+MODELS = ("encoder-8x128", "encoder-2x32")
 ENGINES = ("onward", "products", "torch-fused")
 ROUNDS = 5
 

@@ -23,9 +23,9 @@ class Settings:
     """Where models, inputs and artifacts are kept for the next run."""
     threads: int = 2
     rounds: int | None = None
-    turn_ms: float = 300.0
+    turn_ms: float = 200.0
     """How long an engine is timed in one turn, roughly: short turns meet the same moments of a machine."""
-    pause: float = 0.2
+    pause: float = 0.15
     """Seconds between turns. Threads spin after a run, onnxruntime's for up to 0.1 s and OpenMP's for 0.01 s,
     and would take a core from the engine that has the next turn."""
 

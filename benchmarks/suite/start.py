@@ -49,8 +49,8 @@ def render(cases: Cases) -> list[str]:
     return [
         paragraph(
             "Seconds from the start of a Python process until its first whole training step is done: imports, the "
-            "model, the checkpoint, sessions. Files are in the disk's cache. torch.compile is left out: it takes "
-            "half a minute or more until its first step, and then keeps what it compiled."
+            "model, the checkpoint, sessions. Files are in the disk's cache. torch.compile is left out: it compiles "
+            "for tens of seconds the first time, and keeps what it compiled."
         ),
         "",
         *table(["model", *(f"{e}, s" for e in ENGINES), *(f"to {p}" for p in peers)], rows),

@@ -18,7 +18,7 @@ PHASES = {
     "optimizer": "Optimizer alone",
     "eval": "Evaluation",
 }
-ROUNDS = 10
+ROUNDS = 8
 
 
 def measure(settings: Settings) -> Cases:
