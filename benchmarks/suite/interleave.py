@@ -7,12 +7,14 @@ are not timed. Knows nothing about what a phase does: that is `step/worker.py`.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 import venv
 from collections.abc import Sequence
@@ -49,12 +51,14 @@ class Worker:
     """An engine in its own process, which has done its first step and waits for commands."""
 
     def __init__(self, engine: str, folder: Path, *, threads: int, use: str = "train") -> None:
+        # a pipe could fill up; it is open for as long as the process
+        self._said = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
         started = time.perf_counter()
         self._process = subprocess.Popen(
             [*_command(engine, folder), "--threads", str(threads), "--use", use],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stderr=self._said,
             text=True,
             env=_environment(threads),
         )
@@ -64,20 +68,23 @@ class Worker:
     def turn(self, phase: str, steps: int) -> dict[str, Any]:
         """Milliseconds of each step on the wall clock, and of the processor's for all; the peak of memory."""
         assert self._process.stdin is not None
-        self._process.stdin.write(f"{phase} {steps}\n")
-        self._process.stdin.flush()
+        with contextlib.suppress(BrokenPipeError):  # to read says why
+            self._process.stdin.write(f"{phase} {steps}\n")
+            self._process.stdin.flush()
         return self._read()
 
     def stop(self) -> None:
         self._process.communicate()
+        self._said.close()
 
     def _read(self) -> dict[str, Any]:
-        assert self._process.stdout is not None and self._process.stderr is not None
+        assert self._process.stdout is not None
         for line in self._process.stdout:
             if line.startswith("{"):
                 return json.loads(line)
-        said = self._process.stderr.read().strip().splitlines()
         self._process.wait()
+        self._said.seek(0)
+        said = self._said.read().strip().splitlines()
         raise WorkerEnded(_last_words(said))
 
 
@@ -109,10 +116,15 @@ def compare(
         order = list(workers) if number % 2 == 0 else list(reversed(workers))
         for phase in phases if number % 2 == 0 else phases[:1]:
             for engine in order:
-                if (engine, phase) not in steps:
+                if engine not in workers or (engine, phase) not in steps:
                     continue
                 time.sleep(settings.pause)
-                answer = workers[engine].turn(phase, steps[engine, phase])
+                try:
+                    answer = workers[engine].turn(phase, steps[engine, phase])
+                except WorkerEnded as error:
+                    tracks[engine] = Track({}, {}, problem=str(error))
+                    del workers[engine]
+                    continue
                 track = tracks[engine]
                 track.wall.setdefault(phase, []).append(statistics.median(answer["wall"]))
                 track.processor.setdefault(phase, []).append(answer["processor"])

@@ -35,9 +35,17 @@ def code(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
         monkeypatch.syspath_prepend(ROOT / folder)
     import bench
     import products
-    from suite import figures, page, results
+    from suite import figures, interleave, page, results, settings
 
-    yield SimpleNamespace(bench=bench, products=products, figures=figures, page=page, results=results)
+    yield SimpleNamespace(
+        bench=bench,
+        products=products,
+        figures=figures,
+        interleave=interleave,
+        page=page,
+        results=results,
+        settings=settings,
+    )
     for name in set(sys.modules) - before:
         if name.partition(".")[0] in ("bench", "products", "suite"):
             del sys.modules[name]
@@ -157,6 +165,15 @@ def test_steps_are_measured_and_written(tmp_path: Path) -> None:
     }  # fmt: skip
     assert min(rounds[0] for rounds in measured["onward"]["wall"].values()) > 0
     assert "| mlp |" in (tmp_path / "benchmarks.md").read_text(encoding="utf-8")
+
+
+def test_an_engine_that_fails_says_why_and_is_left_out(code: SimpleNamespace, tmp_path: Path) -> None:
+    settings = code.settings.Settings(threads=1)
+    found = code.interleave.compare(
+        tmp_path, engines=["onward"], phases=["step"], rounds=1, settings=settings
+    )
+    assert found["onward"].wall == {}
+    assert "No such file or directory" in found["onward"].problem
 
 
 @pytest.mark.skipif(
