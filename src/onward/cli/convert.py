@@ -88,6 +88,7 @@ def _checkpoint(source: Path, target: Path, *, into: Path | None, freeze: list[s
 
 def _artifacts(output: Output, source: Path, target: Path, prefix: str) -> dict[str, Any]:
     """Artifacts of the original: its eval model has the forward graph and the loss, the rest is made anew."""
+    import numpy as np
     import onnx_ir as ir
 
     from onward import checkpoint
@@ -120,8 +121,14 @@ def _artifacts(output: Output, source: Path, target: Path, prefix: str) -> dict[
             "do both files belong together?",
         )
     for value in [value for value in graph.inputs if value.name in values]:
+        array = np.asarray(values[value.name or ""])
+        if value.shape is not None and list(value.shape) != list(array.shape):
+            raise CommandError(
+                f"the checkpoint's '{value.name}' has shape {list(array.shape)}, the eval model takes {value.shape}",
+                "do both files belong together?",
+            )
         graph.inputs.remove(value)
-        value.const_value = ir.tensor(values[value.name or ""], name=value.name)  # type: ignore[arg-type]
+        value.const_value = ir.tensor(array, name=value.name)
         graph.register_initializer(value)
     optimizer = _optimizer(source / f"{prefix}optimizer_model.onnx")
     with staging_folder(target.parent) as aside:

@@ -15,7 +15,7 @@ import typer
 from onward.cli.frame import CommandError, Output, command, examples
 from onward.cli.launch import launch
 from onward.cli.runs import begun_run, clear_run, refuse_earlier_run
-from onward.cli.targets import folder_target
+from onward.cli.targets import require_folder_target
 from onward.cli.train import DataOption, LabelOption, MapOption
 
 __all__ = ["register"]
@@ -93,8 +93,8 @@ def distributed(
         "learning_rate": learning_rate, "accumulation": accumulation, "shard_optimizer": shard_optimizer,
         "save_every": save_every, "seed": seed,
     }  # fmt: skip
-    with folder_target(directory):  # refused now, not after the data was read
-        classes = _check_data(artifacts, options)
+    require_folder_target(directory)
+    classes = _check_data(artifacts, options)
     if overwrite and not resume:
         clear_run(directory)
     with begun_run(directory, artifacts, options, classes):

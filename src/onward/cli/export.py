@@ -118,7 +118,6 @@ def _require_folder(source: str) -> None:
 
 def _from_torch(entry: str, target: Path, **options: Any) -> None:
     from onward.cli.data import import_entry
-    from onward.export import from_torch
 
     made = import_entry(entry)
     made = made() if callable(made) and not hasattr(made, "forward") else made
@@ -126,5 +125,7 @@ def _from_torch(entry: str, target: Path, **options: Any) -> None:
         raise CommandError(
             f"'{entry}' must return (module, example inputs)", "for example: return Net(), torch.randn(2, 3)"
         )
+    from onward.export import from_torch  # after what may fail: it imports torch
+
     model, args = made
     from_torch(model, args, target, **options)

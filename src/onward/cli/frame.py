@@ -211,7 +211,9 @@ def _configure(context: typer.Context, path: Path | None) -> Path | None:
                 **read_settings(path, context.command, context.info_name or ""),
             }
         except CommandError as error:
-            raise typer.BadParameter(f"{error} [{error.hint}]") from error
+            wrong = typer.BadParameter(str(error))
+            wrong.hint = error.hint  # type: ignore[attr-defined]
+            raise wrong from error
     return path
 
 

@@ -102,7 +102,7 @@ def choose_parameters(
 
 
 def _near(name: str, names: Collection[str]) -> str:
-    near = difflib.get_close_matches(name, names, n=1)
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     some = ", ".join(sorted(names)[:8]) + (", …" if len(names) > 8 else "")
     return f"did you mean '{near[0]}'?" if near else f"there are {some}"
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from onward.cli.mistakes import CommandError
 
-__all__ = ["file_target", "folder_target", "new_file", "plain_prefix"]
+__all__ = ["file_target", "folder_target", "new_file", "plain_prefix", "require_folder_target"]
 
 
 @contextlib.contextmanager
@@ -21,11 +21,17 @@ def file_target(path: Path) -> Iterator[Path]:
         yield path
 
 
+def require_folder_target(path: Path) -> None:
+    """Refuse a path at which no folder can be; for a command that writes much later."""
+    if path.exists() and not path.is_dir():
+        raise CommandError(f"'{path}' is a file, and a folder is to be written", "choose another path")
+    _missing_parents(path.parent, path)
+
+
 @contextlib.contextmanager
 def folder_target(path: Path) -> Iterator[Path]:
     """A path at which a folder can be written; folders made above it go again where the block fails."""
-    if path.exists() and not path.is_dir():
-        raise CommandError(f"'{path}' is a file, and a folder is to be written", "choose another path")
+    require_folder_target(path)
     with _parents(path.parent, path):
         yield path
 
@@ -51,15 +57,7 @@ def plain_prefix(prefix: str) -> str:
 
 @contextlib.contextmanager
 def _parents(folder: Path, target: Path) -> Iterator[None]:
-    missing = []
-    place = folder
-    while not place.exists():
-        missing.append(place)
-        place = place.parent
-    if not place.is_dir():
-        raise CommandError(
-            f"'{target}' cannot be written: '{place}' is a file, not a folder", "choose another path"
-        )
+    missing = _missing_parents(folder, target)
     for made in reversed(missing):
         made.mkdir(exist_ok=True)
     try:
@@ -69,3 +67,17 @@ def _parents(folder: Path, target: Path) -> Iterator[None]:
             with contextlib.suppress(OSError):  # someone put something in
                 made.rmdir()
         raise
+
+
+def _missing_parents(folder: Path, target: Path) -> list[Path]:
+    """The folders that have to be made, the innermost first."""
+    missing = []
+    place = folder
+    while not place.exists():
+        missing.append(place)
+        place = place.parent
+    if not place.is_dir():
+        raise CommandError(
+            f"'{target}' cannot be written: '{place}' is a file, not a folder", "choose another path"
+        )
+    return missing

@@ -12,7 +12,7 @@ import typer
 from onward.cli.choices import MetricChoice, ScheduleChoice
 from onward.cli.frame import CommandError, Output, command, examples
 from onward.cli.runs import begun_run, clear_run, read_run, refuse_earlier_run
-from onward.cli.targets import folder_target, plain_prefix
+from onward.cli.targets import plain_prefix, require_folder_target
 
 __all__ = ["register"]
 
@@ -193,10 +193,9 @@ def _fit(
     if options["tensorboard"]:
         from onward.cli.tensorboard import EventFile
 
-        with folder_target(Path(options["tensorboard"])):
-            callbacks.append(EventFile(Path(options["tensorboard"])))
-    with folder_target(directory):  # refused now, not after the data was read
-        pass
+        require_folder_target(Path(options["tensorboard"]))
+        callbacks.append(EventFile(Path(options["tensorboard"])))
+    require_folder_target(directory)
     trainer = Trainer(
         artifacts,
         output_directory=directory,

@@ -59,7 +59,7 @@ def explain_usage(error: Any) -> tuple[str, str]:
     text = text.replace("Value error, ", "").replace("Input should be", "it should be")
     context = getattr(error, "ctx", None)
     where = getattr(context, "command_path", None) or "onward"
-    hint = f"{where} --help"
+    hint = getattr(error, "hint", None) or f"{where} --help"
     choice = _CHOICE.match(text)
     if choice:
         known = re.findall(r"'([^']*)'", choice["known"])
@@ -75,7 +75,6 @@ def explain_usage(error: Any) -> tuple[str, str]:
         (r"^(.*?)\.? Choose from: (.*)$", "choose from {}"),
         (r"^(.*?) \(Possible options: (.*)\)$", "did you mean {}?"),
         (r"^(.*?)\.? Did you mean (.*?)\?$", "did you mean {}?"),
-        (r"^(Invalid value for '--config': .*) \[(.*)\]$", "{}"),
     ):
         found = re.match(pattern, text)
         if found:

@@ -20,7 +20,7 @@ def register(app: typer.Typer) -> None:
         "web",
         epilog=examples(
             "onward web artifacts site",
-            "onward web artifacts site --title 'Teach me digits' --webgpu",
+            "onward web artifacts site --title 'Teach me digits' --webgpu --serve",
         ),
     )(web)
 
@@ -45,6 +45,8 @@ def web(
             help="A node_modules folder; looked for, or fetched with npm, by default.",
         ),
     ] = None,
+    serve: Annotated[bool, typer.Option("--serve", help="Then serve it on this machine.")] = False,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Where to serve; 0 takes a free one.")] = 8000,
 ) -> None:
     """Write a site that trains these artifacts in the browser, on stock onnxruntime-web."""
     from onward.web import write_site
@@ -58,8 +60,15 @@ def web(
         write_site(place.artifacts, site, title=title, prefix=place.prefix, webgpu=webgpu, packages=packages)
     files = {str(p.relative_to(site)): p.stat().st_size for p in sorted(site.rglob("*")) if p.is_file()}
     output.table(str(site), ["file", "size"], [[name, human_size(size)] for name, size in files.items()])
-    output.line(f'serve it: python -c "from onward.web import serve; serve({str(site)!r})"')
-    output.line(
-        "any server of static files will do, but only one that sends COOP and COEP headers gives threads"
-    )
+    if not serve:
+        output.line(f"next: onward web {artifacts} {site} --serve     # or any server of static files")
     output.result({"site": site, "files": files})
+    if serve:
+        from onward.web import serve as serve_site
+
+        try:
+            serve_site(site, port=port)
+        except OSError as error:
+            raise CommandError(
+                f"port {port} cannot be used: {error.strerror}", "choose another: --port 0 takes a free one"
+            ) from error

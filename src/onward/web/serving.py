@@ -48,7 +48,8 @@ def serve(site: str | os.PathLike[str], *, host: str = "127.0.0.1", port: int = 
     """
     with make_server(site, host=host, port=port) as server:
         print(
-            f"http://{'localhost' if host == '127.0.0.1' else host}:{server.server_address[1]}/  (Ctrl+C stops)"
+            f"http://{'localhost' if host == '127.0.0.1' else host}:{server.server_address[1]}/  (Ctrl+C stops)",
+            flush=True,
         )
         try:
             server.serve_forever()
