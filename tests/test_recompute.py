@@ -389,6 +389,11 @@ REFUSED: list[tuple[Any, type[Exception], str]] = [
     (0.01, ModelError, r"cannot be kept in 0\.01 .*the least that was found is 0\.\d\d"),
     ("1kB", ModelError, "cannot be told without the sizes of 'batch'"),
     (ActivationBudget("1kB", sizes={"batch": 8}), ModelError, "cannot be kept in"),
+    (
+        ActivationBudget(0.5, sizes={"bacth": 8}),
+        ModelError,
+        "no activation has a dimension 'bacth'; there are batch",
+    ),
     (ActivationBudget("much"), ValueError, "'much' is no number of bytes"),
     (1.5, ValueError, "neither a share between 0 and 1 nor a whole number of bytes"),
     (0, ValueError, "neither a share"),

@@ -49,13 +49,15 @@ class Tape:
             for visit in op.visits
             if visit.before in self.place and (arriving := self._computed(visit.arriving))
         }
+        # where the nodes that rules made end
+        self._end = len(self.nodes)
         self._results = [found for value in results if (found := self._result(value)) is not None]
 
     def start(self, segment: Iterable[ir.Node]) -> tuple[int, list[ir.Value]] | None:
         """The place where the backward pass comes to a segment, and the gradients that are there then."""
         found = [self._starts[node] for node in segment if node in self._starts]
         place, arriving = min(found, key=lambda start: start[0]) if found else (0, [])
-        return (place, arriving) if arriving and place < len(self.nodes) else None
+        return (place, arriving) if arriving and place < self._end else None
 
     def backward(self, place: int, end: int) -> list[ir.Node]:
         """The backward nodes between two places."""
@@ -111,6 +113,7 @@ class Tape:
         made = {last, *(node for v in last.inputs if v is not None and (node := v.producer()) is not None)}
         # the last steps, which nothing else reads, can be moved
         ending = {node for node in made if node is last or _only_for(node, last)}
+        self._end = min(self._end, *(self.place[node] for node in ending))
         sources = {v.producer() for node in ending for v in node.inputs if v is not None} - ending - {None}
         if not sources or any(node in self._is_forward or node not in self.place for node in sources):
             return None
