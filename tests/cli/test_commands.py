@@ -41,6 +41,11 @@ def test_version(run: Any) -> None:
     assert run("--version").stdout.startswith("onward ")
 
 
+def test_the_package_runs_as_a_module(run: Any) -> None:
+    done = subprocess.run([sys.executable, "-m", "onward", "--version"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, run("--version").stdout)
+
+
 # ---- artifacts and check -------------------------------------------------------------------------------
 
 
@@ -85,27 +90,6 @@ def test_a_loss_after_a_softmax_is_remarked_upon(place: Path, run: Any) -> None:
     assert mended.json["remark"] is None
     run("train", "mended", "-d", "data.npz", "-e", 2)
     assert run("deploy", "run", "m.onnx", "--json").json["outputs"] == ["probabilities"]
-
-
-BAD_ARTIFACTS = [
-    (["nowhere.onnx", "-l", "mse"], 1, "no model at 'nowhere.onnx'"),
-    (["data.npz", "-l", "mse"], 1, "is not an ONNX model"),
-    (["model.onnx", "-l", "none"], 1, "training needs a single number"),
-    (["model.onnx", "-l", "mse", "--freeze", "nope"], 1, "no parameter has that name"),
-    (["model.onnx", "-l", "mse", "--train", "nope"], 1, "--train nope: no parameter has that name"),
-    (["model.onnx", "-l", "mse", "--optimizer", "adamw", "--momentum", "0.9"], 1, "does not take --momentum"),
-    (["model.onnx", "-l", "msee"], 2, "msee"),
-    (["model.onnx"], 2, "--loss"),
-    (["model.onnx", "-l", "mse", "--lora-target", "w1"], 1, "needs --lora"),
-]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "code", "message"), BAD_ARTIFACTS, ids=[case[2] for case in BAD_ARTIFACTS]
-)
-def test_artifacts_refuse(place: Path, run: Any, arguments: list[str], code: int, message: str) -> None:
-    assert message in run("artifacts", *arguments, code=code).stderr
-    assert not Path("artifacts").exists()
 
 
 def test_check_says_yes_with_sizes(place: Path, run: Any) -> None:
@@ -168,54 +152,6 @@ def test_deploy_takes_values_inside_the_graph(trained: Path, run: Any) -> None:
     assert run("deploy", "run", "hidden.onnx", "--outputs", "a", "--json").json["outputs"] == ["a"]
 
 
-BAD_USES = [
-    (["evaluate", "nowhere", "-d", "data.npz"], "no folder 'nowhere'"),
-    (["evaluate", ".", "-d", "data.npz"], "neither a run nor artifacts"),
-    (["evaluate", "run"], "no data was given"),
-    (["evaluate", "run", "-d", "data.npz", "-c", "none"], "no checkpoint at 'none'"),
-    (["evaluate", "artifacts", "-d", "data.npz", "-c", "best"], "is no run"),
-    (["infer", "nowhere.onnx", "-d", "data.npz"], "no model at"),
-    (["infer", "data.npz", "-d", "data.npz"], "is not an ONNX model"),
-    (["infer", "run", "-d", "data.npz", "-o", "answers.txt"], "must end in .npz or .csv"),
-    (["infer", "model.onnx", "--text", "hello"], "--text needs a folder"),
-    (["deploy", "run", "m.onnx", "--outputs", "nope"], "nope could not be found"),
-    (["deploy", "artifacts", "m.onnx", "--checkpoint", "data.npz"], "checkpoint 'data.npz'"),
-]
-
-
-@pytest.mark.parametrize(("arguments", "message"), BAD_USES, ids=[case[1] for case in BAD_USES])
-def test_uses_refuse(trained: Path, run: Any, arguments: list[str], message: str) -> None:
-    assert message in run(*arguments, code=1).stderr
-    assert not Path("m.onnx").exists()
-
-
-def test_errors_are_json_where_json_was_asked_for(place: Path, run: Any) -> None:
-    found = run("evaluate", "nowhere", "-d", "data.npz", "--json", code=1).json
-    assert found["error"] == "no folder 'nowhere'" and found["hint"]
-
-
-LONG_JOBS = {
-    "artifacts": ("onward.artifacts.generate_artifacts", ["model.onnx", "-l", "mse"]),
-    "check": ("onward.artifacts.build_artifacts", ["model.onnx", "-l", "mse"]),
-    "deploy": ("onward.export.inference.for_inference", ["run", "never.onnx"]),
-    "evaluate": ("onward.trainer.Trainer.evaluate", ["run", "-d", "data.npz"]),
-    "gradcheck": ("onward.autodiff.check.check_gradient", ["model.onnx"]),
-    "convert": ("onward.checkpoint.to_safetensors", ["run/best", "never.safetensors"]),
-}
-
-
-@pytest.mark.parametrize("name", LONG_JOBS)
-def test_an_interrupted_job_leaves_nothing(trained: Path, run: Any, monkeypatch: Any, name: str) -> None:
-    def interrupted(*_: Any, **__: Any) -> None:
-        raise KeyboardInterrupt
-
-    function, arguments = LONG_JOBS[name]
-    monkeypatch.setattr(function, interrupted)
-    before = sorted(Path().rglob("*"))
-    assert "interrupted" in run(name, *arguments, code=130).stderr
-    assert sorted(Path().rglob("*")) == before
-
-
 def test_debug_shows_the_traceback(place: Path) -> None:
     from typer.testing import CliRunner
 
@@ -258,13 +194,6 @@ def test_inspect_finds_damage(trained: Path, run: Any) -> None:
     assert [c["integrity"].startswith("DAMAGED") for c in checkpoints] == [False, False, True]
 
 
-@pytest.mark.parametrize(
-    ("path", "message"), [("nowhere", "nothing at"), (".", "neither"), ("data.npz", "checkpoint")]
-)
-def test_inspect_refuses(place: Path, run: Any, path: str, message: str) -> None:
-    assert message in run("inspect", path, code=1).stderr
-
-
 # ---- gradcheck, bench, convert, lora, export ------------------------------------------------------------
 
 
@@ -278,14 +207,12 @@ def test_gradcheck_refuses_what_is_random(place: Path, run: Any) -> None:
         net (float[n, 2] x) => (float[n, 2] y) <float rate = {0.5}, bool on = {1}> { y = Dropout (x, rate, on) }""")
     onnx.save(model, "random.onnx")
     assert "draws random numbers (Dropout)" in run("gradcheck", "random.onnx", code=1).stderr
-    assert "no model at" in run("gradcheck", "nowhere.onnx", code=1).stderr
 
 
 def test_bench_measures_every_part(artifacts: Path, run: Any) -> None:
     found = run("bench", "artifacts", "--steps", 3, "--json").json
     for part in ("step", "gradients", "update", "evaluation"):
         assert 0 < found[part]["fastest"] <= found[part]["median"] <= found[part]["slowest"]
-    assert "no folder" in run("bench", "nowhere", code=1).stderr
 
 
 def test_convert_goes_to_safetensors_and_back(trained: Path, run: Any) -> None:
@@ -302,21 +229,6 @@ def test_convert_seals_checkpoints_of_the_original(place: Path, run: Any) -> Non
     run("convert", original, "ours")
     assert run("inspect", original, "--json").json["integrity"].startswith("no seal")
     assert run("inspect", "ours", "--json").json["integrity"] == "sealed, digest verified"
-
-
-BAD_CONVERSIONS = [
-    (["nowhere", "x"], "nothing at 'nowhere'"),
-    (["data.npz", "x"], "checkpoint 'data.npz'"),
-    (["empty", "x"], "lacks eval_model.onnx and checkpoint"),
-    (["artifacts/checkpoint", "x", "--into", "artifacts/checkpoint"], "for safetensors sources"),
-]
-
-
-@pytest.mark.parametrize(("arguments", "message"), BAD_CONVERSIONS, ids=[case[1] for case in BAD_CONVERSIONS])
-def test_convert_refuses(artifacts: Path, run: Any, arguments: list[str], message: str) -> None:
-    Path("empty").mkdir()
-    assert message in run("convert", *arguments, code=1).stderr
-    assert not Path("x").exists()
 
 
 def test_adapters_are_trained_extracted_and_merged(place: Path, run: Any) -> None:
@@ -342,27 +254,22 @@ def test_injected_adapters_change_nothing_yet(place: Path, run: Any) -> None:
     np.testing.assert_allclose(np.asarray(one), np.asarray(two), rtol=1e-6, atol=1e-6)
 
 
-def test_lora_refuses(artifacts: Path, run: Any) -> None:
-    assert "matches no weight" in run("lora", "inject", "model.onnx", "x.onnx", "-t", "nope", code=1).stderr
-    assert "no adapters" in run("lora", "extract", "artifacts/checkpoint", "x.ckpt", code=1).stderr
-    assert "no model at" in run("lora", "merge", "nowhere.onnx", "x.onnx", code=1).stderr
-    assert not Path("x.onnx").exists()
-
-
 def test_export_takes_a_torch_entry_point(place: Path, run: Any) -> None:
     Path("my_net.py").write_text(
         "import torch\ndef build():\n    return torch.nn.Linear(4, 2), torch.randn(3, 4)\n"
-        "def wrong():\n    return 3\n",
+        "def wide():\n    return torch.nn.Linear(4, 2), torch.randn(3, 5)\n",
         encoding="utf-8",
     )
     run("export", "my_net:build", "-o", "linear.onnx")
     assert [tensor.name for tensor in onnx.load("linear.onnx").graph.initializer] == ["weight", "bias"]
     assert run("artifacts", "linear.onnx", "-l", "mse", "--json").json["trainable"] == ["weight", "bias"]
-    assert (
-        "must return (module, example inputs)" in run("export", "my_net:wrong", "-o", "x.onnx", code=1).stderr
-    )
-    assert "no module 'nowhere'" in run("export", "nowhere:build", "-o", "x.onnx", code=1).stderr
-    assert "for Hugging Face" in run("export", "my_net:build", "-o", "x.onnx", "--artifacts", code=1).stderr
+    for entry, more, message in (
+        ("wide", [], "fails on the example arguments"),
+        ("build", ["--opset", 3], "opset must be"),
+    ):
+        refused = run("export", f"my_net:{entry}", "-o", "x/x.onnx", *more, code=1).stderr.splitlines()
+        assert message in refused[0] and refused[1].startswith("hint: ") and len(refused) == 2
+        assert not Path("x").exists()
 
 
 def test_a_hugging_face_folder_is_exported_and_answers(place: Path, run: Any) -> None:
@@ -373,14 +280,3 @@ def test_a_hugging_face_folder_is_exported_and_answers(place: Path, run: Any) ->
     run("export", "bert", "--task", "pooling", "-o", "sentences")
     found = run("infer", "sentences", "--text", "The ferry leaves at noon.", "--json").json
     assert found["task"] == "pooling" and len(found["answers"][0]) == 16
-
-
-def test_the_config_file_is_checked(artifacts: Path, run: Any) -> None:
-    for text, message in (
-        ("[train]\nepoch = 3\n", "epoch"),
-        ("[train\n", "TOML"),
-        ("train = 3\n", "must be a table"),
-    ):
-        Path("onward.toml").write_text(text, encoding="utf-8")
-        assert message in run("train", "artifacts", "--config", "onward.toml", code=2).stderr
-    assert "nowhere.toml" in run("train", "artifacts", "--config", "nowhere.toml", code=2).stderr

@@ -157,29 +157,3 @@ def test_checksum_of_a_known_text() -> None:
         struct.unpack("<I", _checksum(b"123456789"))[0]
         == ((0xE3069283 >> 15 | 0xE3069283 << 17) + 0xA282EAD8) & 0xFFFFFFFF
     )  # the check value of CRC-32C
-
-
-BAD = [
-    (["train"], "which artifacts"),
-    (["train", "nowhere", "-d", "data.npz"], "no directory of artifacts"),
-    (["train", "artifacts"], "no data was given"),
-    (["train", "artifacts", "-d", "nowhere.npz"], "no data at 'nowhere.npz'"),
-    (["train", "artifacts", "-d", "data.npz", "-o", "new", "--resume"], "no run to resume"),
-    (["train", "artifacts", "-d", "data.npz", "--hold-out", "2"], "--hold-out is 2.0"),
-    (["train", "artifacts", "-d", "data.npz", "-m", "accuracy"], "--metric and --best need data"),
-    (
-        ["train", "artifacts", "-d", "data.npz", "--hold-out", "0.2", "--best", "nope"],
-        "best_metric is 'nope'",
-    ),
-    (["train", "artifacts", "-d", "data.npz", "--map", "x"], "--map takes NAME=VALUE"),
-    (["train", "artifacts", "-d", "data.npz", "--prefix", "no-"], "lacks no-training_model.onnx"),
-]
-
-
-@pytest.mark.parametrize(("arguments", "message"), BAD, ids=[message for _, message in BAD])
-def test_mistakes_are_answered_in_one_line(
-    artifacts: Path, run: Any, arguments: list[str], message: str
-) -> None:
-    result = run(*arguments, code=1)
-    assert message in result.stderr
-    assert len([line for line in result.stderr.splitlines() if line.startswith("error:")]) == 1

@@ -1,4 +1,4 @@
-"""`onward distributed` and `onward web`: training elsewhere."""
+"""`onward distributed`: the same training on several processes."""
 
 from __future__ import annotations
 
@@ -18,14 +18,13 @@ def test_distributed_trains_on_two_processes(artifacts: Path, run: Any) -> None:
     run("deploy", "many", "model-many.onnx")
 
 
-BAD_DISTRIBUTED = [
-    (["nowhere", "-d", "data.npz"], "no artifacts in 'nowhere'"),
-    (["artifacts"], "no data was given"),
-    (["artifacts", "-d", "data.npz", "-p", 3, "--stages", 2], "cannot be divided into pipelines"),
-    (["artifacts", "-d", "data.npz", "--nodes", 2], "need --master"),
-]
-
-
-@pytest.mark.parametrize(("arguments", "message"), BAD_DISTRIBUTED, ids=[case[1] for case in BAD_DISTRIBUTED])
-def test_distributed_refuses(artifacts: Path, run: Any, arguments: list[Any], message: str) -> None:
-    assert message in run("distributed", *arguments, code=1).stderr
+def test_an_error_on_a_rank_is_one_line_here(artifacts: Path, run: Any) -> None:
+    """What only the ranks find out: here, that a function gives batches that the model does not take."""
+    Path("my_loader.py").write_text(
+        "import numpy as np\ndef batches():\n    return [(np.zeros((4, 9), 'f'), np.zeros(4, 'q'))]\n",
+        encoding="utf-8",
+    )
+    said = run("distributed", "artifacts", "-d", "my_loader:batches", "-p", 1, "-o", "new", code=1).stderr
+    assert [line.split(":")[0] for line in said.splitlines()] == ["error", "hint"]
+    assert "x" in said.splitlines()[0]
+    assert not Path("new").exists()
