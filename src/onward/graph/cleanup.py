@@ -17,6 +17,7 @@ from onnx.reference import ReferenceEvaluator
 
 from onward.errors import ModelError
 from onward.graph.nodes import computation_key, subgraphs_of
+from onward.graph.pads import spell_out_pads
 
 __all__ = [
     "finish",
@@ -79,7 +80,8 @@ def remove_identities(model: ir.Model) -> ir.Model:
 
 
 def finish(model: ir.Model) -> ir.Model:
-    """The last pass over a graph that was built: no dead code, no needless Identity."""
+    """The last pass over a graph that was built: no dead code, no needless Identity, nothing onnxruntime gets wrong."""
+    spell_out_pads(model)
     remove_identities(model)
     return remove_unused(model)
 

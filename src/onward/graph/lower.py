@@ -16,6 +16,7 @@ import onnx_ir as ir
 from onward.errors import ModelError
 from onward.graph.builder import Builder
 from onward.graph.nodes import subgraphs_of
+from onward.graph.pads import all_pads
 
 __all__ = ["OLDEST_OUTPUT", "lower"]
 
@@ -214,16 +215,10 @@ def _pad(op: Builder, node: ir.Node, since: int) -> None:
         if since < 18:
             node.resize_inputs(min(len(node.inputs), 3))
         return
-    pads, axes = op.const_value(node.inputs[1]), op.const_value(node.inputs[3])
-    x = node.inputs[0]
-    if pads is None or axes is None or x is None or x.shape is None:
+    pads = all_pads(op, node)
+    if pads is None:
         raise _Different("its padded axes are known at run time only")
-    rank, count = x.shape.rank(), axes.size
-    full = np.zeros(2 * rank, np.int64)
-    for index, axis in enumerate(axes.reshape(-1)):
-        full[axis % rank] = pads[index]
-        full[axis % rank + rank] = pads[index + count]
-    node.replace_input_with(1, op.constant(full, name="pads"))
+    node.replace_input_with(1, pads)
     node.resize_inputs(3)
 
 
