@@ -69,6 +69,7 @@ def onward_engine(folder: Path, threads: int, *, use: str) -> Phases:
         options = ort.SessionOptions()
         options.intra_op_num_threads = threads
         options.log_severity_level = 3
+        options.enable_mem_pattern = False  # as Onward has it where it is given no options
     inputs = _arrays(np.load(folder / "inputs.npz"))
     if use == "infer":
         session = ort.InferenceSession(folder / "onward" / "inference.onnx", options)

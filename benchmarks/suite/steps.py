@@ -94,17 +94,19 @@ def _median(tracks: dict, engine: str, clock: str, phase: str) -> str:
 
 
 def _times(cases: Cases, clock: str, phase: str) -> list[str]:
+    """Milliseconds of each engine, and below a peer's the ratio of ours to it."""
     engines = _engines(cases, phase)
-    peers = [engine for engine in engines if engine != "onward"]
     rows = []
     for model, tracks in by_model(cases).items():
-        cells = [model, *(_median(tracks, engine, clock, phase) for engine in engines)]
         ours = tracks.get("onward", {}).get(clock, {}).get(phase, [])
-        for peer in peers:
-            theirs = tracks.get(peer, {}).get(clock, {}).get(phase, [])
-            cells.append(str(ratio_of_rounds(ours, theirs) or MISSING))
+        cells = [model]
+        for engine in engines:
+            cell = _median(tracks, engine, clock, phase)
+            theirs = tracks.get(engine, {}).get(clock, {}).get(phase, [])
+            ratio = ratio_of_rounds(ours, theirs) if engine != "onward" else None
+            cells.append(f"{cell}<br>{ratio}" if ratio else cell)
         rows.append(cells)
-    return table(["model", *(f"{engine}, ms" for engine in engines), *(f"to {peer}" for peer in peers)], rows)
+    return table(["model", *engines], rows)
 
 
 def _memory(cases: Cases) -> list[str]:

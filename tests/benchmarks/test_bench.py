@@ -97,7 +97,7 @@ def test_the_page_has_times_ratios_and_problems(code: SimpleNamespace) -> None:
         onward=track(1.0, 1.0), torch=track(2.0, 2.0), **{"ort-training": {"problem": "no such"}}
     )
     page = code.page.page(results, code.bench.SECTIONS)
-    assert "| mlp | 1.00 | 2.00 | **0.50** |" in page
+    assert "| mlp | 1.00 | 2.00<br>**0.50** |" in page
     assert "- ort-training could not run mlp: `no such`" in page
     assert "## Cold start" not in page
 
