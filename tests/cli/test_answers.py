@@ -134,7 +134,8 @@ def test_quiet_says_nothing(workshop: Path, run: Any, name: str) -> None:
 
 def test_web_lists_what_it_wrote(workshop: Path, run: Any) -> None:
     write_packages(workshop / "node_modules")
-    assert "index.html" in run("web", "artifacts", "site").stdout
+    shown = run("web", "artifacts", "site").stdout
+    assert "lib/onnxruntime-web  3" in shown and "the page" in shown
     assert "index.html" in run("web", "artifacts", "site", "--json").json["files"]
 
 

@@ -157,6 +157,15 @@ ALONE: list[tuple[str, int, str, str]] = [
     ("infer model.onnx -d wide.npz", 1, "has shape [2, 9]", ""),
     ("deploy run new.onnx -d wide.npz", 1, "has shape [2, 9]", ""),
     ("distributed artifacts -d wide.npz -o new", 1, "'x' has shape [2, 9]", "change the data"),
+    ("train artifacts -d hole.csv -o new", 1, "'hole.csv', row 3: 'c' is empty", "fill or drop"),
+    ("train artifacts -d semicolons.csv -o new", 1, "separate its columns by ';'", "commas"),
+    ("train artifacts -d failing_net:build -o new", 1, "no weights here", "--debug"),
+    ("train artifacts -d failing_net:number -o new", 1, "cannot make batches of int", "docs/cli.md"),
+    ("train artifacts -d failing_net:wide -o new", 1, "failed on inputs x [4, 9]", "onward inspect"),
+    # what a shell variable without a value leaves
+    ("train artifacts -d data.npz -o ''", 2, "the value of -o is empty", "variable"),
+    ("artifacts model.onnx -l mse --output=", 2, "the value of --output is empty", "variable"),
+    ("deploy run ''", 2, "an argument is empty", "variable"),
     # what is missing, or there already
     ("train -o new", 1, "which artifacts?", "onward train ARTIFACTS"),
     ("train artifacts -o new", 1, "no data was given", "--data"),
@@ -281,7 +290,9 @@ def desk(finished: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[P
             "broken.toml": "[train\nepochs = 3\n", "typo.toml": "[train]\nepoch = 3\n", "flat.toml": "train = 3\n",
             "kind.toml": '[train]\nepochs = "many"\n', "bench.toml": "[bench]\nsteps = 0\n",
             "broken_net.py": "def build(:\n", "needy_net.py": "import no_such_package\n",
-            "failing_net.py": "def build():\n    raise RuntimeError('no weights here')\n",
+            "failing_net.py": "import numpy as np\nnumber = 3\nwide = [(np.zeros((4, 9), 'f'), np.zeros(4, 'q'))]\n"
+            "def build():\n    raise RuntimeError('no weights here')\n",
+            "hole.csv": "a,b,c,d,kind\n1,2,3,4,x\n1,2,,4,y\n", "semicolons.csv": "a;b;c;d;kind\n1;2;3;4;x\n",
         }  # fmt: skip
         for name, text in texts.items():
             Path(name).write_text(text, encoding="utf-8")

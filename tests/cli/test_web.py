@@ -53,7 +53,7 @@ def test_title_webgpu_and_prefix_reach_the_site(npm: Path, run: Any) -> None:
     assert any("webgpu" in name for name in about["files"])
     assert Path("site/artifacts/checkpoint").read_bytes() == Path("others/v2-checkpoint").read_bytes()
     assert found["files"] == {
-        str(path.relative_to("site")): path.stat().st_size
+        path.relative_to("site").as_posix(): path.stat().st_size
         for path in Path("site").rglob("*")
         if path.is_file()
     }

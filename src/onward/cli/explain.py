@@ -41,6 +41,8 @@ _ANSWERS = (
     (r"not a site of Onward", "choose another folder"),
     (r"frozen and require", "leave it out of --train, or out of --freeze"),
     (r"matches no weight", "name weights or patterns, such as 'encoder.*'"),
+    (r"the step failed on inputs", "onward inspect shows which shapes the model takes"),
+    (r"cannot make batches of", "docs/cli.md says what a module:function may return"),
     (r"npm", "install Node.js, or run in a folder whose node_modules has them"),
 )
 _EXTRAS = {

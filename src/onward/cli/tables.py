@@ -39,11 +39,18 @@ def read_csv(path: Path) -> dict[str, np.ndarray]:
     header = [name.strip() for name in rows[0]]
     if len(set(header)) != len(header):
         raise CommandError(f"'{path}' names a column twice", "each column needs a name of its own")
+    if len(header) == 1 and ";" in header[0]:
+        raise CommandError(f"'{path}' seems to separate its columns by ';'", "save it with commas")
     for number, row in enumerate(rows[1:], start=2):
         if len(row) != len(header):
             raise CommandError(
                 f"'{path}', row {number}: {len(row)} cells, the header has {len(header)}",
                 "is a comma missing?",
+            )
+        hole = next((name for name, cell in zip(header, row) if not cell.strip()), None)
+        if hole is not None:
+            raise CommandError(
+                f"'{path}', row {number}: '{hole}' is empty", "fill or drop rows with empty cells first"
             )
     return {name: _column([row[i] for row in rows[1:]]) for i, name in enumerate(header)}
 

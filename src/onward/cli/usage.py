@@ -21,6 +21,7 @@ __all__ = ["Commands", "explain_usage"]
 
 # typer has a click of its own since 0.27 and used the package before: only this way names both
 _UsageError: type[Exception] = typer.BadParameter.__bases__[0]
+_MAY_BE_EMPTY = {"--prefix", "--title", "--text", "-t"}
 _CHOICE = re.compile(r"(?P<before>.*?)(?P<given>'[^']*') is not one of (?P<known>.*?)\.?$", re.DOTALL)
 
 
@@ -34,6 +35,7 @@ class Commands(TyperGroup):
         if not standalone_mode:
             return super().main(args, *more, standalone_mode=False, **named)
         given = list(sys.argv[1:] if args is None else args)
+        self._refuse_empty(given)
         try:
             code = super().main(args, *more, standalone_mode=False, **named)
         except typer.Abort:
@@ -45,6 +47,16 @@ class Commands(TyperGroup):
             message, hint = explain_usage(error)
             self._leave(given, message, hint, code=2)
         sys.exit(code if isinstance(code, int) else 0)
+
+    def _refuse_empty(self, given: Sequence[str]) -> None:
+        """An empty path would mean the current folder, and mostly is a variable of the shell without a value."""
+        for before, argument in zip(["", *given], given):
+            name, equals, value = argument.partition("=")
+            empty_option = name if equals and not value and name.startswith("--") else None
+            option = before if not argument else empty_option
+            if option is not None and option not in _MAY_BE_EMPTY:
+                what = f"the value of {option} is empty" if option.startswith("-") else "an argument is empty"
+                self._leave(given, what, "is it a variable of the shell that has no value?", code=2)
 
     def _leave(
         self, given: Sequence[str], message: str, hint: str, *, code: int, label: str = "error: "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -58,8 +59,8 @@ def web(
         output.note("the page begins with the checkpoint of the artifacts, not with that of the run")
     with folder_target(site), output.working("writing the site"):
         write_site(place.artifacts, site, title=title, prefix=place.prefix, webgpu=webgpu, packages=packages)
-    files = {str(p.relative_to(site)): p.stat().st_size for p in sorted(site.rglob("*")) if p.is_file()}
-    output.table(str(site), ["file", "size"], [[name, human_size(size)] for name, size in files.items()])
+    files = {p.relative_to(site).as_posix(): p.stat().st_size for p in sorted(site.rglob("*")) if p.is_file()}
+    output.table(str(site), ["files", "", "size"], _summary(files))
     if not serve:
         output.line(f"next: onward web {artifacts} {site} --serve     # or any server of static files")
     output.result({"site": site, "files": files})
@@ -72,3 +73,12 @@ def web(
             raise CommandError(
                 f"port {port} cannot be used: {error.strerror}", "choose another: --port 0 takes a free one"
             ) from error
+
+
+def _summary(files: Mapping[str, int]) -> list[list[object]]:
+    """The parts of a site: how many files each has, and their size."""
+    parts: dict[str, list[int]] = {}
+    for name, size in files.items():
+        folder = name.rpartition("/")[0].split("/")[:2]
+        parts.setdefault("/".join(folder) or "the page", []).append(size)
+    return [[name, len(sizes), human_size(sum(sizes))] for name, sizes in parts.items()]
