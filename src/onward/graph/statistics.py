@@ -8,8 +8,10 @@ a momentum of 0, so that it yields the batch's own mean and variance: what the g
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 
+import numpy as np
 import onnx_ir as ir
 
 from onward.graph.builder import Builder
@@ -49,7 +51,7 @@ def make_statistics_explicit(op: Builder) -> list[Statistic]:
         op.before = after
         batch_mean, batch_variance = _batch_outputs(op, node, mean, variance, momentum)
         op.before = None
-        count = op.Cast(op.Div(op.Size(x), op.Squeeze(op.dim(variance, 0), [0])), to=op.dtype(variance))
+        count = op.Cast(_count(op, x, variance), to=op.dtype(variance))
         unbiased = op.Div(count, op.Max(op.Sub(count, 1.0), 1.0))
         if _is_state(mean) and _is_state(variance):
             found[mean] = Statistic(mean, _move(op, mean, batch_mean, momentum))
@@ -65,6 +67,28 @@ def _scratch(op: Builder, test: Callable[..., ir.Value], x: ir.Value, like: ir.V
     others = [axis for axis in range(op.rank(x)) if axis != 1]
     sample = op.Slice(x, [0] * len(others), [1] * len(others), others)
     return op.Reshape(op.Cast(test(sample), to=op.dtype(like)), [-1])
+
+
+def _count(op: Builder, x: ir.Value, variance: ir.Value) -> ir.Value:
+    """How many numbers of x each channel has.
+
+    By the sizes of the model's inputs where names of dimensions tell: the runtime may come to this at the end of
+    the step, and would keep x until then.
+    """
+    axes = {
+        dim.value: (value, axis)
+        for value in reversed(op.graph.inputs)
+        for axis, dim in enumerate(value.shape or ())
+        if isinstance(dim, ir.SymbolicDim) and dim.value is not None
+    }
+    dims = [dim for axis, dim in enumerate(x.shape or ()) if axis != 1]
+    parts = [p for d in dims for p in ([d] if isinstance(d, int) else (d.value or "?").split("*"))]
+    if x.shape is None or not all(isinstance(p, int) or p.isdigit() or p in axes for p in parts):
+        return op.Div(op.Size(x), op.Squeeze(op.dim(variance, 0), [0]))
+    count = op.constant(np.int64(math.prod(int(p) for p in parts if isinstance(p, int) or p.isdigit())))
+    for value, axis in (axes[p] for p in parts if isinstance(p, str) and p in axes):
+        count = op.Mul(op.Squeeze(op.dim(value, axis), [0]), count)
+    return count
 
 
 def _batch_outputs(
