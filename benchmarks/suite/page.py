@@ -62,7 +62,8 @@ def _opening(about: dict[str, Any]) -> list[str]:
         paragraph(
             "Every engine has a process of its own with the same number of threads. They take short turns, in an "
             "order that turns around with every round, with a pause before each turn in which the threads of the "
-            "engine before stop spinning. Times of steps are medians of rounds in milliseconds, a ratio is the median of each round's own, "
+            "engine before stop spinning. Times of steps are medians of rounds in milliseconds. A "
+            "ratio, below a peer's time, is the median of each round's own, "
             "ours divided by theirs, with the quartiles of the rounds behind it: below 1, Onward is faster, and "
             "quartiles on both sides of 1 mean that it can't be told."
         ),
