@@ -8,13 +8,14 @@ and inference goes on. Symbolic dimensions keep their names.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import onnx
 import onnx_ir as ir
 
 from onward.errors import ModelError
 from onward.graph.builder import Builder
+from onward.graph.node_inference import NodeInference
 from onward.graph.nodes import subgraphs_of
 from onward.graph.symbols import Dim, dims_of
 
@@ -33,8 +34,29 @@ def infer_shapes(model: ir.Model) -> None:
     """Set the type and shape of every value that can be known."""
     for _ in range(_ROUNDS):
         _infer_once(model)
-        if not _fill_ranks(model.graph):
+        if not _fill_ranks(model.graph) and not _correct_outputs(model):
             return
+
+
+def _correct_outputs(model: ir.Model) -> bool:
+    """Give outputs the rank that they have where the model says another, which the runtime only warns of."""
+    inference, opset = NodeInference(), model.graph.opset_imports.get("", 1)
+    corrected = False
+    for value in model.graph.outputs:
+        node = value.producer()
+        if node is None or node.domain or subgraphs_of(node) or value.shape is None:
+            continue
+        if any(given is not None and given.type is None for given in node.inputs):
+            continue
+        before = [(output.type, output.shape) for output in node.outputs]
+        wanted = value.shape.rank()
+        inference.describe(node, opset)
+        if value.shape is not None and value.shape.rank() != wanted:
+            corrected = True
+            continue
+        for output, (kind, shape) in zip(node.outputs, before):
+            output.type, output.shape = kind, shape
+    return corrected
 
 
 def sharpen(model: ir.Model) -> None:
@@ -193,6 +215,10 @@ def _fill_ranks(graph: ir.Graph) -> bool:
         if node.domain not in ("", "ai.onnx") or not node.inputs:
             continue
         source = node.inputs[0]
+        for value, rank in zip(node.inputs, _input_ranks(node)):
+            if value is not None and value.shape is None and rank is not None:
+                value.shape = ir.Shape([None] * rank)
+                changed = True
         if node.op_type in _AS_INPUT and source is not None and node.outputs[0].shape is None:
             node.outputs[0].type, node.outputs[0].shape = source.type, source.shape
             changed = changed or source.shape is not None
@@ -207,6 +233,20 @@ def _fill_ranks(graph: ir.Graph) -> bool:
                 value.type = node.inputs[0].type
             changed = value.type is not None or changed
     return changed
+
+
+def _input_ranks(node: ir.Node) -> Sequence[int | None]:
+    """The ranks that an operator's inputs must have, also where a branch decides about them."""
+    match node.op_type:
+        case "Conv" | "ConvTranspose":
+            weights = node.inputs[1]
+            return [None if weights is None or weights.shape is None else weights.shape.rank()]
+        case "Gemm":
+            return [2, 2]
+        case "RNN" | "GRU" | "LSTM":
+            return [3, 3, 3, 2, 1, 3, 3, 2]
+        case _:
+            return []
 
 
 def rank_from_lengths(node: ir.Node) -> int | None:

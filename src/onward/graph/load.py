@@ -76,6 +76,7 @@ def load_model(source: ModelSource, *, base_dir: str | os.PathLike[str] | None =
         for holder in [model.graph, *(function.graph for function in model.functions.values())]:
             ir.external_data.set_base_dir(holder, os.path.realpath(base))
     _add_sparse(model, proto)
+    _open_negative_sizes(model)
     return _sorted(model)
 
 
@@ -224,6 +225,16 @@ def _add_sparse(model: ir.Model, proto: onnx.ModelProto) -> None:
         value.const_value = ir.tensor(dense, name=value.name)
         value.dtype, value.shape = value.const_value.dtype, ir.Shape(dims)
         model.graph.register_initializer(value)
+
+
+def _open_negative_sizes(model: ir.Model) -> None:
+    """Some exporters write −1 for a size that is not known."""
+    for graph in model.graphs():
+        for value in [*graph.inputs, *(output for node in graph for output in node.outputs)]:
+            if value.shape is not None and any(isinstance(dim, int) and dim < 0 for dim in value.shape):
+                value.shape = ir.Shape(
+                    [None if isinstance(dim, int) and dim < 0 else dim for dim in value.shape]
+                )
 
 
 def _sorted(model: ir.Model) -> ir.Model:
