@@ -28,3 +28,17 @@ def test_an_error_on_a_rank_is_one_line_here(artifacts: Path, run: Any) -> None:
     assert [line.split(":")[0] for line in said.splitlines()] == ["error", "hint"]
     assert "x" in said.splitlines()[0]
     assert not Path("new").exists()
+
+
+def test_a_terminal_shows_how_far_the_ranks_are(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from onward.cli.frame import Output
+
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich then takes stderr for a terminal
+    with Output().counting("training", 10) as show:
+        show(5)
+    assert "5/10" in capsys.readouterr().err
+    with Output(quiet=True).counting("training", 10) as show:
+        show(5)
+    assert capsys.readouterr().err == ""

@@ -94,11 +94,12 @@ def distributed(
         "save_every": save_every, "seed": seed,
     }  # fmt: skip
     require_folder_target(directory)
-    classes = _check_data(artifacts, options)
+    classes, samples = _check_data(artifacts, options)
+    total = None if resume or samples is None else -(-samples // batch_size) * epochs
     if overwrite and not resume:
         clear_run(directory)
     with begun_run(directory, artifacts, options, classes):
-        history = _train(output, place, options, read_history=node_rank == 0)
+        history = _train(output, place, options, total=total, read_history=node_rank == 0)
     losses = history.get("losses", [])
     if losses:
         output.line(f"{len(losses)} updates, loss {losses[0]:.4g} at first, {losses[-1]:.4g} at last")
@@ -108,34 +109,56 @@ def distributed(
     output.result({"directory": directory, "processes": processes * nodes, **history})
 
 
-def _check_data(artifacts: Path, options: Mapping[str, Any]) -> list[str] | None:
-    """Read the data once here, where an error is one line; the names of classes. A function runs on the ranks."""
+def _count(path: Path) -> int:
+    """How many batches rank 0 has taken; 0 while it has not said so."""
+    try:
+        return int(path.read_text(encoding="ascii"))
+    except (OSError, ValueError):  # not there yet, or being written
+        return 0
+
+
+def _check_data(artifacts: Path, options: Mapping[str, Any]) -> tuple[list[str] | None, int | None]:
+    """Read the data once here, where an error is one line: names of classes and number of samples.
+
+    A function is called on the ranks only.
+    """
     from onward.cli.data import is_entry, load_data, parse_pairs
     from onward.cli.rank import user_inputs
 
     mapping = parse_pairs(options["mapping"] or (), "--map")
     specs = user_inputs(artifacts / "training_model.onnx")
-    classes = None
-    for sources in (options["data"] or [], options["eval_data"]):
-        if sources is not None and not (len(sources) == 1 and is_entry(sources[0])):
-            loaded = load_data(sources, specs, mapping=mapping, label=options["label"], classes=classes)
-            classes = loaded.classes or classes
-    return classes
+
+    def read(sources: Sequence[str], classes: list[str] | None) -> tuple[list[str] | None, int | None]:
+        if len(sources) == 1 and is_entry(sources[0]):
+            return classes, None
+        loaded = load_data(sources, specs, mapping=mapping, label=options["label"], classes=classes)
+        return loaded.classes, loaded.samples
+
+    classes, samples = read(options["data"] or (), None)
+    if options["eval_data"]:
+        read(options["eval_data"], classes)
+    return classes, samples
 
 
 def _train(
-    output: Output, place: Sequence[str], options: Mapping[str, Any], *, read_history: bool
+    output: Output,
+    place: Sequence[str],
+    options: Mapping[str, Any],
+    *,
+    total: int | None,
+    read_history: bool,
 ) -> dict[str, Any]:
     """Run the ranks to their end; what rank 0 measured."""
     directory = Path(options["directory"])
     with tempfile.TemporaryDirectory(prefix="onward-") as scratch:
         report = Path(scratch) / "report.json"
         command = [sys.executable, "-m", "torch.distributed.run", *place, "--module", "onward.cli.rank"]
-        with output.working("training"):
+        with output.counting("training", total) as show:
             ended = launch(
                 [*command, json.dumps({**options, "report": str(report)})],
                 log=Path(scratch) / "stderr.txt",
                 quiet=output.silent,
+                look=lambda: show(_count(report.with_name("batches"))),
             )
         found = json.loads(report.read_text(encoding="utf-8")) if report.is_file() else {}
     if output.debug:

@@ -14,6 +14,7 @@ import logging
 import signal
 import sys
 import threading
+import time
 import traceback
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -64,6 +65,31 @@ class Output:
             return
         with console.status(text):
             yield
+
+    @contextlib.contextmanager
+    def counting(self, text: str, total: int | None) -> Iterator[Callable[[int], None]]:
+        """A bar with speed and time left on a terminal, for work elsewhere: called with how much is done."""
+        from rich.console import Console
+
+        console = Console(stderr=True)
+        if self.silent or not console.is_terminal:
+            yield lambda done: None
+            return
+        from rich import progress
+
+        columns = (
+            progress.TextColumn("{task.description}"), progress.BarColumn(), progress.MofNCompleteColumn(),
+            progress.TimeRemainingColumn(),
+        )  # fmt: skip
+        begun = time.monotonic()
+
+        def show(done: int) -> None:
+            speed = done / max(time.monotonic() - begun, 1e-9)
+            bar.update(task, completed=done, description=f"{text}, {speed:.0f} batches/s")
+
+        with progress.Progress(*columns, console=console, transient=True) as bar:
+            task = bar.add_task(text, total=total)
+            yield show
 
     def track(self, items: Sequence[Item], text: str) -> Iterable[Item]:
         """The items, with a bar, speed and time left on a terminal."""

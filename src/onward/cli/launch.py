@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,8 +26,8 @@ class Ended:
     words: str
 
 
-def launch(command: Sequence[str], *, log: Path, quiet: bool) -> Ended:
-    """Run a command to its end; a first interrupt asks it to stop, a second kills it."""
+def launch(command: Sequence[str], *, log: Path, quiet: bool, look: Callable[[], None]) -> Ended:
+    """Run a command to its end; a first interrupt asks it to stop, a second kills it. `look` is called meanwhile."""
     own: dict[str, Any] = {"start_new_session": True}
     if os.name == "nt":
         own = {"creationflags": getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0)}
@@ -40,8 +40,10 @@ def launch(command: Sequence[str], *, log: Path, quiet: bool) -> Ended:
         try:
             while True:
                 try:
-                    code = process.wait()
+                    code = process.wait(timeout=0.5)
                     break
+                except subprocess.TimeoutExpired:
+                    look()
                 except KeyboardInterrupt:
                     if interrupted:
                         raise

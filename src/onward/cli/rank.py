@@ -19,6 +19,7 @@ from typing import Any
 
 __all__ = ["main", "user_inputs"]
 
+_TELL_EVERY = 0.5  # seconds
 _STOPPED = "a signal asked to stop"
 
 
@@ -82,7 +83,8 @@ def _train(options: dict[str, Any], stop: threading.Event) -> int | None:
     train, test = loader(options["data"], shuffle=True), loader(options["eval_data"], shuffle=False)
     with runner:
         try:
-            history = runner.run(_Watched(train, stop), test)
+            counter = Path(options["report"]).with_name("batches") if runner.rank == 0 else None
+            history = runner.run(_Watched(train, stop, counter), test)
         except DistributedError as error:
             # a rank that heard of the stop fails in its loader, and so all ranks stop before the same update
             if _STOPPED not in str(error):
@@ -117,10 +119,11 @@ def user_inputs(model: Path) -> list[Any]:
 
 
 class _Watched:
-    """A loader that fails at the next batch after a signal."""
+    """A loader that fails at the next batch after a signal, and says now and then how many it gave."""
 
-    def __init__(self, loader: Any, stop: threading.Event) -> None:
-        self._loader, self._stop = loader, stop
+    def __init__(self, loader: Any, stop: threading.Event, counter: Path | None) -> None:
+        self._loader, self._stop, self._counter = loader, stop, counter
+        self._given, self._told = 0, 0.0
         self.sampler = getattr(loader, "sampler", None)
         if hasattr(loader, "epoch"):
             self.epoch = lambda *place, **named: self._watch(loader.epoch(*place, **named))
@@ -139,6 +142,10 @@ class _Watched:
             if self._stop.is_set():
                 raise DistributedError(_STOPPED)
             yield batch
+            self._given += 1
+            if self._counter is not None and time.monotonic() - self._told > _TELL_EVERY:
+                self._told = time.monotonic()
+                self._counter.write_text(str(self._given), encoding="ascii")
 
 
 def _die_with_the_launcher() -> None:
