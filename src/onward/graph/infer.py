@@ -7,6 +7,7 @@ and inference goes on. Symbolic dimensions keep their names.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Iterator, Sequence
 
@@ -50,7 +51,8 @@ def _correct_outputs(model: ir.Model) -> bool:
             continue
         before = [(output.type, output.shape) for output in node.outputs]
         wanted = value.shape.rank()
-        inference.describe(node, opset)
+        with contextlib.suppress(ModelError):  # what is wrong with it is said elsewhere
+            inference.describe(node, opset)
         if value.shape is not None and value.shape.rank() != wanted:
             corrected = True
             continue
