@@ -174,3 +174,9 @@ def test_one_json_document_and_nothing_else(workshop: Path, run: Any) -> None:
     result = run("evaluate", "run", "-d", "renamed.npz", "--json")
     assert json.loads(result.stdout)["samples"] == 96 and result.stderr == ""
     assert "taking 'features'" in run("evaluate", "run", "-d", "renamed.npz").stderr
+
+
+def test_bench_measures_what_there_is(workshop: Path, run: Any) -> None:
+    Path("artifacts/eval_model.onnx").unlink()
+    found = run("bench", "artifacts", "--steps", 1, "--json").json
+    assert "step" in found and "evaluation" not in found

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
 from typer.testing import CliRunner
 
@@ -84,6 +86,13 @@ TAKES: list[tuple[dict[str, str], list[str]]] = [
       "empty.safetensors": "empty.safetensors"}, ["convert {} new"]),
     (ARTIFACTS, [
         "train {} -d data.npz -o new", "evaluate {} -d data.npz", "deploy {} new.onnx", "bench {}", "web {} new",
+    ]),
+    ({"cut-model": "training_model.onnx' is not", "cut-checkpoint": "checkpoint '"}, [
+        "train {} -d data.npz -o new", "evaluate {} -d data.npz", "bench {}", "web {} new", "inspect {}",
+    ]),
+    ({"cut-evaluation": "eval_model.onnx' is not"}, [
+        "train {} -d data.npz -o new", "evaluate {} -d data.npz", "bench {}", "web {} new", "inspect {}",
+        "deploy {} new.onnx", "infer {} -d data.npz",
     ]),
     (dict.fromkeys(ARTIFACTS, "no artifacts in"), ["distributed {} -d data.npz -o new"]),
     (FILE_TARGETS, [
@@ -162,6 +171,15 @@ ALONE: list[tuple[str, int, str, str]] = [
     ("train artifacts -d failing_net:build -o new", 1, "no weights here", "--debug"),
     ("train artifacts -d failing_net:number -o new", 1, "cannot make batches of int", "docs/cli.md"),
     ("train artifacts -d failing_net:wide -o new", 1, "failed on inputs x [4, 9]", "onward inspect"),
+    ("artifacts outside.onnx -l mse -o new", 1, "cannot open 'outside.bin'", "beside the model"),
+    ("check outside.onnx -l mse", 1, "cannot open 'outside.bin'", "beside the model"),
+    ("gradcheck outside.onnx", 1, "cannot open 'outside.bin'", "beside the model"),
+    ("lora inject outside.onnx new.onnx", 1, "cannot open 'outside.bin'", "beside the model"),
+    ("infer outside.onnx -d data.npz", 1, "outside.bin", "whole and valid"),
+    ("evaluate no-evaluation -d data.npz", 1, "no eval_model.onnx", "onward artifacts"),
+    ("deploy no-evaluation new.onnx", 1, "no eval_model.onnx", "make the artifacts again"),
+    ("train spoilt-run --resume", 1, "run.json' is damaged", "name the artifacts"),
+    ("evaluate spoilt-run -d data.npz", 1, "run.json' is damaged", "name the artifacts"),
     # what a shell variable without a value leaves
     ("train artifacts -d data.npz -o ''", 2, "the value of -o is empty", "variable"),
     ("artifacts model.onnx -l mse --output=", 2, "the value of --output is empty", "variable"),
@@ -272,8 +290,6 @@ CASES = list(all_cases())
 @pytest.fixture(scope="module")
 def desk(finished: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """One folder for all cases: each of them has to leave it as it was."""
-    import shutil
-
     folder = tmp_path_factory.mktemp("desk") / "desk"
     shutil.copytree(finished, folder)
     x, labels = np.zeros((4, 4), np.float32), np.zeros(4, np.int64)
@@ -294,6 +310,20 @@ def desk(finished: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[P
             "def build():\n    raise RuntimeError('no weights here')\n",
             "hole.csv": "a,b,c,d,kind\n1,2,3,4,x\n1,2,,4,y\n", "semicolons.csv": "a;b;c;d;kind\n1;2;3;4;x\n",
         }  # fmt: skip
+        for name, file in (
+            ("cut-model", "training_model.onnx"), ("cut-evaluation", "eval_model.onnx"),
+            ("cut-checkpoint", "checkpoint"),
+        ):  # fmt: skip
+            shutil.copytree("artifacts", name)
+            whole = Path(name, file).read_bytes()
+            Path(name, file).write_bytes(whole[: len(whole) // 2])
+        shutil.copytree("artifacts", "no-evaluation")
+        Path("no-evaluation/eval_model.onnx").unlink()
+        shutil.copytree("run", "spoilt-run")
+        Path("spoilt-run/run.json").write_text("{", encoding="utf-8")
+        model = onnx.load("model.onnx")
+        onnx.save(model, "outside.onnx", save_as_external_data=True, location="outside.bin", size_threshold=0)
+        Path("outside.bin").unlink()
         for name, text in texts.items():
             Path(name).write_text(text, encoding="utf-8")
         yield folder
@@ -305,7 +335,7 @@ def test_a_mistake_is_one_line_and_a_hint(desk: Path, line: str, code: int, mess
     result = CliRunner().invoke(app, shlex.split(line))
     assert result.exit_code == code, (result.stdout, result.stderr, result.exception)
     assert result.stdout == ""
-    said = result.stderr.splitlines()
+    said = result.stderr.replace("\\", "/").splitlines()
     assert [text.split(":")[0] for text in said] == ["error", "hint"], result.stderr
     assert message in said[0]
     assert hint in said[1]

@@ -102,9 +102,11 @@ def time_steps(
             spent["gradients"].append(between - begun)
             spent["update"].append(ended - between)
             spent["step"].append(ended - begun)
-    trainer.module.eval()
     spent["evaluation"] = []
-    for index in range(warmup + steps):
+    evaluates = not isinstance(artifacts, Path) or (artifacts / f"{prefix}eval_model.onnx").is_file()
+    if evaluates:
+        trainer.module.eval()
+    for index in range(warmup + steps if evaluates else 0):
         begun = time.perf_counter()
         trainer.module(*batch)
         if index >= warmup:

@@ -9,6 +9,7 @@ import typer
 
 from onward.cli.choices import QuantizeChoice
 from onward.cli.frame import CommandError, Output, command, examples, human_size
+from onward.cli.models import read_model
 from onward.cli.runs import find
 from onward.cli.targets import file_target, plain_prefix
 
@@ -101,9 +102,7 @@ def forward_outputs(eval_model: Path) -> list[str]:
     """The outputs of the forward model that an eval model was made of."""
     import json
 
-    import onnx
-
-    proto = onnx.load(str(eval_model), load_external_data=False)
+    proto = read_model(eval_model)
     about = {entry.key: entry.value for entry in proto.metadata_props}
     return json.loads(about.get("onward.outputs", "[]")) or [value.name for value in proto.graph.output[1:]]
 
@@ -128,17 +127,13 @@ def _inputs(
 def _parameter_names(model: Path) -> set[str]:
     import json
 
-    import onnx
-
-    about = {e.key: e.value for e in onnx.load(str(model), load_external_data=False).metadata_props}
+    about = {entry.key: entry.value for entry in read_model(model).metadata_props}
     return {*json.loads(about.get("onward.trainable", "[]")), *json.loads(about.get("onward.frozen", "[]"))}
 
 
 def _labels_only(model: Path, outputs: list[str]) -> set[str]:
     """Inputs that none of the outputs needs: labels."""
-    import onnx
-
-    graph = onnx.load(str(model), load_external_data=False).graph
+    graph = read_model(model).graph
     makers = {name: node for node in graph.node for name in node.output}
     needed, todo = set(), list(outputs)
     while todo:

@@ -33,7 +33,11 @@ _HINTS = {
 # what the library says, and which option or command answers it
 _ANSWERS = (
     (r"needs a single number|loss=…", "choose a loss with --loss"),
-    (r"generate_artifacts|directory of artifacts", "make artifacts with: onward artifacts model.onnx"),
+    (r"external data of tensor", "the file with the weights belongs beside the model"),
+    (
+        r"not a readable ONNX model|no optimizer model|Eval model was not|generate_artifacts|directory of artifacts",
+        "make artifacts with: onward artifacts model.onnx",
+    ),
     (r"lora=LoRA|no adapters", "train some with: onward artifacts model.onnx --lora 8"),
     (r"from_transformers|onward\.json", "make such a folder with: onward export SOURCE --output FOLDER"),
     (r"could not be found|not found in the graph|not a graph value", "onward inspect shows the names"),
