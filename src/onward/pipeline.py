@@ -64,7 +64,7 @@ class Pipeline:
 
     - pooling: an embedding; default and feature-extraction: one vector per token
     - text-, image- and audio-classification: `{"label", "score"}`, best first; `top_k=None` for all
-    - zero-shot-classification: the same over `labels=[…]` that the call names
+    - zero-shot-classification and -image-classification: the same over `labels=[…]` that the call names
     - token-classification: `{"label", "score", "text", "start", "end"}` per token, or `group=True` per name
     - question-answering: `pipeline(question, context)` gives `{"answer", "score", "start", "end"}`
     - fill-mask: `{"token", "score", "text"}` for each candidate, a list per mask if there are several
@@ -211,6 +211,21 @@ def _zero_shot(
     return _each(inputs, lambda texts: [answer(text) for text in texts])
 
 
+def _zero_shot_image(
+    pipeline: Pipeline, inputs: Any, labels: Sequence[str] | None = None, *, template: str = "a photo of {}."
+) -> Any:
+    if labels is None:
+        raise TypeError("zero-shot classification needs labels: pipeline(image, ['a cat', 'a dog'])")
+    feed, _ = pipeline.encode([template.format(label) for label in labels])
+
+    def answer(picture: Any) -> list[dict[str, Any]]:
+        pixels = signals.image(picture, pipeline.card.get("processor"))[None]
+        logits = pipeline.run({**feed, "pixel_values": pixels})["logits_per_image"][0]
+        return answers.labelled(logits, list(labels), "single_label_classification", top_k=None)
+
+    return _each(inputs, lambda pictures: [answer(picture) for picture in pictures])
+
+
 def _tag(pipeline: Pipeline, inputs: Any, *, group: bool = False) -> Any:
     def answer(texts: list[str]) -> list[Any]:
         feed, encodings = pipeline.encode(texts)
@@ -334,4 +349,5 @@ _ANSWERS: Mapping[str, Callable[..., Any]] = {
     "summarization": _translate,
     "image-classification": _classify,
     "audio-classification": _classify,
+    "zero-shot-image-classification": _zero_shot_image,
 }

@@ -78,6 +78,15 @@ def test_a_trained_generator_writes_what_torch_writes(tmp_path: Path) -> None:
         assert got == tokenizer.decode(out, skip_special_tokens=True)
 
 
+def test_a_model_that_ignores_segments_is_saved_without_them(tmp_path: Path) -> None:
+    pair = tiny_pair("deberta", "token-classification")
+    artifacts = artifacts_from_transformers(pair, "token-classification", tmp_path / "artifacts")
+    save_pipeline(artifacts, artifacts / "checkpoint", tmp_path / "tagger")
+    tag = onward.load(tmp_path / "tagger")
+    assert list(tag.card["inputs"]) == ["input_ids", "attention_mask"]
+    assert [token["text"] for token in tag("the ferry leaves")] == ["the", "ferry", "leaves"]
+
+
 def test_saving_and_answering_need_neither_torch_nor_transformers(
     trained: tuple[Path, onward.Trainer], tmp_path: Path
 ) -> None:

@@ -61,6 +61,16 @@ CASES: list[tuple[str, str, dict[str, list[Any]], dict[str, list[Any]]]] = [
         {"last_hidden_state": ["batch", "frames", 16]},
     ),
     ("whisper", "audio-classification", {"input_features": ["batch", 8, 100]}, {"logits": ["batch", 2]}),
+    (
+        "clip",
+        "zero-shot-image-classification",
+        {**{name: ["text_batch", "sequence"] for name in TEXT}, "pixel_values": ["image_batch", 3, 16, 16]},
+        {
+            "logits_per_image": ["image_batch", "text_batch"],
+            "text_embeds": ["text_batch", 8],
+            "image_embeds": ["image_batch", 8],
+        },
+    ),
 ]
 
 
@@ -311,6 +321,20 @@ def test_bad_input_is_one_clear_error_and_leaves_nothing(
     with pytest.raises(error, match=message):
         from_transformers(*call)
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_an_input_that_the_model_ignores_is_not_asked_for_in_training(tmp_path: Path) -> None:
+    """DeBERTa's tokenizer gives segment ids, which a configuration without segment embeddings does not use."""
+    from_transformers(
+        tiny_pair("deberta", "token-classification"),
+        "token-classification",
+        tmp_path,
+        training=True,
+        opset=18,
+    )
+    inputs = [value.name for value in onnx.load(tmp_path / "model.onnx").graph.input]
+    assert inputs == ["input_ids", "attention_mask"]
+    assert list(json.loads((tmp_path / "onward.json").read_text(encoding="utf-8"))["inputs"]) == inputs
 
 
 def test_a_model_to_train_cannot_be_quantized() -> None:

@@ -182,6 +182,22 @@ def test_images_and_sound_are_classified(tmp_path: Path) -> None:
     assert pipeline([wave])[0]["score"] == pytest.approx(float(expected.max()), abs=1e-6)
 
 
+def test_an_image_is_matched_with_the_labels_that_a_call_names(tmp_path: Path) -> None:
+    match, model, tokenizer = exported(tmp_path, "clip", "zero-shot-image-classification")
+    image = np.random.default_rng(0).normal(size=(3, 16, 16)).astype(np.float32)
+    labels = ["ferry", "small library", "river"]
+    texts = tokenizer([f"the {label}" for label in labels], padding=True, return_tensors="pt")
+    with torch.no_grad():
+        scores = model(**texts, pixel_values=torch.from_numpy(image)[None]).logits_per_image[0].softmax(0)
+    answer = match(image, labels, template="the {}")
+    assert {entry["label"]: entry["score"] for entry in answer} == pytest.approx(
+        dict(zip(labels, scores.tolist())), abs=1e-5
+    )
+    assert answer[0]["label"] == labels[int(scores.argmax())]
+    with pytest.raises(TypeError, match="needs labels"):
+        match(image)
+
+
 def test_an_image_is_scaled_cropped_and_normalised_as_its_processor_would() -> None:
     checker = (np.indices((8, 12)).sum(0) // 4 % 2 * 255).astype(np.uint8)
     settings = {

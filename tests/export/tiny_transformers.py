@@ -41,6 +41,14 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "opt": ("OPTConfig", {**_TEXT, "ffn_dim": 32, "word_embed_proj_dim": 16, "layerdrop": 0.5, **_ENDS}),
     "t5": ("T5Config", {**_DECODER, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2}),
     "bart": ("BartConfig", {**_DECODER, **_LAYERS, "d_model": 16, "max_position_embeddings": 64}),
+    "clip": (
+        "CLIPConfig",
+        {
+            "text_config": {**_TEXT, **_ENDS, "pad_token_id": 0, "projection_dim": 8},
+            "vision_config": {**_SIZES, "image_size": 16, "patch_size": 4, "projection_dim": 8},
+            "projection_dim": 8,
+        },
+    ),
     "vit": ("ViTConfig", {**_SIZES, "image_size": 16, "patch_size": 4}),
     "resnet": (
         "ResNetConfig",
@@ -83,13 +91,29 @@ CLASSES = {
     "text2text": "AutoModelForSeq2SeqLM",
     "image-classification": "AutoModelForImageClassification",
     "audio-classification": "AutoModelForAudioClassification",
+    "zero-shot-image-classification": "AutoModelForZeroShotImageClassification",
 }
 
 
-def tiny_tokenizer(*, generator: bool = False) -> Any:
-    """A tokenizer of words; a generator's, as GPT-2's, has no special tokens around text and no padding."""
+def tiny_tokenizer(*, generator: bool = False, ends: bool = False) -> Any:
+    """A tokenizer of words; a generator's, as GPT-2's, has no special tokens around text and no padding.
+
+    With `ends` it closes every text with its end token, which is also its padding, as CLIP's does.
+    """
     inner = Tokenizer(models.WordLevel(VOCABULARY, unk_token="[UNK]"))
     inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    if ends:
+        inner.post_processor = processors.TemplateProcessing(
+            single="$A </s>", special_tokens=[("</s>", VOCABULARY["</s>"])]
+        )
+        return transformers.PreTrainedTokenizerFast(
+            tokenizer_object=inner,
+            unk_token="[UNK]",
+            eos_token="</s>",
+            pad_token="</s>",
+            model_max_length=64,
+            model_input_names=["input_ids", "attention_mask"],
+        )
     if generator:
         return transformers.PreTrainedTokenizerFast(
             tokenizer_object=inner,
@@ -132,5 +156,7 @@ def tiny_pair(architecture: str, task: str, **settings: Any) -> tuple[Any, Any]:
     """A (model, tokenizer) tuple; images and sound have no tokenizer."""
     if architecture in ("vit", "resnet", "wav2vec2", "whisper"):
         return tiny_model(architecture, task, **settings), None
+    if architecture == "clip":
+        return tiny_model(architecture, task, **settings), tiny_tokenizer(ends=True)
     generator = architecture in ("gpt2", "llama", "opt", "t5", "bart")
     return tiny_model(architecture, task, **settings), tiny_tokenizer(generator=generator)

@@ -8,72 +8,24 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from onward.errors import ExportError
+from onward.export.dual import image_and_text
 from onward.export.masks import traceable_masks
 from onward.export.pooling import pooling_head
 from onward.export.sources import Source
 from onward.export.tasks import Axes
+from onward.export.traceable import TEXTS, TOKENS, Adapter, Traceable, encode, image_size, setting
 
-__all__ = ["Adapter", "Traceable", "adapt", "encode"]
+__all__ = ["adapt"]
 
 _TEXT_INPUTS = ("input_ids", "attention_mask", "token_type_ids")
-_TOKENS: Axes = {0: "batch", 1: "sequence"}
-
-# Different lengths, so that every batch is padded; a pair, so that segment ids are not all zero.
-_TEXTS: tuple[str | tuple[str, str], ...] = (
-    "The ferry leaves at noon.",
-    "Nobody expected the small library to train a network on a phone, least of all the people who wrote it.",
-    ("Where does the path end?", "The path follows the river for two miles and ends at a wooden bridge."),
-    "Why?",
-    "Prices rose by 3.5% in March; economists had expected less, and said so at length, as economists do.",
-)
-
-
-@dataclass(frozen=True)
-class Traceable:
-    """A module that takes tensors in the order of `inputs` and returns those of `outputs`.
-
-    `example` is what to trace with; `cases` are other inputs, at other sizes, to compare the export on.
-    """
-
-    module: nn.Module
-    inputs: Mapping[str, Axes]
-    outputs: Mapping[str, Axes]
-    example: Mapping[str, Tensor]
-    cases: Sequence[Mapping[str, Tensor]]
-
-
-class Adapter(nn.Module):
-    """Call `function` with tensors by name, while owning the model's parameters under the model's own names.
-
-    The model is not a submodule: it would prefix every parameter. Its children are shared instead.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        names: Sequence[str],
-        function: Callable[[dict[str, Tensor]], Sequence[Tensor]],
-    ) -> None:
-        super().__init__()
-        self._parameters = dict(model._parameters)
-        self._modules = dict(model._modules)
-        self._buffers = dict(model._buffers)
-        self._non_persistent_buffers_set = set(model._non_persistent_buffers_set)
-        self.training = model.training
-        self.names = tuple(names)
-        self.function = function
-
-    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        return tuple(self.function(dict(zip(self.names, tensors))))
 
 
 @contextmanager
@@ -84,7 +36,9 @@ def adapt(source: Source, *, training: bool = False) -> Iterator[Traceable]:
         if task in ("default", "feature-extraction", "pooling") and model.config.is_encoder_decoder:
             model = model.get_encoder()
         main = getattr(model, "main_input_name", "input_ids")
-        if main == "pixel_values":
+        if source.task.kind == "image and text":
+            yield image_and_text(source, model, training=training)
+        elif main == "pixel_values":
             yield _image(source, model)
         elif main != "input_ids":
             yield _audio(source, model, main)
@@ -96,51 +50,6 @@ def adapt(source: Source, *, training: bool = False) -> Iterator[Traceable]:
             yield _text2text(source, model)
         else:
             yield _text(source, model)
-
-
-def encode(
-    source: Source,
-    texts: Sequence[str | tuple[str, str]],
-    names: Sequence[str],
-    *,
-    side: str | None = None,
-) -> dict[str, Tensor]:
-    """Tokenize with the model's own tokenizer, padded and cut to the model's longest input.
-
-    Padding is done here: many generators' tokenizers have no padding token, and giving them one would change
-    the caller's object.
-    """
-    tokenizer = source.tokenizer
-    if tokenizer is None:
-        raise ExportError(f"{source.origin}: has no tokenizer; pass (model, tokenizer)")
-    limit = {"truncation": True, "max_length": source.max_length} if source.max_length else {}
-    rows = [
-        tokenizer(*(text if isinstance(text, tuple) else (text,)), return_attention_mask=True, **limit)
-        for text in texts
-    ]
-    width = max(len(row["input_ids"]) for row in rows)
-    if width == 0:
-        raise ExportError(f"{source.origin}: the tokenizer turns text into no tokens; is it the model's own?")
-    fillers = {"input_ids": pad_id(tokenizer), "attention_mask": 0, "token_type_ids": 0}
-    left = (side or getattr(tokenizer, "padding_side", "right")) == "left"
-    batch: dict[str, Tensor] = {}
-    for name in names:
-        padded = []
-        for row in rows:
-            values = list(row.get(name) or [0] * len(row["input_ids"]))
-            filler = [fillers[name]] * (width - len(values))
-            padded.append(filler + values if left else values + filler)
-        batch[name] = torch.tensor(padded, dtype=torch.int64)
-    return batch
-
-
-def pad_id(tokenizer: Any) -> int:
-    """The id to pad with: the tokenizer's own, else its end-of-text, else 0 (masked anyway)."""
-    for name in ("pad_token_id", "eos_token_id"):
-        value = getattr(tokenizer, name, None)
-        if isinstance(value, int):
-            return value
-    return 0
 
 
 @contextmanager
@@ -203,10 +112,10 @@ def _text(source: Source, model: Any) -> Traceable:
     adapter.function = run
     return Traceable(
         module=adapter,
-        inputs=dict.fromkeys(names, _TOKENS),
+        inputs=dict.fromkeys(names, TOKENS),
         outputs=source.task.outputs,
-        example=encode(source, [_TEXTS[0], _TEXTS[3]], names),
-        cases=[encode(source, texts, names) for texts in (_TEXTS[:1], _TEXTS)],
+        example=encode(source, [TEXTS[0], TEXTS[3]], names),
+        cases=[encode(source, texts, names) for texts in (TEXTS[:1], TEXTS)],
     )
 
 
@@ -287,16 +196,16 @@ def _generation(source: Source, model: Any) -> Traceable:
         return batch
 
     everything: Axes = {0: "batch", 1: "total_sequence"}
-    texts = [text for text in _TEXTS if isinstance(text, str)]
+    texts = [text for text in TEXTS if isinstance(text, str)]
     return Traceable(
         module=Adapter(model, ["input_ids", "attention_mask", *past], run),
         inputs={
-            "input_ids": _TOKENS,
+            "input_ids": TOKENS,
             "attention_mask": everything,
             **{name: {0: "batch", 2: "past_sequence"} for name in past},
         },
         outputs={
-            "logits": _TOKENS,
+            "logits": TOKENS,
             **{f"present.{slot}": {0: "batch", 2: "total_sequence"} for slot in slots},
         },
         example=case(texts[:2], 6, 5),
@@ -322,28 +231,21 @@ def _text2text(source: Source, model: Any) -> Traceable:
     return Traceable(
         module=Adapter(model, names, run),
         inputs={
-            "input_ids": _TOKENS,
-            "attention_mask": _TOKENS,
+            "input_ids": TOKENS,
+            "attention_mask": TOKENS,
             "decoder_input_ids": {0: "batch", 1: "decoder_sequence"},
         },
         outputs=source.task.outputs,
-        example=case(_TEXTS[:2], 4),
-        cases=[case(_TEXTS, 7), case(_TEXTS[:1], 1), case(_TEXTS[2:4], 3)],
+        example=case(TEXTS[:2], 4),
+        cases=[case(TEXTS, 7), case(TEXTS[:1], 1), case(TEXTS[2:4], 3)],
     )
 
 
 def _image(source: Source, model: Any) -> Traceable:
-    size = _image_size(source, model)
-    shape = (int(_setting(model, "num_channels", 3)), *size)
+    size = image_size(source, model)
+    shape = (int(setting(model, "num_channels", 3)), *size)
     # Vision models have no sequence axis to vary: only the batch is dynamic.
     return _continuous(source, model, "pixel_values", {0: "batch"}, [(2, *shape), (1, *shape), (3, *shape)])
-
-
-def _image_size(source: Source, model: Any) -> tuple[int, int]:
-    size = _setting(model, "image_size", None) or (source.processor or {}).get("size", 224)
-    if isinstance(size, Mapping):
-        size = [size[k] for k in ("height", "width")] if "height" in size else next(iter(size.values()))
-    return (int(size), int(size)) if isinstance(size, int) else (int(size[0]), int(size[1]))
 
 
 def _audio(source: Source, model: Any, main: str) -> Traceable:
@@ -386,11 +288,6 @@ def _continuous(
         example=batches[0],
         cases=batches[1:],
     )
-
-
-def _setting(model: Any, name: str, default: Any) -> Any:
-    inner = getattr(model.config, "vision_config", None)
-    return getattr(model.config, name, getattr(inner, name, default))
 
 
 def _parameters(model: Any) -> set[str]:

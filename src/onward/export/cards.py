@@ -42,7 +42,7 @@ def describe(
     }
     if source.task.name == "pooling":
         card["pooling"] = {"modes": list(source.pooling.modes), "normalize": source.pooling.normalize}
-    if source.task.name.endswith("classification"):
+    if source.task.classifies:
         labels = getattr(config, "id2label", None) or {}
         card["labels"] = list(source.labels or (str(labels[index]) for index in sorted(labels)))
         card["problem_type"] = getattr(config, "problem_type", None)

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from onward.errors import ExportError
-from onward.export.adapters import Adapter, Traceable
 from onward.export.sources import Source
 from onward.export.tasks import Axes
+from onward.export.traceable import Adapter, Traceable
 
 __all__ = ["with_loss"]
 
@@ -72,6 +72,8 @@ def _objective(
         return {
             "labels": (traceable.inputs[key], example)
         }, _shifted if task == "text-generation" else _tokens
+    if task == "zero-shot-image-classification":
+        return {}, _contrast
     raise ExportError(f"task {task!r} has no loss of its own: pass loss=… (for example LossType.MSELoss)")
 
 
@@ -102,3 +104,10 @@ def _span(outputs: _Outputs, batch: Mapping[str, Tensor]) -> Tensor:
     start = F.cross_entropy(outputs["start_logits"], batch["start_positions"], ignore_index=-100)
     end = F.cross_entropy(outputs["end_logits"], batch["end_positions"], ignore_index=-100)
     return (start + end) / 2
+
+
+def _contrast(outputs: _Outputs, batch: Mapping[str, Tensor]) -> Tensor:
+    """Image i belongs to text i, among all of the batch, and text i to image i."""
+    logits = outputs["logits_per_image"]
+    pairs = torch.arange(logits.shape[0])
+    return (F.cross_entropy(logits, pairs) + F.cross_entropy(logits.t(), pairs)) / 2

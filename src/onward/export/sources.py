@@ -95,7 +95,7 @@ def load_source(
         settings = replace(settings, modes=tuple(pooling.split("+")))
     if normalize is not None:
         settings = replace(settings, normalize=normalize)
-    if names and not source.task.name.endswith("classification"):
+    if names and not source.task.classifies:
         raise ValueError(f"labels are for classifiers, and the task is {source.task.name!r}")
     limit = _shorter(source, max_length)
     return replace(source, pooling=settings, labels=names, max_length=limit)
@@ -143,13 +143,17 @@ def _from_tuple(
     textual = _main_input(model) == "input_ids"
     if textual and not callable(companion):
         raise TypeError(f"the tuple's second item must be a tokenizer, got {type(companion).__name__}")
+    processor = None if textual else companion
+    inner = getattr(companion, "tokenizer", None)
+    if textual and inner is not None:  # a processor of text and images
+        companion, processor = inner, getattr(companion, "image_processor", None)
     return Source(
         model=model,
         task=found,
         called=name,
         origin=origin,
         tokenizer=companion if textual else None,
-        processor=None if textual else companion,
+        processor=processor,
         max_length=_max_length(companion if textual else None, model.config),
         borrowed=True,
     )
@@ -189,7 +193,7 @@ def _from_folder(
         called=name,
         origin=origin,
         tokenizer=tokenizer,
-        processor=None if textual else _load_processor(where, found, extra),
+        processor=None if found.kind == "text" else _load_processor(where, found, extra),
         pooling=_pooling(origin, modules) if modules else Pooling(),
         max_length=limit,
     )

@@ -33,6 +33,11 @@ class Task:
     suffixes: tuple[str, ...] = ()
     aliases: tuple[str, ...] = field(default=())
 
+    @property
+    def classifies(self) -> bool:
+        """Whether the model has classes of its own."""
+        return self.name.endswith("classification") and not self.name.startswith("zero-shot")
+
 
 _TABLE = (
     Task("default", ("AutoModel",), {"last_hidden_state": _TOKENS}),
@@ -89,6 +94,17 @@ _TABLE = (
         {"logits": _ROW},
         kind="audio",
         suffixes=("ForAudioClassification",),
+    ),
+    Task(
+        "zero-shot-image-classification",
+        ("AutoModelForZeroShotImageClassification",),
+        {
+            "logits_per_image": {0: "image_batch", 1: "text_batch"},
+            "text_embeds": {0: "text_batch"},
+            "image_embeds": {0: "image_batch"},
+        },
+        kind="image and text",
+        suffixes=("CLIPModel",),
     ),
 )
 

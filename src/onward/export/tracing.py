@@ -20,9 +20,9 @@ import onnx
 import torch
 
 from onward.errors import ExportError
-from onward.export.adapters import Traceable
 from onward.export.embedding import add_weights, serialized, take_weights
 from onward.export.parity import Report, compare, merge
+from onward.export.traceable import Traceable
 
 __all__ = ["ONE_FILE", "OPSETS", "check_opset", "check_parity", "trace", "weight_bytes"]
 

@@ -20,7 +20,7 @@ import onnx
 
 from onward.errors import ExportError
 from onward.export import tracing
-from onward.export.adapters import Traceable, adapt
+from onward.export.adapters import adapt
 from onward.export.cards import describe
 from onward.export.folder import METADATA_KEY, MODEL, PIPELINE, staged, write_card
 from onward.export.objectives import with_loss
@@ -28,6 +28,7 @@ from onward.export.parity import Report
 from onward.export.quantize import measure, scheme_name
 from onward.export.quantize import quantize as quantize_model
 from onward.export.sources import Source, load_source
+from onward.export.traceable import Traceable
 
 __all__ = ["HFOnnx", "artifacts_from_transformers", "from_transformers"]
 
@@ -224,6 +225,8 @@ def _export(
                 traceable, path if large else None, opset=opset, check=check, rtol=rtol, atol=atol
             )
             proto = _graph_of(forward)
+            kept = {value.name for value in proto.graph.input}
+            card["inputs"] = {name: axes for name, axes in card["inputs"].items() if name in kept}
             onnx.helper.set_model_props(proto, {**_properties(proto), **_metadata(card, None)})
             if isinstance(forward, Path):
                 onnx.save(proto, forward)
