@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ import onnx.parser
 import onnxruntime as ort
 import pytest
 
+from cli.conftest import contents
 from cli.newcomer import make_data
 from onward import checkpoint
 
@@ -260,7 +262,9 @@ def test_export_takes_a_torch_entry_point(place: Path, run: Any) -> None:
         "def wide():\n    return torch.nn.Linear(4, 2), torch.randn(3, 5)\n",
         encoding="utf-8",
     )
-    run("export", "my_net:build", "-o", "linear.onnx")
+    assert "linear.onnx" in run("export", "my_net:build", "-o", "linear.onnx").stdout
+    again = run("export", "my_net:build", "-o", "linear.onnx", "--json").json
+    assert again["files"] == {"linear.onnx": Path("linear.onnx").stat().st_size}
     assert [tensor.name for tensor in onnx.load("linear.onnx").graph.initializer] == ["weight", "bias"]
     assert run("artifacts", "linear.onnx", "-l", "mse", "--json").json["trainable"] == ["weight", "bias"]
     for entry, more, message in (
@@ -270,6 +274,20 @@ def test_export_takes_a_torch_entry_point(place: Path, run: Any) -> None:
         refused = run("export", f"my_net:{entry}", "-o", "x/x.onnx", *more, code=1).stderr.splitlines()
         assert message in refused[0] and refused[1].startswith("hint: ") and len(refused) == 2
         assert not Path("x").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "terminate"])
+def test_an_interrupted_export_leaves_nothing(
+    place: Path, run: Any, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    Path("my_net.py").write_text(
+        "import torch\ndef build():\n    return torch.nn.Linear(4, 2), torch.randn(3, 4)\n", encoding="utf-8"
+    )
+    before = contents()
+    with monkeypatch.context() as patch:
+        patch.setattr("os.replace", lambda *_: signal.raise_signal(number))
+        assert "interrupted" in run("export", "my_net:build", "-o", "new/linear.onnx", code=130).stderr
+    assert contents() == before
 
 
 def test_a_hugging_face_folder_is_exported_and_answers(place: Path, run: Any) -> None:
