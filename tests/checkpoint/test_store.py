@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from checkpoint.samples import fingerprint, sample
-from onward.checkpoint import CheckpointData, load, reading, save
+from onward.checkpoint import CheckpointData, atomic, load, save
 from onward.checkpoint.atomic import NOT_COMMITTED, UNCERTAIN, temporary_name
 from onward.errors import CheckpointError
 
@@ -158,7 +158,7 @@ def test_a_disk_that_cannot_be_read_back_is_not_trusted(tmp_path, monkeypatch):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     with monkeypatch.context() as patch:
-        patch.setattr(reading, "read_into", failing)
+        patch.setattr(atomic, "read_into", failing)
         with pytest.raises(CheckpointError, match=NOT_COMMITTED):
             save(sample(2), path)
     assert fingerprint(load(path)) == fingerprint(sample(1))

@@ -49,14 +49,15 @@ def replace_file(
     path: str | os.PathLike[str],
     write: Callable[[Writable], object],
     *,
-    check: Callable[[Path], None],
+    check: Callable[[Path], None] | None = None,
     before_commit: Callable[[Path], None] | None = None,
 ) -> Path:
     """Save what `write` produces under `path`, atomically, and return the real path.
 
-    `check` gets the temporary file after it was flushed and raises if it is not good. `before_commit` gets
-    the real path and runs last before the new file takes its name. A failure raises `CheckpointError` whose
-    text says "not committed, the old one is kept" or "committed, durability uncertain".
+    What is written is read back and compared. `check` gets the temporary file after it was flushed and raises
+    if it is not good. `before_commit` gets the real path and runs last before the new file takes its name. A
+    failure raises `CheckpointError` whose text says "not committed, the old one is kept" or "committed,
+    durability uncertain".
     """
     path = Path(path)
     target = Path(os.path.realpath(path))
@@ -64,11 +65,12 @@ def replace_file(
         mode = _replaceable(target)
         _sweep(target)
         with _temporary(target) as (file, temporary):
-            write(_Unbuffered(file.fileno()))
+            write(_ReadBack(file))
             if mode is not None and hasattr(os, "fchmod"):
                 os.fchmod(file.fileno(), mode)
             os.fsync(file.fileno())
-            check(temporary)
+            if check is not None:
+                check(temporary)
             if before_commit is not None:
                 before_commit(target)
             if os.name == "nt":
@@ -130,16 +132,33 @@ def read_into(file: IO[bytes], view: memoryview) -> int:
     return count
 
 
-class _Unbuffered:
-    """Writes everything it is given, however little the system takes at once."""
+class _ReadBack:
+    """Writes everything it is given, however little the system takes at once, and reads it back."""
 
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self._position = 0
+        self._buffer = np.empty(0, np.uint8)
 
     def write(self, data: memoryview | bytes) -> None:
-        view = memoryview(data)
-        while view:
-            view = view[os.write(self._descriptor, view) :]
+        whole = memoryview(data).cast("B")
+        for start in range(0, len(whole), _CHUNK):
+            piece = whole[start : start + _CHUNK]
+            left = piece
+            while left:
+                left = left[os.write(self._file.fileno(), left) :]
+            self._compare(piece)
+            self._position += len(piece)
+
+    def _compare(self, piece: memoryview) -> None:
+        if len(self._buffer) < len(piece):
+            self._buffer = np.empty(len(piece), np.uint8)
+        self._file.seek(self._position)
+        read = 0
+        while read < len(piece):
+            read += read_into(self._file, self._buffer.data[read : len(piece)])
+        if not np.array_equal(self._buffer[:read], np.frombuffer(piece, np.uint8)):
+            raise OSError("the file reads back different from what was written")
 
 
 def temporary_name(target: Path) -> Path:

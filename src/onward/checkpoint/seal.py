@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
+from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
 from onward.errors import CheckpointError
@@ -43,6 +44,8 @@ _BLOCK_START = 8  # behind the root offset and the file identifier
 _TRAILER_HEAD = struct.Struct("<8sQ")
 
 _CHUNK = 4 << 20
+# Bytes from which a second thread is worth its start.
+_LARGE = 1 << 20
 
 
 class Writable(Protocol):
@@ -52,7 +55,7 @@ class Writable(Protocol):
 
 
 class HashingWriter:
-    """Passes bytes on to a stream in bounded pieces while it counts and hashes them."""
+    """Passes bytes on to a stream in bounded pieces while it counts them and hashes them in a thread beside."""
 
     def __init__(self, stream: Writable) -> None:
         self._stream = stream
@@ -62,11 +65,17 @@ class HashingWriter:
     def write(self, data: memoryview | bytes) -> None:
         """Write all of `data`."""
         view = memoryview(data)
-        for start in range(0, len(view), _CHUNK):
-            piece = view[start : start + _CHUNK]
-            self._sha.update(piece)
-            self._stream.write(piece)
         self.length += len(view)
+        if len(view) < _LARGE:
+            self._sha.update(view)
+            self._stream.write(view)
+            return
+        with ThreadPoolExecutor(1, thread_name_prefix="onward-hash") as beside:
+            for start in range(0, len(view), _CHUNK):
+                piece = view[start : start + _CHUNK]
+                hashing = beside.submit(self._sha.update, piece)
+                self._stream.write(piece)
+                hashing.result()
 
     def digest(self) -> bytes:
         """Return the sha256 of what was written so far."""

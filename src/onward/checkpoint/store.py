@@ -201,7 +201,7 @@ def _copy(source: Path, destination: Path) -> None:
             while piece := file.read(_CHUNK):
                 stream.write(piece)
 
-    replace_file(destination, write, check=lambda temporary: None)
+    replace_file(destination, write)
 
 
 def _shift(target: Path, kept: list[_Kept], keep: int) -> None:
