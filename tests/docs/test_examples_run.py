@@ -37,7 +37,10 @@ def stand_in_for_the_hub() -> None:
             part.save_pretrained(name)
 
 
-PREPARE = {"exporting-from-hugging-face": stand_in_for_the_hub}
+PREPARE = {
+    "exporting-from-hugging-face": stand_in_for_the_hub,
+    "fine-tuning-hugging-face": stand_in_for_the_hub,
+}
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)], ids=lambda page: page.stem)
