@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 
 import onward
@@ -58,6 +59,10 @@ def test_int8_is_smaller_and_its_cost_is_recorded(
     whole = save_pipeline(artifacts, trainer.state, tmp_path / "fp32")
     small = save_pipeline(artifacts, trainer.state, tmp_path / "int8", quantize="int8")
     assert small.size < whole.size
+    kept = [t for t in onnx.load(small.path).graph.initializer if t.data_type == onnx.TensorProto.FLOAT]
+    assert not [
+        t.name for t in kept if len(t.dims) == 2 and "attention" in t.name
+    ]  # training transposes them
     assert small.path == tmp_path / "int8" / "model.onnx"
     card = json.loads((tmp_path / "int8" / "onward.json").read_text(encoding="utf-8"))
     assert card["quantize"] == "int8"

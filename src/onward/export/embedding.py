@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 import onnx
 import torch
-from onnx import NodeProto, helper
+from onnx import helper
 
 from onward.errors import ExportError
+from onward.export.transposes import common_transposition, drop, readers
 
 __all__ = ["add_weights", "serialized", "take_weights"]
 
@@ -31,17 +32,17 @@ def take_weights(
     unknown = [name for name in wanted if name not in tensors]
     if unknown:
         raise ExportError(f"the exporter made inputs of its own: {', '.join(unknown)}")
-    readers = _readers(graph, wanted)
+    readers_of = readers(graph, wanted)
     renamed: dict[str, str] = {}
     outputs = {value.name for value in graph.output}
     weights: dict[str, np.ndarray] = {}
     for name in wanted:
         value = tensors[name].detach().cpu().numpy()
-        perm = _common_transposition(readers[name])
-        if perm is not None and not outputs & {node.output[0] for node in readers[name]}:
+        perm = common_transposition(readers_of[name])
+        if perm is not None and not outputs & {node.output[0] for node in readers_of[name]}:
             # Under another name: whoever looks for the parameter must not find its transpose.
             stored = f"{name}.transposed"
-            renamed |= {node.output[0]: stored for node in readers[name]}
+            renamed |= {node.output[0]: stored for node in readers_of[name]}
             value = value.transpose(perm)
         else:
             stored = name
@@ -49,7 +50,7 @@ def take_weights(
     kept = [value for value in graph.input if value.name in inputs]
     del graph.input[:]
     graph.input.extend(kept)
-    _drop(graph, renamed)
+    drop(graph, renamed)
     return weights
 
 
@@ -99,45 +100,3 @@ def _varint(value: int) -> bytes:
         digits.append(value & 0x7F | 0x80)
         value >>= 7
     return bytes([*digits, value])
-
-
-def _readers(graph: onnx.GraphProto, names: Collection[str]) -> dict[str, list[NodeProto]]:
-    """Every node that reads one of the names, in bodies too."""
-    found: dict[str, list[NodeProto]] = {name: [] for name in names}
-    for node in graph.node:
-        for name in node.input:
-            if name in found:
-                found[name].append(node)
-        for attribute in node.attribute:
-            if attribute.type == onnx.AttributeProto.GRAPH:
-                for name, nodes in _readers(attribute.g, names).items():
-                    # Twice, so that what a body reads is never taken for something to fold.
-                    found[name] += [node, *nodes]
-    return found
-
-
-def _common_transposition(nodes: list[NodeProto]) -> list[int] | None:
-    """The permutation that every reader applies; None where there is none or they differ."""
-    perms = set()
-    for node in nodes:
-        perm = next((helper.get_attribute_value(a) for a in node.attribute if a.name == "perm"), None)
-        if node.op_type != "Transpose" or perm is None:
-            return None
-        perms.add(tuple(perm))
-    return list(perms.pop()) if len(perms) == 1 else None
-
-
-def _drop(graph: onnx.GraphProto, renamed: dict[str, str]) -> None:
-    """Remove the nodes that made the renamed values; their readers, in bodies too, read the stored ones."""
-    nodes = []
-    for node in graph.node:
-        if node.output and node.output[0] in renamed:
-            continue
-        for index, name in enumerate(node.input):
-            node.input[index] = renamed.get(name, name)
-        for attribute in node.attribute:
-            if attribute.type == onnx.AttributeProto.GRAPH:
-                _drop(attribute.g, renamed)
-        nodes.append(node)
-    del graph.node[:]
-    graph.node.extend(nodes)

@@ -23,6 +23,7 @@ import onnx
 
 from onward.errors import ModelError
 from onward.export.int8 import quantize_lookups, quantize_products
+from onward.export.transposes import fold_transposes
 
 __all__ = ["SCHEMES", "QuantizationReport", "measure", "quantize", "scheme_name"]
 
@@ -110,6 +111,7 @@ def quantize(
     proto = _load(model)
     metadata = {prop.key: prop.value for prop in proto.metadata_props}
     options = _Options(reduce_range=reduce_range, block_size=block_size, exclude=tuple(exclude))
+    fold_transposes(proto)  # as a training graph has them: matrices behind them would be left as they are
     with _undisturbed():
         result = SCHEMES[name].apply(proto, options)
     # The quantizers leave notes of their own in the metadata, or lose what was there: keep the model's.
