@@ -35,3 +35,12 @@ def test_every_page_is_in_the_navigation() -> None:
     text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     missing = [page.name for page in (ROOT / "docs").glob("*.md") if f" {page.name}\n" not in text]
     assert not missing
+
+
+def test_the_readme_counts_published_models_as_the_benchmark_did() -> None:
+    page = (ROOT / "docs" / "published-models.md").read_text(encoding="utf-8")
+    rows = [line for line in page.splitlines() if re.match(r"\| [a-z-]+ \| `", line)]
+    trained = [row for row in rows if not row.endswith("| – |")]
+    assert f"training: {len(trained)} of\n{len(rows)} train" in page
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert f"[{len(trained)} of {len(rows)} published models]" in readme
