@@ -6,7 +6,8 @@ import numpy as np
 import onnx_ir as ir
 
 from onward.autodiff.registry import gradient
-from onward.autodiff.rules.conv import count_up, kernel_of, sum_channels, values
+from onward.autodiff.rules.conv import count_up, kernel_of, sum_channels
+from onward.autodiff.rules.conv_weights import values
 from onward.autodiff.rules.sampling import (
     axis_taps,
     combine,
