@@ -24,6 +24,7 @@ from onward.autodiff.segments import ActivationBudget, Recompute
 from onward.checkpoint import CheckpointData, NominalTensor
 from onward.errors import ModelError
 from onward.graph.adapters import LoRA, add_adapters
+from onward.graph.collection import collect_later
 from onward.graph.dialect import OPSET, normalize
 from onward.graph.load import ModelSource, load_model
 from onward.graph.lower import OLDEST_OUTPUT, lower
@@ -108,6 +109,7 @@ class Artifacts:
         )
 
 
+@collect_later()
 def generate_artifacts(
     model: onnx.ModelProto | str | os.PathLike[str],
     requires_grad: Sequence[str] | None = None,
@@ -176,6 +178,7 @@ def generate_artifacts(
     )
 
 
+@collect_later()
 def build_artifacts(
     model: ModelSource,
     *,

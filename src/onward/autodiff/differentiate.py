@@ -14,6 +14,7 @@ from onward.autodiff.sequences import zeros
 from onward.errors import ModelError
 from onward.graph.body_shapes import infer_graph
 from onward.graph.cleanup import finish
+from onward.graph.collection import collect_later
 from onward.graph.dialect import normalize
 from onward.graph.load import ModelSource
 from onward.graph.statistics import make_statistics_explicit
@@ -21,6 +22,7 @@ from onward.graph.statistics import make_statistics_explicit
 __all__ = ["add_gradients", "find_value", "gradient", "vector_jacobian"]
 
 
+@collect_later()
 def gradient(
     model: ModelSource,
     of: str | None = None,
@@ -64,6 +66,7 @@ def gradient(
     return ir.to_proto(finish(prepared))
 
 
+@collect_later()
 def vector_jacobian(
     model: ModelSource, *, of: Sequence[str] | None = None, wrt: Sequence[str] | None = None
 ) -> tuple[onnx.ModelProto, list[str], list[str]]:
