@@ -165,6 +165,27 @@ def test_a_disk_that_cannot_be_read_back_is_not_trusted(tmp_path, monkeypatch):
     assert names(tmp_path) == ["c"]
 
 
+def test_a_flush_that_failed_while_more_was_written_is_not_forgotten(tmp_path, monkeypatch):
+    path = tmp_path / "c"
+    save(sample(1), path)
+    real, calls = os.fsync, []
+
+    def failing_once(descriptor):
+        calls.append(descriptor)
+        if len(calls) == 1:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        real(descriptor)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", failing_once)
+        patch.setattr(atomic, "_FLUSH", 100)
+        with pytest.raises(CheckpointError, match=NOT_COMMITTED):
+            save(sample(2), path)
+    assert len(calls) > 1
+    assert fingerprint(load(path)) == fingerprint(sample(1))
+    assert names(tmp_path) == ["c"]
+
+
 def test_short_writes_are_continued(tmp_path, monkeypatch):
     real = os.write
     monkeypatch.setattr(os, "write", lambda descriptor, data: real(descriptor, data[:97]))

@@ -15,6 +15,7 @@ import secrets
 import stat
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from hashlib import sha256
 from pathlib import Path
 from typing import IO
@@ -43,6 +44,7 @@ NOT_COMMITTED = "not committed, the old one is kept"
 UNCERTAIN = "committed, durability uncertain"
 _SUFFIX = ".onward-tmp"
 _CHUNK = 4 << 20
+_FLUSH = 32 << 20
 
 
 def replace_file(
@@ -64,11 +66,13 @@ def replace_file(
     try:
         mode = _replaceable(target)
         _sweep(target)
-        with _temporary(target) as (file, temporary):
-            write(_ReadBack(file))
+        with _temporary(target) as (file, temporary), ThreadPoolExecutor(1) as beside:
+            stream = _ReadBack(file, beside)
+            write(stream)
             if mode is not None and hasattr(os, "fchmod"):
                 os.fchmod(file.fileno(), mode)
             os.fsync(file.fileno())
+            stream.finish()
             if check is not None:
                 check(temporary)
             if before_commit is not None:
@@ -133,11 +137,15 @@ def read_into(file: IO[bytes], view: memoryview) -> int:
 
 
 class _ReadBack:
-    """Writes everything it is given, however little the system takes at once, and reads it back."""
+    """Writes everything it is given, however little the system takes at once, and reads it back.
 
-    def __init__(self, file: IO[bytes]) -> None:
-        self._file = file
-        self._position = 0
+    Now and then it has what is written flushed to the disk in another thread, while more is written.
+    """
+
+    def __init__(self, file: IO[bytes], beside: Executor) -> None:
+        self._file, self._beside = file, beside
+        self._flushes: list[Future[None]] = []
+        self._position = self._flushed = 0
         self._buffer = np.empty(0, np.uint8)
 
     def write(self, data: memoryview | bytes) -> None:
@@ -149,6 +157,14 @@ class _ReadBack:
                 left = left[os.write(self._file.fileno(), left) :]
             self._compare(piece)
             self._position += len(piece)
+            if self._position - self._flushed >= _FLUSH:
+                self._flushes.append(self._beside.submit(os.fsync, self._file.fileno()))
+                self._flushed = self._position
+
+    def finish(self) -> None:
+        """Raise what a flush raised: the system says so only once."""
+        for flush in self._flushes:
+            flush.result()
 
     def _compare(self, piece: memoryview) -> None:
         if len(self._buffer) < len(piece):
