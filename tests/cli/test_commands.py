@@ -95,6 +95,7 @@ def test_a_loss_after_a_softmax_is_remarked_upon(place: Path, run: Any) -> None:
 
 
 def test_check_says_yes_with_sizes(place: Path, run: Any) -> None:
+    assert run("check", "model.onnx", "--steps", 0, "--json").json["trainable"]
     found = run("check", "model.onnx", "-l", "cross-entropy", "--batch-size", 8, "--json").json
     values = 16 * 4 + 16 + 3 * 16 + 3
     assert found["trainable"] is True

@@ -247,7 +247,6 @@ ALONE: list[tuple[str, int, str, str]] = [
     ("deploy run new.onnx --quantize int7", 2, "'int7' is unknown", "did you mean 'int8'?"),
     ("export folder -o new --quantize int9", 2, "'int9' is unknown", "did you mean 'int8'?"),
     ("bench", 2, "Missing argument", "onward bench --help"),
-    ("check model.onnx", 2, "Missing option '--loss'", "choose from none, mse"),
     ("export folder", 2, "Missing option '--output'", "onward export --help"),
     ("convert run/best", 2, "Missing argument 'target'", "onward convert --help"),
     ("train artifacts more -d data.npz", 2, "unexpected extra argument", "onward train --help"),

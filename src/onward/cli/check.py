@@ -9,7 +9,7 @@ import typer
 
 from onward.cli.advice import advice
 from onward.cli.artifacts import Freeze, Loss, Model, Optimizer, Train
-from onward.cli.choices import OptimizerChoice, loss_of, optimizer_of
+from onward.cli.choices import LossChoice, OptimizerChoice, loss_of, optimizer_of
 from onward.cli.frame import CommandError, Output, command, examples, human_size
 from onward.cli.parameters import choose_parameters
 
@@ -21,8 +21,8 @@ def register(app: typer.Typer) -> None:
     app.command(
         "check",
         epilog=examples(
-            "onward check model.onnx --loss cross-entropy",
-            "onward check model.onnx -l mse --batch-size 8 --json",
+            "onward check model.onnx",
+            "onward check model.onnx -l cross-entropy --batch-size 8 --json",
         ),
     )(check)
 
@@ -31,7 +31,7 @@ def register(app: typer.Typer) -> None:
 def check(
     output: Output,
     model: Model,
-    loss: Loss,
+    loss: Loss = LossChoice.MSE,
     optimizer: Optimizer = OptimizerChoice.ADAMW,
     train: Train = None,
     freeze: Freeze = None,
