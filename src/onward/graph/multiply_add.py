@@ -70,7 +70,7 @@ def fuse_multiply_add(
         elif negative:
             name = f"{scalar}/negative"
             if name not in places:
-                steps.append((_negative, (computed[scalar],), False))
+                steps.append((_negative, computed[scalar], None, False))
                 places[name] = size
                 size += 1
             if not any(value.name == name for value in graph.input):

@@ -14,7 +14,7 @@ from typing import Any
 
 import onnx
 
-__all__ = ["ScalarProgram", "split_scalars", "to_single", "without_scaling"]
+__all__ = ["ScalarProgram", "Step", "split_scalars", "to_single", "without_scaling"]
 
 _OPERATORS: dict[str, Callable[..., Any]] = {
     "Cast": float,
@@ -32,6 +32,10 @@ _OPERATORS: dict[str, Callable[..., Any]] = {
 }
 
 
+# An operator, the places of its inputs (None where there is one), and whether the result is float32.
+Step = tuple[Callable[..., Any], int, int | None, bool]
+
+
 def to_single(value: float) -> float:
     """The float32 nearest to a number.
 
@@ -43,13 +47,13 @@ def to_single(value: float) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class ScalarProgram:
-    """Scalars computed from scalars, in order: (operator, places of its inputs, in float32).
+    """Scalars computed from scalars, in order.
 
     Every value has a place in one list: the inputs first, then `constants`, then what each step makes.
     """
 
     constants: Sequence[float]
-    steps: Sequence[tuple[Callable[..., float], tuple[int, ...], bool]]
+    steps: Sequence[Step]
     places: Mapping[str, int]
 
     @property
@@ -60,12 +64,9 @@ class ScalarProgram:
     def run(self, *values: float) -> list[float]:
         """The results for given inputs, each step rounded as the model would."""
         known = [*values, *self.constants]
-        for function, inputs, single in self.steps:
-            if len(inputs) == 2:
-                value = function(known[inputs[0]], known[inputs[1]])
-            else:
-                value = function(*[known[place] for place in inputs])
-            known.append(to_single(value) if single else value)
+        for function, first, second, single in self.steps:
+            value = function(known[first]) if second is None else function(known[first], known[second])
+            known.append(ctypes.c_float(value).value if single else value)
         return [known[place] for place in self.places.values()]
 
 
@@ -81,12 +82,14 @@ def split_scalars(model: onnx.ModelProto, scalars: Sequence[str]) -> tuple[Scala
     }
     place = {name: index for index, name in enumerate([*scalars, *constants])}
     kinds = {value.name: value.type.tensor_type.elem_type for value in model.graph.value_info}
-    steps: list[tuple[Callable[..., float], tuple[int, ...], bool]] = []
+    steps: list[Step] = []
     rest, made = [], set()
     for node in model.graph.node:
-        if node.op_type in _OPERATORS and not node.domain and all(n in place for n in node.input):
+        known = not node.domain and 0 < len(node.input) <= 2 and all(name in place for name in node.input)
+        if known and node.op_type in _OPERATORS:
             single = kinds.get(node.output[0]) == onnx.TensorProto.FLOAT
-            steps.append((_OPERATORS[node.op_type], tuple(place[name] for name in node.input), single))
+            second = place[node.input[1]] if len(node.input) == 2 else None
+            steps.append((_OPERATORS[node.op_type], place[node.input[0]], second, single))
             place[node.output[0]] = len(place)
             made.add(node.output[0])
         else:

@@ -62,6 +62,11 @@ class _Block:
         self._bits = gradient.view(np.uint32).reshape(-1, min(_PIECE, stop - start)) if rests else None
         self._awake = np.zeros(0 if self._bits is None else len(self._bits), bool)
 
+    @property
+    def rests(self) -> bool:
+        """Whether a part of it may never have been moved."""
+        return self._bits is not None
+
     def wake(self) -> None:
         """Count all of it as moved."""
         self._bits = None
@@ -89,22 +94,27 @@ class _Share:
         self._session, self._bind = session, bind
         self._given = {value.name for value in session.get_inputs()}
         self._blocks = blocks
-        self._bindings: dict[tuple[int, int], Any] = {}
+        # bindings are made when first needed: of whole blocks, and of pieces by where they begin
+        self._whole: list[Any] = [None] * len(blocks)
+        self._pieces: dict[int, Any] = {}
 
     def run(self) -> None:
-        for block in self._blocks:
-            pieces = block.pieces()
-            if pieces is None:
-                self._run(block, slice(block.start, block.stop))
+        for index, block in enumerate(self._blocks):
+            pieces = block.pieces() if block.rests else None
+            if pieces is not None:
+                for piece in pieces:
+                    self._run_piece(block, block.piece(piece))
                 continue
-            for index in pieces:
-                self._run(block, block.piece(index))
+            binding = self._whole[index]
+            if binding is None:
+                part = slice(block.start, block.stop)
+                binding = self._whole[index] = self._bind(self._session, self._given, part, block.setting)
+            run_bound(self._session, binding)
 
-    def _run(self, block: _Block, part: slice) -> None:
-        binding = self._bindings.get((part.start, part.stop))
+    def _run_piece(self, block: _Block, part: slice) -> None:
+        binding = self._pieces.get(part.start)
         if binding is None:
-            binding = self._bind(self._session, self._given, part, block.setting)
-            self._bindings[part.start, part.stop] = binding
+            binding = self._pieces[part.start] = self._bind(self._session, self._given, part, block.setting)
         run_bound(self._session, binding)
 
 
