@@ -14,6 +14,9 @@ from onward.autodiff.rules.windows import Sizes, Window, cut, padded, spatial, t
 
 __all__ = ["Product", "weight_gradient"]
 
+# Windows up to which a list of them is made for each tap, when a session is made: 128 kB each.
+_MOST_PLACES = 1 << 14
+
 
 @dataclasses.dataclass(frozen=True)
 class Product:
@@ -185,10 +188,11 @@ def weight_formulation(op, product: Product) -> str:
 
 
 def _has_sizes(op, product: Product) -> bool:
-    """Whether all sizes but the batch are known."""
+    """Whether all sizes but the batch are known, and so few that lists of places take little memory."""
     sizes = (spatial(op, product.x), spatial(op, product.dy))
-    known_sizes = all(isinstance(size, np.ndarray) for size in sizes)
-    return known_sizes and product.window.static_pads is not None and op.static_dim(product.x, 1) is not None
+    if not all(isinstance(size, np.ndarray) for size in sizes) or product.window.static_pads is None:
+        return False
+    return op.static_dim(product.x, 1) is not None and bool(np.prod(sizes[1]) <= _MOST_PLACES)
 
 
 def grouped(op, value: ir.Value, group: int) -> ir.Value | list[int]:
