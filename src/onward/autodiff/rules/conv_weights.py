@@ -189,10 +189,11 @@ def weight_formulation(op, product: Product) -> str:
 
 def _has_sizes(op, product: Product) -> bool:
     """Whether all sizes but the batch are known, and so few that lists of places take little memory."""
-    sizes = (spatial(op, product.x), spatial(op, product.dy))
-    if not all(isinstance(size, np.ndarray) for size in sizes) or product.window.static_pads is None:
+    size, places = spatial(op, product.x), spatial(op, product.dy)
+    if not isinstance(size, np.ndarray) or not isinstance(places, np.ndarray):
         return False
-    return op.static_dim(product.x, 1) is not None and bool(np.prod(sizes[1]) <= _MOST_PLACES)
+    few = bool(np.prod(places) <= _MOST_PLACES)
+    return few and product.window.static_pads is not None and op.static_dim(product.x, 1) is not None
 
 
 def grouped(op, value: ir.Value, group: int) -> ir.Value | list[int]:
