@@ -57,6 +57,7 @@ def write(stored: dict, docs: Path) -> None:
     """Write the results, the page and the picture."""
     (docs / PICTURE).parent.mkdir(parents=True, exist_ok=True)
     results.save(docs / RESULTS, stored)
+    stored = results.load(docs / RESULTS)  # rounded: the page says what the file does
     (docs / PICTURE).write_text(picture(stored), encoding="utf-8")
     (docs / "benchmarks.md").write_text(page(stored, SECTIONS), encoding="utf-8")
 
