@@ -24,11 +24,10 @@ from onward.graph.inference_form import to_inference
 from onward.graph.patterns import fuse_gelu
 from onward.graph.prune import find_value, values_of
 from onward.graph.random import SEED_INPUT, make_random_explicit
+from onward.graph.specialize import BUFFER, OUT, RESET
 from onward.graph.statistics import make_statistics_explicit
 
-__all__ = ["RESET_INPUT", "TrainingGraphs", "build_training_graphs", "producer"]
-
-RESET_INPUT = "lazy_reset_grad"
+__all__ = ["RESET", "TrainingGraphs", "build_training_graphs", "producer"]
 
 
 @dataclasses.dataclass
@@ -125,16 +124,14 @@ def _build_step(
     if seed is not None:
         graph.inputs.remove(seed)
     _turn_into_inputs(graph, order)
-    buffers = [
-        op.input(f"{value.name}_grad.accumulation.buffer", value.dtype, value.shape) for value in gradients
-    ]
-    reset = op.input(RESET_INPUT, ir.DataType.BOOL, [1])
+    buffers = [op.input(f"{value.name}{BUFFER}", value.dtype, value.shape) for value in gradients]
+    reset = op.input(RESET, ir.DataType.BOOL, [1])
     if seed is not None:
         graph.inputs.append(seed)
     results = []
     for (value, derivative), buffer in zip(gradients.items(), buffers):
         out = op.Where(reset, derivative, op.Add(buffer, derivative))
-        _name_output(op, out, f"{value.name}_grad.accumulation.out", value)
+        _name_output(op, out, f"{value.name}{OUT}", value)
         results.append(out)
     recompute_activations(op, forward, recompute, results=results)
     for statistic in statistics:

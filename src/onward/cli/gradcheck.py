@@ -93,16 +93,10 @@ def _read_point(path: Path, specs: Mapping[str, Any]) -> dict[str, Any]:
 def _refuse_random(model: Path) -> None:
     """Finite differences of a function that is another at every call mean nothing."""
     from onward.cli.describe import describe_model
+    from onward.graph.nodes import RANDOM
 
-    random = {
-        "RandomNormal",
-        "RandomNormalLike",
-        "RandomUniform",
-        "RandomUniformLike",
-        "Bernoulli",
-        "Multinomial",
-    }
-    found = sorted(random & set(describe_model(model)["operators"]))
+    # dropout is random in training mode only
+    found = sorted((RANDOM - {"Dropout"}) & set(describe_model(model)["operators"]))
     if _has_dropout(model):
         found.append("Dropout")
     if found:

@@ -102,6 +102,7 @@ def user_inputs(model: Path) -> list[Any]:
     """The inputs of a training model that data is for."""
     from onward.cli.fitting import specs_of
     from onward.cli.models import read_model
+    from onward.graph.specialize import BUFFER, RESET
 
     proto = read_model(model)
     about = {entry.key: entry.value for entry in proto.metadata_props}
@@ -113,8 +114,7 @@ def user_inputs(model: Path) -> list[Any]:
     return [
         spec
         for spec in specs_of(proto.graph)
-        if spec.name not in {*parameters, "lazy_reset_grad", random}
-        and not spec.name.endswith("_grad.accumulation.buffer")
+        if spec.name not in {*parameters, RESET, random} and not spec.name.endswith(BUFFER)
     ]
 
 

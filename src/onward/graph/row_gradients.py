@@ -12,10 +12,10 @@ import math
 import numpy as np
 import onnx
 
+from onward.graph.specialize import BUFFER, OUT
+
 __all__ = ["scatter_in_place"]
 
-_OUT = "_grad.accumulation.out"
-_BUFFER = "_grad.accumulation.buffer"
 # Numbers of a table from which it is worth while.
 _LARGE = 1 << 16
 
@@ -43,10 +43,10 @@ def scatter_in_place(model: onnx.ModelProto) -> dict[str, str]:
         elif users:
             continue
         value = outputs.get(target)
-        if value is None or not target.endswith(_OUT) or _size(value) < _LARGE:
+        if value is None or not target.endswith(OUT) or _size(value) < _LARGE:
             continue
-        parameter = target.removesuffix(_OUT)
-        buffer = f"{parameter}{_BUFFER}"
+        parameter = target.removesuffix(OUT)
+        buffer = f"{parameter}{BUFFER}"
         if buffer not in inputs:
             graph.input.add(name=buffer).type.CopyFrom(value.type)
         if users:
@@ -87,9 +87,9 @@ def _scatters_rows(
 def _sum_with_buffer(node: onnx.NodeProto, gradient: str) -> str:
     """The output of a node that adds a gradient to its own buffer, or nothing."""
     others = [name for name in node.input if name != gradient]
-    if node.op_type != "Add" or len(others) != 1 or not others[0].endswith(_BUFFER):
+    if node.op_type != "Add" or len(others) != 1 or not others[0].endswith(BUFFER):
         return ""
-    same = others[0].removesuffix(_BUFFER) == node.output[0].removesuffix(_OUT)
+    same = others[0].removesuffix(BUFFER) == node.output[0].removesuffix(OUT)
     return node.output[0] if same else ""
 
 

@@ -1,17 +1,19 @@
 """Training models with `lazy_reset_grad` known: no selection, and one pass over memory less.
 
-Works on protobuf alone, since it is on the way of every start of training.
+Has the names by which a training model takes and gives gradients, as the original runtime chose them. Works on
+protobuf alone, since it is on the way of every start of training.
 """
 
 from __future__ import annotations
 
 import onnx
 
-__all__ = ["specialize_reset"]
+__all__ = ["BUFFER", "OUT", "RESET", "specialize_reset"]
 
-_RESET = "lazy_reset_grad"
-_OUT = "_grad.accumulation.out"
-_BUFFER = "_grad.accumulation.buffer"
+# What follows a parameter's name: the gradients so far, and those after the step; and whether to forget the former.
+BUFFER = "_grad.accumulation.buffer"
+OUT = "_grad.accumulation.out"
+RESET = "lazy_reset_grad"
 
 
 def specialize_reset(model: onnx.ModelProto, *, reset: bool) -> onnx.ModelProto:
@@ -23,7 +25,7 @@ def specialize_reset(model: onnx.ModelProto, *, reset: bool) -> onnx.ModelProto:
     drop: set[int] = set()
     adders = {node.output[0]: index for index, node in enumerate(graph.node) if node.op_type == "Add"}
     for index, node in enumerate(graph.node):
-        if node.op_type != "Where" or node.input[0] != _RESET or not node.output[0].endswith(_OUT):
+        if node.op_type != "Where" or node.input[0] != RESET or not node.output[0].endswith(OUT):
             continue
         _, gradient, accumulated = node.input
         drop.add(index)
@@ -43,7 +45,7 @@ def specialize_reset(model: onnx.ModelProto, *, reset: bool) -> onnx.ModelProto:
         _rename(node, renamed)
     del graph.node[:]
     graph.node.extend(kept)
-    gone = {_RESET} | ({v.name for v in graph.input if v.name.endswith(_BUFFER)} if reset else set())
+    gone = {RESET} | ({v.name for v in graph.input if v.name.endswith(BUFFER)} if reset else set())
     for value in [value for value in graph.input if value.name in gone]:
         graph.input.remove(value)
     del graph.value_info[:]

@@ -9,12 +9,10 @@ import numpy as np
 import onnx
 
 from onward.errors import ModelError
+from onward.graph.specialize import BUFFER, OUT, RESET
 
-__all__ = ["BUFFER", "OUT", "RESET", "SEED", "Plan", "read_plan"]
+__all__ = ["SEED", "Plan", "read_plan"]
 
-BUFFER = "_grad.accumulation.buffer"
-OUT = "_grad.accumulation.out"
-RESET = "lazy_reset_grad"
 SEED = "random_seed"
 
 

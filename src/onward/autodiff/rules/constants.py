@@ -6,6 +6,7 @@ The ones next to which a family has rules (comparisons, ArgMax, Shape) are decla
 from __future__ import annotations
 
 from onward.autodiff.registry import no_gradient
+from onward.graph.nodes import RANDOM
 
 no_gradient("Constant", "ConstantOfShape", "EyeLike", because="of a shape only")
 no_gradient(
@@ -15,15 +16,8 @@ no_gradient(
     "MelWeightMatrix",
     because="of sizes and frequencies only",
 )
-no_gradient(
-    "RandomNormal",
-    "RandomNormalLike",
-    "RandomUniform",
-    "RandomUniformLike",
-    "Bernoulli",
-    "Multinomial",
-    because="a random number is a constant of the step",
-)
+# dropout multiplies by its random numbers, and has a gradient
+no_gradient(*sorted(RANDOM - {"Dropout"}), because="a random number is a constant of the step")
 no_gradient("Hardmax", because="constant almost everywhere")
 no_gradient("NonMaxSuppression", because="indices of boxes")
 no_gradient("ImageDecoder", because="of bytes")
