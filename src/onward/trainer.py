@@ -27,7 +27,7 @@ from onward.fit.interrupt import PatientInterrupt
 from onward.fit.metrics import Metric, find_metrics
 from onward.fit.place import Place
 from onward.fit.prediction import predict
-from onward.fit.report import render_report
+from onward.fit.report import list_files, render_report
 from onward.fit.schedules import Schedule, make_schedule, schedule_name
 from onward.fit.sources import ArtifactFiles, find_artifacts
 from onward.runtime.environment import environment
@@ -329,7 +329,7 @@ class Trainer:
             title=f"Training of {self._files.name}",
             settings=settings,
             environment=environment(self._options),
-            files=_listed(self.output_directory, without=Path(path).name),
+            files=list_files(self.output_directory, without=Path(path).name),
         )
         Path(path).write_text(page, encoding="utf-8")
 
@@ -394,8 +394,3 @@ class Trainer:
         checkpoint.rotate(directory, keep=self._keep)  # a run that died after saving may not have got to it
         self._whole = True
         return True
-
-
-def _listed(directory: Path | None, *, without: str) -> list[str]:
-    names = [] if directory is None else sorted(file.name for file in directory.iterdir())
-    return [name for name in names if not name.startswith(".") and name != without]

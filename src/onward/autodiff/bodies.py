@@ -29,9 +29,11 @@ __all__ = [
     "body_input",
     "by_value",
     "close",
+    "copy_into",
     "differentiate_body",
     "emit",
     "inline",
+    "new_output",
     "random_values",
     "refuse_random",
     "sequence_like",
@@ -320,3 +322,21 @@ def _copy_graph(op: DifferentiableBuilder, graph: ir.Graph, outer: dict[ir.Value
         opset_imports=dict(graph.opset_imports),
         name=op.namer(graph.name or "body"),
     )
+
+
+def copy_into(op, body: ir.Graph, value: ir.Value) -> ir.Value:
+    """A value as a new one of a body, by an Identity at its end."""
+    node = ir.Node("", "Identity", [value], num_outputs=1, name=op.namer(f"{op.scope}/keep"))
+    node.outputs[0].name = op.namer(f"{op.scope}/keep.out")
+    describe(node.outputs[0], value.type, value.shape)
+    body.append(node)
+    return node.outputs[0]
+
+
+def new_output(op, node: ir.Node, kind, shape) -> ir.Value:
+    """A further output of a node."""
+    node.resize_outputs(len(node.outputs) + 1)
+    value = node.outputs[-1]
+    value.name = op.namer(f"{op.scope}/kept")
+    describe(value, kind, None if shape is None else ir.Shape(shape))
+    return value

@@ -5,11 +5,12 @@ from __future__ import annotations
 import html
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from onward.fit.history import History
 
-__all__ = ["render_report"]
+__all__ = ["list_files", "render_report"]
 
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM = 640, 268, 62, 42
 _NOISY = 60  # more points than this are drawn faint, with their mean around each
@@ -86,6 +87,12 @@ def render_report(
 {f"<h2>Files</h2><ul>{links}</ul>" if links else ""}
 </body></html>
 """
+
+
+def list_files(directory: Path | None, *, without: str) -> list[str]:
+    """The names of a run's files that a report links to: all that are not hidden but the report itself."""
+    names = [] if directory is None else sorted(file.name for file in directory.iterdir())
+    return [name for name in names if not name.startswith(".") and name != without]
 
 
 Points = list[tuple[float, float]]

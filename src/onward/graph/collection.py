@@ -15,7 +15,12 @@ __all__ = ["collect_later"]
 
 @contextlib.contextmanager
 def collect_later() -> Iterator[None]:
-    """Leave garbage for later; whoever had turned collection off finds it off."""
+    """Leave garbage for later; whoever had turned collection off finds it off.
+
+    >>> with collect_later():
+    ...     gc.isenabled()
+    False
+    """
     if not gc.isenabled():
         yield
         return

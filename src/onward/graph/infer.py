@@ -16,9 +16,9 @@ import onnx_ir as ir
 
 from onward.errors import ModelError
 from onward.graph.builder import Builder
+from onward.graph.dims import Dim, dims_of
 from onward.graph.node_inference import NodeInference
 from onward.graph.nodes import subgraphs_of
-from onward.graph.symbols import Dim, dims_of
 
 __all__ = ["infer_shapes", "rank_from_lengths", "sharpen", "unknown_ranks"]
 

@@ -13,10 +13,10 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import onnx_ir as ir
 
-__all__ = ["Dim", "Symbols", "dims_of"]
+from onward.graph.dims import Dim, add, broadcast, dims_of, div, equal, mul, product, quotient, sub
 
-# A number, a name (or a product of names and a number, like "2*batch*sequence"), or unknown.
-Dim = int | str | None
+__all__ = ["Symbols"]
+
 # The elements of an integer tensor of rank 0 or 1.
 Elements = tuple[int, tuple[Dim, ...]]
 _LONGEST = 64
@@ -73,58 +73,6 @@ class Symbols:
         rule = _VALUES.get(node.op_type)
         found = rule(self, node) if rule is not None else None
         return found if found is None or len(found[1]) <= _LONGEST else None
-
-
-def dims_of(shape: ir.Shape) -> tuple[Dim, ...]:
-    """A shape as numbers, names and None."""
-    return tuple(dim if isinstance(dim, int) else dim.value for dim in shape)
-
-
-def product(dims: Sequence[Dim]) -> Dim:
-    """The product of dimensions, as a number or in one spelling."""
-    number, names = 1, []
-    for dim in dims:
-        if dim is None:
-            return None
-        if isinstance(dim, int):
-            number *= dim
-        else:
-            factor, parts = _factors(dim)
-            number *= factor
-            names += parts
-    if number == 0 or not names:
-        return number
-    return _spell(number, names)
-
-
-def _quotient(whole: Dim, part: Dim) -> Dim:
-    """whole / part where it divides evenly by its spelling."""
-    if whole is None or part is None or part == 0:
-        return None
-    top, top_names = (whole, []) if isinstance(whole, int) else _factors(whole)
-    bottom, bottom_names = (part, []) if isinstance(part, int) else _factors(part)
-    names = list(top_names)
-    for name in bottom_names:
-        if name not in names:
-            return None
-        names.remove(name)
-    if top % bottom:
-        return None
-    return _spell(top // bottom, names) if names else top // bottom
-
-
-def _factors(name: str) -> tuple[int, list[str]]:
-    number, names = 1, []
-    for part in name.split("*"):
-        if part.isdigit():
-            number *= int(part)
-        else:
-            names.append(part)
-    return number, names
-
-
-def _spell(number: int, names: Sequence[str]) -> str:
-    return "*".join(([str(number)] if number != 1 else []) + sorted(names))
 
 
 def _constant(tensor: ir.TensorProtocol) -> Elements | None:
@@ -265,43 +213,6 @@ def _reduce_prod(symbols: Symbols, node: ir.Node) -> Elements | None:
     return node.attributes.get_int("keepdims", 1) and data[0], (product(data[1]),)
 
 
-def _add(a: Dim, b: Dim) -> Dim:
-    if isinstance(a, int) and isinstance(b, int):
-        return a + b
-    return a if b == 0 else (b if a == 0 else None)
-
-
-def _sub(a: Dim, b: Dim) -> Dim:
-    if isinstance(a, int) and isinstance(b, int):
-        return a - b
-    if b == 0:
-        return a
-    return 0 if a is not None and a == b else None
-
-
-def _mul(a: Dim, b: Dim) -> Dim:
-    if (isinstance(a, int) and a < 0) or (isinstance(b, int) and b < 0):
-        return a * b if isinstance(a, int) and isinstance(b, int) else None
-    return product([a, b])
-
-
-def _div(a: Dim, b: Dim) -> Dim:
-    if isinstance(a, int) and isinstance(b, int):
-        return int(a / b) if b else None
-    return a if b == 1 else _quotient(a, b)
-
-
-def _equal(a: Dim, b: Dim) -> Dim:
-    if a is None or b is None:
-        return None
-    if isinstance(a, int) and isinstance(b, int):
-        return int(a == b)
-    if a == b:
-        return 1
-    # a dimension is never negative
-    return 0 if (isinstance(a, int) and a < 0) or (isinstance(b, int) and b < 0) else None
-
-
 _VALUES: dict[str, Callable[[Symbols, ir.Node], Elements | None]] = {
     "Shape": _shape,
     "Size": _size,
@@ -316,11 +227,11 @@ _VALUES: dict[str, Callable[[Symbols, ir.Node], Elements | None]] = {
     "ConstantOfShape": _filled,
     "Where": _where,
     "ReduceProd": _reduce_prod,
-    "Add": _elementwise(_add),
-    "Sub": _elementwise(_sub),
-    "Mul": _elementwise(_mul),
-    "Div": _elementwise(_div),
-    "Equal": _elementwise(_equal),
+    "Add": _elementwise(add),
+    "Sub": _elementwise(sub),
+    "Mul": _elementwise(mul),
+    "Div": _elementwise(div),
+    "Equal": _elementwise(equal),
 }
 
 
@@ -331,15 +242,7 @@ def _expanded(symbols: Symbols, node: ir.Node) -> Sequence[Dim] | None:
     have, want = list(dims_of(x.shape)), list(target[1])
     rank = max(len(have), len(want))
     have, want = [1] * (rank - len(have)) + have, [1] * (rank - len(want)) + want
-    return [_broadcast(a, b) for a, b in zip(have, want)]
-
-
-def _broadcast(a: Dim, b: Dim) -> Dim:
-    if a == b or b == 1:
-        return a
-    if a == 1 or (isinstance(b, int) and b > 1):
-        return b
-    return a if isinstance(a, int) and a > 1 else None
+    return [broadcast(a, b) for a, b in zip(have, want)]
 
 
 def _reshaped(symbols: Symbols, node: ir.Node) -> Sequence[Dim] | None:
@@ -355,7 +258,7 @@ def _reshaped(symbols: Symbols, node: ir.Node) -> Sequence[Dim] | None:
     if dims.count(-1) == 1:
         index = dims.index(-1)
         rest = product([dim for dim in dims if dim != -1])
-        dims[index] = _quotient(product(have), rest) if have is not None else None
+        dims[index] = quotient(product(have), rest) if have is not None else None
     return None if -1 in dims else dims
 
 
@@ -367,7 +270,7 @@ def _constant_of_shape(symbols: Symbols, node: ir.Node) -> Sequence[Dim] | None:
 def _counted(symbols: Symbols, node: ir.Node) -> Sequence[Dim] | None:
     parts = [symbols.elements(value) for value in node.inputs]
     start, limit, step = (part[1][0] if part is not None and part[1] else None for part in parts)
-    return None if step != 1 else [_sub(limit, start)]
+    return None if step != 1 else [sub(limit, start)]
 
 
 def _sliced(symbols: Symbols, node: ir.Node) -> Sequence[Dim] | None:

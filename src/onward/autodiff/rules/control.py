@@ -1,4 +1,4 @@
-"""Gradients of If, Loop and Scan: their bodies are differentiated.
+"""Gradients of Loop and Scan: their bodies are differentiated.
 
 Each backward node runs the forward body again, from what was kept of that turn, and the body's gradient after
 it. What a turn begins with is kept as further outputs of the forward node: stacked where its shape is the
@@ -19,53 +19,7 @@ from onward.autodiff.sequences import add, append_all, is_sequence, part_of, zer
 from onward.errors import ModelError
 from onward.graph.body_shapes import describe, keeps_its_shape
 from onward.graph.builder import Builder
-from onward.graph.nodes import captured_values, subgraphs_of
-
-# ---- If ----------------------------------------------------------------------------------------------
-
-
-def _if_bodies(node, varying, mattering):
-    reads = {value for value in captured_values(node) if value in varying}
-    return [
-        (branch, reads, {inner for outer, inner in zip(node.outputs, branch.outputs) if outer in mattering})
-        for branch in subgraphs_of(node)
-    ]
-
-
-@gradient("If", bodies=_if_bodies)
-def if_(op, node, *dys):
-    """y = f(c) if p else g(c)   ⇒   dc = fᵀ'(c)·dy if p else gᵀ'(c)·dy"""
-    captured = [value for value in captured_values(node) if op.wanted(value)]
-    branches = {name: node.attributes[name].as_graph() for name in ("then_branch", "else_branch")}
-    made = {}
-    for name, branch in branches.items():
-        inner = bodies.body_builder(op, name)
-        kept = {value: bodies.argument(inner, value, "kept") for value in bodies.random_values(op, branch)}
-        results = bodies.inline(inner, branch, [], given=kept)
-        found = bodies.differentiate_body(inner, list(zip(results, dys)), captured)
-        made[name] = inner, found, kept
-    reached = [value for value in captured if any(found[value] is not None for _, found, _ in made.values())]
-    if not reached:
-        return {}
-    for name, (inner, found, kept) in made.items():
-        bodies.close(inner, [found[value] for value in reached], reached)
-        for value, placeholder in kept.items():
-            if placeholder.uses():
-                ir.convenience.replace_all_uses_with(placeholder, _export(op, node, branches, name, value))
-    graphs = {name: inner.graph for name, (inner, _, _) in made.items()}
-    return dict(zip(reached, bodies.emit(op, "If", node.inputs, graphs, likes=reached)))
-
-
-def _export(op, node, branches, name, value):
-    """A value of one branch as a further output of If; the other branch gives an empty one."""
-    for key, branch in branches.items():
-        if key == name:
-            branch.outputs.append(_copy_into(op, branch, value))
-        else:
-            empty = op.constant(np.zeros([0] * op.rank(value), op.dtype(value).numpy()), name="empty")
-            branch.outputs.append(_copy_into(op, branch, empty))
-    return _new_output(op, node, value.type, None if value.shape is None else [None] * value.shape.rank())
-
+from onward.graph.nodes import captured_values
 
 # ---- Loop --------------------------------------------------------------------------------------------
 
@@ -204,16 +158,16 @@ def _record_loop(op, turns: _Turns, values: list[ir.Value]) -> tuple[ir.Value, d
     stacks: dict[ir.Value, ir.Value] = {}
     for value in [*steady, *(value for value in changing if is_sequence(value))]:
         element = inside.SequenceLength(place[value]) if is_sequence(value) else place[value]
-        body.outputs.append(_copy_into(op, body, element))
-        stacks[value] = _new_output(op, node, element.type, [None, *(element.shape or ())])
+        body.outputs.append(bodies.copy_into(op, body, element))
+        stacks[value] = bodies.new_output(op, node, element.type, [None, *(element.shape or ())])
     record = {value: _Record(stacks[value]) for value in steady}
     record |= {value: _Record(sequences[value], stacks.get(value)) for value in changing}
     countable = [*stacks.values(), *node.outputs[len(turns.leaving) + len(changing) :]]
     if not countable and changing:
         return op.SequenceLength(sequences[changing[0]]), record
     if not countable:
-        body.outputs.append(_copy_into(op, body, body.inputs[0]))
-        countable = [_new_output(op, node, ir.TensorType(ir.DataType.INT64), [None])]
+        body.outputs.append(bodies.copy_into(op, body, body.inputs[0]))
+        countable = [bodies.new_output(op, node, ir.TensorType(ir.DataType.INT64), [None])]
     return op.Squeeze(op.Shape(countable[0], start=0, end=1), [0]), record
 
 
@@ -233,7 +187,7 @@ def _carry_sequence(op, inside: Builder, node: ir.Node, value: ir.Value) -> ir.V
         append_all(inside, sequence, value) if is_sequence(value) else inside.SequenceInsert(sequence, value)
     )
     inside.graph.outputs.append(longer)
-    return _new_output(op, node, kind, value.shape)
+    return bodies.new_output(op, node, kind, value.shape)
 
 
 def _repeat(op, turns: _Turns, values: list[ir.Value]) -> tuple[_Turns, dict[ir.Value, ir.Value]]:
@@ -370,9 +324,9 @@ def _record_scan(op, turns: _Turns, value: ir.Value) -> ir.Value:
             node.attributes[f"scan_output_{what}"] = ir.AttrInt64s(
                 f"scan_output_{what}", [*(old or [0] * count), 0]
             )
-    turns.body.outputs.append(_copy_into(op, turns.body, value))
+    turns.body.outputs.append(bodies.copy_into(op, turns.body, value))
     shape = None if value.shape is None else [None, *value.shape]
-    return _new_output(op, node, value.type, shape)
+    return bodies.new_output(op, node, value.type, shape)
 
 
 # ---- shared --------------------------------------------------------------------------------------------
@@ -385,19 +339,3 @@ def _present(values: Sequence[ir.Value | None]) -> list[ir.Value]:
 
 def _added(op, total: ir.Value, part: ir.Value | None) -> ir.Value:
     return total if part is None else add(op, total, part)
-
-
-def _copy_into(op, body: ir.Graph, value: ir.Value) -> ir.Value:
-    node = ir.Node("", "Identity", [value], num_outputs=1, name=op.namer(f"{op.scope}/keep"))
-    node.outputs[0].name = op.namer(f"{op.scope}/keep.out")
-    describe(node.outputs[0], value.type, value.shape)
-    body.append(node)
-    return node.outputs[0]
-
-
-def _new_output(op, node: ir.Node, kind, shape) -> ir.Value:
-    node.resize_outputs(len(node.outputs) + 1)
-    value = node.outputs[-1]
-    value.name = op.namer(f"{op.scope}/kept")
-    describe(value, kind, None if shape is None else ir.Shape(shape))
-    return value

@@ -1,0 +1,109 @@
+"""Sizes that are numbers, names, products of names, or not known; and arithmetic with them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import onnx_ir as ir
+
+__all__ = ["Dim", "add", "broadcast", "dims_of", "div", "equal", "mul", "product", "quotient", "sub"]
+
+# A number, a name (or a product of names and a number, like "2*batch*sequence"), or unknown.
+Dim = int | str | None
+
+
+def dims_of(shape: ir.Shape) -> tuple[Dim, ...]:
+    """A shape as numbers, names and None."""
+    return tuple(dim if isinstance(dim, int) else dim.value for dim in shape)
+
+
+def product(dims: Sequence[Dim]) -> Dim:
+    """The product of dimensions, as a number or in one spelling."""
+    number, names = 1, []
+    for dim in dims:
+        if dim is None:
+            return None
+        if isinstance(dim, int):
+            number *= dim
+        else:
+            factor, parts = _factors(dim)
+            number *= factor
+            names += parts
+    if number == 0 or not names:
+        return number
+    return _spell(number, names)
+
+
+def quotient(whole: Dim, part: Dim) -> Dim:
+    """whole / part where it divides evenly by its spelling."""
+    if whole is None or part is None or part == 0:
+        return None
+    top, top_names = (whole, []) if isinstance(whole, int) else _factors(whole)
+    bottom, bottom_names = (part, []) if isinstance(part, int) else _factors(part)
+    names = list(top_names)
+    for name in bottom_names:
+        if name not in names:
+            return None
+        names.remove(name)
+    if top % bottom:
+        return None
+    return _spell(top // bottom, names) if names else top // bottom
+
+
+def _factors(name: str) -> tuple[int, list[str]]:
+    number, names = 1, []
+    for part in name.split("*"):
+        if part.isdigit():
+            number *= int(part)
+        else:
+            names.append(part)
+    return number, names
+
+
+def _spell(number: int, names: Sequence[str]) -> str:
+    return "*".join(([str(number)] if number != 1 else []) + sorted(names))
+
+
+def add(a: Dim, b: Dim) -> Dim:
+    if isinstance(a, int) and isinstance(b, int):
+        return a + b
+    return a if b == 0 else (b if a == 0 else None)
+
+
+def sub(a: Dim, b: Dim) -> Dim:
+    if isinstance(a, int) and isinstance(b, int):
+        return a - b
+    if b == 0:
+        return a
+    return 0 if a is not None and a == b else None
+
+
+def mul(a: Dim, b: Dim) -> Dim:
+    if (isinstance(a, int) and a < 0) or (isinstance(b, int) and b < 0):
+        return a * b if isinstance(a, int) and isinstance(b, int) else None
+    return product([a, b])
+
+
+def div(a: Dim, b: Dim) -> Dim:
+    if isinstance(a, int) and isinstance(b, int):
+        return int(a / b) if b else None
+    return a if b == 1 else quotient(a, b)
+
+
+def equal(a: Dim, b: Dim) -> Dim:
+    if a is None or b is None:
+        return None
+    if isinstance(a, int) and isinstance(b, int):
+        return int(a == b)
+    if a == b:
+        return 1
+    # a dimension is never negative
+    return 0 if (isinstance(a, int) and a < 0) or (isinstance(b, int) and b < 0) else None
+
+
+def broadcast(a: Dim, b: Dim) -> Dim:
+    if a == b or b == 1:
+        return a
+    if a == 1 or (isinstance(b, int) and b > 1):
+        return b
+    return a if isinstance(a, int) and a > 1 else None
