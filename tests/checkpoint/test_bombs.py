@@ -128,7 +128,7 @@ BOMBS = {
 }
 
 
-def refused_within_bounds(path: Path, size: int, text: str) -> None:
+def assert_refused_within_bounds(path: Path, size: int, text: str) -> None:
     tracemalloc.start()
     try:
         with pytest.raises(CheckpointError, match=text):
@@ -145,7 +145,7 @@ def test_bombs_are_refused_with_little_memory(name, tmp_path):
     content = build()
     path = tmp_path / "bomb"
     path.write_bytes(content)
-    refused_within_bounds(path, len(content), text)
+    assert_refused_within_bounds(path, len(content), text)
 
 
 def honest() -> bytes:
@@ -170,7 +170,7 @@ def test_a_sparse_giant_is_refused_before_memory_is_taken(kind, tmp_path):
     path = tmp_path / "giant"
     path.write_bytes(content)
     os.truncate(path, 1 << 34)
-    refused_within_bounds(path, len(content), "more than|trailer")
+    assert_refused_within_bounds(path, len(content), "more than|trailer")
 
 
 def external_file(offsets: list[int], *, elements: int = 16, flag: bool = True) -> bytes:
@@ -184,7 +184,7 @@ def test_a_sparse_giant_of_external_data_is_refused_before_memory_is_taken(tmp_p
     (tmp_path / "c").write_bytes(external_file([1 << 33]))
     (tmp_path / "c.data").write_bytes(b"")
     os.truncate(tmp_path / "c.data", 1 << 34)
-    refused_within_bounds(tmp_path / "c", 1000, "gaps")
+    assert_refused_within_bounds(tmp_path / "c", 1000, "gaps")
 
 
 @pytest.mark.parametrize(
