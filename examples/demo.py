@@ -18,7 +18,7 @@ from onward.autodiff.coverage import summary
 from onward.export import for_inference
 from onward.fit.callbacks import Callback
 
-console = Console()
+console = Console(soft_wrap=True)
 
 
 def say(title: str) -> None:
