@@ -164,7 +164,7 @@ def _sum(op: Builder, parts: list[ir.Value], primal: ir.Value) -> ir.Value:
         return functools.reduce(functools.partial(add_sequences, op), parts)
     scattered = [part for part in parts if _is_scattered(op, part)]
     whole = [part for part in parts if part not in scattered] or [scattered.pop(0)]
-    total = whole[0] if len(whole) == 1 else op.Add(*whole) if len(whole) == 2 else op.Sum(*whole)
+    total = functools.reduce(op.Add, whole)  # a Sum of three and more copies what it has so far
     for part in scattered:  # a table's rows are added to what is there, not to zeros and then to that
         node = part.producer()
         assert node is not None

@@ -194,12 +194,23 @@ class Builder:
         if leading or kept:
             axes = [*range(leading), *(axis + leading for axis in kept)]
             if leading and not kept:
-                gradient = self.ReduceSum(gradient, axes, keepdims=0)
+                gradient = self.sum_leading(gradient, leading)
             else:
                 gradient = self.ReduceSum(gradient, axes, keepdims=1)
                 if leading:
                     gradient = self.Squeeze(gradient, list(range(leading)))
         return gradient
+
+    def sum_leading(self, value: ir.Value, count: int) -> ir.Value:
+        """Sum over the first `count` axes; where one axis is left, as a product with ones, which is faster."""
+        rank = self.rank(value)
+        if rank != count + 1 or self.dtype(value) not in (ir.DataType.FLOAT, ir.DataType.DOUBLE):
+            return self.ReduceSum(value, list(range(count)), keepdims=0)
+        width = self.static_dim(value, -1)
+        if rank > 2:  # in the form in which a product's gradient reads the same rows
+            value = self.Reshape(value, [-1, width]) if width else self.Flatten(value, axis=count)
+        one = ir.tensor(np.ones(1, self.dtype(value).numpy()))
+        return self.MatMul(self.ConstantOfShape(self.dim(value, 0), value=one), value)
 
     def _sum_to_dynamic(self, gradient: ir.Value, target: ir.Value) -> ir.Value:
         """The axes are known at run time only: those where the (left-padded) target has another size."""

@@ -18,14 +18,14 @@ def gemm(op, node, dy):
     trans_a = node.attributes.get_int("transA", 0)
     trans_b = node.attributes.get_int("transB", 0)
     da = (
-        op.Gemm(b, dy, alpha=alpha, transA=trans_b, transB=1)
+        _product(op, b, dy, alpha=alpha, turn_a=trans_b, turn_b=1)
         if trans_a
-        else op.Gemm(dy, b, alpha=alpha, transB=1 - trans_b)
+        else _product(op, dy, b, alpha=alpha, turn_b=1 - trans_b)
     )
     db = (
-        op.Gemm(dy, a, alpha=alpha, transA=1, transB=trans_a)
+        _product(op, dy, a, alpha=alpha, turn_a=1, turn_b=trans_a)
         if trans_b
-        else op.Gemm(a, dy, alpha=alpha, transA=1 - trans_a)
+        else _product(op, a, dy, alpha=alpha, turn_a=1 - trans_a)
     )
     dc = dy if beta == 1.0 else op.Mul(dy, beta)
     return da, db, dc if rest else None
@@ -48,15 +48,32 @@ def matmul(op, node, dy):
         db, da = _by_vector(op, b, a, dy, transposed=True)
         return da, db
     if rank_a == 2 and rank_b == 2:
-        return op.Gemm(dy, b, transB=1), op.Gemm(a, dy, transA=1)
+        return _product(op, dy, b, turn_b=1), _product(op, a, dy, turn_a=1)
     if rank_b == 2:
         # One product over all batches: A's rows are the rows of every batch together.
         rows = op.Reshape(dy, joined(op, -1, op.dim(b, 1)))
-        da = op.Reshape(op.Gemm(rows, b, transB=1), op.shape(a))
-        return da, op.Gemm(op.Reshape(a, joined(op, -1, op.dim(b, 0))), rows, transA=1)
+        da = op.Reshape(_product(op, rows, b, turn_b=1), op.shape(a))
+        return da, _product(op, op.Reshape(a, joined(op, -1, op.dim(b, 0))), rows, turn_a=1)
     da = op.MatMul(dy, _transposed(op, b))
     db = op.MatMul(_transposed(op, a), dy)
     return op.sum_to(da, a), op.sum_to(db, b)
+
+
+def _product(op, a, b, *, alpha=1.0, turn_a=0, turn_b=0):
+    """α·A'·B' of two matrices; one that is transposed in the graph is read as it was before."""
+    (a, turn_a), (b, turn_b) = _before_transposition(a, turn_a), _before_transposition(b, turn_b)
+    return op.Gemm(a, b, alpha=alpha, transA=turn_a, transB=turn_b)
+
+
+def _before_transposition(matrix, turn):
+    node = matrix.producer()
+    if (
+        node is None
+        or node.op_type != "Transpose"
+        or list(node.attributes.get_ints("perm", (1, 0))) != [1, 0]
+    ):
+        return matrix, turn
+    return node.inputs[0], 1 - turn
 
 
 def _by_vector(op, matrix, vector, dy, *, transposed=False):
