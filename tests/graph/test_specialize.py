@@ -15,7 +15,8 @@ from onward import artifacts
 from onward.graph.specialize import BUFFER, OUT, RESET, specialize_reset
 
 DEEP = """<ir_version: 10, opset_import: ["": 21]> g (float[batch, 4, 3] x) => (float[batch, 4, 3] y)
-<float[3, 3] w1 = {1,0,0,0,1,0,0,0,1}, float[3] b1 = {1,2,3}, float[3, 3] w2 = {1,0,0,0,2,0,0,0,1}, float[3] b2 = {0,1,0},
+<float[3, 3] w1 = {1,0,0,0,1,0,0,0,1}, float[3] b1 = {1,2,3},
+ float[3, 3] w2 = {1,0,0,0,2,0,0,0,1}, float[3] b2 = {0,1,0},
  float[3, 3] w3 = {2,0,0,0,1,0,0,0,1}, float[3] b3 = {0,0,1}> {
     t1 = Transpose<perm=[1, 0]> (w1)  m1 = MatMul (x, t1)  a1 = Add (m1, b1)  r1 = Tanh (a1)
     t2 = Transpose<perm=[1, 0]> (w2)  m2 = MatMul (r1, t2) a2 = Add (m2, b2)  r2 = Tanh (a2)
