@@ -11,7 +11,7 @@ import dataclasses
 import onnx_ir as ir
 
 from onward.autodiff.registry import gradient
-from onward.autodiff.rules.gates import read_activations
+from onward.autodiff.rules.gates import Activation, read_activations
 from onward.autodiff.rules.recurrence import Recurrence, scan
 
 
@@ -88,22 +88,26 @@ def lstm(op, node, dy, dy_h=None, dy_c=None):
     hold, size = layer.hold(), layer.hidden
     coupled = node.attributes.get_int("input_forget", 0) == 1
     for d, (f, g, h), run in zip(layer.directions, functions, runs):
-        cells, gates, candidate, squashed = run["cs"], run["gates"], run["candidate"], run["squashed"]
-        before = layer.previous(d, cells, d.c)
-        i, o, forget = op.Split(gates, axis=2, num_outputs=3, outputs=3)
+        i, o, forget, candidate, squashed = (
+            run[name] for name in ("i", "o", "forget", "candidate", "squashed")
+        )
+        cells, before = run["cs"], None
         z, z_candidate = (
             (None, None) if run["z"] is None else op.Split(run["z"], [3 * size, size], axis=2, outputs=2)
         )
-        if coupled:
-            forget = op.Sub(1.0, i)
-            factors = op.Concat(op.Sub(candidate, before), squashed, op.Mul(before, 0.0), axis=2)
+        slope_g = op.Mul(g.derivative(op, candidate, z_candidate), i)
+        if run["plain"]:
+            # f′·y = (1 − f)·(f·y), and f·y is at hand
+            products = (i, run["written"]), (o, run["hs"]), (forget, run["kept"])
+            a = op.Concat(*(op.Mul(op.Sub(1.0, gate), made) for gate, made in products), slope_g, axis=2)
         else:
-            factors = op.Concat(candidate, squashed, before, axis=2)
-        a = op.Concat(
-            op.Mul(f.derivative(op, gates, z), factors),
-            op.Mul(g.derivative(op, candidate, z_candidate), i),
-            axis=2,
-        )
+            before = layer.previous(d, cells, d.c)
+            factors = [candidate, squashed, before]
+            if coupled:
+                forget = op.Sub(1.0, i)
+                factors = [op.Sub(candidate, before), squashed, op.Mul(before, 0.0)]
+            slope = f.derivative(op, op.Concat(i, o, run["forget"], axis=2), z)
+            a = op.Concat(op.Mul(slope, op.Concat(*factors, axis=2)), slope_g, axis=2)
         e = op.Mul(h.derivative(op, squashed, cells), o)
         if d.peephole is not None:
             p_i, p_o, p_f = op.Split(d.peephole, axis=0, num_outputs=3, outputs=3)
@@ -155,46 +159,48 @@ def _lstm_forward(op, layer, d, functions):
     if d.peephole is not None:
         peepholes = op.Split(d.peephole, axis=0, num_outputs=3, outputs=3)
     keep_z = f.needs_argument or g.needs_argument
+    # All that the backward pass reads are then results of the step's own operators: it copies no state.
+    usual = f == Activation("sigmoid") and not g.needs_argument and not h.needs_argument
+    plain = usual and layer.mask is None and peepholes is None and not coupled
 
     def step(op, states, elements):
         (hidden, cell), (x, *mask) = states, elements
         z = op.Gemm(hidden, d.r, x, transB=1)
         if peepholes is None:
             z_gates, z_candidate = op.Split(z, [3 * size, size], axis=1, outputs=2)
-            gates = f.apply(op, z_gates)
-            i, o, forget = op.Split(gates, axis=1, num_outputs=3, outputs=3)
+            i, o, forget = op.Split(f.apply(op, z_gates), axis=1, num_outputs=3, outputs=3)
             candidate = g.apply(op, z_candidate)
-            after = op.Add(op.Mul(op.Sub(1.0, i) if coupled else forget, cell), op.Mul(i, candidate))
+            kept, written = op.Mul(op.Sub(1.0, i) if coupled else forget, cell), op.Mul(i, candidate)
+            after = op.Add(kept, written)
         else:
             p_i, p_o, p_f = peepholes
             z_i, z_o, z_f, z_candidate = op.Split(z, axis=1, num_outputs=4, outputs=4)
             z_i = op.Add(z_i, op.Mul(cell, p_i))
             z_f = op.Add(z_f, op.Mul(cell, p_f))
             i, forget, candidate = f.apply(op, z_i), f.apply(op, z_f), g.apply(op, z_candidate)
-            after = op.Add(op.Mul(op.Sub(1.0, i) if coupled else forget, cell), op.Mul(i, candidate))
+            kept, written = op.Mul(op.Sub(1.0, i) if coupled else forget, cell), op.Mul(i, candidate)
+            after = op.Add(kept, written)
             z_o = op.Add(z_o, op.Mul(after, p_o))
             o = f.apply(op, z_o)
-            gates = op.Concat(i, o, forget, axis=1)
             z = op.Concat(z_i, z_o, z_f, z_candidate, axis=1) if keep_z else z
         squashed = h.apply(op, after)
         output = op.Mul(o, squashed)
         if mask:
             after, output = op.Where(mask[0], after, cell), op.Where(mask[0], output, hidden)
-        return [output, after], [output, after, gates, candidate, squashed, *([z] if keep_z else [])]
+        results = {"i": i, "o": o, "forget": forget, "candidate": candidate, "squashed": squashed}
+        results |= {"kept": kept, "written": written} if plain else {"hs": output, "cs": after}
+        results |= {"z": z} if keep_z else {}
+        names[:] = results
+        return [output, after], list(results.values())
 
-    (last, cell), (hs, cs, gates, candidate, squashed, *z) = scan(
+    names: list[str] = []
+    (last, cell), made = scan(
         op, step, states=[d.h, d.c], sequences=_masked(layer, projected), reverse=d.reverse
     )
-    return {
-        "h": last,
-        "c": cell,
-        "hs": hs,
-        "cs": cs,
-        "gates": gates,
-        "candidate": candidate,
-        "squashed": squashed,
-        "z": z[0] if z else None,
-    }
+    run = {"plain": plain, "h": last, "c": cell, "cs": None, "z": None, **dict(zip(names, made))}
+    if plain:
+        run["hs"] = op.Mul(run["o"], run["squashed"])
+    return run
 
 
 @gradient("GRU")
@@ -356,8 +362,8 @@ class _Found:
         """`rows`: gradient of the gates' x·Wᵀ over all steps; `rows_r`: the same of h·Rᵀ."""
         db = None
         if d.bias_w is not None:
-            own = op.ReduceSum(rows, [0], keepdims=0)
-            db = op.Concat(own, own if rows_r is rows else op.ReduceSum(rows_r, [0], keepdims=0), axis=0)
+            own = op.sum_leading(rows, 1)
+            db = op.Concat(own, own if rows_r is rows else op.sum_leading(rows_r, 1), axis=0)
         found = {
             "x": op.Gemm(rows, d.w),
             "w": op.Gemm(rows, layer.rows, transA=1),
