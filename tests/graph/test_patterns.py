@@ -18,6 +18,34 @@ SPELLINGS = {
     "multiplied": "{ a = Mul(x, inverse)  e = Erf(a)  p = Add(one, e)  m = Mul(p, half)  y = Mul(x, m) }",
     "half first": "{ h = Mul(half, x)  a = Div(x, root)  e = Erf(a)  p = Add(e, one)  y = Mul(h, p) }",
 }
+CURVE = (
+    ", float cube = {3.0}, float small = {0.044715}, float slope = {0.7978846}, float steep = {0.0356774}>"
+)
+TANH_SPELLINGS = {
+    "power": (
+        "{ c = Pow(x, cube)  k = Mul(small, c)  s = Add(x, k)  u = Mul(s, slope)  t = Tanh(u)  p = Add(t, one)"
+        "  h = Mul(x, half)  y = Mul(h, p) }"
+    ),
+    "products": (
+        "{ q = Mul(x, x)  c = Mul(q, x)  k = Mul(c, small)  s = Add(k, x)  u = Mul(slope, s)  t = Tanh(u)"
+        "  p = Add(one, t)  m = Mul(x, p)  y = Mul(m, half) }"
+    ),
+    "factored": (
+        "{ q = Mul(x, small)  r = Mul(q, x)  s = Add(r, one)  v = Mul(x, slope)  u = Mul(v, s)  t = Tanh(u)"
+        "  p = Add(t, one)  m = Mul(p, half)  y = Mul(x, m) }"
+    ),
+    "coefficients": (
+        "{ q = Mul(x, x)  r = Mul(q, steep)  s = Add(r, slope)  u = Mul(s, x)  t = Tanh(u)  p = Add(t, one)"
+        "  h = Mul(half, x)  y = Mul(h, p) }"
+    ),
+}
+TANH_OTHERS = {
+    "another cubic": TANH_SPELLINGS["power"].replace("small", "slope"),
+    "another power": TANH_SPELLINGS["power"].replace("Pow(x, cube)", "Pow(x, two)"),
+    "no cubic": "{ u = Mul(x, slope)  t = Tanh(u)  p = Add(t, one)  h = Mul(x, half)  y = Mul(h, p) }",
+    "a constant term": TANH_SPELLINGS["factored"].replace("v = Mul(x, slope)", "v = Add(x, slope)"),
+    "of something else": TANH_SPELLINGS["power"].replace("Pow(x, cube)", "Abs(x)"),
+}
 OTHERS = {
     "another factor": "{ a = Div(x, two)  e = Erf(a)  p = Add(e, one)  m = Mul(x, p)  y = Mul(m, half) }",
     "another term": "{ a = Div(x, root)  e = Erf(a)  p = Add(e, two)  m = Mul(x, p)  y = Mul(m, half) }",
@@ -41,6 +69,23 @@ def test_spelled_out_gelu_becomes_one_operator(text):
     assert fuse_gelu(model) == 1
     assert "Gelu" in {node.op_type for node in model.graph}
     np.testing.assert_allclose(run(model, x), before, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("text", TANH_SPELLINGS.values(), ids=TANH_SPELLINGS)
+def test_spelled_out_tanh_gelu_becomes_one_operator(text):
+    model = normalize(onnx.parser.parse_model(HEAD[:-1] + CURVE + text))
+    x = np.linspace(-6, 6, 40, dtype=np.float32).reshape(10, 4)
+    before = run(model, x)
+    assert fuse_gelu(model) == 1
+    (node,) = (node for node in model.graph if node.op_type == "Gelu")
+    assert node.attributes.get_string("approximate") == "tanh"
+    np.testing.assert_allclose(run(model, x), before, rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("text", TANH_OTHERS.values(), ids=TANH_OTHERS)
+def test_other_curves_stay(text):
+    model = normalize(onnx.parser.parse_model(HEAD[:-1] + CURVE + text))
+    assert fuse_gelu(model) == 0
 
 
 @pytest.mark.parametrize("text", OTHERS.values(), ids=OTHERS)

@@ -6,33 +6,46 @@ Only where the whole has a gradient that is cheaper than those of its parts.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import onnx_ir as ir
+from numpy.polynomial import Polynomial
 
 from onward.graph.builder import Builder
 
 __all__ = ["fuse_gelu"]
 
 
-def fuse_gelu(model: ir.Model) -> int:
-    """½·x·(1 + erf(x/√2)), in whichever order it was multiplied, becomes Gelu; returns how many were found.
+# What Gelu reads of x, as coefficients of x, x², x³, and the form of Gelu that has it.
+_ARGUMENTS = {
+    "Erf": ((math.sqrt(0.5), 0.0, 0.0), "none"),
+    "Tanh": ((math.sqrt(2 / math.pi), 0.0, 0.044715 * math.sqrt(2 / math.pi)), "tanh"),
+}
 
-    Its gradient needs x alone, where the parts would keep three more tensors of x's size until the backward
-    pass. Gelu exists since opset 20.
+
+def fuse_gelu(model: ir.Model) -> int:
+    """½·x·(1 + erf(x/√2)) and ½·x·(1 + tanh(√(2/π)·(x + 0.044715·x³))), in whichever order, become Gelu.
+
+    Its gradient needs x alone, where the parts would keep several tensors of x's size until the backward
+    pass. Gelu exists since opset 20. Returns how many were found.
     """
     graph = model.graph
     if graph.opset_imports.get("", 0) < 20:
         return 0
     op = Builder(graph)
     count = 0
-    for node in [node for node in graph if node.op_type == "Erf" and node.domain == ""]:
+    for node in [node for node in graph if node.op_type in _ARGUMENTS and node.domain == ""]:
         found = _match(op, node)
         if found is None:
             continue
-        x, result, last = found
-        op.before, op.scope = last, node.name or "Erf"
-        fused = op.Gelu(x)
+        x, last = found
+        result = last.outputs[0]
+        coefficients, form = _ARGUMENTS[node.op_type]
+        if not _has_coefficients(_polynomial(op, node.inputs[0], x), coefficients):
+            continue
+        op.before, op.scope = last, node.name or node.op_type
+        fused = op.Gelu(x, approximate=None if form == "none" else form)
         fused.type, fused.shape = result.type, result.shape
         if result.is_graph_output():
             fused.name, result.name = result.name, op.namer(f"{result.name}.parts")
@@ -41,26 +54,60 @@ def fuse_gelu(model: ir.Model) -> int:
     return count
 
 
-def _match(op: Builder, erf: ir.Node) -> tuple[ir.Value, ir.Value, ir.Node] | None:
-    """x, the value that is gelu(x), and the node that computes it."""
-    scaled = erf.inputs[0]
-    assert scaled is not None
-    x = _scaled_by(op, scaled.producer(), math.sqrt(0.5))
-    plus_one = _only_user(erf.outputs[0])
-    if x is None or plus_one is None or plus_one.op_type != "Add" or _constant(op, plus_one) != 1.0:
+def _match(op: Builder, node: ir.Node) -> tuple[ir.Value, ir.Node] | None:
+    """x, and the last node of ½·x·(1 + node)."""
+    plus_one = _only_user(node.outputs[0])
+    if plus_one is None or plus_one.op_type != "Add" or _constant(op, plus_one) != 1.0:
         return None
     first = _only_user(plus_one.outputs[0])
     if first is None or first.op_type != "Mul":
         return None
     second = _only_user(first.outputs[0])
-    other = next((value for value in first.inputs if value is not plus_one.outputs[0]), None)
-    if other is x and second is not None and second.op_type == "Mul" and _constant(op, second) == 0.5:
-        return x, second.outputs[0], second  # (x·(1 + erf))·½
-    if _constant(op, first) == 0.5 and second is not None and second.op_type == "Mul" and x in second.inputs:
-        return x, second.outputs[0], second  # x·((1 + erf)·½)
-    if other is not None and _scaled_by(op, other.producer(), 0.5) is x:
-        return x, first.outputs[0], first  # (x·½)·(1 + erf)
-    return None
+    other = _other(first, plus_one.outputs[0])
+    if second is not None and second.op_type == "Mul":
+        factor = _other(second, first.outputs[0])
+        if _constant(op, second) == 0.5 and other is not None:
+            return other, second  # (x·(1 + …))·½
+        if _constant(op, first) == 0.5 and factor is not None:
+            return factor, second  # x·((1 + …)·½)
+    x = None if other is None else _scaled_by(op, other.producer(), 0.5)
+    return None if x is None else (x, first)  # (x·½)·(1 + …)
+
+
+def _other(node: ir.Node, value: ir.Value) -> ir.Value | None:
+    return next((found for found in node.inputs if found is not value), None)
+
+
+def _polynomial(op: Builder, value: ir.Value | None, x: ir.Value, depth: int = 8) -> Polynomial | None:
+    """A value as a polynomial in x; None where it is something else, or of a high degree."""
+    if value is x:
+        return Polynomial([0.0, 1.0])
+    constant = op.const_value(value)
+    if constant is not None:
+        return Polynomial([float(np.ravel(constant)[0])]) if constant.size == 1 else None
+    node = None if value is None else value.producer()
+    if node is None or depth == 0 or node.op_type not in ("Add", "Sub", "Mul", "Div", "Pow"):
+        return None
+    a, b = (_polynomial(op, part, x, depth - 1) for part in node.inputs)
+    if a is None or b is None:
+        return None
+    if node.op_type in ("Add", "Sub"):
+        return a + b if node.op_type == "Add" else a - b
+    if node.op_type == "Mul":
+        return a * b if a.degree() + b.degree() <= 3 else None
+    number = b.coef[0] if b.degree() == 0 else 0.0
+    if node.op_type == "Div":
+        return a / number if number else None
+    return a ** int(number) if number in (1.0, 2.0, 3.0) and a.degree() * number <= 3 else None
+
+
+def _has_coefficients(polynomial: Polynomial | None, wanted: Sequence[float]) -> bool:
+    """Whether a polynomial without a constant term has (about) these coefficients."""
+    if polynomial is None or polynomial.degree() > len(wanted):
+        return False
+    have = np.zeros(len(wanted) + 1)
+    have[: len(polynomial.coef)] = polynomial.coef
+    return bool(np.allclose(have, [0.0, *wanted], rtol=1e-4, atol=1e-7))
 
 
 def _scaled_by(op: Builder, node: ir.Node | None, factor: float) -> ir.Value | None:

@@ -139,10 +139,10 @@ def gelu(op, node, dz):
 
 
 def _gelu_tanh(op, dz, x):
-    """z = ½·x·(1 + t), t = tanh(c·(x + k·x³))   ⇒   dx = ½·dz·(1 + t + x·(1 − t²)·c·(1 + 3k·x²))"""
-    c, k = math.sqrt(2 / math.pi), 0.044715
-    square = op.Mul(x, x)
-    t = op.Tanh(op.Mul(x, op.Add(op.Mul(square, c * k), c)))
-    slope = op.Mul(x, op.Add(op.Mul(square, 3 * c * k), c))
-    inner = op.Mul(op.Sub(1.0, op.Mul(t, t)), slope)
-    return op.Mul(op.Mul(dz, 0.5), op.Add(op.Add(t, 1.0), inner))
+    """z = x·σ(u), u = a·x + b·x³   ⇒   dx = dz·σ·(1 + (1 − σ)·(u + 2b·x³)); ½·(1 + tanh u/2) is σ(u)"""
+    a = 2 * math.sqrt(2 / math.pi)
+    cubic = op.Mul(op.Mul(x, x), 0.044715 * a)
+    u = op.Mul(op.Add(cubic, a), x)
+    s = op.Sigmoid(u)
+    slope = op.Add(u, op.Mul(op.Add(cubic, cubic), x))
+    return op.Mul(dz, op.Mul(op.Add(op.Mul(op.Sub(1.0, s), slope), 1.0), s))
