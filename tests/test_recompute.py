@@ -303,15 +303,19 @@ def deep() -> onnx.ModelProto:
 
 
 def test_what_is_kept_falls_as_asked_for(tmp_path: Path) -> None:
-    """64 layers: least memory is about the square root of it, and a share is what it says, about."""
+    """64 layers: least memory is about the square root of it, and a share is what it says.
+
+    What a gradient takes while it is computed comes on top: a few of the 64 values of 32 kB.
+    """
     model, x = deep(), np.ones((512, 16), np.float32)
     peaks = {
         wanted: peak_bytes(*optimized(write(model, tmp_path / str(i), recompute=wanted), x))
         for i, wanted in enumerate([None, 0.75, 0.5, True])
     }
     whole = peaks[None]
-    assert peaks[0.75] <= 0.8 * whole
-    assert peaks[0.5] <= 0.55 * whole
+    assert whole <= (64 + 4) * 32_768  # gradients are used up as they are made
+    assert peaks[0.75] <= 0.75 * whole + 4 * 32_768
+    assert peaks[0.5] <= 0.5 * whole + 4 * 32_768
     assert peaks[True] <= 0.35 * whole
 
 

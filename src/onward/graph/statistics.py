@@ -16,7 +16,7 @@ import onnx_ir as ir
 
 from onward.graph.builder import Builder
 
-__all__ = ["Statistic", "make_statistics_explicit"]
+__all__ = ["Statistic", "count_per_channel", "make_statistics_explicit"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,13 +51,11 @@ def make_statistics_explicit(op: Builder) -> list[Statistic]:
         op.before = after
         batch_mean, batch_variance = _batch_outputs(op, node, mean, variance, momentum)
         op.before = None
-        count = op.Cast(_count(op, x, variance), to=op.dtype(variance))
+        count = op.Cast(count_per_channel(op, x), to=op.dtype(variance))
         unbiased = op.Div(count, op.Max(op.Sub(count, 1.0), 1.0))
         if _is_state(mean) and _is_state(variance):
             found[mean] = Statistic(mean, _move(op, mean, batch_mean, momentum))
-            found[variance] = Statistic(
-                variance, _move(op, variance, op.Mul(batch_variance, unbiased), momentum)
-            )
+            found[variance] = Statistic(variance, _move(op, variance, batch_variance, momentum, unbiased))
     op.scope = ""
     return list(found.values())
 
@@ -69,11 +67,11 @@ def _scratch(op: Builder, test: Callable[..., ir.Value], x: ir.Value, like: ir.V
     return op.Reshape(op.Cast(test(sample), to=op.dtype(like)), [-1])
 
 
-def _count(op: Builder, x: ir.Value, variance: ir.Value) -> ir.Value:
-    """How many numbers of x each channel has.
+def count_per_channel(op: Builder, x: ir.Value) -> ir.Value:
+    """How many numbers of x each channel (axis 1) has, as an int64 scalar.
 
     By the sizes of the model's inputs where names of dimensions tell: the runtime may come to this at the end of
-    the step, and would keep x until then.
+    the step, and would keep x until then; and layers of the same size share it.
     """
     axes = {
         dim.value: (value, axis)
@@ -84,7 +82,7 @@ def _count(op: Builder, x: ir.Value, variance: ir.Value) -> ir.Value:
     dims = [dim for axis, dim in enumerate(x.shape or ()) if axis != 1]
     parts = [p for d in dims for p in ([d] if isinstance(d, int) else (d.value or "?").split("*"))]
     if x.shape is None or not all(isinstance(p, int) or p.isdigit() or p in axes for p in parts):
-        return op.Div(op.Size(x), op.Squeeze(op.dim(variance, 0), [0]))
+        return op.Div(op.Size(x), op.Squeeze(op.dim(x, 1), [0]))
     count = op.constant(np.int64(math.prod(int(p) for p in parts if isinstance(p, int) or p.isdigit())))
     for value, axis in (axes[p] for p in parts if isinstance(p, str) and p in axes):
         count = op.Mul(op.Squeeze(op.dim(value, axis), [0]), count)
@@ -114,9 +112,13 @@ def _batch_outputs(
     return made[0], made[1]
 
 
-def _move(op: Builder, running: ir.Value, batch: ir.Value, momentum: float) -> ir.Value:
-    """momentum·running + (1 − momentum)·batch"""
-    return op.Add(op.Mul(running, momentum), op.Mul(batch, 1.0 - momentum))
+def _move(
+    op: Builder, running: ir.Value, batch: ir.Value, momentum: float, correction: ir.Value | None = None
+) -> ir.Value:
+    """momentum·running + (1 − momentum)·correction·batch"""
+    share: ir.Value | float = 1.0 - momentum
+    share = share if correction is None else op.Mul(correction, share)
+    return op.Add(op.Mul(running, momentum), op.Mul(batch, share))
 
 
 def _is_state(value: ir.Value) -> bool:

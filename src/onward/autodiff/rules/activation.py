@@ -134,8 +134,7 @@ def gelu(op, node, dz):
     a = op.Mul(x, math.sqrt(0.5))
     # Φ = ½ + ½·erf a and x·φ = a·exp(−a²)/√π, the factor being in the exponent
     bell = op.Exp(op.Sub(-0.5 * math.log(math.pi), op.Mul(a, a)))
-    distribution = op.Add(op.Mul(op.Erf(a), 0.5), 0.5)
-    return op.Mul(dz, op.Add(distribution, op.Mul(a, bell)))
+    return op.Mul(dz, op.Add(op.Mul(op.Erf(a), 0.5), op.Add(op.Mul(a, bell), 0.5)))
 
 
 def _gelu_tanh(op, dz, x):

@@ -64,7 +64,7 @@ def _weight_depthwise_last(op, product: Product) -> ir.Value:
     axes = product.window.axes
     dy = op.Transpose(product.dy, perm=[0, *axes, 1])
     sums = [
-        op.Reshape(op.ReduceSum(op.Mul(dy, read), [0, *(axis - 1 for axis in axes)], keepdims=0), [-1, 1])
+        op.Reshape(op.sum_leading(op.Mul(dy, read), 1 + len(axes)), [-1, 1])
         for read in _reads_last(op, product)
     ]
     return op.Reshape(stack(op, sums), op.shape(product.w))

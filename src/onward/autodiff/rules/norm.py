@@ -11,6 +11,7 @@ import onnx_ir as ir
 
 from onward.autodiff.registry import gradient
 from onward.autodiff.rules.saved import saved_output
+from onward.graph.statistics import count_per_channel
 
 
 def _standardized(op, x, axes, *, epsilon):
@@ -130,16 +131,18 @@ def batch_normalization(op, node, dy, drunning_mean=None, drunning_var=None):
         batch_mean = op.ReduceMean(x, axes, keepdims=1)
         centred = op.Sub(x, batch_mean)
         variance = op.ReduceMean(op.Mul(centred, centred), axes, keepdims=1)
-    r = op.Reciprocal(op.Sqrt(op.Add(variance, epsilon)))
-    count = _count(op, x, axes)
+    r_squared = op.Reciprocal(op.Add(variance, epsilon))
+    r = op.Sqrt(r_squared)
+    count = op.CastLike(count_per_channel(op, x), x)
     dx = dscale = dbias = None
     if dy is not None:
         sum_dy = op.ReduceSum(dy, axes, keepdims=1)
         sum_dyx = op.ReduceSum(op.Mul(dy, centred), axes, keepdims=1)
         # dx = κ·dy − x·a − b with one κ, a, b for each channel
         kappa = op.Mul(channel(scale), r)
-        slope = op.Div(op.Mul(op.Mul(kappa, op.Mul(r, r)), sum_dyx), count)
-        offset = op.Div(op.Mul(kappa, sum_dy), count)
+        share = op.Div(kappa, count)
+        slope = op.Mul(op.Mul(share, r_squared), sum_dyx)
+        offset = op.Mul(share, sum_dy)
         dx = op.Sub(op.Mul(dy, kappa), op.Add(op.Mul(centred, slope), offset))
         dscale = _cast_to(op, op.Reshape(op.Mul(sum_dyx, r), [-1]), scale)
         dbias = _cast_to(op, op.Reshape(sum_dy, [-1]), bias)
@@ -155,15 +158,6 @@ def batch_normalization(op, node, dy, drunning_mean=None, drunning_var=None):
         term = op.Div(op.Mul(centred, channel(op.Mul(drunning_var, 2 * (1 - momentum)))), count)
         dx = term if dx is None else op.Add(dx, term)
     return dx, dscale, dbias, dmean, dvar
-
-
-def _count(op, x, axes):
-    """How many elements some axes hold, as a scalar of x's type."""
-    dims = [op.static_dim(x, axis) for axis in axes]
-    if all(dim is not None for dim in dims):
-        return op.constant_like(float(np.prod([dim or 0 for dim in dims])), x)
-    shape = op.Gather(op.Shape(x), axes, axis=0)
-    return op.CastLike(op.ReduceProd(shape, keepdims=0), x)
 
 
 @gradient("InstanceNormalization")
