@@ -21,6 +21,7 @@ from onward.autodiff.segments import Recompute, recompute_activations
 from onward.errors import ModelError
 from onward.graph.cleanup import finish
 from onward.graph.inference_form import to_inference
+from onward.graph.order import compute_in_time
 from onward.graph.patterns import fuse_gelu
 from onward.graph.prune import find_value, values_of
 from onward.graph.random import SEED_INPUT, make_random_explicit
@@ -79,6 +80,7 @@ def build_training_graphs(
         made.producer_name, made.producer_version = producer()
         made.metadata_props.update({**about, "onward.role": role})
     finish(model)
+    compute_in_time(model.graph, flag=RESET)
     _finish_evaluation(evaluation, results)
     _spell_out_inference(evaluation.graph)
     return TrainingGraphs(

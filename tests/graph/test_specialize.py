@@ -65,10 +65,13 @@ def run(model: onnx.ModelProto, *, profile: Path | None = None) -> tuple[dict[st
     return results, [made[name] for name in order if made.get(name) in names]
 
 
+@pytest.mark.parametrize("reset", [True, False, None])
 def test_gradients_are_computed_from_the_last_layer_to_the_first(
-    training: onnx.ModelProto, tmp_path: Path
+    training: onnx.ModelProto, tmp_path: Path, *, reset: bool | None
 ) -> None:
-    _, order = run(specialize_reset(training, reset=True), profile=tmp_path / "profile")
+    """Also in a plain session, which has the flag as an input."""
+    model = training if reset is None else specialize_reset(training, reset=reset)
+    _, order = run(model, profile=tmp_path / "profile")
     gradients = [name.removesuffix(OUT) for name in order if name.endswith(OUT)]
     assert sorted(gradients) == sorted(WEIGHTS)
     assert [name[1] for name in gradients] == ["3", "3", "2", "2", "1", "1"]

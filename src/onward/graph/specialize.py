@@ -6,8 +6,6 @@ protobuf alone, since it is on the way of every start of training.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import onnx
 
 __all__ = ["BUFFER", "OUT", "RESET", "specialize_reset"]
@@ -45,7 +43,6 @@ def specialize_reset(model: onnx.ModelProto, *, reset: bool) -> onnx.ModelProto:
         kept.append(onnx.helper.make_node("Identity", [name], [renamed.pop(name)]))
     for node in kept:
         _rename(node, renamed)
-    kept = _in_time(kept)
     del graph.node[:]
     graph.node.extend(kept)
     gone = {RESET} | ({v.name for v in graph.input if v.name.endswith(BUFFER)} if reset else set())
@@ -53,27 +50,6 @@ def specialize_reset(model: onnx.ModelProto, *, reset: bool) -> onnx.ModelProto:
         graph.input.remove(value)
     del graph.value_info[:]
     return special
-
-
-def _in_time(nodes: list[onnx.NodeProto]) -> list[onnx.NodeProto]:
-    """The nodes in an order that has onnxruntime compute each gradient as soon as it can be.
-
-    It takes the nodes whose outputs nothing reads from the last to the first, each with all that it needs. Left
-    where they are, most parameters' gradients would be computed at the very end, from values that were kept for
-    that and have long left the processor's caches.
-    """
-    read = {name for node in nodes for name in _names_read(node)}
-    last = [node for node in nodes if read.isdisjoint(node.output)]
-    ends = set(map(id, last))
-    return [node for node in nodes if id(node) not in ends] + last[::-1]
-
-
-def _names_read(node: onnx.NodeProto) -> Iterator[str]:
-    yield from node.input
-    for attribute in node.attribute:
-        for inner in attribute.g.node:
-            yield from _names_read(inner)
-        yield from (value.name for value in attribute.g.output)
 
 
 def _rename(node: onnx.NodeProto, names: dict[str, str]) -> None:
