@@ -10,6 +10,7 @@ import onnxruntime as ort
 from onward import gradient
 from onward.graph.infer import infer_shapes
 from onward.graph.load import load_model
+from onward.graph.symbols import Symbols
 
 
 def model(text: str) -> onnx.ModelProto:
@@ -63,3 +64,15 @@ def test_a_branch_that_may_drop_an_axis_before_a_convolution() -> None:
                 array[index] += by
             ends = [loss(array, w) if name == "x" else loss(x, array) for array in moved]
             np.testing.assert_allclose(found[index], (ends[0] - ends[1]) / 2e-6, rtol=1e-4)
+
+
+def test_axes_that_are_not_padded_keep_their_names() -> None:
+    loaded = load_model(
+        model(
+            "(float[n, s, 3] x) => (float[a, b, c] y) <int64[6] p = {0, 1, 2, 0, -1, 1}> { y = Pad (x, p) }"
+        )
+    )
+    infer_shapes(loaded)
+    (pad,) = loaded.graph
+    Symbols().refine(pad)
+    assert pad.outputs[0].shape == ["n", "s", 6]

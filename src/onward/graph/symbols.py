@@ -297,6 +297,23 @@ def _sliced(symbols: Symbols, node: ir.Node) -> Sequence[Dim] | None:
     return [dims[axis] if axis in touched else have[axis] for axis in range(len(have))]
 
 
+def _padded(symbols: Symbols, node: ir.Node) -> Sequence[Dim] | None:
+    """Axes that nothing is added to keep their names."""
+    x, pads, _, axes = (*node.inputs, None, None, None)[:4]
+    counts, named = symbols.elements(pads), symbols.elements(axes)
+    if x is None or x.shape is None or counts is None or (axes is not None and named is None):
+        return None
+    dims = list(dims_of(x.shape))
+    places = tuple(range(len(dims))) if named is None else named[1]
+    if len(counts[1]) != 2 * len(places):
+        return None
+    for axis, begin, end in zip(places, counts[1], counts[1][len(places) :]):
+        if not isinstance(axis, int):
+            return None
+        dims[axis] = add(dims[axis], add(begin, end))
+    return dims
+
+
 def _many(dim: Dim) -> bool:
     return isinstance(dim, int) and dim > 1
 
@@ -307,4 +324,5 @@ _SHAPED: dict[str, Callable[[Symbols, ir.Node], Sequence[Dim] | None]] = {
     "ConstantOfShape": _constant_of_shape,
     "Range": _counted,
     "Slice": _sliced,
+    "Pad": _padded,
 }

@@ -63,11 +63,9 @@ def _weight_depthwise_last(op, product: Product) -> ir.Value:
     """dw[c, t] = Σ over batch and positions of dy[…, c]·x[…, c] at tap t"""
     axes = product.window.axes
     dy = op.Transpose(product.dy, perm=[0, *axes, 1])
-    sums = [
-        op.Reshape(op.sum_leading(op.Mul(dy, read), 1 + len(axes)), [-1, 1])
-        for read in _reads_last(op, product)
-    ]
-    return op.Reshape(stack(op, sums), op.shape(product.w))
+    sums = [op.sum_leading(op.Mul(dy, read), 1 + len(axes)) for read in _reads_last(op, product)]
+    by_tap = op.Reshape(stack(op, sums), [len(sums), -1])
+    return op.Reshape(op.Transpose(by_tap, perm=[1, 0]), op.shape(product.w))
 
 
 def _weight_columns(op, product: Product) -> ir.Value:
