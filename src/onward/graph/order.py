@@ -23,9 +23,9 @@ def compute_in_time(graph: ir.Graph, *, flag: str) -> None:
     sums = list(dict.fromkeys(made for node in selections if (made := _producer(node.inputs[2])) is not None))
     chain = {*selections, *sums}
     ends = [node for node in graph if node not in chain and _readers(node) <= chain]
-    for node in [*ends[::-1], *sums[::-1], *selections[::-1]]:
-        graph.remove(node)
-        graph.append(node)
+    moved = [*ends[::-1], *sums[::-1], *selections[::-1]]
+    graph.remove(moved)  # at once: each call looks at all outputs
+    graph.extend(moved)
 
 
 def _readers(node: ir.Node) -> set[ir.Node]:
