@@ -46,13 +46,20 @@ def load(
         raise ModelError(f"'{path}' holds a model for training; export without training=True to load it")
     import onnxruntime
 
+    from onward.runtime.sessions import unwanted_fusions
+
     options = session_options
     if options is None:
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 3
     if not (path / MODEL).is_file():
         raise ModelError(f"'{path}': no {MODEL}")
-    session = onnxruntime.InferenceSession(str(path / MODEL), options, providers=list(providers))
+    session = onnxruntime.InferenceSession(
+        str(path / MODEL),
+        options,
+        providers=list(providers),
+        disabled_optimizers=unwanted_fusions(providers),
+    )
     return Pipeline(session=session, card=card, tokenizer=_tokenizer(path, card))
 
 
