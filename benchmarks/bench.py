@@ -17,12 +17,25 @@ import sys
 import time
 from pathlib import Path
 
-from suite import checkpoints, costs, generation, inference, limit, memory, quiet, results, start, steps
+from suite import (
+    checkpoints,
+    costs,
+    generation,
+    inference,
+    limit,
+    memory,
+    profile,
+    quiet,
+    results,
+    start,
+    steps,
+)
 from suite.page import PICTURE, RESULTS, page, picture
 from suite.settings import CACHE, ENGINES, HERE, MODELS, Settings
 
 SECTIONS = [
-    module.SECTION for module in (steps, limit, start, memory, inference, generation, checkpoints, costs)
+    module.SECTION
+    for module in (steps, limit, profile, start, memory, inference, generation, checkpoints, costs)
 ]
 
 

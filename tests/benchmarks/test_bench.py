@@ -35,7 +35,7 @@ def code(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
         monkeypatch.syspath_prepend(ROOT / folder)
     import bench
     import products
-    from suite import figures, interleave, page, results, settings
+    from suite import figures, interleave, page, profile, results, settings
 
     yield SimpleNamespace(
         bench=bench,
@@ -43,6 +43,7 @@ def code(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
         figures=figures,
         interleave=interleave,
         page=page,
+        profile=profile,
         results=results,
         settings=settings,
     )
@@ -153,6 +154,23 @@ def test_products_are_those_of_the_forward_pass_and_two_gradients_each(
         second = np.swapaxes(second, -1, -2) if product.form == "left" else second
         assert (first @ second).shape == product.result
     code.products.run_products(tmp_path, 1)()
+
+
+def test_a_profile_counts_what_loops_run_once(code: SimpleNamespace) -> None:
+    def event(name: str, operator: str, ts: int, dur: int) -> dict[str, Any]:
+        return {
+            "cat": "Node", "name": f"{name}_kernel_time", "ts": ts, "dur": dur, "args": {"op_name": operator},
+        }  # fmt: skip
+
+    events = []
+    for start in (0, 10_000):
+        events += [event("loop", "Scan", start, 5_000)]
+        events += [event("inner", "Mul", start + 100 + 1_000 * i, 500) for i in range(4)]
+        events += [
+            event("after", "Mul", start + 6_000, 1_000),
+            {"cat": "Session", "name": "run", "ts": start},
+        ]
+    assert code.profile.by_operator(events, 2) == {"Scan": [3.0, 1], "Mul": [3.0, 5]}
 
 
 def test_steps_are_measured_and_written(tmp_path: Path) -> None:
