@@ -3,7 +3,7 @@
 Prints tables in Markdown; `--write` puts the cases that were run into docs/benchmarks.json, and makes
 docs/benchmarks.md and its picture from all that is stored there.
 
-    python benchmarks/bench.py --write                    # everything: about a quarter of an hour
+    python benchmarks/bench.py --write                    # everything: about twenty minutes
     python benchmarks/bench.py mlp resnet --rounds 3      # training steps of some models
     python benchmarks/bench.py checkpoint generation      # some sections
     python benchmarks/bench.py start mlp --engines onward torch-fused
