@@ -17,6 +17,9 @@ SPELLINGS = {
     "torch": "{ a = Div(x, root)  e = Erf(a)  p = Add(e, one)  m = Mul(x, p)  y = Mul(m, half) }",
     "multiplied": "{ a = Mul(x, inverse)  e = Erf(a)  p = Add(one, e)  m = Mul(p, half)  y = Mul(x, m) }",
     "half first": "{ h = Mul(half, x)  a = Div(x, root)  e = Erf(a)  p = Add(e, one)  y = Mul(h, p) }",
+    "halved": (
+        "{ h = Mul(half, x)  a = Div(x, root)  e = Erf(a)  p = Add(e, one)  m = Mul(h, p)  y = Mul(m, half) }"
+    ),
 }
 CURVE = (
     ", float cube = {3.0}, float small = {0.044715}, float slope = {0.7978846}, float steep = {0.0356774}>"

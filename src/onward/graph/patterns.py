@@ -6,7 +6,7 @@ Only where the whole has a gradient that is cheaper than those of its parts.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import onnx_ir as ir
@@ -36,14 +36,17 @@ def fuse_gelu(model: ir.Model) -> int:
     op = Builder(graph)
     count = 0
     for node in [node for node in graph if node.op_type in _ARGUMENTS and node.domain == ""]:
-        found = _match(op, node)
-        if found is None:
-            continue
-        x, last = found
-        result = last.outputs[0]
         coefficients, form = _ARGUMENTS[node.op_type]
-        if not _has_coefficients(_polynomial(op, node.inputs[0], x), coefficients):
+        argument = node.inputs[0]
+        fitting = (
+            found
+            for found in _candidates(op, node)
+            if _has_coefficients(_polynomial(op, argument, found[0]), coefficients)
+        )
+        x, last = next(fitting, (None, None))
+        if x is None or last is None:
             continue
+        result = last.outputs[0]
         op.before, op.scope = last, node.name or node.op_type
         fused = op.Gelu(x, approximate=None if form == "none" else form)
         fused.type, fused.shape = result.type, result.shape
@@ -54,24 +57,25 @@ def fuse_gelu(model: ir.Model) -> int:
     return count
 
 
-def _match(op: Builder, node: ir.Node) -> tuple[ir.Value, ir.Node] | None:
-    """x, and the last node of ½·x·(1 + node)."""
+def _candidates(op: Builder, node: ir.Node) -> Iterator[tuple[ir.Value, ir.Node]]:
+    """What x may be in ½·x·(1 + node), and the last node of that."""
     plus_one = _only_user(node.outputs[0])
     if plus_one is None or plus_one.op_type != "Add" or _constant(op, plus_one) != 1.0:
-        return None
+        return
     first = _only_user(plus_one.outputs[0])
     if first is None or first.op_type != "Mul":
-        return None
+        return
     second = _only_user(first.outputs[0])
     other = _other(first, plus_one.outputs[0])
     if second is not None and second.op_type == "Mul":
         factor = _other(second, first.outputs[0])
         if _constant(op, second) == 0.5 and other is not None:
-            return other, second  # (x·(1 + …))·½
+            yield other, second  # (x·(1 + …))·½
         if _constant(op, first) == 0.5 and factor is not None:
-            return factor, second  # x·((1 + …)·½)
+            yield factor, second  # x·((1 + …)·½)
     x = None if other is None else _scaled_by(op, other.producer(), 0.5)
-    return None if x is None else (x, first)  # (x·½)·(1 + …)
+    if x is not None:
+        yield x, first  # (x·½)·(1 + …)
 
 
 def _other(node: ir.Node, value: ir.Value) -> ir.Value | None:
