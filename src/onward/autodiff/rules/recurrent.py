@@ -162,6 +162,12 @@ def _lstm_forward(op, layer, d, functions):
     # All that the backward pass reads are then results of the step's own operators: it copies no state.
     usual = f == Activation("sigmoid") and not g.needs_argument and not h.needs_argument
     plain = usual and layer.mask is None and peepholes is None and not coupled
+    names = ["i", "o", "forget", "candidate", "squashed", *(["kept", "written"] if plain else ["hs", "cs"])]
+    names += ["z"] if keep_z else []
+
+    def move(op, cell, i, forget, candidate):
+        kept, written = op.Mul(op.Sub(1.0, i) if coupled else forget, cell), op.Mul(i, candidate)
+        return kept, written, op.Add(kept, written)
 
     def step(op, states, elements):
         (hidden, cell), (x, *mask) = states, elements
@@ -170,16 +176,14 @@ def _lstm_forward(op, layer, d, functions):
             z_gates, z_candidate = op.Split(z, [3 * size, size], axis=1, outputs=2)
             i, o, forget = op.Split(f.apply(op, z_gates), axis=1, num_outputs=3, outputs=3)
             candidate = g.apply(op, z_candidate)
-            kept, written = op.Mul(op.Sub(1.0, i) if coupled else forget, cell), op.Mul(i, candidate)
-            after = op.Add(kept, written)
+            kept, written, after = move(op, cell, i, forget, candidate)
         else:
             p_i, p_o, p_f = peepholes
             z_i, z_o, z_f, z_candidate = op.Split(z, axis=1, num_outputs=4, outputs=4)
             z_i = op.Add(z_i, op.Mul(cell, p_i))
             z_f = op.Add(z_f, op.Mul(cell, p_f))
             i, forget, candidate = f.apply(op, z_i), f.apply(op, z_f), g.apply(op, z_candidate)
-            kept, written = op.Mul(op.Sub(1.0, i) if coupled else forget, cell), op.Mul(i, candidate)
-            after = op.Add(kept, written)
+            kept, written, after = move(op, cell, i, forget, candidate)
             z_o = op.Add(z_o, op.Mul(after, p_o))
             o = f.apply(op, z_o)
             z = op.Concat(z_i, z_o, z_f, z_candidate, axis=1) if keep_z else z
@@ -187,13 +191,10 @@ def _lstm_forward(op, layer, d, functions):
         output = op.Mul(o, squashed)
         if mask:
             after, output = op.Where(mask[0], after, cell), op.Where(mask[0], output, hidden)
-        results = {"i": i, "o": o, "forget": forget, "candidate": candidate, "squashed": squashed}
-        results |= {"kept": kept, "written": written} if plain else {"hs": output, "cs": after}
-        results |= {"z": z} if keep_z else {}
-        names[:] = results
-        return [output, after], list(results.values())
+        made = {"i": i, "o": o, "forget": forget, "candidate": candidate, "squashed": squashed, "z": z}
+        made |= {"kept": kept, "written": written, "hs": output, "cs": after}
+        return [output, after], [made[name] for name in names]
 
-    names: list[str] = []
     (last, cell), made = scan(
         op, step, states=[d.h, d.c], sequences=_masked(layer, projected), reverse=d.reverse
     )
