@@ -40,7 +40,7 @@ def _through_product(op, y, dy):
     made = dy.producer()
     if made is None or len(made.inputs) != 2:
         return None
-    for user in list(y.consumers()):
+    for user in [user for user in y.consumers() if user.graph is y.graph]:
         if user.op_type == "Dropout":
             inner = _through_product(op, user.outputs[0], dy)
         elif user.op_type == made.op_type == "Mul":
@@ -58,8 +58,6 @@ def _through_product(op, y, dy):
 
 def _through_factor(op, y, user, made):
     """The same where `user` is y·m and `made` is d·m, d the gradient of y·m."""
-    if y not in user.inputs:
-        return None
     factor = user.inputs[1 - user.inputs.index(y)]
     if factor not in made.inputs:
         return None
