@@ -6,6 +6,7 @@ A block that cannot run here says why in a comment above it: `<!-- not run: reas
 from __future__ import annotations
 
 import re
+import traceback
 from pathlib import Path
 
 import pytest
@@ -47,10 +48,19 @@ PREPARE = {
 def test_the_blocks_of_a_page_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     PREPARE.get(page.stem, lambda: None)()
+    assert failure_in(page) is None
+
+
+def failure_in(page: Path) -> str | None:
+    """Run the blocks of a page one after the other; the traceback of the first that fails."""
     namespace = {"__name__": "__main__"}
     for line, code in blocks(page):
-        # the line numbers of a traceback are then those of the page
-        exec(compile("\n" * line + code, str(page), "exec"), namespace)
+        try:
+            # the line numbers of a traceback are then those of the page
+            exec(compile("\n" * line + code, str(page), "exec"), namespace)
+        except Exception:
+            return traceback.format_exc()
+    return None
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)], ids=lambda page: page.stem)
