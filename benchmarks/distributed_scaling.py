@@ -65,12 +65,12 @@ def timed_rank(rank: int, world: int, port: int, folder: str, batch: int, update
     """Train and report (seconds of each update, bytes given to collectives in one)."""
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True", OMP_NUM_THREADS="1")
-    from onward.distributed import History, Parameters, ShardedArrays, TrainingRunner
+    from onward.distributed import History, RunnerSettings, ShardedArrays, TrainingRunner
 
     generator = np.random.default_rng(0)
     x = generator.normal(size=(batch * world, WIDTH)).astype(np.float32)
     labels = generator.integers(0, CLASSES, batch * world)
-    with TrainingRunner(Parameters(artifacts=folder, timeout=60, threads=1)) as runner:
+    with TrainingRunner(RunnerSettings(artifacts=folder, timeout=60, threads=1)) as runner:
         times, work = [], []
         for epoch in range(updates + 3):
             stream = iter(

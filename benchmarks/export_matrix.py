@@ -27,10 +27,11 @@ import transformers
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
-import onward.export.torch as front  # noqa: E402
+import onward.export.torch.from_torch as front  # noqa: E402
 from export.architectures import ARCHITECTURES, Architecture  # noqa: E402
 from export.tiny_transformers import tiny_pair  # noqa: E402
-from onward.export import from_transformers, tracing  # noqa: E402
+from onward.export import from_transformers  # noqa: E402
+from onward.export.huggingface import trace as tracing  # noqa: E402
 
 IMPOSSIBLE = {("dynamo", 14), ("dynamo", 17)}
 TASKS_NOTE = """Text goes through a tokenizer, alone and in a padded batch; a generator is compared with an

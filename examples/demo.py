@@ -16,7 +16,7 @@ import onward
 from onward import Trainer, artifacts
 from onward.autodiff.coverage import summary
 from onward.export import for_inference
-from onward.fit.callbacks import Callback
+from onward.train.callbacks import Callback
 
 console = Console(soft_wrap=True)
 

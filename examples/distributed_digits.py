@@ -20,7 +20,7 @@ import onnxruntime as ort
 from sklearn.datasets import load_digits
 
 from onward import artifacts
-from onward.distributed import Parameters, ShardedArrays, TrainingRunner, all_or_none, connect
+from onward.distributed import RunnerSettings, ShardedArrays, TrainingRunner, all_or_none, connect
 
 
 def digits() -> tuple[np.ndarray, np.ndarray]:
@@ -71,7 +71,7 @@ def main(arguments: list[str] | None = None) -> None:
     pixels, labels = digits()
     training = ShardedArrays(pixels[:1500], labels[:1500], batch_size=50)
     test = ShardedArrays(pixels[1500:], labels[1500:], batch_size=100, shuffle=False)
-    parameters = Parameters(
+    parameters = RunnerSettings(
         artifacts=options.output,
         epochs=options.epochs,
         learning_rate=5e-3,

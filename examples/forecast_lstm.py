@@ -10,7 +10,7 @@ import onnx
 import onnx.parser
 
 from onward import Trainer, artifacts
-from onward.fit.callbacks import EarlyStopping
+from onward.train.callbacks import EarlyStopping
 
 HIDDEN, WINDOW = 24, 32
 

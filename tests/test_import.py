@@ -37,9 +37,9 @@ MAKING = (
 FRONTS = {
     "api": ("import onward.api", ("torch", "transformers", "onnx_ir", "onnx.reference", *MAKING)),
     "Trainer": ("from onward import Trainer", ("torch", "transformers", "onnx_ir", *MAKING)),
-    "inference": ("import onward.inference", ("torch", "transformers", *MAKING)),
+    "inference": ("import onward.runtime.inference_model", ("torch", "transformers", *MAKING)),
     "export": ("from onward.export import for_inference", ("torch", "transformers", *MAKING)),
-    "artifacts": ("import onward.artifacts", ("torch", "transformers", "onward.api", "onward.trainer")),
+    "artifacts": ("import onward.artifacts", ("torch", "transformers", "onward.api", "onward.train.trainer")),
     "checkpoint": ("import onward.checkpoint", ("torch", "onnx_ir", "onnxruntime", *MAKING)),
 }
 
@@ -53,7 +53,7 @@ def test_a_front_door_does_not_import(code: str, banned: tuple[str, ...]) -> Non
 def test_every_public_name_is_there() -> None:
     look = "for name in onward.__all__: getattr(onward, name)"
     modules = loaded(f"import onward\n{look}\nassert set(dir(onward)) >= set(onward.__all__)")
-    assert {"onward.trainer", "onward.artifacts"} <= modules  # the names were really looked up
+    assert {"onward.train.trainer", "onward.artifacts"} <= modules  # the names were really looked up
 
 
 def test_training_from_files_needs_no_differentiator(tmp_path: Path) -> None:

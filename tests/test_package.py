@@ -145,7 +145,7 @@ def test_importing_onward_imports_nothing_heavy() -> None:
 
 def test_training_on_a_device_imports_neither_torch_nor_the_differentiator() -> None:
     program = (
-        "import sys, onward.api, onward.trainer\n"
+        "import sys, onward.api, onward.train.trainer\n"
         "print([n for n in sys.modules if n.split('.')[0] in ('torch', 'transformers') or 'autodiff' in n])"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
@@ -153,7 +153,7 @@ def test_training_on_a_device_imports_neither_torch_nor_the_differentiator() -> 
 
 
 PUBLIC = ["onward", "onward.api", "onward.artifacts", "onward.checkpoint", "onward.errors", "onward.export",
-          "onward.fit.callbacks", "onward.fit.metrics", "onward.lora", "onward.losses", "onward.onnxblock",
+          "onward.train.callbacks", "onward.train.metrics", "onward.lora", "onward.losses", "onward.onnxblock",
           "onward.optim", "onward.distributed", "onward.web"]  # fmt: skip
 
 

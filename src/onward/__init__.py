@@ -12,10 +12,10 @@ if TYPE_CHECKING:
     from onward import api, artifacts, distributed, export, lora, onnxblock, optim
     from onward.artifacts import build_artifacts, generate_artifacts
     from onward.autodiff.check import check_gradient
-    from onward.autodiff.differentiate import gradient
+    from onward.autodiff.gradient import gradient
     from onward.errors import OnwardError
-    from onward.pipeline import load
-    from onward.trainer import Trainer
+    from onward.pipeline.load import load
+    from onward.train.trainer import Trainer
 
 __all__ = [
     "OnwardError",
@@ -37,11 +37,11 @@ __all__ = [
 _MODULES = frozenset({"api", "artifacts", "distributed", "export", "lora", "onnxblock", "optim"})
 _ATTRIBUTES = {
     "OnwardError": "onward.errors",
-    "Trainer": "onward.trainer",
+    "Trainer": "onward.train.trainer",
     "build_artifacts": "onward.artifacts",
     "check_gradient": "onward.autodiff.check",
     "generate_artifacts": "onward.artifacts",
-    "gradient": "onward.autodiff.differentiate",
+    "gradient": "onward.autodiff.gradient",
     "load": "onward.pipeline",
 }
 

@@ -16,10 +16,10 @@ import onnx_ir as ir
 
 from onward.checkpoint import CheckpointData, NominalTensor, from_safetensors, load, save, to_safetensors
 from onward.errors import OnwardError
-from onward.graph.adapters import LoRA, add_adapters, merge_adapters
 from onward.graph.cleanup import remove_unused
-from onward.graph.dialect import normalize
+from onward.graph.dialect.normalize import normalize
 from onward.graph.load import ModelSource, load_model
+from onward.graph.passes.lora import LoRA, add_adapters, merge_adapters
 
 __all__ = ["LoRA", "apply_lora", "extract_lora", "load_lora", "merge_lora", "save_lora"]
 

@@ -15,18 +15,18 @@ from importlib import metadata
 import numpy as np
 import onnx_ir as ir
 
-from onward.autodiff.differentiate import add_gradients
 from onward.autodiff.engine import DifferentiableBuilder, is_differentiable
-from onward.autodiff.segments import Recompute, recompute_activations
+from onward.autodiff.gradient import add_gradients
+from onward.autodiff.recompute.segments import Recompute, recompute_activations
 from onward.errors import ModelError
 from onward.graph.cleanup import finish
-from onward.graph.inference_form import to_inference
-from onward.graph.order import compute_in_time
-from onward.graph.patterns import fuse_gelu
+from onward.graph.passes.gelu import fuse_gelu
+from onward.graph.passes.inference_mode import to_inference
+from onward.graph.passes.randomness import SEED_INPUT, make_random_explicit
+from onward.graph.passes.running_stats import make_statistics_explicit
+from onward.graph.passes.schedule import schedule_gradients_early
+from onward.graph.passes.specialize import BUFFER, OUT, RESET
 from onward.graph.prune import find_value, values_of
-from onward.graph.random import SEED_INPUT, make_random_explicit
-from onward.graph.specialize import BUFFER, OUT, RESET
-from onward.graph.statistics import make_statistics_explicit
 
 __all__ = ["RESET", "TrainingGraphs", "build_training_graphs", "producer"]
 
@@ -80,7 +80,7 @@ def build_training_graphs(
         made.producer_name, made.producer_version = producer()
         made.metadata_props.update({**about, "onward.role": role})
     finish(model)
-    compute_in_time(model.graph, flag=RESET)
+    schedule_gradients_early(model.graph, flag=RESET)
     _finish_evaluation(evaluation, results)
     _spell_out_inference(evaluation.graph)
     return TrainingGraphs(

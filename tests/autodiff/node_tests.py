@@ -26,7 +26,7 @@ import onnx
 import onnxruntime
 
 from onward.autodiff.check import to_double
-from onward.autodiff.differentiate import vector_jacobian
+from onward.autodiff.gradient import vector_jacobian
 from onward.autodiff.reference import reference_evaluator
 from onward.errors import UnsupportedOps
 

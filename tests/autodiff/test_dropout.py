@@ -7,7 +7,7 @@ import onnx
 import onnxruntime
 import pytest
 
-from onward.autodiff.differentiate import gradient
+from onward.autodiff.gradient import gradient
 
 INPUTS = {
     # name: graph inputs, initializers, the node's inputs

@@ -12,8 +12,8 @@ from onnx import helper
 from onnx.reference import ReferenceEvaluator
 
 from onward.autodiff.check import GradientMismatch, check_gradient
-from onward.autodiff.differentiate import gradient, vector_jacobian
-from onward.autodiff.registry import gradient as register
+from onward.autodiff.gradient import gradient, vector_jacobian
+from onward.autodiff.registry import gradient_rule as register
 from onward.errors import ModelError, UnsupportedOps
 
 X = np.array([0.5, -1.5, 2.0], np.float32)

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from onnx import TensorProto, helper
 
-from onward.autodiff.differentiate import vector_jacobian
+from onward.autodiff.gradient import vector_jacobian
 
 POOL = {"kernel_shape": [3, 3], "strides": [2, 2], "pads": [1, 1, 1, 1]}
 TILES = {"kernel_shape": [2, 2], "strides": [2, 2]}

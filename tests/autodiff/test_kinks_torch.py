@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from onward.autodiff.differentiate import gradient
+from onward.autodiff.gradient import gradient
 
 AROUND_ZERO = [-2.0, -1.0, 0.0, 1.0, 2.0]
 INF = float("inf")

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from onward.autodiff.differentiate import vector_jacobian
+from onward.autodiff.gradient import vector_jacobian
 
 LABELS = np.array([[1, 0, -1], [2, 2, 1]], np.int64)
 CHOSEN = torch.tensor(LABELS)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from architectures import ARCHITECTURES
 
-from onward.autodiff.differentiate import vector_jacobian
+from onward.autodiff.gradient import vector_jacobian
 from onward.export import from_torch
 
 ROWS = [(name, 18) for name in ARCHITECTURES] + [("resnet", 14), ("bert", 14), ("unet", 21), ("gpt2", 21)]

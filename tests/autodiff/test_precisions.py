@@ -16,7 +16,7 @@ from cases_shape import CASES as SHAPE
 from cases_signal import CASES as SIGNAL
 from onnx import TensorProto, helper, numpy_helper
 
-from onward.autodiff.differentiate import vector_jacobian
+from onward.autodiff.gradient import vector_jacobian
 
 # One case an operator, with its main form; casts have types of their own.
 FAMILIES = [ELEMENTWISE, REDUCE, SHAPE, INDEXING, LINALG, LOSS, NORM, RECURRENT, SIGNAL]

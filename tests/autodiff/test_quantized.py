@@ -7,7 +7,7 @@ import onnx
 import onnxruntime
 import pytest
 
-from onward.autodiff.differentiate import vector_jacobian
+from onward.autodiff.gradient import vector_jacobian
 from onward.errors import UnsupportedOps
 
 HEAD = '<ir_version: 10, opset_import: ["": 21]> g '

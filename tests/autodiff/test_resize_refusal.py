@@ -3,7 +3,7 @@
 import onnx.parser
 import pytest
 
-from onward.autodiff.differentiate import vector_jacobian
+from onward.autodiff.gradient import vector_jacobian
 from onward.errors import UnsupportedOps
 
 MODEL = """<ir_version: 10, opset_import: ["": 21]>

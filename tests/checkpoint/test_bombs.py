@@ -13,7 +13,7 @@ import pytest
 from checkpoint.forge import Forge
 from checkpoint.samples import encoded, sample
 from onward.checkpoint import load
-from onward.checkpoint.seal import TRAILER_SIZE
+from onward.checkpoint.integrity import TRAILER_SIZE
 from onward.errors import CheckpointError
 
 MANY = 4000

@@ -14,7 +14,7 @@ import pytest
 
 from checkpoint.samples import encoded, fingerprint, sample
 from onward.checkpoint import decode, load
-from onward.checkpoint.seal import MAGIC, TRAILER_SIZE
+from onward.checkpoint.integrity import MAGIC, TRAILER_SIZE
 from onward.errors import CheckpointError
 
 FIXTURES = Path(__file__).parent / "fixtures"

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from cli.newcomer import make_data
+from onward.cli.command import CommandError
 from onward.cli.data import load_data
-from onward.cli.fitting import InputSpec, fit
-from onward.cli.frame import CommandError
+from onward.cli.match_inputs import InputSpec, fit
 
 INPUTS = [
     InputSpec("x", np.dtype(np.float32), (None, 4)),

@@ -44,7 +44,7 @@ def test_quiet_says_nothing(artifacts: Path, run: Any) -> None:
 
 def interrupt_at(monkeypatch: pytest.MonkeyPatch, step: int, number: int) -> None:
     """Send ourselves a signal inside an update, as a person or a scheduler would."""
-    from onward.trainer import Trainer
+    from onward.train.trainer import Trainer
 
     update = Trainer._update
 

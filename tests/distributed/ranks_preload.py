@@ -5,5 +5,5 @@ import torch
 import torch.distributed.pipelining  # noqa: F401
 
 import onward.artifacts
-import onward.autodiff.differentiate
+import onward.autodiff.gradient
 import onward.distributed.runner  # noqa: F401

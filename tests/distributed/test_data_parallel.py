@@ -16,7 +16,7 @@ import ranks
 from rank_models import build, classifier, points
 
 from onward.api import LinearLRScheduler, Optimizer
-from onward.distributed import Parameters, ShardedArrays, ShardedSampler, TrainingRunner, connect
+from onward.distributed import RunnerSettings, ShardedArrays, ShardedSampler, TrainingRunner, connect
 from onward.distributed.two_level import two_level
 
 
@@ -25,7 +25,7 @@ def train(
 ) -> dict[str, Any]:
     """Two epochs on this rank; what it has seen and what it has in the end."""
     runner = TrainingRunner(
-        Parameters(artifacts=folder, epochs=2, learning_rate=0.05, timeout=20, **settings)
+        RunnerSettings(artifacts=folder, epochs=2, learning_rate=0.05, timeout=20, **settings)
     )
     runner.initialize()
     loader = ShardedArrays(*points(samples), batch_size=batch_size, seed=3)
@@ -152,7 +152,7 @@ class Dealt:
 
 def dealt(folder: str) -> tuple[list[float], list[int]]:
     loader = Dealt()
-    with TrainingRunner(Parameters(artifacts=folder, epochs=2, timeout=20)) as runner:
+    with TrainingRunner(RunnerSettings(artifacts=folder, epochs=2, timeout=20)) as runner:
         return runner.run(loader).losses, loader.epochs
 
 
@@ -166,7 +166,7 @@ def test_ranks_may_have_different_numbers_of_batches(folder):
 
 def average_statistics(folder: str, arrays: tuple, how: str) -> dict[str, np.ndarray]:
     """The statistics before and after ranks agree on them."""
-    with TrainingRunner(Parameters(artifacts=folder, statistics=how, timeout=20)) as runner:
+    with TrainingRunner(RunnerSettings(artifacts=folder, statistics=how, timeout=20)) as runner:
         runner.run(ShardedArrays(*arrays, batch_size=8))
         frozen = runner._engine.module._frozen
         before = {name: array.copy() for name, array in frozen.items()}
@@ -188,7 +188,7 @@ def test_ranks_agree_on_batch_norm_statistics(how, tmp_path):
 
 def resumable(folder: str, directory: str, steps: int | None, **settings: Any) -> dict[str, np.ndarray]:
     """A run that stops after some updates, or goes on to the end."""
-    parameters = Parameters(
+    parameters = RunnerSettings(
         artifacts=folder,
         epochs=2,
         num_train_steps=steps,
@@ -258,8 +258,8 @@ import sys
 sys.modules["torch"] = None
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 from rank_models import points
-from onward.distributed import Parameters, ShardedArrays, TrainingRunner
-with TrainingRunner(Parameters(artifacts={str(folder)!r})) as runner:
+from onward.distributed import RunnerSettings, ShardedArrays, TrainingRunner
+with TrainingRunner(RunnerSettings(artifacts={str(folder)!r})) as runner:
     runner.run(ShardedArrays(*points(16), batch_size=8))
     runner.export_model_for_inferencing({str(tmp_path / "model.onnx")!r}, ["logits"])
 """

@@ -12,10 +12,10 @@ import ranks
 from rank_models import build, classifier, points
 
 from onward import artifacts, checkpoint
-from onward.distributed import Communicator, Parameters, ShardedArrays, TrainingRunner, connect
-from onward.distributed.parameters import make_grid
-from onward.distributed.split import split_graph
-from onward.graph.dialect import normalize
+from onward.distributed import Communicator, RunnerSettings, ShardedArrays, TrainingRunner, connect
+from onward.distributed.settings import make_grid
+from onward.distributed.stages.split import split_graph
+from onward.graph.dialect.normalize import normalize
 from onward.graph.prune import prune
 
 SETTINGS = {
@@ -37,7 +37,7 @@ SETTINGS = {
 @pytest.mark.parametrize("settings, text", SETTINGS.values(), ids=SETTINGS)
 def test_settings_that_do_not_fit_are_refused(settings, text):
     with pytest.raises(ValueError, match=text):
-        Parameters(**settings)
+        RunnerSettings(**settings)
 
 
 GRIDS = {
@@ -63,7 +63,7 @@ GRIDS = {
 @pytest.mark.parametrize("settings, text", GRIDS.values(), ids=GRIDS)
 def test_a_grid_that_does_not_fit_the_world_is_refused(settings, text):
     with pytest.raises(ValueError) as error:
-        make_grid(Parameters(**settings), rank=0, world=64)
+        make_grid(RunnerSettings(**settings), rank=0, world=64)
     assert text in str(error.value)
 
 
@@ -147,7 +147,7 @@ def _export(path: str = "model.onnx", outputs: Any = ("logits",), **settings: An
 
 
 def _start(comm: Communicator, **settings: Any) -> TrainingRunner:
-    runner = TrainingRunner(Parameters(**settings), communicator=comm)
+    runner = TrainingRunner(RunnerSettings(**settings), communicator=comm)
     runner.initialize()
     return runner
 

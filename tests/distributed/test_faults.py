@@ -13,10 +13,11 @@ import pytest
 import ranks
 from rank_models import classifier, points
 
-from onward import checkpoint, inference
-from onward.distributed import Parameters, ShardedArrays, TrainingRunner
+from onward import checkpoint
+from onward.distributed import RunnerSettings, ShardedArrays, TrainingRunner
 from onward.distributed.comm import TorchCommunicator
 from onward.distributed.data_parallel import DataParallel
+from onward.runtime import inference_model as inference
 
 pytestmark = pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="the system has no SIGKILL")
 
@@ -30,7 +31,7 @@ def train(
         if os.environ["RANK"] == str(rank):
             _inject(where, rank, number)
     kept = Path(directory) / "checkpoints"
-    parameters = Parameters(
+    parameters = RunnerSettings(
         artifacts=folder, epochs=2, checkpoint_directory=kept, checkpoint_every=2, timeout=timeout
     )
     with TrainingRunner(parameters) as runner:

@@ -11,7 +11,7 @@ import pytest
 import ranks
 from rank_models import MODELS, build, classifier, points
 
-from onward.distributed import Parameters, ShardedArrays, TrainingRunner
+from onward.distributed import RunnerSettings, ShardedArrays, TrainingRunner
 
 
 def train(
@@ -22,7 +22,7 @@ def train(
     **settings: Any,
 ) -> dict[str, Any]:
     """Two epochs in order; losses, this rank's gradients, and what evaluation says."""
-    parameters = Parameters(artifacts=folder, epochs=2, learning_rate=0.1, timeout=20, **settings)
+    parameters = RunnerSettings(artifacts=folder, epochs=2, learning_rate=0.1, timeout=20, **settings)
     with TrainingRunner(parameters) as runner:
         loader = ShardedArrays(*arrays, batch_size=batch_size, shuffle=False)
         history = runner.run(loader)

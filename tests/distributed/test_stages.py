@@ -12,8 +12,8 @@ import torch
 from export.architectures import ARCHITECTURES
 from onward import artifacts
 from onward.api import CheckpointState, Module
-from onward.distributed import Parameters
-from onward.distributed.stages import Blueprint, StageModel, StageStep, draw_blueprint
+from onward.distributed import RunnerSettings
+from onward.distributed.stages.models import Blueprint, StageModel, StageStep, draw_blueprint
 from onward.export import from_torch
 from onward.runtime.plan import SEED
 
@@ -68,7 +68,7 @@ def test_four_stages_make_the_loss_and_the_gradients_of_the_whole(name, tmp_path
     state = CheckpointState.load_checkpoint(tmp_path / "checkpoint")
     module = Module(tmp_path / "training_model.onnx", state, tmp_path / "eval_model.onnx", seed=3)
     loss = module(*feeds)
-    blueprint = draw_blueprint(Parameters(artifacts=tmp_path, pipeline_parallel_size=4))
+    blueprint = draw_blueprint(RunnerSettings(artifacts=tmp_path, pipeline_parallel_size=4))
     steps, gradients = make_stages(blueprint, tmp_path)
     given = {**dict(zip(module.input_names(), feeds)), SEED: module._step._seed.copy()}
 

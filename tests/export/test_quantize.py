@@ -13,7 +13,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from onward.errors import ModelError
-from onward.export.quantize import SCHEMES, measure, quantize, scheme_name
+from onward.export.quantize.quantizer import SCHEMES, measure, quantize, scheme_name
 
 WORDS, WIDTH = 500, 64
 

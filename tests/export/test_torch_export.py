@@ -611,7 +611,7 @@ def test_a_write_that_fails_leaves_nothing(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("onward.export.assemble.os.replace", full)
+    monkeypatch.setattr("onward.export.torch.assemble.os.replace", full)
     with pytest.raises(ExportError, match="No space left"):
         from_torch(LINEAR, X, tmp_path / "model.onnx")
     assert not list(tmp_path.iterdir())

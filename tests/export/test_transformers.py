@@ -14,11 +14,12 @@ import torch
 
 from export.tiny_transformers import VOCABULARY, tiny_model, tiny_pair, tiny_tokenizer
 from onward.errors import ExportError, ParityError
-from onward.export import HFOnnx, artifacts_from_transformers, from_transformers, tracing
-from onward.export.folder import METADATA_KEY
-from onward.export.quantize import quantize
-from onward.export.tasks import TASKS, detect
-from onward.export.traceable import Traceable
+from onward.export import HFOnnx, artifacts_from_transformers, from_transformers
+from onward.export.huggingface import trace as tracing
+from onward.export.huggingface.folder import METADATA_KEY
+from onward.export.huggingface.tasks import TASKS, detect
+from onward.export.huggingface.traceable import Traceable
+from onward.export.quantize.quantizer import quantize
 
 TOKENS = ["batch", "sequence"]
 TEXT = {"input_ids": TOKENS, "attention_mask": TOKENS}

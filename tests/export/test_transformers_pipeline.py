@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from export.tiny_transformers import tiny_pair
-from onward import signals
 from onward.errors import ExportError, ModelError
 from onward.export import from_transformers
-from onward.pipeline import load
+from onward.pipeline import preprocess as signals
+from onward.pipeline.load import load
 
 TEXT = "the ferry leaves at noon"
 LONG = "nobody expected a small library to train a network on the phone"

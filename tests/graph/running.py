@@ -11,7 +11,7 @@ import onnx_ir as ir
 import onnxruntime as ort
 from onnx import helper
 
-from onward.graph.dialect import normalize
+from onward.graph.dialect.normalize import normalize
 
 MICROSOFT = "com.microsoft"
 

@@ -12,7 +12,7 @@ from onnx import numpy_helper
 from graph.running import assert_same, run
 from onward.errors import ModelError
 from onward.graph.cleanup import share_constants, simplify
-from onward.graph.dialect import normalize
+from onward.graph.dialect.normalize import normalize
 from onward.graph.prune import prune
 
 RANDOM = np.random.default_rng(0)

@@ -8,9 +8,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from onward.graph.contrib import contrib_operators
-from onward.graph.definitions import BY_DEFINITION
-from onward.graph.newer import expanded_operators
+from onward.graph.dialect.contrib import contrib_operators
+from onward.graph.dialect.definitions import BY_DEFINITION
+from onward.graph.dialect.downgrade import expanded_operators
 
 PAGE = Path(__file__).parents[2] / "docs" / "dialect.md"
 

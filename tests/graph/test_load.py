@@ -16,7 +16,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from onward.errors import ModelError
-from onward.graph.dialect import normalize
+from onward.graph.dialect.normalize import normalize
 from onward.graph.load import load_model
 
 WEIGHT = np.arange(12, dtype=np.float32).reshape(3, 4)

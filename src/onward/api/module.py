@@ -252,9 +252,9 @@ class Module:
         if self._eval_uri is None:
             raise ModelError("Eval model was not provided. Cannot export a model for inferencing.")
         # its graph libraries take longer to load than all the rest, and many runs never need them
-        from onward import inference
+        from onward.runtime import inference_model
 
-        inference.export(self._eval_uri, self._state.to_data(), graph_output_names, inference_model_uri)
+        inference_model.export(self._eval_uri, self._state.to_data(), graph_output_names, inference_model_uri)
 
     def input_names(self) -> list[str]:
         """The names of the inputs that a call takes, in order."""

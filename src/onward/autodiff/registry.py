@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import importlib
 import pkgutil
+import warnings
 from collections.abc import Callable, Mapping, Sequence, Set
 
 import onnx_ir as ir
@@ -19,7 +20,7 @@ __all__ = [
     "Rule",
     "constant_ops",
     "find",
-    "gradient",
+    "gradient_rule",
     "is_constant",
     "no_gradient",
     "registered_ops",
@@ -52,7 +53,7 @@ _rules: dict[tuple[str, str], Rule] = {}
 _constant: dict[tuple[str, str], str] = {}
 
 
-def gradient(
+def gradient_rule(
     *op_types: str,
     broadcasts: bool = False,
     domain: str = "",
@@ -123,3 +124,12 @@ def _load_rules() -> None:
 
     for module in pkgutil.iter_modules(rules.__path__):
         importlib.import_module(f"{rules.__name__}.{module.name}")
+
+
+def __getattr__(name: str) -> object:
+    if name == "gradient":
+        warnings.warn(
+            "onward.autodiff.registry.gradient is now gradient_rule", DeprecationWarning, stacklevel=2
+        )
+        return gradient_rule
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -22,7 +22,7 @@ from typing import IO
 
 import numpy as np
 
-from onward.checkpoint.seal import Writable
+from onward.checkpoint.integrity import Writable
 from onward.errors import CheckpointError
 
 try:

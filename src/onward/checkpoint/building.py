@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import flatbuffers
 import numpy as np
 
-from onward.checkpoint import seal
+from onward.checkpoint import integrity
 from onward.checkpoint.dtypes import code_of
 from onward.checkpoint.state import NominalTensor, PropertyValue
 from onward.checkpoint.verify import IDENTIFIER, VERSION
@@ -79,7 +79,7 @@ def build_metadata(plan: Plan, properties: dict[str, PropertyValue], *, external
     builder.PrependUOffsetTRelativeSlot(2, group_vector, 0)
     builder.PrependUOffsetTRelativeSlot(3, bag, 0)
     builder.Finish(builder.EndObject(), file_identifier=IDENTIFIER)
-    return seal.add_block(bytes(builder.Output()), data_in_file=bool(plan.external_size))
+    return integrity.add_block(bytes(builder.Output()), data_in_file=bool(plan.external_size))
 
 
 def _build_module(builder: flatbuffers.Builder, plan: Plan, external_base: int) -> int:

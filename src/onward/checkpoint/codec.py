@@ -14,7 +14,7 @@ from math import prod
 
 import numpy as np
 
-from onward.checkpoint import reserved, seal, state
+from onward.checkpoint import integrity, reserved, state
 from onward.checkpoint.building import ALIGNMENT, Entry, Group, Plan, build_metadata
 from onward.checkpoint.dtypes import dtype_of
 from onward.checkpoint.state import CheckpointData, NominalTensor, OptimizerGroup, PropertyValue
@@ -44,7 +44,7 @@ class UnsealedCheckpointWarning(UserWarning):
 
 
 def encode(
-    data: CheckpointData, stream: seal.Writable, *, external_threshold: int = EXTERNAL_THRESHOLD
+    data: CheckpointData, stream: integrity.Writable, *, external_threshold: int = EXTERNAL_THRESHOLD
 ) -> bytes:
     """Write `data` to a binary stream, trailer included, and return its sha256; equal data gives equal bytes.
 
@@ -69,7 +69,7 @@ def encode(
             f"{len(metadata) + plan.inline_size} bytes of names, shapes and small tensors do not fit into "
             "one checkpoint; save fewer parameters together or lower external_threshold"
         )
-    out = seal.HashingWriter(stream)
+    out = integrity.HashingWriter(stream)
     out.write(metadata)
     _write_region(out, (e for e in plan.parameters() + plan.state() if not e.external), prefixed=True)
     _pad_to(out, len(metadata) + plan.inline_size)
@@ -103,9 +103,9 @@ def decode(
 
 def open_layout(buffer: memoryview, *, path: str) -> tuple[memoryview, Layout, bool]:
     """Check trailer and structure; return the payload, its layout and whether there is a trailer."""
-    sealed = seal.unseal(buffer, path=path)
+    sealed = integrity.unseal(buffer, path=path)
     layout = layout_of(buffer, sealed=sealed, path=path)
-    return buffer[: len(buffer) - seal.TRAILER_SIZE] if sealed else buffer, layout, sealed
+    return buffer[: len(buffer) - integrity.TRAILER_SIZE] if sealed else buffer, layout, sealed
 
 
 def warn_unsealed(path: str) -> None:
@@ -120,9 +120,9 @@ def warn_unsealed(path: str) -> None:
 
 def layout_of(buffer: memoryview, *, sealed: bool, path: str) -> Layout:
     """Verify the structure of a checkpoint whose trailer, if it is `sealed`, has been checked."""
-    payload = buffer[: len(buffer) - seal.TRAILER_SIZE] if sealed else buffer
-    flags = seal.block_flags(payload, path=path) or 0
-    return verify(payload, path=path, data_in_file=bool(flags & seal.DATA_IN_FILE))
+    payload = buffer[: len(buffer) - integrity.TRAILER_SIZE] if sealed else buffer
+    flags = integrity.block_flags(payload, path=path) or 0
+    return verify(payload, path=path, data_in_file=bool(flags & integrity.DATA_IN_FILE))
 
 
 def arrays(layout: Layout, payload: memoryview, data: memoryview | None, *, path: str) -> CheckpointData:
@@ -254,7 +254,7 @@ def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-def _write_region(out: seal.HashingWriter, entries: Iterable[Entry], *, prefixed: bool) -> None:
+def _write_region(out: integrity.HashingWriter, entries: Iterable[Entry], *, prefixed: bool) -> None:
     """Write tensors at their offsets from here, each after its length if `prefixed`."""
     base = out.length
     for entry in entries:
@@ -268,7 +268,7 @@ def _write_region(out: seal.HashingWriter, entries: Iterable[Entry], *, prefixed
         out.write(little_endian_bytes(entry.tensor))
 
 
-def _pad_to(out: seal.HashingWriter, position: int) -> None:
+def _pad_to(out: integrity.HashingWriter, position: int) -> None:
     out.write(bytes(position - out.length))
 
 

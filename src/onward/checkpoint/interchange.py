@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from onward.checkpoint import seal, state
+from onward.checkpoint import integrity, state
 from onward.checkpoint.atomic import open_regular, read_all, replace_file
 from onward.checkpoint.codec import little_endian_bytes, native_array
 from onward.checkpoint.dtypes import code_of, dtype_of
@@ -66,7 +66,7 @@ def to_safetensors(source: CheckpointData | str | os.PathLike[str], path: str | 
     parameters = {name: t for name, t in data.parameters().items() if not isinstance(t, NominalTensor)}
     header, ordered = _header(parameters, frozen=list(data.frozen))
 
-    def write(stream: seal.Writable) -> None:
+    def write(stream: integrity.Writable) -> None:
         stream.write(header)
         for array in ordered:
             stream.write(little_endian_bytes(array))

@@ -13,7 +13,7 @@ from typing import IO
 
 import numpy as np
 
-from onward.checkpoint import codec, seal
+from onward.checkpoint import codec, integrity
 from onward.checkpoint.atomic import open_regular, read_all, read_into
 from onward.checkpoint.state import CheckpointData
 from onward.checkpoint.verify import IDENTIFIER, Layout, verify_external
@@ -79,40 +79,40 @@ def data_path(path: str | os.PathLike[str]) -> Path:
 def _plausible_size(file: IO[bytes], path: str) -> int:
     """Return the file's size after a look at its first and last bytes; a sparse giant is refused here."""
     size = os.fstat(file.fileno()).st_size
-    head = file.read(8 + seal.BLOCK_SIZE) or b""
+    head = file.read(8 + integrity.BLOCK_SIZE) or b""
     if head[4:8] != IDENTIFIER:
         raise CheckpointError(
             path, f"not a checkpoint: identifier {head[4:8]!r}", field="identifier", offset=4
         )
-    if seal.block_flags(memoryview(head), path=path) is None:
+    if integrity.block_flags(memoryview(head), path=path) is None:
         if size >= _FLATBUFFER_LIMIT:
             raise CheckpointError(path, f"{size} bytes are more than a checkpoint without seal can have")
     else:
-        file.seek(max(size - seal.TRAILER_SIZE, 0))
-        seal.check_length(file.read(seal.TRAILER_SIZE), size, path=path)
+        file.seek(max(size - integrity.TRAILER_SIZE, 0))
+        integrity.check_length(file.read(integrity.TRAILER_SIZE), size, path=path)
     file.seek(0)
     return size
 
 
 def _check_trailer(file: IO[bytes], size: int, path: str, digest: bytes | None) -> bool:
     """Hash a file in pieces and compare; return whether it has a trailer."""
-    file.seek(max(size - seal.TRAILER_SIZE, 0))
-    tail = file.read(seal.TRAILER_SIZE)
-    sealed = seal.check_length(tail, size, path=path, required=digest is not None)
+    file.seek(max(size - integrity.TRAILER_SIZE, 0))
+    tail = file.read(integrity.TRAILER_SIZE)
+    sealed = integrity.check_length(tail, size, path=path, required=digest is not None)
     if not sealed:
         return False
     if digest is not None:
-        seal.check_digest(digest, tail[-seal.DIGEST_SIZE :], size, path=path)
+        integrity.check_digest(digest, tail[-integrity.DIGEST_SIZE :], size, path=path)
         return True
     file.seek(0)
     sha = sha256()
     chunk = memoryview(bytearray(_CHUNK))
-    left = size - seal.DIGEST_SIZE
+    left = size - integrity.DIGEST_SIZE
     while left:
         count = read_into(file, chunk[: min(left, _CHUNK)])
         sha.update(chunk[:count])
         left -= count
-    seal.check_digest(sha.digest(), tail[-seal.DIGEST_SIZE :], size, path=path)
+    integrity.check_digest(sha.digest(), tail[-integrity.DIGEST_SIZE :], size, path=path)
     return True
 
 

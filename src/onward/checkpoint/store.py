@@ -13,7 +13,7 @@ import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from onward.checkpoint import codec, seal
+from onward.checkpoint import codec, integrity
 from onward.checkpoint.atomic import UNCERTAIN, open_regular, replace_file, temporary_name
 from onward.checkpoint.codec import EXTERNAL_THRESHOLD
 from onward.checkpoint.reading import check_file, data_path, load
@@ -62,7 +62,7 @@ def save(
     written: dict[str, bytes] = {}
     kept: list[_Kept] = []
 
-    def write(stream: seal.Writable) -> None:
+    def write(stream: integrity.Writable) -> None:
         written["digest"] = codec.encode(data, stream, external_threshold=external_threshold)
 
     def check(temporary: Path) -> None:
@@ -196,7 +196,7 @@ def _is_real_file(path: Path) -> bool:
 
 
 def _copy(source: Path, destination: Path) -> None:
-    def write(stream: seal.Writable) -> None:
+    def write(stream: integrity.Writable) -> None:
         with open_regular(source) as file:
             while piece := file.read(_CHUNK):
                 stream.write(piece)
@@ -237,13 +237,13 @@ def _point_data_at(target: Path) -> None:
     link = data_path(target)
     with contextlib.suppress(OSError, CheckpointError):
         with open_regular(target) as file:
-            flags = seal.block_flags(memoryview(file.read(8 + seal.BLOCK_SIZE)), path=str(target))
+            flags = integrity.block_flags(memoryview(file.read(8 + integrity.BLOCK_SIZE)), path=str(target))
         if flags is None:
             return
         if _is_real_file(link):  # somebody else's: the file that a replaced checkpoint used is gone by now
             return
         ours = os.path.islink(link)
-        if not flags & seal.DATA_IN_FILE:
+        if not flags & integrity.DATA_IN_FILE:
             if ours:
                 os.unlink(link)
         elif not ours or os.readlink(link) != target.name:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from onward.cli.choices import LossChoice
-from onward.cli.models import read_model
+from onward.cli.model_file import read_model
 
 __all__ = ["advice"]
 

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from onward.cli import (
+from onward.cli.commands import (
     artifacts,
     bench,
     check,

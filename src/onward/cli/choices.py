@@ -108,7 +108,7 @@ def optimizer_of(
     choice: OptimizerChoice, *, weight_decay: float | None = None, momentum: float | None = None
 ) -> Any:
     """The optimizer block of a word, with its options."""
-    from onward.cli.frame import CommandError
+    from onward.cli.command import CommandError
     from onward.onnxblock import optim
 
     for name, value in (("weight-decay", weight_decay), ("momentum", momentum)):

@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from onward.cli.fitting import InputSpec, fit
-from onward.cli.frame import CommandError
+from onward.cli.command import CommandError
 from onward.cli.images import read_images
+from onward.cli.match_inputs import InputSpec, fit
 from onward.cli.tables import assemble, read_csv, read_parquet
 
 __all__ = ["Data", "hold_out", "import_entry", "is_entry", "load_data", "parse_pairs", "read_arrays"]

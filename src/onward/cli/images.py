@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from onward.cli.fitting import InputSpec
-from onward.cli.frame import CommandError
+from onward.cli.command import CommandError
+from onward.cli.match_inputs import InputSpec
 
 __all__ = ["Images", "read_images"]
 

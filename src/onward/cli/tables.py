@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-from onward.cli.fitting import InputSpec
-from onward.cli.frame import CommandError
+from onward.cli.command import CommandError
+from onward.cli.match_inputs import InputSpec
 
 __all__ = ["Table", "assemble", "read_csv", "read_parquet"]
 

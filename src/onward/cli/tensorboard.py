@@ -14,10 +14,10 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from onward.fit.callbacks import Callback
+from onward.train.callbacks import Callback
 
 if TYPE_CHECKING:
-    from onward.trainer import Trainer
+    from onward.train.trainer import Trainer
 
 __all__ = ["EventFile"]
 

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
-from onward.cli.frame import Output
+from onward.cli.command import Output
 
 __all__ = ["Commands", "explain_usage"]
 

@@ -18,7 +18,7 @@ from onward.api import CheckpointState, Module, Optimizer
 from onward.checkpoint import CheckpointData
 from onward.distributed.agreement import same_everywhere
 from onward.distributed.comm import Communicator
-from onward.distributed.parameters import Parameters
+from onward.distributed.settings import RunnerSettings
 from onward.distributed.sharding import ShardedOptimizer, bounds_of
 from onward.runtime.flat import FlatBuffer
 from onward.runtime.plan import Plan
@@ -42,7 +42,7 @@ class Report:
 class Replica(Module):
     """A module whose buffers divide into equal parts, one for each rank."""
 
-    def __init__(self, parameters: Parameters, state: CheckpointState, *, parts: int) -> None:
+    def __init__(self, parameters: RunnerSettings, state: CheckpointState, *, parts: int) -> None:
         self._parts = parts
         super().__init__(
             parameters.training_model,
@@ -60,7 +60,7 @@ class Replica(Module):
 class DataParallel:
     """The engine of data-parallel training on one rank; `backward` and `evaluate` do not communicate."""
 
-    def __init__(self, parameters: Parameters, data: CheckpointData, comm: Communicator) -> None:
+    def __init__(self, parameters: RunnerSettings, data: CheckpointData, comm: Communicator) -> None:
         self._settings, self._comm = parameters, comm
         sharded = parameters.shard_optimizer and comm.world > 1
         data.extras.setdefault("seed", parameters.seed)
@@ -195,7 +195,7 @@ def reconcile_statistics(comm: Communicator, moving: dict[str, np.ndarray], *, h
         start += array.size
 
 
-def weight_of(plan: Plan, batch: Sequence[Any], parameters: Parameters) -> float:
+def weight_of(plan: Plan, batch: Sequence[Any], parameters: RunnerSettings) -> float:
     """What a mean over a batch counts: labels that are not ignored, else samples; or what the user says."""
     if parameters.count is not None:
         return float(parameters.count(batch))
@@ -208,7 +208,7 @@ def weight_of(plan: Plan, batch: Sequence[Any], parameters: Parameters) -> float
     return float(shape[0]) if shape else 1.0
 
 
-def session_options(parameters: Parameters) -> ort.SessionOptions:
+def session_options(parameters: RunnerSettings) -> ort.SessionOptions:
     """Threads of one rank: launchers set OMP_NUM_THREADS, which the runtime does not read."""
     options = ort.SessionOptions()
     options.intra_op_num_threads = parameters.threads

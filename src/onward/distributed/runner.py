@@ -17,17 +17,18 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from onward import checkpoint, inference
+from onward import checkpoint
 from onward.api import LRScheduler, Optimizer
 from onward.checkpoint import CheckpointData
 from onward.distributed.agreement import all_or_none, broadcast_bytes, raise_together
 from onward.distributed.comm import Communicator, connect
 from onward.distributed.data_parallel import DataParallel, Report
 from onward.distributed.errors import DistributedError
-from onward.distributed.parameters import Grid, Parameters, make_grid
+from onward.distributed.settings import Grid, RunnerSettings, make_grid
 from onward.distributed.two_level import two_level
 from onward.errors import ModelError, OnwardError
-from onward.fit.batches import in_order
+from onward.runtime import inference_model
+from onward.train.batches import in_order
 
 __all__ = ["History", "TrainingRunner"]
 
@@ -79,7 +80,7 @@ class History:
 class TrainingRunner:
     """Trains on every rank that the launcher started; alone, it trains on one.
 
-    >>> runner = TrainingRunner(Parameters(artifacts="out"))            # doctest: +SKIP
+    >>> runner = TrainingRunner(RunnerSettings(artifacts="out"))            # doctest: +SKIP
     >>> runner.initialize()                                             # doctest: +SKIP
     >>> runner.run(train_loader, test_loader)                           # doctest: +SKIP
     >>> runner.end_training(test_loader)                                # doctest: +SKIP
@@ -89,9 +90,9 @@ class TrainingRunner:
     `set_epoch` is called if it has one, and so is that of its `sampler`).
     """
 
-    def __init__(self, parameters: Parameters, *, communicator: Communicator | None = None) -> None:
-        if not isinstance(parameters, Parameters):
-            raise TypeError(f"TrainingRunner takes Parameters, got {type(parameters).__name__}")
+    def __init__(self, parameters: RunnerSettings, *, communicator: Communicator | None = None) -> None:
+        if not isinstance(parameters, RunnerSettings):
+            raise TypeError(f"TrainingRunner takes RunnerSettings, got {type(parameters).__name__}")
         self.parameters = parameters
         self.updates = 0
         self._given = communicator
@@ -168,7 +169,7 @@ class TrainingRunner:
         data = engine.gather(include_optimizer_state=False)
         with all_or_none(comm):
             if data is not None:
-                inference.export(self.parameters.eval_model, data, graph_output_names, path)
+                inference_model.export(self.parameters.eval_model, data, graph_output_names, path)
 
     # ---- between them ------------------------------------------------------------------------------
 
@@ -265,7 +266,7 @@ class TrainingRunner:
         assert grid is not None
         if grid.pipeline == 1:
             return DataParallel(self.parameters, data, comm)
-        from onward.distributed.pipeline import PipelineParallel
+        from onward.distributed.stages.pipeline import PipelineParallel
 
         return PipelineParallel(self.parameters, data, comm, grid)
 

@@ -10,24 +10,26 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from onward.export.deployment import save_pipeline as save_pipeline
+    from onward.export.huggingface.from_transformers import HFOnnx as HFOnnx
+    from onward.export.huggingface.from_transformers import (
+        artifacts_from_transformers as artifacts_from_transformers,
+    )
+    from onward.export.huggingface.from_transformers import from_transformers as from_transformers
+    from onward.export.huggingface.save_pipeline import save_pipeline as save_pipeline
     from onward.export.inference import for_inference as for_inference
     from onward.export.parity import Report as Report
     from onward.export.parity import compare as compare
-    from onward.export.torch import artifacts_from_torch as artifacts_from_torch
-    from onward.export.torch import from_torch as from_torch
-    from onward.export.transformers import HFOnnx as HFOnnx
-    from onward.export.transformers import artifacts_from_transformers as artifacts_from_transformers
-    from onward.export.transformers import from_transformers as from_transformers
+    from onward.export.torch.from_torch import artifacts_from_torch as artifacts_from_torch
+    from onward.export.torch.from_torch import from_torch as from_torch
 
 _HOMES = {
     "from_torch": "onward.export.torch",
     "artifacts_from_torch": "onward.export.torch",
-    "from_transformers": "onward.export.transformers",
-    "artifacts_from_transformers": "onward.export.transformers",
-    "HFOnnx": "onward.export.transformers",
+    "from_transformers": "onward.export.huggingface.from_transformers",
+    "artifacts_from_transformers": "onward.export.huggingface.from_transformers",
+    "HFOnnx": "onward.export.huggingface.from_transformers",
     "for_inference": "onward.export.inference",
-    "save_pipeline": "onward.export.deployment",
+    "save_pipeline": "onward.export.huggingface.save_pipeline",
     "Report": "onward.export.parity",
     "compare": "onward.export.parity",
 }

@@ -19,11 +19,11 @@ from onward.api.state import CheckpointState
 from onward.checkpoint import CheckpointData
 from onward.errors import ExportError, ParityError
 from onward.export.parity import Report, compare
-from onward.export.quantize import QuantizationReport, measure, quantize, scheme_name
+from onward.export.quantize.quantizer import QuantizationReport, measure, quantize, scheme_name
 from onward.graph.load import load_model
 from onward.graph.prune import prune
 from onward.graph.save import write_model
-from onward.inference import inference_model, place_files
+from onward.runtime.inference_model import inference_model, place_files
 
 __all__ = ["InferenceExport", "for_inference", "sample_inputs"]
 
@@ -74,7 +74,7 @@ def for_inference(
     scheme = scheme_name(quantize_to)
     model = inference_model(eval_model, data, outputs)
     if opset is not None:
-        from onward.graph.lower import lower
+        from onward.graph.dialect.lower import lower
 
         model = lower(model, opset)
     feeds = dict(inputs) if inputs is not None else sample_inputs(model)

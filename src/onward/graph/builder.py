@@ -17,9 +17,9 @@ import onnx_ir as ir
 
 from onward.errors import ModelError
 from onward.graph.naming import Namer
-from onward.graph.node_inference import NodeInference, find_schema
 from onward.graph.nodes import SMALL, key_of
-from onward.graph.symbols import Symbols
+from onward.graph.shapes.node import NodeInference, find_schema
+from onward.graph.shapes.symbolic import Symbols
 
 __all__ = ["Builder", "Operand"]
 

@@ -16,8 +16,8 @@ import onnx_ir.passes.common as passes
 from onnx.reference import ReferenceEvaluator
 
 from onward.errors import ModelError
+from onward.graph.dialect.pads import spell_out_pads
 from onward.graph.nodes import computation_key, subgraphs_of
-from onward.graph.pads import spell_out_pads
 
 __all__ = [
     "finish",

@@ -10,7 +10,7 @@ import onnx
 import onnx_ir as ir
 
 from onward.errors import ModelError
-from onward.graph.dialect import normalize
+from onward.graph.dialect.normalize import normalize
 from onward.onnxblock.context import current_model
 from onward.onnxblock.emit import find_type
 from onward.training_graph import build_training_graphs

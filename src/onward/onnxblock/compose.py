@@ -9,7 +9,7 @@ import onnx
 import onnx_ir as ir
 
 from onward.errors import ModelError
-from onward.graph.dialect import normalize
+from onward.graph.dialect.normalize import normalize
 from onward.onnxblock.base import Block
 from onward.onnxblock.context import empty_base, sharing
 

@@ -12,7 +12,7 @@ import onnx
 import onnx_ir as ir
 
 from onward.errors import ModelError
-from onward.graph.dialect import OPSET, normalize
+from onward.graph.dialect.normalize import OPSET, normalize
 
 __all__ = ["Accessor", "base", "current_model", "custom_op_library", "empty_base", "sharing", "to_dialect"]
 

@@ -9,7 +9,7 @@ import onnx_ir as ir
 
 from onward.errors import ModelError
 from onward.graph.builder import Builder
-from onward.graph.dialect import OPSET
+from onward.graph.dialect.normalize import OPSET
 from onward.graph.naming import Namer
 from onward.onnxblock.context import current_model, to_dialect
 

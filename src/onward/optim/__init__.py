@@ -1,17 +1,7 @@
 """Optimizers as pure graph functions: one tensor in, one tensor out."""
 
 from onward.optim.graph import ParameterGroup
-from onward.optim.rules import (
-    Optimizer,
-    adafactor,
-    adagrad,
-    adam,
-    adamw,
-    lamb,
-    lion,
-    rmsprop,
-    sgd,
-)
+from onward.optim.rules import Optimizer, adafactor, adagrad, adam, adamw, lamb, lion, rmsprop, sgd
 
 __all__ = [
     "Optimizer",

@@ -16,7 +16,7 @@ import onnx_ir as ir
 
 from onward.graph.builder import Builder
 from onward.graph.cleanup import finish
-from onward.graph.dialect import OPSET
+from onward.graph.dialect.normalize import OPSET
 from onward.optim.rules import Optimizer, Scalars
 
 __all__ = ["Clipping", "ParameterGroup", "optimizer_model"]

@@ -1,0 +1,1 @@
+"""Runs training graphs on the stock runtime: sessions, buffers, steps and optimizer updates. Begin with `step`."""

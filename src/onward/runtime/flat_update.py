@@ -15,8 +15,8 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 
-from onward.graph.multiply_add import as_rows, fuse_multiply_add
-from onward.graph.scalars import ScalarProgram, split_scalars, to_single, without_scaling
+from onward.graph.passes.multiply_add import as_rows, fuse_multiply_add
+from onward.graph.passes.scalars import ScalarProgram, split_scalars, to_single, without_scaling
 from onward.runtime.flat import FlatBuffer
 from onward.runtime.sessions import make_session, run_bound
 from onward.runtime.updater import Slots, Updater

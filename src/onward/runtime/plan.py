@@ -9,7 +9,7 @@ import numpy as np
 import onnx
 
 from onward.errors import ModelError
-from onward.graph.specialize import BUFFER, OUT, RESET
+from onward.graph.passes.specialize import BUFFER, OUT, RESET
 
 __all__ = ["SEED", "Plan", "read_plan"]
 

@@ -10,8 +10,8 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 
-from onward.graph.row_gradients import scatter_in_place
-from onward.graph.specialize import BUFFER, OUT, RESET, specialize_reset
+from onward.graph.passes.row_gradients import scatter_in_place
+from onward.graph.passes.specialize import BUFFER, OUT, RESET, specialize_reset
 from onward.runtime.external import session_beside
 from onward.runtime.plan import SEED, Plan, read_plan
 from onward.runtime.sessions import ModelFile, make_session, providers_for, read_model, run_bound

@@ -1,0 +1,1 @@
+"""One gradient rule per operator, registered when its module is imported. Begin with `elementwise`."""

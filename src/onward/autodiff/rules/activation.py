@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import math
 
-from onward.autodiff.registry import gradient
+from onward.autodiff.registry import gradient_rule
 from onward.autodiff.rules.elementwise import keep, keep_positive, step
 
 
-@gradient("Relu")
+@gradient_rule("Relu")
 def relu(op, node, dz):
     """z = max(x, 0)   ⇒   dx = dz where x > 0"""
     return keep_positive(op, dz, node.outputs[0])
 
 
-@gradient("LeakyRelu")
+@gradient_rule("LeakyRelu")
 def leaky_relu(op, node, dz):
     """z = x where x > 0, else α·x   ⇒   dx = dz where x > 0, else α·dz"""
     alpha = node.attributes.get_float("alpha", 0.01)
@@ -22,7 +22,7 @@ def leaky_relu(op, node, dz):
     return op.Mul(dz, slope)
 
 
-@gradient("PRelu")
+@gradient_rule("PRelu")
 def prelu(op, node, dz):
     """z = x where x > 0, else s·x   ⇒   dx = dz where x > 0, else s·dz;  ds = dz·min(x, 0)"""
     x, slope = node.inputs
@@ -32,20 +32,20 @@ def prelu(op, node, dz):
     return dx, op.sum_to(op.Mul(dz, op.Min(x, op.constant_like(0.0, x))), slope)
 
 
-@gradient("ThresholdedRelu")
+@gradient_rule("ThresholdedRelu")
 def thresholded_relu(op, node, dz):
     """z = x where x > α, else 0   ⇒   dx = dz where x > α"""
     return keep(op, dz, op.Greater(node.inputs[0], node.attributes.get_float("alpha", 1.0)))
 
 
-@gradient("Shrink")
+@gradient_rule("Shrink")
 def shrink(op, node, dz):
     """z = x + b where x < −λ, x − b where x > λ, else 0   ⇒   dx = dz where z is not that 0"""
     x, limit = node.inputs[0], node.attributes.get_float("lambd", 0.5)
     return keep(op, dz, op.Or(op.Less(x, -limit), op.Greater(x, limit)))
 
 
-@gradient("Elu")
+@gradient_rule("Elu")
 def elu(op, node, dz):
     """z = x where x > 0, else α·(eˣ − 1)   ⇒   dx = dz where x > 0, else dz·(z + α)"""
     x, z = node.inputs[0], node.outputs[0]
@@ -55,7 +55,7 @@ def elu(op, node, dz):
     return op.Where(op.Greater(x, 0.0), dz, op.Mul(dz, op.Add(z, alpha)))
 
 
-@gradient("Selu")
+@gradient_rule("Selu")
 def selu(op, node, dz):
     """z = γ·x where x > 0, else γ·α·(eˣ − 1)   ⇒   dx = γ·dz where x > 0, else dz·(z + γ·α)"""
     x, z = node.inputs[0], node.outputs[0]
@@ -64,7 +64,7 @@ def selu(op, node, dz):
     return op.Where(op.Greater(x, 0.0), op.Mul(dz, gamma), op.Mul(dz, op.Add(z, gamma * alpha)))
 
 
-@gradient("Celu")
+@gradient_rule("Celu")
 def celu(op, node, dz):
     """z = max(0, x) + min(0, α·(exp(x/α) − 1))   ⇒   dx = dz·exp(min(x, 0)/α)"""
     x = node.inputs[0]
@@ -73,21 +73,21 @@ def celu(op, node, dz):
     return op.Mul(dz, op.Exp(below if alpha == 1.0 else op.Mul(below, 1.0 / alpha)))
 
 
-@gradient("Sigmoid")
+@gradient_rule("Sigmoid")
 def sigmoid(op, node, dz):
     """z = σ(x)   ⇒   dx = dz·z·(1 − z)"""
     z = node.outputs[0]
     return op.Mul(dz, op.Mul(z, op.Sub(1.0, z)))
 
 
-@gradient("Tanh")
+@gradient_rule("Tanh")
 def tanh(op, node, dz):
     """z = tanh x   ⇒   dx = dz·(1 − z²)"""
     z = node.outputs[0]
     return op.Mul(dz, op.Sub(1.0, op.Mul(z, z)))
 
 
-@gradient("HardSigmoid")
+@gradient_rule("HardSigmoid")
 def hard_sigmoid(op, node, dz):
     """z = min(max(α·x + β, 0), 1)   ⇒   dx = α·dz where 0 < z < 1"""
     z = node.outputs[0]
@@ -95,7 +95,7 @@ def hard_sigmoid(op, node, dz):
     return keep(op, op.Mul(dz, node.attributes.get_float("alpha", 0.2)), inside)
 
 
-@gradient("HardSwish")
+@gradient_rule("HardSwish")
 def hard_swish(op, node, dz):
     """z = x·h with h = min(max(x/6 + ½, 0), 1)   ⇒   dx = dz·(h + x/6 where |x| < 3)"""
     x = node.inputs[0]
@@ -104,20 +104,20 @@ def hard_swish(op, node, dz):
     return op.Mul(dz, op.Add(h, op.Mul(op.Mul(x, 1 / 6), inside)))
 
 
-@gradient("Softplus")
+@gradient_rule("Softplus")
 def softplus(op, node, dz):
     """z = ln(1 + eˣ)   ⇒   dx = dz·σ(x)"""
     return op.Mul(dz, op.Sigmoid(node.inputs[0]))
 
 
-@gradient("Softsign")
+@gradient_rule("Softsign")
 def softsign(op, node, dz):
     """z = x/(1 + |x|)   ⇒   dx = dz/(1 + |x|)²"""
     below = op.Add(op.Abs(node.inputs[0]), 1.0)
     return op.Div(dz, op.Mul(below, below))
 
 
-@gradient("Mish")
+@gradient_rule("Mish")
 def mish(op, node, dz):
     """z = x·t with t = tanh(softplus(x))   ⇒   dx = dz·(t + x·σ(x)·(1 − t²))"""
     x = node.inputs[0]
@@ -125,7 +125,7 @@ def mish(op, node, dz):
     return op.Mul(dz, op.Add(t, op.Mul(op.Mul(x, op.Sigmoid(x)), op.Sub(1.0, op.Mul(t, t)))))
 
 
-@gradient("Gelu")
+@gradient_rule("Gelu")
 def gelu(op, node, dz):
     """z = x·Φ(x)   ⇒   dx = dz·(Φ(x) + x·φ(x))"""
     x = node.inputs[0]

@@ -13,13 +13,13 @@ from collections.abc import Sequence
 import numpy as np
 import onnx_ir as ir
 
-from onward.autodiff import bodies
-from onward.autodiff.registry import gradient
+from onward.autodiff import subgraphs
+from onward.autodiff.registry import gradient_rule
 from onward.autodiff.sequences import add, append_all, is_sequence, part_of, zeros
 from onward.errors import ModelError
-from onward.graph.body_shapes import describe, keeps_its_shape
 from onward.graph.builder import Builder
 from onward.graph.nodes import captured_values
+from onward.graph.shapes.bodies import describe, keeps_its_shape
 
 # ---- Loop --------------------------------------------------------------------------------------------
 
@@ -48,7 +48,7 @@ class _Turns:
         sources |= {value for value in captured_values(self.node) if value in varying}
         results = zip(self.node.outputs, [*self.leaving, *self.emitted])
         targets = {inner for outer, inner in results if outer in mattering}
-        return bodies.turning_values(self.body, self.states, sources=sources, targets=targets)
+        return subgraphs.turning_values(self.body, self.states, sources=sources, targets=targets)
 
 
 def _loop(node: ir.Node) -> _Turns:
@@ -69,7 +69,7 @@ def _loop_bodies(node, varying, mattering):
     return [(turns.body, *turns.activity(varying, mattering))]
 
 
-@gradient("Loop", bodies=_loop_bodies)
+@gradient_rule("Loop", bodies=_loop_bodies)
 def loop(op, node, *dys):
     """sₜ₊₁, eₜ = f(t, sₜ, c)   ⇒   from the last turn to the first:
     dsₜ, δc = f'ᵀ(t, sₜ, c)·(dsₜ₊₁, deₜ),   dc = Σ δc
@@ -80,21 +80,23 @@ def loop(op, node, *dys):
     live = [i for i, (a, b) in enumerate(turns.states) if a in sources and b in targets]
     captured = [value for value in captured_values(node) if value in sources]
 
-    inner = bodies.body_builder(op, "body")
+    inner = subgraphs.body_builder(op, "body")
     number = inner.input(f"{op.scope}/number", ir.DataType.INT64, [])
     going = inner.input(f"{op.scope}/going", ir.DataType.BOOL, [])
-    ds = {i: bodies.body_input(inner, turns.entering[i], "ds") for i in live}
-    sums = [bodies.body_input(inner, value, "sum") for value in captured]
+    ds = {i: subgraphs.body_input(inner, turns.entering[i], "ds") for i in live}
+    sums = [subgraphs.body_input(inner, value, "sum") for value in captured]
 
-    turn = bodies.argument(inner, turns.body.inputs[0], "turn")
-    begins = {value: bodies.argument(inner, value, "begin") for value in turns.entering}
-    kept = {value: bodies.argument(inner, value, "kept") for value in bodies.random_values(op, turns.body)}
+    turn = subgraphs.argument(inner, turns.body.inputs[0], "turn")
+    begins = {value: subgraphs.argument(inner, value, "begin") for value in turns.entering}
+    kept = {
+        value: subgraphs.argument(inner, value, "kept") for value in subgraphs.random_values(op, turns.body)
+    }
     true = op.constant(np.asarray(True), name="true")
-    results = bodies.inline(inner, turns.body, [turn, true, *begins.values()], given=kept)
+    results = subgraphs.inline(inner, turns.body, [turn, true, *begins.values()], given=kept)
     outcome = results[1 : 1 + len(turns.leaving)]
     arrived = {i: dy for i, dy in enumerate(dys[len(turns.leaving) :]) if dy is not None}
-    de = {i: bodies.argument(inner, turns.emitted[i], "de") for i in arrived}
-    found = bodies.differentiate_body(
+    de = {i: subgraphs.argument(inner, turns.emitted[i], "de") for i in arrived}
+    found = subgraphs.differentiate_body(
         inner,
         [(outcome[i], ds[i]) for i in live]
         + [(results[1 + len(turns.leaving) + i], dy) for i, dy in de.items()],
@@ -103,7 +105,7 @@ def loop(op, node, *dys):
     likes = [turns.entering[i] for i in live] + captured
     before = [found[begins[turns.entering[i]]] for i in live]
     added = [_added(inner, total, found[value]) for value, total in zip(captured, sums)]
-    bodies.close(inner, [going, *before, *added], [going, *likes])
+    subgraphs.close(inner, [going, *before, *added], [going, *likes])
 
     keep = {v: a for v, a in [*begins.items(), *kept.items()] if a.uses()}
     trips, record = _record_loop(op, turns, list(keep))
@@ -123,8 +125,8 @@ def loop(op, node, *dys):
     first = [zeros(op, node.outputs[i]) if dys[i] is None else dys[i] for i in live]
     first += [zeros(op, value) for value in captured]
     outer = [turns.initial[i] for i in live] + captured
-    gradients = bodies.emit(op, "Loop", [trips, None, *first], {"body": inner.graph}, likes=outer)
-    return bodies.by_value(op, outer, gradients)
+    gradients = subgraphs.emit(op, "Loop", [trips, None, *first], {"body": inner.graph}, likes=outer)
+    return subgraphs.by_value(op, outer, gradients)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,16 +160,16 @@ def _record_loop(op, turns: _Turns, values: list[ir.Value]) -> tuple[ir.Value, d
     stacks: dict[ir.Value, ir.Value] = {}
     for value in [*steady, *(value for value in changing if is_sequence(value))]:
         element = inside.SequenceLength(place[value]) if is_sequence(value) else place[value]
-        body.outputs.append(bodies.copy_into(op, body, element))
-        stacks[value] = bodies.new_output(op, node, element.type, [None, *(element.shape or ())])
+        body.outputs.append(subgraphs.copy_into(op, body, element))
+        stacks[value] = subgraphs.new_output(op, node, element.type, [None, *(element.shape or ())])
     record = {value: _Record(stacks[value]) for value in steady}
     record |= {value: _Record(sequences[value], stacks.get(value)) for value in changing}
     countable = [*stacks.values(), *node.outputs[len(turns.leaving) + len(changing) :]]
     if not countable and changing:
         return op.SequenceLength(sequences[changing[0]]), record
     if not countable:
-        body.outputs.append(bodies.copy_into(op, body, body.inputs[0]))
-        countable = [bodies.new_output(op, node, ir.TensorType(ir.DataType.INT64), [None])]
+        body.outputs.append(subgraphs.copy_into(op, body, body.inputs[0]))
+        countable = [subgraphs.new_output(op, node, ir.TensorType(ir.DataType.INT64), [None])]
     return op.Squeeze(op.Shape(countable[0], start=0, end=1), [0]), record
 
 
@@ -187,7 +189,7 @@ def _carry_sequence(op, inside: Builder, node: ir.Node, value: ir.Value) -> ir.V
         append_all(inside, sequence, value) if is_sequence(value) else inside.SequenceInsert(sequence, value)
     )
     inside.graph.outputs.append(longer)
-    return bodies.new_output(op, node, kind, value.shape)
+    return subgraphs.new_output(op, node, kind, value.shape)
 
 
 def _repeat(op, turns: _Turns, values: list[ir.Value]) -> tuple[_Turns, dict[ir.Value, ir.Value]]:
@@ -198,13 +200,13 @@ def _repeat(op, turns: _Turns, values: list[ir.Value]) -> tuple[_Turns, dict[ir.
             f"random operator {source.op_type if source else '?'} in the body of Loop '{turns.node.name}', "
             "whose state changes its shape: its numbers cannot be kept for the backward pass"
         )
-    inner = bodies.body_builder(op, "again")
-    inputs = [bodies.body_input(inner, value, "in") for value in turns.body.inputs]
-    results = bodies.inline(inner, turns.body, inputs)
+    inner = subgraphs.body_builder(op, "again")
+    inputs = [subgraphs.body_input(inner, value, "in") for value in turns.body.inputs]
+    results = subgraphs.inline(inner, turns.body, inputs)
     count = 1 + len(turns.leaving)
-    bodies.close(inner, results[:count], turns.body.outputs[:count])
+    subgraphs.close(inner, results[:count], turns.body.outputs[:count])
     finals = turns.node.outputs[: len(turns.leaving)]
-    bodies.emit(op, "Loop", list(turns.node.inputs), {"body": inner.graph}, likes=finals)
+    subgraphs.emit(op, "Loop", list(turns.node.inputs), {"body": inner.graph}, likes=finals)
     again = _loop(op.graph[-1])
     return again, dict(zip(turns.entering, again.entering))
 
@@ -232,7 +234,7 @@ def _scan_bodies(node, varying, mattering):
     return [(turns.body, *turns.activity(varying, mattering))]
 
 
-@gradient("Scan", bodies=_scan_bodies)
+@gradient_rule("Scan", bodies=_scan_bodies)
 def scan(op, node, *dys):
     """sₜ₊₁, eₜ = f(sₜ, xₜ, c)   ⇒   from the last turn to the first:
     dsₜ, dxₜ, δc = f'ᵀ(sₜ, xₜ, c)·(dsₜ₊₁, deₜ),   dc = Σ δc
@@ -245,19 +247,21 @@ def scan(op, node, *dys):
     captured = [value for value in captured_values(node) if value in sources]
     count = len(turns.leaving)
 
-    inner = bodies.body_builder(op, "body")
-    ds = {i: bodies.body_input(inner, turns.entering[i], "ds") for i in live}
-    sums = [bodies.body_input(inner, value, "sum") for value in captured]
-    begins = {value: bodies.argument(inner, value, "begin") for value in turns.entering}
-    pieces = {value: bodies.argument(inner, value, "x") for value in turns.slices}
-    kept = {value: bodies.argument(inner, value, "kept") for value in bodies.random_values(op, turns.body)}
-    results = bodies.inline(inner, turns.body, [*begins.values(), *pieces.values()], given=kept)
+    inner = subgraphs.body_builder(op, "body")
+    ds = {i: subgraphs.body_input(inner, turns.entering[i], "ds") for i in live}
+    sums = [subgraphs.body_input(inner, value, "sum") for value in captured]
+    begins = {value: subgraphs.argument(inner, value, "begin") for value in turns.entering}
+    pieces = {value: subgraphs.argument(inner, value, "x") for value in turns.slices}
+    kept = {
+        value: subgraphs.argument(inner, value, "kept") for value in subgraphs.random_values(op, turns.body)
+    }
+    results = subgraphs.inline(inner, turns.body, [*begins.values(), *pieces.values()], given=kept)
     de = {
-        i: bodies.argument(inner, value, "de")
+        i: subgraphs.argument(inner, value, "de")
         for i, value in enumerate(turns.emitted)
         if dys[count + i] is not None
     }
-    found = bodies.differentiate_body(
+    found = subgraphs.differentiate_body(
         inner,
         [(results[i], ds[i]) for i in live] + [(results[count + i], dy) for i, dy in de.items()],
         [
@@ -270,7 +274,7 @@ def scan(op, node, *dys):
     added = [_added(inner, total, found[value]) for value, total in zip(captured, sums)]
     dx = {i: found[pieces[turns.slices[i]]] for i in sliced}
     dx = {i: value for i, value in dx.items() if value is not None}
-    bodies.close(
+    subgraphs.close(
         inner,
         [*before, *added, *dx.values()],
         [*(turns.entering[i] for i in live), *captured, *(turns.slices[i] for i in dx)],
@@ -292,7 +296,7 @@ def scan(op, node, *dys):
     first = [zeros(op, node.outputs[i]) if dys[i] is None else dys[i] for i in live]
     first += [zeros(op, value) for value in captured]
     outer = [turns.initial[i] for i in live] + captured + [turns.scanned[i] for i in dx]
-    gradients = bodies.emit(
+    gradients = subgraphs.emit(
         op,
         "Scan",
         [*first, *(value for value, _, _, _ in used)],
@@ -306,7 +310,7 @@ def scan(op, node, *dys):
         },
         likes=outer,
     )
-    return bodies.by_value(op, outer, gradients)
+    return subgraphs.by_value(op, outer, gradients)
 
 
 def _layout(node: ir.Node, side: str, count: int) -> tuple[list[int], list[int]]:
@@ -324,9 +328,9 @@ def _record_scan(op, turns: _Turns, value: ir.Value) -> ir.Value:
             node.attributes[f"scan_output_{what}"] = ir.AttrInt64s(
                 f"scan_output_{what}", [*(old or [0] * count), 0]
             )
-    turns.body.outputs.append(bodies.copy_into(op, turns.body, value))
+    turns.body.outputs.append(subgraphs.copy_into(op, turns.body, value))
     shape = None if value.shape is None else [None, *value.shape]
-    return bodies.new_output(op, node, value.type, shape)
+    return subgraphs.new_output(op, node, value.type, shape)
 
 
 # ---- shared --------------------------------------------------------------------------------------------

@@ -9,9 +9,8 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from onward.autodiff.registry import gradient
-from onward.autodiff.rules.conv_weights import Product, weight_gradient
-from onward.autodiff.rules.windows import (
+from onward.autodiff.forms.conv_weights import Product, weight_gradient
+from onward.autodiff.forms.windows import (
     Sizes,
     Window,
     calculate,
@@ -24,9 +23,10 @@ from onward.autodiff.rules.windows import (
     split_padding,
     window_of,
 )
+from onward.autodiff.registry import gradient_rule
 
 
-@gradient("Conv")
+@gradient_rule("Conv")
 def conv(op, node, dy):
     """y = x ⋆ w + b   ⇒   dx = dy ∗ w (transposed),  dw = x ⋆ dy over batch and positions,  db = Σ dy"""
     x, w, *rest = node.inputs
@@ -39,7 +39,7 @@ def conv(op, node, dy):
     return dx, dw, sum_channels(op, dy) if op.wanted(bias) else None
 
 
-@gradient("ConvTranspose")
+@gradient_rule("ConvTranspose")
 def conv_transpose(op, node, dy):
     """y = x ∗ w + b, the transpose of ⋆   ⇒   dx = dy ⋆ w,  dw = dy ⋆ x over batch and positions,  db = Σ dy"""
     x, w, *rest = node.inputs
@@ -60,7 +60,7 @@ def conv_transpose(op, node, dy):
     return dx, dw, sum_channels(op, dy) if op.wanted(bias) else None
 
 
-@gradient("Col2Im")
+@gradient_rule("Col2Im")
 def col2im(op, node, dy):
     """y adds up blocks of pixels   ⇒   dx[c, t, p] = dy[c, p·stride + t·dilation − pad]"""
     x, image_shape, block_shape = node.inputs

@@ -5,10 +5,8 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from onward.autodiff.registry import gradient
-from onward.autodiff.rules.conv import count_up, kernel_of, sum_channels
-from onward.autodiff.rules.conv_weights import values
-from onward.autodiff.rules.sampling import (
+from onward.autodiff.forms.conv_weights import values
+from onward.autodiff.forms.sampling import (
     axis_taps,
     combine,
     coordinate_gradients,
@@ -18,11 +16,13 @@ from onward.autodiff.rules.sampling import (
     scatter_rows,
     to_rows,
 )
-from onward.autodiff.rules.windows import Sizes, Window, ranked, spatial, window_of
+from onward.autodiff.forms.windows import Sizes, Window, ranked, spatial, window_of
+from onward.autodiff.registry import gradient_rule
+from onward.autodiff.rules.conv import count_up, kernel_of, sum_channels
 from onward.errors import ModelError
 
 
-@gradient("DeformConv")
+@gradient_rule("DeformConv")
 def deform_conv(op, node, dy):
     """y = w·s + b, samples s = m·x(place + offset)   ⇒   dw = dy·sᵀ,  ds = wᵀ·dy,  db = Σ dy,  dm = Σ ds·x(…)
 

@@ -10,7 +10,7 @@ import math
 
 import onnx_ir as ir
 
-from onward.autodiff.registry import gradient, no_gradient
+from onward.autodiff.registry import gradient_rule, no_gradient
 
 # The largest finite float32, and a factor that takes every normal float32 to 1 or beyond.
 _LARGEST = 3.4028234663852886e38
@@ -54,27 +54,27 @@ def sign(op, x):
     return op.Sign(x)
 
 
-@gradient("Add", broadcasts=True)
+@gradient_rule("Add", broadcasts=True)
 def add(op, node, dz):
     """z = x + y   ⇒   dx = dz,  dy = dz"""
     return dz, dz
 
 
-@gradient("Sub")
+@gradient_rule("Sub")
 def sub(op, node, dz):
     """z = x − y   ⇒   dx = dz,  dy = −dz, negated after the sum, where it is smaller"""
     x, y = node.inputs
     return op.sum_to(dz, x) if op.wanted(x) else None, op.Neg(op.sum_to(dz, y)) if op.wanted(y) else None
 
 
-@gradient("Mul", broadcasts=True)
+@gradient_rule("Mul", broadcasts=True)
 def mul(op, node, dz):
     """z = x·y   ⇒   dx = dz·y,  dy = dz·x"""
     x, y = node.inputs
     return op.Mul(dz, y) if op.wanted(x) else None, op.Mul(dz, x) if op.wanted(y) else None
 
 
-@gradient("Div")
+@gradient_rule("Div")
 def div(op, node, dz):
     """z = x/y   ⇒   dx = dz/y,  dy = −z·dz/y"""
     x, y = node.inputs
@@ -84,7 +84,7 @@ def div(op, node, dz):
     return dx, dy
 
 
-@gradient("Mod", broadcasts=True)
+@gradient_rule("Mod", broadcasts=True)
 def mod(op, node, dz):
     """z = x − n·y with n = x/y truncated or rounded down   ⇒   dx = dz,  dy = −n·dz"""
     x, y = node.inputs
@@ -94,7 +94,7 @@ def mod(op, node, dz):
     return dz, op.Neg(op.Mul(dz, n))
 
 
-@gradient("Pow", broadcasts=True)
+@gradient_rule("Pow", broadcasts=True)
 def power(op, node, dz):
     """z = xᵖ   ⇒   dx = dz·p·xᵖ⁻¹,  dp = dz·z·ln x
 
@@ -134,7 +134,7 @@ def _power_base(op, dz, x, p, z):
     return op.Mul(op.Mul(dz, exponent), lower)
 
 
-@gradient("Max", "Min", broadcasts=True)
+@gradient_rule("Max", "Min", broadcasts=True)
 def extremum(op, node, dz):
     """z = max(x₁, …)   ⇒   dxᵢ = dz where xᵢ = z; equal ones share it"""
     z = node.outputs[0]
@@ -147,19 +147,19 @@ def extremum(op, node, dz):
     return [op.Mul(share, one) for one in chosen]
 
 
-@gradient("Sum", broadcasts=True)
+@gradient_rule("Sum", broadcasts=True)
 def variadic_sum(op, node, dz):
     """z = Σ xᵢ   ⇒   dxᵢ = dz"""
     return [dz] * len(node.inputs)
 
 
-@gradient("Mean", broadcasts=True)
+@gradient_rule("Mean", broadcasts=True)
 def mean(op, node, dz):
     """z = Σ xᵢ / n   ⇒   dxᵢ = dz/n"""
     return [op.Mul(dz, 1.0 / len(node.inputs))] * len(node.inputs)
 
 
-@gradient("Where", broadcasts=True)
+@gradient_rule("Where", broadcasts=True)
 def where(op, node, dz):
     """z = x where c, else y   ⇒   dx = dz where c,  dy = dz where not c"""
     condition, x, y = node.inputs
@@ -168,7 +168,7 @@ def where(op, node, dz):
     return None, dx, dy
 
 
-@gradient("Clip")
+@gradient_rule("Clip")
 def clip(op, node, dz):
     """z = min(max(x, a), b)   ⇒   dx = dz where a ≤ x ≤ b,  da = Σ dz where x < a,  db = Σ dz where x > b
 
@@ -188,130 +188,130 @@ def clip(op, node, dz):
     return dx, dlow, dhigh
 
 
-@gradient("Cast", "CastLike")
+@gradient_rule("Cast", "CastLike")
 def cast(op, node, dz):
     """z = x in another type   ⇒   dx = dz in the first; that of a quantized x stays a floating tensor"""
     kind = op.dtype(node.inputs[0])
     return op.Cast(dz, to=int(kind)) if kind.is_floating_point() else dz
 
 
-@gradient("Identity")
+@gradient_rule("Identity")
 def identity(op, node, dz):
     """z = x   ⇒   dx = dz"""
     return dz
 
 
-@gradient("Neg")
+@gradient_rule("Neg")
 def neg(op, node, dz):
     """z = −x   ⇒   dx = −dz"""
     return op.Neg(dz)
 
 
-@gradient("Abs")
+@gradient_rule("Abs")
 def absolute(op, node, dz):
     """z = |x|   ⇒   dx = dz·sign x"""
     return op.Mul(dz, sign(op, node.inputs[0]))
 
 
-@gradient("Exp")
+@gradient_rule("Exp")
 def exp(op, node, dz):
     """z = eˣ   ⇒   dx = dz·z"""
     return op.Mul(dz, node.outputs[0])
 
 
-@gradient("Log")
+@gradient_rule("Log")
 def log(op, node, dz):
     """z = ln x   ⇒   dx = dz/x"""
     return op.Div(dz, node.inputs[0])
 
 
-@gradient("Sqrt")
+@gradient_rule("Sqrt")
 def sqrt(op, node, dz):
     """z = √x   ⇒   dx = dz/2z"""
     return op.Div(op.Mul(dz, 0.5), node.outputs[0])
 
 
-@gradient("Reciprocal")
+@gradient_rule("Reciprocal")
 def reciprocal(op, node, dz):
     """z = 1/x   ⇒   dx = −dz·z²"""
     z = node.outputs[0]
     return op.Mul(op.Mul(dz, z), op.Neg(z))
 
 
-@gradient("Erf")
+@gradient_rule("Erf")
 def erf(op, node, dz):
     """z = erf x   ⇒   dx = dz·2/√π·exp(−x²)"""
     x = node.inputs[0]
     return op.Mul(dz, op.Exp(op.Sub(math.log(2 / math.sqrt(math.pi)), op.Mul(x, x))))
 
 
-@gradient("Sin")
+@gradient_rule("Sin")
 def sin(op, node, dz):
     """z = sin x   ⇒   dx = dz·cos x"""
     return op.Mul(dz, op.Cos(node.inputs[0]))
 
 
-@gradient("Cos")
+@gradient_rule("Cos")
 def cos(op, node, dz):
     """z = cos x   ⇒   dx = −dz·sin x"""
     return op.Mul(dz, op.Neg(op.Sin(node.inputs[0])))
 
 
-@gradient("Tan")
+@gradient_rule("Tan")
 def tan(op, node, dz):
     """z = tan x   ⇒   dx = dz·(1 + z²)"""
     z = node.outputs[0]
     return op.Mul(dz, op.Add(op.Mul(z, z), 1.0))
 
 
-@gradient("Sinh")
+@gradient_rule("Sinh")
 def sinh(op, node, dz):
     """z = sinh x   ⇒   dx = dz·cosh x"""
     return op.Mul(dz, op.Cosh(node.inputs[0]))
 
 
-@gradient("Cosh")
+@gradient_rule("Cosh")
 def cosh(op, node, dz):
     """z = cosh x   ⇒   dx = dz·sinh x"""
     return op.Mul(dz, op.Sinh(node.inputs[0]))
 
 
-@gradient("Asin")
+@gradient_rule("Asin")
 def asin(op, node, dz):
     """z = asin x   ⇒   dx = dz/√(1 − x²)"""
     x = node.inputs[0]
     return op.Div(dz, op.Sqrt(op.Sub(1.0, op.Mul(x, x))))
 
 
-@gradient("Acos")
+@gradient_rule("Acos")
 def acos(op, node, dz):
     """z = acos x   ⇒   dx = −dz/√(1 − x²)"""
     x = node.inputs[0]
     return op.Neg(op.Div(dz, op.Sqrt(op.Sub(1.0, op.Mul(x, x)))))
 
 
-@gradient("Atan")
+@gradient_rule("Atan")
 def atan(op, node, dz):
     """z = atan x   ⇒   dx = dz/(1 + x²)"""
     x = node.inputs[0]
     return op.Div(dz, op.Add(op.Mul(x, x), 1.0))
 
 
-@gradient("Asinh")
+@gradient_rule("Asinh")
 def asinh(op, node, dz):
     """z = asinh x   ⇒   dx = dz/√(x² + 1)"""
     x = node.inputs[0]
     return op.Div(dz, op.Sqrt(op.Add(op.Mul(x, x), 1.0)))
 
 
-@gradient("Acosh")
+@gradient_rule("Acosh")
 def acosh(op, node, dz):
     """z = acosh x   ⇒   dx = dz/√(x² − 1)"""
     x = node.inputs[0]
     return op.Div(dz, op.Sqrt(op.Sub(op.Mul(x, x), 1.0)))
 
 
-@gradient("Atanh")
+@gradient_rule("Atanh")
 def atanh(op, node, dz):
     """z = atanh x   ⇒   dx = dz/(1 − x²)"""
     x = node.inputs[0]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from onward.autodiff.registry import gradient, no_gradient
+from onward.autodiff.registry import gradient_rule, no_gradient
 from onward.autodiff.rules.elementwise import mask
 from onward.autodiff.rules.shape import difference, joined, padded, reshape_like, size_of, total
 
@@ -37,7 +37,7 @@ def scatter_rows(op, x, index, dz, *, axis):
     return op.ScatterElements(op.zeros_like(x), places, dz, axis=axis, reduction="add")
 
 
-@gradient("Gather")
+@gradient_rule("Gather")
 def gather(op, node, dz):
     """z = x at the indices along an axis   ⇒   dx = dz added up at those indices"""
     x, index = node.inputs
@@ -80,7 +80,7 @@ def _run(index: np.ndarray | None) -> tuple[int, int] | None:
     return (int(flat[0]), flat.size) if follows else None
 
 
-@gradient("GatherElements")
+@gradient_rule("GatherElements")
 def gather_elements(op, node, dz):
     """z = x at an index for each element   ⇒   dx = dz added up at those indices"""
     x, index = node.inputs
@@ -88,7 +88,7 @@ def gather_elements(op, node, dz):
     return op.ScatterElements(op.zeros_like(x), index, dz, axis=axis, reduction="add")
 
 
-@gradient("GatherND")
+@gradient_rule("GatherND")
 def gather_nd(op, node, dz):
     """z = slices of x at tuples of indices   ⇒   dx = dz added up at those tuples"""
     x, index = node.inputs
@@ -148,7 +148,7 @@ class _Rows:
         return reshape_like(op, done, self.x)
 
 
-@gradient("ScatterElements")
+@gradient_rule("ScatterElements")
 def scatter_elements(op, node, dz):
     """z = x with u put at the indices   ⇒   dx = dz where nothing was put,  du = dz at the indices
 
@@ -166,7 +166,7 @@ def scatter_elements(op, node, dz):
     return _scatter_gradients(op, node, dz, updates, scatter, pick)
 
 
-@gradient("ScatterND")
+@gradient_rule("ScatterND")
 def scatter_nd(op, node, dz):
     """z = x with slices u put at tuples of indices   ⇒   dx = dz where nothing was put,  du = dz there"""
     x, index, updates = node.inputs
@@ -212,7 +212,7 @@ def _scatter_gradients(op, node, dz, u, scatter, pick):
     return op.Mul(share, from_x), None, op.Mul(pick(share), from_u)
 
 
-@gradient("Compress")
+@gradient_rule("Compress")
 def compress(op, node, dz):
     """z = the slices of x where a condition holds   ⇒   dx = dz at those, 0 elsewhere"""
     x, condition = node.inputs
@@ -224,7 +224,7 @@ def compress(op, node, dz):
     return reshape_like(op, op.ScatterElements(zeros, index, dz, axis=0), x)
 
 
-@gradient("TopK")
+@gradient_rule("TopK")
 def top_k(op, node, dz, _):
     """z = the k largest of x, at i   ⇒   dx = dz at i, 0 elsewhere"""
     x = node.inputs[0]
@@ -232,7 +232,7 @@ def top_k(op, node, dz, _):
     return op.ScatterElements(op.zeros_like(x), node.outputs[1], dz, axis=axis)
 
 
-@gradient("OneHot")
+@gradient_rule("OneHot")
 def one_hot(op, node, dz):
     """z = v₁ at the indices, v₀ elsewhere   ⇒   dv₁ = Σ dz there,  dv₀ = Σ dz elsewhere"""
     index, depth, values = node.inputs
@@ -245,7 +245,7 @@ def one_hot(op, node, dz):
     return None, None, op.Concat(*sums, axis=0)
 
 
-@gradient("Unique")
+@gradient_rule("Unique")
 def unique(op, node, dz, *_):
     """z = the different slices of x   ⇒   dx = dz at the first of each, 0 elsewhere"""
     x = node.inputs[0]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from onward.autodiff.registry import gradient
-from onward.autodiff.rules.contraction import Contraction
-from onward.autodiff.rules.shapes import joined
+from onward.autodiff.forms.einsum import Contraction
+from onward.autodiff.forms.joined_shapes import joined
+from onward.autodiff.registry import gradient_rule
 
 
-@gradient("Gemm", broadcasts=True)
+@gradient_rule("Gemm", broadcasts=True)
 def gemm(op, node, dy):
     """y = α·A'·B' + β·C   ⇒   dA' = α·dy·B'ᵀ,  dB' = α·A'ᵀ·dy,  dC = β·dy summed to C"""
     a, b, *rest = node.inputs
@@ -31,7 +31,7 @@ def gemm(op, node, dy):
     return da, db, dc if rest else None
 
 
-@gradient("MatMul")
+@gradient_rule("MatMul")
 def matmul(op, node, dy):
     """y = A·B   ⇒   dA = dy·Bᵀ,  dB = Aᵀ·dy, each summed over the batches that were broadcast
 
@@ -93,7 +93,7 @@ def _transposed(op, value):
     return op.Transpose(value, perm=[*range(rank - 2), rank - 1, rank - 2])
 
 
-@gradient("Einsum")
+@gradient_rule("Einsum")
 def einsum(op, node, dy):
     """y = Σ ∏ xₖ over the labels that y lacks   ⇒   dxᵢ = Σ dy·∏ₖ≠ᵢ xₖ over the labels that xᵢ lacks"""
     contraction = Contraction.parse(
@@ -105,7 +105,7 @@ def einsum(op, node, dy):
     ]
 
 
-@gradient("Det")
+@gradient_rule("Det")
 def det(op, node, dy):
     """y = |X|   ⇒   dX = dy·cof(X), each cofactor the signed determinant of a minor
 

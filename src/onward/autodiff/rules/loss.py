@@ -7,14 +7,14 @@ import dataclasses
 import numpy as np
 import onnx_ir as ir
 
-from onward.autodiff.registry import gradient
-from onward.autodiff.rules.saved import saved_output
+from onward.autodiff.forms.saved_outputs import saved_output
+from onward.autodiff.registry import gradient_rule
 
 # Up to this many classes, a matrix of ones and zeros costs less than picking and scattering.
 _FEW = 64
 
 
-@gradient("SoftmaxCrossEntropyLoss")
+@gradient_rule("SoftmaxCrossEntropyLoss")
 def softmax_cross_entropy_loss(op, node, dloss, dlog_prob=None):
     """loss = Σ −κᵢ·ℓᵢ[labelᵢ] with ℓ = log softmax(x)   ⇒   dx = κ·(exp ℓ − onehot),
 
@@ -93,7 +93,7 @@ def _log_probabilities(op, node):
     return log_prob
 
 
-@gradient("NegativeLogLikelihoodLoss")
+@gradient_rule("NegativeLogLikelihoodLoss")
 def negative_log_likelihood_loss(op, node, dloss):
     """loss = Σ −κᵢ·xᵢ[labelᵢ]   ⇒   dx = −κ at the labels, else 0"""
     x = node.inputs[0]

@@ -9,9 +9,9 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from onward.autodiff.registry import gradient
-from onward.autodiff.rules.saved import saved_output
-from onward.graph.statistics import count_per_channel
+from onward.autodiff.forms.saved_outputs import saved_output
+from onward.autodiff.registry import gradient_rule
+from onward.graph.passes.running_stats import count_per_channel
 
 
 def _standardized(op, x, axes, *, epsilon):
@@ -29,7 +29,7 @@ def _through_statistics(op, g, x_hat, r, axes):
     return op.Mul(op.Sub(op.Sub(g, mean_g), op.Mul(x_hat, mean_gx)), r)
 
 
-@gradient("LayerNormalization")
+@gradient_rule("LayerNormalization")
 def layer_normalization(op, node, dy, dmean=None, dr=None):
     """y = x̂·scale + bias over the axes from `axis` on   ⇒   dscale = Σ dy·x̂,  dbias = Σ dy,
 
@@ -90,7 +90,7 @@ def _cast_to(op, value, like):
     return _cast(op, value, op.dtype(like))
 
 
-@gradient("BatchNormalization")
+@gradient_rule("BatchNormalization")
 def batch_normalization(op, node, dy, drunning_mean=None, drunning_var=None):
     """y = x̂·scale + bias, one mean and variance for each channel (axis 1)
 
@@ -160,7 +160,7 @@ def batch_normalization(op, node, dy, drunning_mean=None, drunning_var=None):
     return dx, dscale, dbias, dmean, dvar
 
 
-@gradient("InstanceNormalization")
+@gradient_rule("InstanceNormalization")
 def instance_normalization(op, node, dy):
     """y = x̂·scale + bias, one mean and variance for each image's channel"""
     x, scale, _ = node.inputs
@@ -176,7 +176,7 @@ def instance_normalization(op, node, dy):
     )
 
 
-@gradient("GroupNormalization")
+@gradient_rule("GroupNormalization")
 def group_normalization(op, node, dy):
     """y = x̂·scale + bias, one mean and variance for each image's group of channels"""
     x, scale, bias = node.inputs
@@ -203,7 +203,7 @@ def group_normalization(op, node, dy):
     )
 
 
-@gradient("LpNormalization")
+@gradient_rule("LpNormalization")
 def lp_normalization(op, node, dy):
     """y = x/‖x‖ₚ   ⇒   dx = (dy − u·Σ dy·y)/‖x‖ₚ,  u = y for p = 2, sign(x) for p = 1; 0 where ‖x‖ is"""
     x, y = node.inputs[0], node.outputs[0]
@@ -215,7 +215,7 @@ def lp_normalization(op, node, dy):
     return op.Mul(op.Sub(dy, op.Mul(op.Sign(x) if first else y, inner)), inverse)
 
 
-@gradient("MeanVarianceNormalization")
+@gradient_rule("MeanVarianceNormalization")
 def mean_variance_normalization(op, node, dy):
     """y = (x − mean)/s, s = σ + 10⁻⁹   ⇒   dx = (dy − mean(dy) − y·mean(dy·y)·s/σ)/s"""
     x, y = node.inputs[0], node.outputs[0]
@@ -229,7 +229,7 @@ def mean_variance_normalization(op, node, dy):
     return op.Div(op.Sub(op.Sub(dy, mean_dy), op.Mul(y, inner)), s)
 
 
-@gradient("LRN")
+@gradient_rule("LRN")
 def lrn(op, node, dy):
     """y = x·d^−β, d = k + α/n·Σ x² over n channels   ⇒   dx = dy·d^−β − 2αβ/n·x·Σ′ dy·x·d^(−β−1)
 

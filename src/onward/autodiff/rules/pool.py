@@ -7,13 +7,13 @@ import math
 import numpy as np
 import onnx_ir as ir
 
-from onward.autodiff.registry import gradient
-from onward.autodiff.rules.sampling import add_into
-from onward.autodiff.rules.separable import identity, multiply
-from onward.autodiff.rules.windows import ints, ranked, spatial, tap_slice, window_of
+from onward.autodiff.forms.sampling import add_into
+from onward.autodiff.forms.separable import identity, multiply
+from onward.autodiff.forms.windows import ints, ranked, spatial, tap_slice, window_of
+from onward.autodiff.registry import gradient_rule
 
 
-@gradient("MaxPool")
+@gradient_rule("MaxPool")
 def max_pool(op, node, dy, _=None):
     """y = x[i], i the first largest of each window   ⇒   dx[i] = Σ dy"""
     if dy is None:
@@ -32,7 +32,7 @@ def max_pool(op, node, dy, _=None):
     return op.Reshape(flat, op.shape(x))
 
 
-@gradient("AveragePool")
+@gradient_rule("AveragePool")
 def average_pool(op, node, dy):
     """y = x·P along each axis, P the means of each window   ⇒   dx = dy·Pᵀ"""
     x = node.inputs[0]
@@ -43,7 +43,7 @@ def average_pool(op, node, dy):
     return multiply(op, dy, _axis_matrices(op, node, x))
 
 
-@gradient("LpPool")
+@gradient_rule("LpPool")
 def lp_pool(op, node, dy):
     """y = (Σ |x|ᵖ)^(1/p)   ⇒   dx = sign(x)·|x|ᵖ⁻¹ · Σ over its windows of dy·y¹⁻ᵖ"""
     x, y = node.inputs[0], node.outputs[0]
@@ -53,7 +53,7 @@ def lp_pool(op, node, dy):
     return op.Mul(multiply(op, scaled, _axis_matrices(op, node, x, p=1)), _power_slope(op, x, p))
 
 
-@gradient("GlobalAveragePool")
+@gradient_rule("GlobalAveragePool")
 def global_average_pool(op, node, dy):
     """y = Σ x / n   ⇒   dx = dy / n everywhere"""
     x = node.inputs[0]
@@ -65,7 +65,7 @@ def global_average_pool(op, node, dy):
     return op.Expand(each, op.shape(x))
 
 
-@gradient("GlobalMaxPool")
+@gradient_rule("GlobalMaxPool")
 def global_max_pool(op, node, dy):
     """y = x[i], i the first largest   ⇒   dx[i] = dy"""
     x = node.inputs[0]
@@ -81,7 +81,7 @@ def global_max_pool(op, node, dy):
     return op.Reshape(chosen, op.shape(x))
 
 
-@gradient("GlobalLpPool")
+@gradient_rule("GlobalLpPool")
 def global_lp_pool(op, node, dy):
     """y = (Σ |x|ᵖ)^(1/p)   ⇒   dx = dy·y¹⁻ᵖ·sign(x)·|x|ᵖ⁻¹"""
     x, y = node.inputs[0], node.outputs[0]
@@ -89,7 +89,7 @@ def global_lp_pool(op, node, dy):
     return op.Mul(_over_norm(op, dy, y, p), _power_slope(op, x, p))
 
 
-@gradient("MaxUnpool")
+@gradient_rule("MaxUnpool")
 def max_unpool(op, node, dy):
     """y[i] = x   ⇒   dx = dy[i]"""
     x, indices = node.inputs[:2]

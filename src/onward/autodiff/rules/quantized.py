@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from onward.autodiff.registry import gradient
-from onward.autodiff.rules.blocks import Scales
+from onward.autodiff.forms.quantization_blocks import Scales
+from onward.autodiff.registry import gradient_rule
 
 # The largest finite number of each 8-bit float; integers have −2ⁿ⁻¹ … 2ⁿ⁻¹ − 1 or 0 … 2ⁿ − 1.
 _FLOAT8 = {
@@ -21,7 +21,7 @@ _FLOAT8 = {
 }
 
 
-@gradient("QuantizeLinear", straight_through=True)
+@gradient_rule("QuantizeLinear", straight_through=True)
 def quantize_linear(op, node, dq):
     """q = saturate(round(x/s) + z)   ⇒   dx = dq/s,  ds = −Σ dq·x/s², both 0 where q saturates"""
     x, scale, *rest = node.inputs
@@ -41,7 +41,7 @@ def quantize_linear(op, node, dq):
     return dx, ds
 
 
-@gradient("DequantizeLinear", straight_through=True)
+@gradient_rule("DequantizeLinear", straight_through=True)
 def dequantize_linear(op, node, dy):
     """y = (q − z)·s   ⇒   dq = dy·s,  ds = Σ dy·(q − z)"""
     q, scale, *rest = node.inputs
@@ -56,7 +56,7 @@ def dequantize_linear(op, node, dy):
     return dq, ds
 
 
-@gradient("DynamicQuantizeLinear", straight_through=True)
+@gradient_rule("DynamicQuantizeLinear", straight_through=True)
 def dynamic_quantize_linear(op, node, dq, ds=None, _dz=None):
     """q = round(x/s) + z, s = (max(x, 0) − min(x, 0))/255   ⇒   dx = dq/s
 
@@ -79,7 +79,7 @@ def dynamic_quantize_linear(op, node, dq, ds=None, _dz=None):
     return op.Mul(op.Sub(high, low), op.Div(ds, 255.0))
 
 
-@gradient("MatMulInteger", straight_through=True)
+@gradient_rule("MatMulInteger", straight_through=True)
 def matmul_integer(op, node, dy):
     """y = (A − a)·(B − b)   ⇒   dA = dy·(B − b)ᵀ,  dB = (A − a)ᵀ·dy"""
     a, b, zero_a, zero_b = (*node.inputs, None, None)[:4]

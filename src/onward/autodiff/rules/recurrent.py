@@ -10,12 +10,12 @@ import dataclasses
 
 import onnx_ir as ir
 
-from onward.autodiff.registry import gradient
-from onward.autodiff.rules.gates import Activation, read_activations
-from onward.autodiff.rules.recurrence import Recurrence, scan
+from onward.autodiff.forms.recurrence import Recurrence, scan
+from onward.autodiff.forms.recurrent_activations import Activation, read_activations
+from onward.autodiff.registry import gradient_rule
 
 
-@gradient("RNN")
+@gradient_rule("RNN")
 def rnn(op, node, dy, dy_h=None):
     """h′ = f(x·Wᵀ + h·Rᵀ + b)   ⇒   with a = f′:  dz = dh′·a,  dh = dz·R,  dW = Σ dzᵀ·x,  dR = Σ dzᵀ·h"""
     with op.inserting(before=node):
@@ -66,7 +66,7 @@ def _rnn_forward(op, layer, d, f):
     return last, states, z[0] if z else None
 
 
-@gradient("LSTM")
+@gradient_rule("LSTM")
 def lstm(op, node, dy, dy_h=None, dy_c=None):
     """i, o, f = f(·), g = g(·), c′ = f·c + i·g, h′ = o·h(c′)   ⇒   with
     a = f′·[g, h(c′), c] and g′·i, e = o·h′(c′):  dc += dh·e,  dz = [dc, dh, dc, dc]·a,  dc ← dc·f,  dh ← dz·R
@@ -204,7 +204,7 @@ def _lstm_forward(op, layer, d, functions):
     return run
 
 
-@gradient("GRU")
+@gradient_rule("GRU")
 def gru(op, node, dy, dy_h=None):
     """z, r = f(·), n = g(·), h′ = (1 − z)·n + z·h, where r scales h·Rₙᵀ + bₙ =: q (linear_before_reset) or h
 

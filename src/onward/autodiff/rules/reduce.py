@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from onward.autodiff.registry import gradient, no_gradient
+from onward.autodiff.registry import gradient_rule, no_gradient
 from onward.autodiff.rules.elementwise import mask, sign
 
 
@@ -37,13 +37,13 @@ def again(op, node, value):
     return op.ReduceSum(value, axes_of(op, node), keepdims=1, noop_with_empty_axes=noop)
 
 
-@gradient("ReduceSum")
+@gradient_rule("ReduceSum")
 def reduce_sum(op, node, dz):
     """z = Σ x   ⇒   dx = dz spread over the axes that were summed"""
     return op.Expand(kept(op, node, dz), op.shape(node.inputs[0]))
 
 
-@gradient("ReduceMean")
+@gradient_rule("ReduceMean")
 def reduce_mean(op, node, dz):
     """z = Σ x / n   ⇒   dx = dz/n spread over the axes that were summed"""
     x = node.inputs[0]
@@ -71,7 +71,7 @@ def _count(op, node):
     return op.Cast(op.Div(size, left), to=kind)
 
 
-@gradient("ReduceMax", "ReduceMin")
+@gradient_rule("ReduceMax", "ReduceMin")
 def reduce_extremum(op, node, dz):
     """z = max x   ⇒   dx = dz where x = z; equal ones share it"""
     x = node.inputs[0]
@@ -79,7 +79,7 @@ def reduce_extremum(op, node, dz):
     return op.Mul(chosen, op.Div(kept(op, node, dz), again(op, node, chosen)))
 
 
-@gradient("ReduceProd")
+@gradient_rule("ReduceProd")
 def reduce_prod(op, node, dz):
     """z = Π x   ⇒   dxᵢ = dz·Π of the others, which is 0 where another one is 0"""
     x = node.inputs[0]
@@ -92,13 +92,13 @@ def reduce_prod(op, node, dz):
     return op.Where(op.Equal(again(op, node, zeros), zeros), others, 0.0)
 
 
-@gradient("ReduceL1")
+@gradient_rule("ReduceL1")
 def reduce_l1(op, node, dz):
     """z = Σ |x|   ⇒   dx = dz·sign x"""
     return op.Mul(sign(op, node.inputs[0]), kept(op, node, dz))
 
 
-@gradient("ReduceL2")
+@gradient_rule("ReduceL2")
 def reduce_l2(op, node, dz):
     """z = √Σ x²   ⇒   dx = x·dz/z, and 0 where z is"""
     x, z = node.inputs[0], node.outputs[0]
@@ -106,20 +106,20 @@ def reduce_l2(op, node, dz):
     return op.Mul(x, kept(op, node, op.Div(dz, safe)))
 
 
-@gradient("ReduceSumSquare")
+@gradient_rule("ReduceSumSquare")
 def reduce_sum_square(op, node, dz):
     """z = Σ x²   ⇒   dx = 2·x·dz"""
     return op.Mul(node.inputs[0], kept(op, node, op.Mul(dz, 2.0)))
 
 
-@gradient("ReduceLogSum")
+@gradient_rule("ReduceLogSum")
 def reduce_log_sum(op, node, dz):
     """z = ln Σ x   ⇒   dx = dz/eᶻ spread over the axes that were summed"""
     x = node.inputs[0]
     return op.Expand(kept(op, node, op.Div(dz, op.Exp(node.outputs[0]))), op.shape(x))
 
 
-@gradient("ReduceLogSumExp")
+@gradient_rule("ReduceLogSumExp")
 def reduce_log_sum_exp(op, node, dz):
     """z = ln Σ eˣ   ⇒   dx = dz·exp(x − z), and 0 where every x is −∞"""
     x, z = node.inputs[0], node.outputs[0]
@@ -127,7 +127,7 @@ def reduce_log_sum_exp(op, node, dz):
     return op.Mul(op.Exp(op.Sub(x, kept(op, node, finite))), kept(op, node, dz))
 
 
-@gradient("CumSum")
+@gradient_rule("CumSum")
 def cum_sum(op, node, dz):
     """zᵢ = Σ xⱼ for j ≤ i   ⇒   dxⱼ = Σ dzᵢ for i ≥ j: the same sum from the other end"""
     reverse = node.attributes.get_int("reverse", 0)

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from onward.autodiff.registry import gradient
-from onward.autodiff.rules.separable import identity, multiply
-from onward.autodiff.rules.windows import ints, ranked
+from onward.autodiff.forms.separable import identity, multiply
+from onward.autodiff.forms.windows import ints, ranked
+from onward.autodiff.registry import gradient_rule
 from onward.errors import UnsupportedOps
 
 # What decides where an output pixel reads; the rest of the attributes say how large the output is.
@@ -30,7 +30,7 @@ _BLOCKS = {("asymmetric", "floor")} | {
 }
 
 
-@gradient("Resize")
+@gradient_rule("Resize")
 def resize(op, node, dy):
     """y = x·R along each axis, R the weights of the interpolation   ⇒   dx = dy·Rᵀ"""
     x = node.inputs[0]

@@ -11,9 +11,9 @@ import dataclasses
 import numpy as np
 import onnx_ir as ir
 
-from onward.autodiff.registry import gradient
-from onward.autodiff.rules.sampling import add_into, count_rows, count_to, extent, from_rows, to_rows
-from onward.autodiff.rules.windows import spatial
+from onward.autodiff.forms.sampling import add_into, count_rows, count_to, extent, from_rows, to_rows
+from onward.autodiff.forms.windows import spatial
+from onward.autodiff.registry import gradient_rule
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Points:
     scale: float
 
 
-@gradient("RoiAlign")
+@gradient_rule("RoiAlign")
 def roi_align(op, node, dy):
     """y = A·x·Bᵀ for each region, A and B its rows' and columns' weights   ⇒   dx = Aᵀ·dy·B summed over regions
 

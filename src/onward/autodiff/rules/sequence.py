@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from onward.autodiff import bodies
-from onward.autodiff.registry import gradient, no_gradient
+from onward.autodiff import subgraphs
+from onward.autodiff.registry import gradient_rule, no_gradient
 from onward.autodiff.sequences import is_sequence, map_sequence, zeros
 from onward.graph.nodes import captured_values
 
@@ -16,7 +16,7 @@ no_gradient("SequenceEmpty", because="it has no inputs")
 no_gradient("SequenceLength", "OptionalHasElement", because="its result is not real")
 
 
-@gradient("SequenceConstruct")
+@gradient_rule("SequenceConstruct")
 def sequence_construct(op, node, ds):
     """s = [x₀, x₁, …]   ⇒   dxᵢ = dsᵢ"""
     return [
@@ -25,7 +25,7 @@ def sequence_construct(op, node, ds):
     ]
 
 
-@gradient("SequenceAt")
+@gradient_rule("SequenceAt")
 def sequence_at(op, node, dy):
     """y = s[i]   ⇒   ds = zeros, but dy at i"""
     sequence, position = node.inputs
@@ -33,7 +33,7 @@ def sequence_at(op, node, dy):
     return op.SequenceInsert(op.SequenceErase(zeros(op, sequence), index), dy, index)
 
 
-@gradient("SequenceInsert")
+@gradient_rule("SequenceInsert")
 def sequence_insert(op, node, dz):
     """z = s with x put in at i   ⇒   ds = dz without its i-th,  dx = dz[i]"""
     sequence, _, position = (*node.inputs, None)[:3]
@@ -41,7 +41,7 @@ def sequence_insert(op, node, dz):
     return op.SequenceErase(dz, index), op.SequenceAt(dz, index)
 
 
-@gradient("SequenceErase")
+@gradient_rule("SequenceErase")
 def sequence_erase(op, node, dz):
     """z = s without its i-th   ⇒   ds = dz with zeros put in at i"""
     sequence, position = (*node.inputs, None)[:2]
@@ -50,7 +50,7 @@ def sequence_erase(op, node, dz):
     return op.SequenceInsert(dz, op.zeros_like(erased), index)
 
 
-@gradient("SplitToSequence")
+@gradient_rule("SplitToSequence")
 def split_to_sequence(op, node, ds):
     """s = x cut along an axis   ⇒   dx = ds joined along it"""
     split = (*node.inputs, None)[1]
@@ -58,7 +58,7 @@ def split_to_sequence(op, node, ds):
     return op.ConcatFromSequence(ds, axis=node.attributes.get_int("axis", 0), new_axis=new_axis)
 
 
-@gradient("ConcatFromSequence")
+@gradient_rule("ConcatFromSequence")
 def concat_from_sequence(op, node, dy):
     """y = the elements of s joined along an axis   ⇒   ds = dy cut where they met"""
     axis = node.attributes.get_int("axis")
@@ -67,7 +67,7 @@ def concat_from_sequence(op, node, dy):
     return op.SplitToSequence(dy, _sizes(op, node.inputs[0], axis), axis=axis)
 
 
-@gradient("Optional", "OptionalGetElement")
+@gradient_rule("Optional", "OptionalGetElement")
 def optional(op, node, dy):
     """y = x, packed or unpacked   ⇒   dx = dy"""
     return dy
@@ -82,34 +82,34 @@ def _map_bodies(node, varying, mattering):
     ]
 
 
-@gradient("SequenceMap", bodies=_map_bodies)
+@gradient_rule("SequenceMap", bodies=_map_bodies)
 def sequence_map(op, node, *dys):
     """yᵢ = f(sᵢ, x, c)   ⇒   dsᵢ, δxᵢ, δcᵢ = f'ᵀ(sᵢ, x, c)·dyᵢ,   dx = Σ δxᵢ,   dc = Σ δcᵢ"""
     body = node.attributes["body"].as_graph()
-    bodies.refuse_random(op, body, node)
-    inner = bodies.body_builder(op, "element")
-    arguments = [bodies.body_input(inner, value, "x") for value in body.inputs]
-    results = bodies.inline(inner, body, arguments)
+    subgraphs.refuse_random(op, body, node)
+    inner = subgraphs.body_builder(op, "element")
+    arguments = [subgraphs.body_input(inner, value, "x") for value in body.inputs]
+    results = subgraphs.inline(inner, body, arguments)
     arriving = [(i, dy) for i, dy in enumerate(dys) if dy is not None]
-    pieces = [(results[i], bodies.body_input(inner, body.outputs[i], "dy")) for i, _ in arriving]
+    pieces = [(results[i], subgraphs.body_input(inner, body.outputs[i], "dy")) for i, _ in arriving]
     wanted = [(outer, a) for outer, a in zip(node.inputs, arguments) if op.wanted(outer)]
     wanted += [(value, value) for value in captured_values(node) if op.wanted(value)]
-    found = bodies.differentiate_body(inner, pieces, [a for _, a in wanted])
+    found = subgraphs.differentiate_body(inner, pieces, [a for _, a in wanted])
     live = [(outer, a) for outer, a in wanted if found[a] is not None]
     if not live:
         return {}
-    bodies.close(inner, [found[a] for _, a in live], [a for _, a in live])
-    parts = bodies.emit(
+    subgraphs.close(inner, [found[a] for _, a in live], [a for _, a in live])
+    parts = subgraphs.emit(
         op,
         "SequenceMap",
         [*node.inputs, *(dy for _, dy in arriving)],
         {"body": inner.graph},
-        likes=[bodies.sequence_like(op, a) for _, a in live],
+        likes=[subgraphs.sequence_like(op, a) for _, a in live],
     )
     gradients = [
         part if is_sequence(outer) else _sum_over(op, part, outer) for (outer, _), part in zip(live, parts)
     ]
-    return bodies.by_value(op, [outer for outer, _ in live], gradients)
+    return subgraphs.by_value(op, [outer for outer, _ in live], gradients)
 
 
 def _sum_over(op, parts, like):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from onward.autodiff.registry import gradient, no_gradient
+from onward.autodiff.registry import gradient_rule, no_gradient
 
 
 def reshape_like(op, value, like):
@@ -85,20 +85,20 @@ def padded(op, value, pads):
     return op.Pad(value, joined(op, [*before, *after]), None, list(axes))
 
 
-@gradient("Reshape", "Flatten")
+@gradient_rule("Reshape", "Flatten")
 def reshape(op, node, dz):
     """z = x in another shape   ⇒   dx = dz in x's"""
     return reshape_like(op, dz, node.inputs[0])
 
 
-@gradient("Squeeze")
+@gradient_rule("Squeeze")
 def squeeze(op, node, dz):
     """z = x without some axes of size 1   ⇒   dx = dz with them"""
     axes = node.inputs[1] if len(node.inputs) > 1 else None
     return reshape_like(op, dz, node.inputs[0]) if axes is None else op.Unsqueeze(dz, axes)
 
 
-@gradient("Unsqueeze")
+@gradient_rule("Unsqueeze")
 def unsqueeze(op, node, dz):
     """z = x with more axes of size 1   ⇒   dx = dz without them"""
     axes = node.inputs[1]
@@ -111,7 +111,7 @@ def unsqueeze(op, node, dz):
     return op.Squeeze(dz, axes if vector else op.Reshape(axes, [-1]))
 
 
-@gradient("Transpose")
+@gradient_rule("Transpose")
 def transpose(op, node, dz):
     """z = x permuted by p   ⇒   dx = dz permuted by p⁻¹"""
     perm = node.attributes.get_ints("perm", None)
@@ -135,13 +135,13 @@ def _transposed_product(op, node):
     )
 
 
-@gradient("Expand", broadcasts=True)
+@gradient_rule("Expand", broadcasts=True)
 def expand(op, node, dz):
     """z = x broadcast   ⇒   dx = Σ dz over what was broadcast"""
     return dz
 
 
-@gradient("Tile")
+@gradient_rule("Tile")
 def tile(op, node, dz):
     """z = x repeated rₐ times along each axis a   ⇒   dx = Σ of the repetitions of dz"""
     x, repeats = node.inputs
@@ -161,7 +161,7 @@ def tile(op, node, dz):
     return op.ReduceSum(op.Reshape(dz, joined(op, parts), allowzero=1), repeated, keepdims=0)
 
 
-@gradient("DepthToSpace")
+@gradient_rule("DepthToSpace")
 def depth_to_space(op, node, dz):
     """z = blocks of channels laid out in space   ⇒   dx = the blocks of dz gathered into channels"""
     block = node.attributes["blocksize"].as_int()
@@ -174,13 +174,13 @@ def depth_to_space(op, node, dz):
     return reshape_like(op, op.Transpose(split, perm=[0, 1, 3, 5, 2, 4]), x)
 
 
-@gradient("SpaceToDepth")
+@gradient_rule("SpaceToDepth")
 def space_to_depth(op, node, dz):
     """z = blocks of space gathered into channels   ⇒   dx = the channels of dz laid out in space"""
     return op.DepthToSpace(dz, blocksize=node.attributes["blocksize"].as_int(), mode="DCR")
 
 
-@gradient("ReverseSequence")
+@gradient_rule("ReverseSequence")
 def reverse_sequence(op, node, dz):
     """z = x with each sequence reversed   ⇒   dx = dz with each reversed again"""
     attributes = node.attributes
@@ -192,14 +192,14 @@ def reverse_sequence(op, node, dz):
     )
 
 
-@gradient("Trilu")
+@gradient_rule("Trilu")
 def trilu(op, node, dz):
     """z = a triangle of x   ⇒   dx = that triangle of dz"""
     k = node.inputs[1] if len(node.inputs) > 1 else None
     return op.Trilu(dz, k, upper=node.attributes.get_int("upper", 1))
 
 
-@gradient("Range")
+@gradient_rule("Range")
 def arange(op, node, dz):
     """zᵢ = a + i·d   ⇒   da = Σ dzᵢ,  dd = Σ i·dzᵢ; the limit decides only how many there are"""
     index = op.Cast(op.Range(0, op.Size(dz), 1), to=int(op.dtype(dz)))

@@ -10,10 +10,10 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from onward.autodiff.registry import gradient
+from onward.autodiff.registry import gradient_rule
 
 
-@gradient("DFT")
+@gradient_rule("DFT")
 def dft(op, node, dy):
     """y = E·x   ⇒   dx = N·inverse(dy);  inverse: y = Ē·x/N   ⇒   dx = E·dy/N
 
@@ -92,7 +92,7 @@ def _part(op, value, like):
     return op.Slice(value, np.asarray([0], np.int64), op.dim(like, -1), np.asarray([-1], np.int64))
 
 
-@gradient("STFT")
+@gradient_rule("STFT")
 def stft(op, node, dy):
     """y = E·(window·frame) for each frame   ⇒   dframe = window·N·inverse(dy), added where frames overlap;
 

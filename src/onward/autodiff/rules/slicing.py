@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from onward.autodiff.registry import gradient
+from onward.autodiff.registry import gradient_rule
 from onward.autodiff.rules.indexing import scatter_selected
 from onward.autodiff.rules.shape import difference, joined, padded, size_of, total
 
@@ -18,7 +18,7 @@ _BEFORE_START = np.iinfo(np.int64).min
 _FAR = np.iinfo(np.int32).max
 
 
-@gradient("Concat")
+@gradient_rule("Concat")
 def concat(op, node, dz):
     """z = x₁, x₂, … joined   ⇒   dx₁, dx₂, … = dz split"""
     axis = node.attributes["axis"].as_int()
@@ -35,7 +35,7 @@ def concat(op, node, dz):
     return [part if index == only else None for index in range(len(inputs))]
 
 
-@gradient("Split")
+@gradient_rule("Split")
 def split(op, node, *dys):
     """y₁, y₂, … = x split   ⇒   dx = dy₁, dy₂, … joined, with zeros for outputs that nothing used"""
     x = node.inputs[0]
@@ -76,7 +76,7 @@ def _zeros(op, x, axis, size):
     return op.Expand(op.constant_like(0.0, x), joined(op, dims))
 
 
-@gradient("Slice")
+@gradient_rule("Slice")
 def slice_(op, node, dz):
     """z = x from s to e by t   ⇒   dx = dz between zeros, turned round where t < 0, spread out where |t| > 1"""
     x, starts, ends = node.inputs[:3]
@@ -170,7 +170,7 @@ def _sliced_by_index(op, node, dz):
     return scatter_selected(op, x, dz, lambda index: op.Slice(index, *rest))
 
 
-@gradient("CenterCropPad")
+@gradient_rule("CenterCropPad")
 def center_crop_pad(op, node, dz):
     """z = the middle of x, or x in the middle of zeros   ⇒   dx = the same back to x's size"""
     x = node.inputs[0]
@@ -179,7 +179,7 @@ def center_crop_pad(op, node, dz):
     return op.CenterCropPad(dz, joined(op, [size_of(op, x, axis) for axis in every]), axes=axes)
 
 
-@gradient("Pad")
+@gradient_rule("Pad")
 def pad(op, node, dz):
     """z = x with more around it   ⇒   dx = the part of dz that is x, and what the rest repeats of x
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from onward.autodiff.registry import gradient, no_gradient
-from onward.autodiff.rules.saved import saved_output
+from onward.autodiff.forms.saved_outputs import saved_output
+from onward.autodiff.registry import gradient_rule, no_gradient
 
 no_gradient("Hardmax")
 
 
-@gradient("Softmax")
+@gradient_rule("Softmax")
 def softmax(op, node, dy):
     """y = softmax(x)   ⇒   dx = y·(dy − Σ dy·y)
 
@@ -74,7 +74,7 @@ def _is_replaced(value: ir.Value) -> bool:
     return False
 
 
-@gradient("LogSoftmax")
+@gradient_rule("LogSoftmax")
 def log_softmax(op, node, dy):
     """y = log softmax(x)   ⇒   dx = dy − exp(y)·Σ dy"""
     axis = node.attributes.get_int("axis", -1)
@@ -82,7 +82,7 @@ def log_softmax(op, node, dy):
     return op.Sub(dy, op.Mul(op.Exp(node.outputs[0]), total))
 
 
-@gradient("Dropout")
+@gradient_rule("Dropout")
 def dropout(op, node, dy, _dmask=None):
     """y = x·mask/(1 − ratio) in training, else x   ⇒   dx = dy·mask/(1 − ratio), else dy
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from onward.autodiff.registry import gradient
-from onward.autodiff.rules.sampling import (
+from onward.autodiff.forms.sampling import (
     add_into,
     axis_taps,
     combine,
@@ -18,10 +17,11 @@ from onward.autodiff.rules.sampling import (
     scatter_rows,
     to_rows,
 )
-from onward.autodiff.rules.windows import ranked, spatial
+from onward.autodiff.forms.windows import ranked, spatial
+from onward.autodiff.registry import gradient_rule
 
 
-@gradient("GridSample")
+@gradient_rule("GridSample")
 def grid_sample(op, node, dy):
     """y = Σ weight(grid)·x[pixel]   ⇒   dx[pixel] += weight·dy,  d grid = Σ dy·x[pixel]·∂weight
 
@@ -56,7 +56,7 @@ def grid_sample(op, node, dy):
     return dx, op.Concat(*reversed(parts), axis=-1)
 
 
-@gradient("AffineGrid")
+@gradient_rule("AffineGrid")
 def affine_grid(op, node, dy):
     """grid = base·θᵀ, base the grid of the identity with ones beside it   ⇒   dθ = d gridᵀ·base"""
     theta, size = node.inputs
@@ -77,7 +77,7 @@ def affine_grid(op, node, dy):
     return op.MatMul(op.Transpose(flat, perm=[0, 2, 1]), base), None
 
 
-@gradient("MaxRoiPool")
+@gradient_rule("MaxRoiPool")
 def max_roi_pool(op, node, dy):
     """y = x[i], i the first largest of each bin   ⇒   dx[i] = Σ dy; the regions are rounded, so they get none
 

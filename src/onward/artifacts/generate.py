@@ -1,0 +1,384 @@
+"""`generate_artifacts`: a forward model to everything that training needs.
+
+`build_artifacts` makes the models and the initial state and writes nothing; `generate_artifacts` writes
+them, all or none. The names and arguments are those of `onnxruntime.training.artifacts`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import enum
+import fnmatch
+import json
+import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import onnx
+import onnx_ir as ir
+
+from onward.artifacts.write import write_artifacts
+from onward.autodiff.recompute.segments import ActivationBudget, Recompute
+from onward.checkpoint import CheckpointData, NominalTensor
+from onward.errors import ModelError
+from onward.graph.dialect.lower import OLDEST_OUTPUT, lower
+from onward.graph.dialect.normalize import OPSET, normalize
+from onward.graph.gc_paused import gc_paused
+from onward.graph.load import ModelSource, load_model
+from onward.graph.passes.lora import LoRA, add_adapters
+from onward.onnxblock import loss as loss_blocks
+from onward.onnxblock import optim as optim_blocks
+from onward.onnxblock.base import Block
+from onward.onnxblock.compose import apply_block, optimizer_from_block
+from onward.onnxblock.context import custom_op_library as allow_custom_ops
+from onward.optim.graph import Clipping, ParameterGroup, optimizer_model
+from onward.optim.rules import Optimizer
+from onward.training_graph import build_training_graphs, producer
+
+__all__ = ["ActivationBudget", "Artifacts", "LossType", "OptimType", "build_artifacts", "generate_artifacts"]
+
+_log = logging.getLogger("onward")
+# what protobuf can hold
+_LARGEST_PROTO = 2**31 - 1
+
+
+class LossType(enum.Enum):
+    """The built-in losses."""
+
+    MSELoss = 1
+    CrossEntropyLoss = 2
+    BCEWithLogitsLoss = 3
+    L1Loss = 4
+    NLLLoss = 5
+    HuberLoss = 6
+    SmoothL1Loss = 7
+    KLDivLoss = 8
+
+
+class OptimType(enum.Enum):
+    """The built-in optimizers; `onnxblock.optim` has them with their options."""
+
+    AdamW = 1
+    SGD = 2
+    Adam = 3
+    Adagrad = 4
+    RMSprop = 5
+    Lion = 6
+    Lamb = 7
+    Adafactor = 8
+
+
+_Models = tuple[ir.Model, ir.Model, ir.Model | None]
+Loss = LossType | Block | None
+OptimizerChoice = OptimType | Block | Optimizer | None
+
+
+@dataclasses.dataclass
+class Artifacts:
+    """What training needs, in memory: three models and the initial state."""
+
+    training: ir.Model
+    evaluation: ir.Model
+    optimizer: ir.Model | None
+    checkpoint: CheckpointData
+
+    @property
+    def trainable(self) -> list[str]:
+        """The names of the trainable parameters."""
+        return list(self.checkpoint.trainable)
+
+    @property
+    def frozen(self) -> list[str]:
+        """The names of the parameters that are kept as they are (batch-norm statistics among them)."""
+        return list(self.checkpoint.frozen)
+
+    def nominal_checkpoint(self) -> CheckpointData:
+        """The names and types of the parameters, without their values."""
+
+        def names_only(tensors: dict) -> dict:
+            return {
+                name: NominalTensor(int(onnx.helper.np_dtype_to_tensor_dtype(array.dtype)))
+                for name, array in tensors.items()
+            }
+
+        data = self.checkpoint
+        return CheckpointData(
+            trainable=names_only(data.trainable), frozen=names_only(data.frozen), nominal=True
+        )
+
+
+@gc_paused()
+def generate_artifacts(
+    model: onnx.ModelProto | str | os.PathLike[str],
+    requires_grad: Sequence[str] | None = None,
+    frozen_params: Sequence[str] | None = None,
+    loss: Loss = None,
+    optimizer: OptimizerChoice = None,
+    artifact_directory: str | os.PathLike[str] | None = None,
+    prefix: str = "",
+    ort_format: bool = False,
+    custom_op_library: str | os.PathLike[str] | None = None,
+    additional_output_names: list[str] | None = None,
+    nominal_checkpoint: bool = False,
+    loss_input_names: list[str] | None = None,
+    *,
+    parameter_groups: Sequence[ParameterGroup] = (),
+    lora: LoRA | None = None,
+    opset: int | None = None,
+    recompute: Recompute = None,
+) -> None:
+    """Write `training_model.onnx`, `eval_model.onnx`, `optimizer_model.onnx` and `checkpoint`.
+
+    `requires_grad` and `frozen_params` take names and patterns (`"encoder.*"`). Without `requires_grad`, the
+    parameters that the model itself records as trainable are taken (`onward.export.from_torch` records
+    them). With `lora`, low-rank adapters of the targeted weights train, and what `requires_grad` names
+    besides; the rest stays as it is. The files are in the model's own opset where that has all it takes, else
+    in 21; `opset` asks for one. `recompute` trades time for memory: True, a share of the memory of activations
+    to keep (0.5), bytes ("500MB"), or scopes whose inner values are computed again ("encoder.layer.*").
+    `loss=None` means that the model's first output is the loss. All files
+    are written, or none; the directory is made where it is missing.
+
+    >>> import tempfile, onnx.parser
+    >>> model = onnx.parser.parse_model('''<ir_version: 10, opset_import: ["": 21]>
+    ...     net (float[N, 2] x) => (float[N, 1] y) <float[2, 1] w = {1.0, 2.0}> { y = MatMul(x, w) }''')
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     generate_artifacts(model, requires_grad=["w"], loss=LossType.MSELoss,
+    ...                        optimizer=OptimType.AdamW, artifact_directory=folder)
+    ...     sorted(os.listdir(folder))
+    ['checkpoint', 'eval_model.onnx', 'optimizer_model.onnx', 'training_model.onnx']
+    """
+    made = build_artifacts(
+        model,
+        requires_grad=requires_grad,
+        frozen_params=frozen_params,
+        loss=loss,
+        optimizer=optimizer,
+        custom_op_library=custom_op_library,
+        additional_output_names=additional_output_names,
+        loss_input_names=loss_input_names,
+        parameter_groups=parameter_groups,
+        lora=lora,
+        opset=opset,
+        recompute=recompute,
+    )
+    models = {"training_model": made.training, "eval_model": made.evaluation}
+    if made.optimizer is not None:
+        models["optimizer_model"] = made.optimizer
+    checkpoints = {"checkpoint": made.checkpoint}
+    if nominal_checkpoint:
+        checkpoints["nominal_checkpoint"] = made.nominal_checkpoint()
+    write_artifacts(
+        Path(artifact_directory) if artifact_directory is not None else Path.cwd(),
+        {f"{prefix}{name}": made_model for name, made_model in models.items()},
+        {f"{prefix}{name}": data for name, data in checkpoints.items()},
+        ort_format=ort_format,
+        custom_op_library=custom_op_library,
+    )
+
+
+@gc_paused()
+def build_artifacts(
+    model: ModelSource,
+    *,
+    requires_grad: Sequence[str] | None = None,
+    frozen_params: Sequence[str] | None = None,
+    loss: Loss = None,
+    optimizer: OptimizerChoice = None,
+    custom_op_library: str | os.PathLike[str] | None = None,
+    additional_output_names: list[str] | None = None,
+    loss_input_names: list[str] | None = None,
+    parameter_groups: Sequence[ParameterGroup] = (),
+    lora: LoRA | None = None,
+    opset: int | None = None,
+    recompute: Recompute = None,
+) -> Artifacts:
+    """Build the artifacts of a forward model in memory; arguments as for `generate_artifacts`."""
+    loss_block = _loss_block(loss)
+    rule = _optimizer_block(optimizer)
+    if additional_output_names is not None and not isinstance(additional_output_names, list):
+        raise ModelError(
+            f"Unknown type provided for additional output names {type(additional_output_names)}. "
+            "Expected a list of strings."
+        )
+    if custom_op_library is not None:
+        with allow_custom_ops(custom_op_library):
+            pass  # refuses a path that is not there
+    loaded = load_model(_source(model))
+    own = loaded.graph.opset_imports.get("", loaded.graph.opset_imports.get("ai.onnx", OPSET))
+    prepared = normalize(loaded)
+    adapters = [] if lora is None else add_adapters(prepared, lora)
+    trainable, frozen = _choose(prepared, requires_grad, frozen_params, adapters)
+    (loss_name, *more), prepared = _with_loss(prepared, loss, loss_block, loss_input_names)
+    extra = [*more, *(additional_output_names or [])]
+    graphs = build_training_graphs(
+        prepared, loss_name, trainable=trainable, frozen=frozen, outputs=extra, recompute=recompute
+    )
+    shapes = {name: tuple(tensor.shape.numpy()) for name, tensor in graphs.trainable.items()}
+    optimizer_made = None
+    if rule is not None:
+        groups = _resolve_groups(parameter_groups, list(shapes))
+        if isinstance(rule, Optimizer):
+            optimizer_made = optimizer_model(rule, shapes, groups=groups)
+        elif isinstance(rule, optim_blocks.OptimizerBlock):
+            optimizer_made = optimizer_model(
+                rule.rule, shapes, clipping=_clipping(rule.clip_grad), groups=groups
+            )
+        else:
+            optimizer_made = optimizer_from_block(rule, graphs.trainable)
+        optimizer_made.producer_name, optimizer_made.producer_version = producer()
+        optimizer_made.metadata_props["onward.version"] = producer()[1]
+    training, evaluation, optimizer_made = _in_opset(
+        (graphs.training, graphs.evaluation, optimizer_made), own=own, asked=opset
+    )
+    return Artifacts(
+        training=training,
+        evaluation=evaluation,
+        optimizer=optimizer_made,
+        checkpoint=CheckpointData(
+            trainable={name: tensor.numpy() for name, tensor in graphs.trainable.items()},
+            frozen={name: tensor.numpy() for name, tensor in graphs.frozen.items()},
+        ),
+    )
+
+
+def _in_opset(models: _Models, *, own: int, asked: int | None) -> _Models:
+    """The models in the opset asked for, or in the given model's own where all of them have a form in it."""
+    training, evaluation, optimizer = models
+    target = own if asked is None else asked
+    if asked is None and not OLDEST_OUTPUT <= target < training.graph.opset_imports[""]:
+        return models
+    try:
+        return lower(training, target), lower(evaluation, target), optimizer and lower(optimizer, target)
+    except ModelError as error:
+        if asked is not None:
+            raise
+        _log.info("artifacts are in opset %d: %s", training.graph.opset_imports[""], error)
+        return models
+
+
+def _source(model: ModelSource) -> ModelSource:
+    if not isinstance(model, str | os.PathLike | bytes | onnx.ModelProto | ir.Model):
+        raise ModelError(
+            "Please pass in either a string or an ONNX ModelProto for the model. "
+            f"Got {type(model).__name__} instead."
+        )
+    if isinstance(model, onnx.ModelProto) and model.ByteSize() > _LARGEST_PROTO:
+        raise ModelError(
+            "This model is > 2GB. Please pass in a path to the model (saved with external data) instead of the "
+            "ModelProto itself."
+        )
+    return model
+
+
+def _loss_block(loss: Loss) -> Block | None:
+    if isinstance(loss, LossType):
+        return getattr(loss_blocks, loss.name)()
+    if loss is None or isinstance(loss, Block):
+        return loss
+    raise ModelError(
+        f"Unknown loss provided {type(loss)}. Expected a LossType, an instance of a Block subclass, or None."
+    )
+
+
+def _optimizer_block(optimizer: OptimizerChoice) -> Block | Optimizer | None:
+    if isinstance(optimizer, OptimType):
+        return getattr(optim_blocks, optimizer.name)()
+    if optimizer is None or isinstance(optimizer, Block | Optimizer):
+        return optimizer
+    raise TypeError(
+        f"Unknown optimizer provided {type(optimizer)}. "
+        "Expected an OptimType, an instance of a Block subclass, an onward.optim.Optimizer, or None."
+    )
+
+
+def _with_loss(
+    model: ir.Model, loss: Loss, block: Block | None, loss_input_names: Sequence[str] | None
+) -> tuple[list[str], ir.Model]:
+    """The names of the loss and of what else its block returned, and the model with the loss."""
+    outputs = [value.name or "" for value in model.graph.outputs]
+    if block is None:
+        if not outputs:
+            raise ModelError("the model has no output, so there is no loss to train on")
+        return list(loss_input_names or outputs)[:1], model
+    # a built-in loss reads the first output; a block of the user's own gets them all
+    names = list(loss_input_names or (outputs[:1] if isinstance(loss, LossType) else outputs))
+    return apply_block(block, model, names)
+
+
+def _choose(
+    model: ir.Model,
+    requires_grad: Sequence[str] | None,
+    frozen_params: Sequence[str] | None,
+    adapters: Sequence[str],
+) -> tuple[list[str], list[str]]:
+    """The trainable and frozen names, patterns resolved, in the order of the model."""
+    graph = model.graph
+    if requires_grad is None and adapters:
+        requires_grad = []
+    elif requires_grad is None:
+        requires_grad = list(json.loads(model.metadata_props.get("onward.requires_grad", "[]")))
+        if frozen_params is None:
+            recorded = json.loads(model.metadata_props.get("onward.frozen_params", "[]"))
+            frozen_params = [name for name in recorded if name in graph.initializers]
+    base = [name for name in graph.initializers if name not in set(adapters)]
+    candidates = [*base, *(value.name or "" for value in graph.inputs)]
+    trainable = [*adapters, *_resolve(requires_grad, candidates, "requires_grad")]
+    frozen = _resolve(frozen_params or [], base, "frozen_params")
+    both = sorted(set(trainable) & set(frozen))
+    if both:
+        raise ModelError(
+            f"A parameter cannot be frozen and require gradient computation at the same time {both}"
+        )
+    types = {value.name: value.dtype for value in [*graph.initializers.values(), *graph.inputs]}
+    for name in trainable:
+        if types[name] != ir.DataType.FLOAT:
+            raise ModelError(
+                f"'{name}' is {types[name]}: trainable parameters must be float32; freeze it (frozen_params=…)"
+            )
+    return trainable, frozen
+
+
+def _resolve(wanted: Sequence[str], candidates: Sequence[str], argument: str) -> list[str]:
+    if isinstance(wanted, str):
+        raise TypeError(f"{argument} takes a list of names; got the string {wanted!r}: write [{wanted!r}]")
+    known = set(candidates)
+    chosen: dict[str, None] = {}
+    for name in wanted:
+        if name in known:
+            chosen[name] = None
+            continue
+        matches = (
+            [key for key in candidates if fnmatch.fnmatchcase(key, name)] if set(name) & set("*?[") else []
+        )
+        if not matches:
+            near = difflib.get_close_matches(name, candidates, n=3)
+            hint = f"; did you mean {', '.join(repr(n) for n in near)}?" if near else ""
+            kind = "no parameter matches" if set(name) & set("*?[") else "no parameter has that name"
+            raise ModelError(f"Node arg {name} is not found in the graph ({argument}: {kind}{hint})")
+        _log.info("%s: '%s' matches %d: %s", argument, name, len(matches), ", ".join(matches))
+        chosen.update(dict.fromkeys(matches))
+    return [name for name in candidates if name in chosen]
+
+
+def _clipping(block: Block | None) -> Clipping:
+    if isinstance(block, optim_blocks.ClipGradNorm):
+        return Clipping(norm=block.max_norm)
+    if isinstance(block, optim_blocks.ClipGradValue):
+        return Clipping(value=block.max_value)
+    if block is None:
+        return Clipping()
+    raise TypeError(f"clip_grad must be a ClipGradNorm or ClipGradValue, got {type(block).__name__}")
+
+
+def _resolve_groups(groups: Sequence[ParameterGroup], names: Sequence[str]) -> list[ParameterGroup]:
+    taken: set[str] = set()
+    resolved = []
+    for group in groups:
+        found = _resolve(group.parameters, names, "parameter_groups")
+        if twice := sorted(taken.intersection(found)):
+            raise ModelError(f"parameter_groups: {twice} are in two groups")
+        taken.update(found)
+        resolved.append(dataclasses.replace(group, parameters=tuple(found)))
+    return resolved

@@ -1,0 +1,66 @@
+"""Writes a set of artifacts so that all of them are there, or the directory is as it was."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import onnx_ir as ir
+
+from onward.checkpoint import CheckpointData, save
+from onward.errors import ModelError
+from onward.files import place, staging_folder
+from onward.graph.save import write_model
+
+__all__ = ["write_artifacts"]
+
+
+def write_artifacts(
+    directory: Path,
+    models: Mapping[str, ir.Model],
+    checkpoints: Mapping[str, CheckpointData],
+    *,
+    ort_format: bool = False,
+    custom_op_library: str | os.PathLike[str] | None = None,
+) -> list[Path]:
+    """Write `{name}.onnx` for each model and `{name}` for each checkpoint; returns the files.
+
+    Everything is written into a temporary folder inside the directory first, then moved; old files are put
+    back if a move fails.
+    """
+    made_directory = not directory.exists()
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with staging_folder(directory) as staging:
+            for name, model in models.items():
+                write_model(model, staging / f"{name}.onnx")
+                if ort_format:
+                    _write_ort(staging / f"{name}.onnx", custom_op_library)
+            for name, data in checkpoints.items():
+                save(data, staging / name)
+            return place(sorted(staging.iterdir()), directory)
+    except OSError as error:
+        raise ModelError(
+            f"cannot write artifacts to '{directory}': {error.strerror or error}; nothing was written or changed"
+        ) from error
+    finally:
+        if made_directory and directory.is_dir() and not any(directory.iterdir()):
+            directory.rmdir()
+
+
+def _write_ort(path: Path, custom_op_library: str | os.PathLike[str] | None) -> None:
+    """The same model in onnxruntime's own format, as `.ort` beside it."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options.optimized_model_filepath = str(path.with_suffix(".ort"))
+    options.add_session_config_entry("session.save_model_format", "ORT")
+    if custom_op_library is not None:
+        options.register_custom_ops_library(os.fspath(custom_op_library))
+    try:
+        onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    except Exception as error:
+        raise ModelError(f"onnxruntime cannot turn '{path.name}' into ORT format: {error}") from error

@@ -1,0 +1,223 @@
+"""The gradient of a convolution's weights: formulations that are equal in value and different in speed.
+
+`weight_formulation` chooses by shape; nothing else knows of the choice. Registers no rule.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import onnx_ir as ir
+
+from onward.autodiff.forms.windows import Sizes, Window, cut, padded, spatial, tap_slice
+
+__all__ = ["Product", "weight_gradient"]
+
+# Windows up to which a list of them is made for each tap, when a session is made: 128 kB each.
+_MOST_PLACES = 1 << 14
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """A convolution y = x ⋆ w with the gradient dy of its result."""
+
+    x: ir.Value
+    w: ir.Value
+    dy: ir.Value
+    window: Window
+    group: int
+
+
+def weight_gradient(op, product: Product) -> ir.Value:
+    """dw of y = x ⋆ w."""
+    forms = {
+        "depthwise": _weight_depthwise,
+        "depthwise_last": _weight_depthwise_last,
+        "columns": _weight_columns,
+        "channels_first": _weight_channels_first,
+        "channels_last": _weight_channels_last,
+        "correlate": _weight_correlate,
+    }
+    return forms[weight_formulation(op, product)](op, product)
+
+
+def _weight_depthwise(op, product: Product) -> ir.Value:
+    """dw[c, m, t] = Σ over batch and positions of dy[c, m]·x[c] at tap t; m outputs for each channel"""
+    window, dy = product.window, product.dy
+    x = padded(op, product.x, window.begin, window.end, axes=window.axes)
+    count = spatial(op, dy)
+    axes, single = [0, *window.axes], op.static_dim(product.w, 0) == product.group
+    if not single:
+        dy = op.Reshape(dy, op.Concat([0, product.group, -1], values(op, count), axis=0))
+        axes = [0, *range(3, 3 + len(window.axes))]
+    sums = []
+    for tap in window.taps():
+        read = tap_slice(op, x, tap, window, count, axes=window.axes)
+        read = read if single else op.Unsqueeze(read, [2])
+        sums.append(op.Reshape(op.ReduceSum(op.Mul(dy, read), axes, keepdims=0), [-1, 1]))
+    return op.Reshape(stack(op, sums), op.shape(product.w))
+
+
+def _weight_depthwise_last(op, product: Product) -> ir.Value:
+    """dw[c, t] = Σ over batch and positions of dy[…, c]·x[…, c] at tap t"""
+    axes = product.window.axes
+    dy = op.Transpose(product.dy, perm=[0, *axes, 1])
+    sums = [op.sum_leading(op.Mul(dy, read), 1 + len(axes)) for read in _reads_last(op, product)]
+    by_tap = op.Reshape(stack(op, sums), [len(sums), -1])
+    return op.Reshape(op.Transpose(by_tap, perm=[1, 0]), op.shape(product.w))
+
+
+def _weight_columns(op, product: Product) -> ir.Value:
+    """dw[o, t·c] = Σ over images of dy·columnsᵀ, columns = every tap's channels side by side"""
+    window, dy = product.window, product.dy
+    x = padded(op, product.x, window.begin, window.end, axes=window.axes)
+    count = spatial(op, dy)
+    reads = [tap_slice(op, x, tap, window, count, axes=window.axes) for tap in window.taps()]
+    columns = op.Reshape(stack(op, reads, axis=1), per_image(op, product.x, len(reads), count))
+    flat = op.Reshape(dy, per_image(op, dy, 1, count))
+    product_each = op.MatMul(flat, op.Transpose(columns, perm=[0, 2, 1]))
+    return _tap_major(op, op.ReduceSum(product_each, [0], keepdims=0), product)
+
+
+def _weight_channels_first(op, product: Product) -> ir.Value:
+    """dw[g, o, c, t] = Σ dy[g, o, np]·x[g, c, np at t]"""
+    window, group = product.window, product.group
+    swap = [1, 0, *window.axes]
+    x = op.Transpose(padded(op, product.x, window.begin, window.end, axes=window.axes), perm=swap)
+    dy = op.Transpose(product.dy, perm=swap)
+    count = spatial(op, product.dy)
+    dy = op.Reshape(dy, grouped(op, product.dy, group))
+    parts = []
+    for tap in window.taps():
+        read = tap_slice(op, x, tap, window, count, axes=window.axes)
+        read = op.Reshape(read, grouped(op, product.x, group))
+        if group == 1:
+            part = op.Gemm(dy, read, transB=1)
+        else:
+            part = op.MatMul(dy, op.Transpose(read, perm=[0, 2, 1]))
+        parts.append(op.Unsqueeze(part, [-1]))
+    return op.Reshape(stack(op, parts), op.shape(product.w))
+
+
+def _weight_channels_last(op, product: Product) -> ir.Value:
+    """dw[o, c, t] = Σ dy[o, np]·x[np at t, c]"""
+    dy = op.Transpose(product.dy, perm=[1, 0, *product.window.axes])
+    dy = op.Reshape(dy, grouped(op, product.dy, 1))
+    channels = op.dim(product.x, 1)
+    parts = []
+    for read in _reads_last(op, product):
+        read = op.Reshape(read, op.Concat([-1], channels, axis=0))
+        parts.append(op.Unsqueeze(op.Gemm(dy, read), [-1]))
+    return op.Reshape(stack(op, parts), op.shape(product.w))
+
+
+def _reads_last(op, product: Product) -> list[ir.Value]:
+    """What each tap reads for all windows, channels last: [batch, windows…, channels].
+
+    A Gather of places shares its rows among threads, which a Slice does not; it needs to know all sizes.
+    """
+    window, count = product.window, spatial(op, product.dy)
+    inner = [axis - 1 for axis in window.axes]
+    x = op.Transpose(product.x, perm=[0, *window.axes, 1])
+    x = padded(op, x, window.begin, window.end, axes=inner)
+    if not _has_sizes(op, product):
+        return [tap_slice(op, x, tap, window, count, axes=inner) for tap in window.taps()]
+    sizes = np.asarray(spatial(op, product.x)) + window.begin + window.end
+    x = op.Reshape(x, [0, int(np.prod(sizes)), op.static_dim(product.x, 1)])
+    reads = []
+    for tap in window.taps():
+        places = None
+        for axis, size in enumerate(np.asarray(count)):
+            along = (np.arange(size) * window.strides[axis] + tap[axis]) * np.prod(sizes[axis + 1 :])
+            along = along.astype(np.int64).reshape([-1] + [1] * (len(inner) - 1 - axis))
+            places = op.constant(along) if places is None else op.Add(places, op.constant(along))
+        reads.append(op.Gather(x, places, axis=1))
+    return reads
+
+
+def _weight_correlate(op, product: Product) -> ir.Value:
+    """dw = x ⋆ dy with batch and channels exchanged, strides and dilations too"""
+    window, group = product.window, product.group
+    x = padded(op, product.x, window.begin, window.end, axes=window.axes)
+    shape = op.Shape(x)
+    tail = op.Shape(x, start=2)
+    x = op.Reshape(x, op.Concat([0, group, -1], tail, axis=0))
+    x = op.Transpose(x, perm=[2, 1, 0, *range(3, 3 + len(window.axes))])
+    merged = op.Concat([-1], op.Mul(op.Gather(shape, [0]), [group]), tail, axis=0)
+    x = op.Reshape(x, merged)
+    dy = op.Transpose(product.dy, perm=[1, 0, *window.axes])
+    dw = op.Conv(x, dy, strides=window.dilations.tolist(), dilations=window.strides.tolist(), group=group)
+    dw = cut(op, dw, np.zeros_like(window.strides), window.kernel, axes=window.axes)
+    return op.Transpose(dw, perm=[1, 0, *window.axes])
+
+
+def _tap_major(op, flat: ir.Value, product: Product) -> ir.Value:
+    """[out, tap·in] as weights [out, in, taps…]."""
+    kernel = product.window.static_kernel or []
+    if all(size == 1 for size in kernel):
+        return op.Reshape(flat, op.shape(product.w))
+    last = len(kernel) + 1
+    shaped = op.Reshape(flat, [0, *kernel, -1])
+    return op.Transpose(shaped, perm=[0, last, *range(1, last)])
+
+
+def weight_formulation(op, product: Product) -> str:
+    """Which way to get dw; measured with one and two threads on the CPU provider.
+
+    "depthwise": multiply and sum per tap, channels first or (where sizes are known) last. "columns": all taps side
+    by side, one MatMul per image, best where there are few input channels. "channels_first"/"channels_last": one
+    Gemm per tap with the batch folded into the summed axis; last is the faster, but for large images whose size
+    is not known. "correlate": no size needs to be known.
+    """
+    window = product.window
+    if window.static_kernel is None:
+        return "correlate"
+    inputs, outputs = op.static_dim(product.w, 1), op.static_dim(product.w, 0)
+    if inputs == 1 and product.group > 1:
+        return "depthwise_last" if outputs == product.group and _has_sizes(op, product) else "depthwise"
+    if product.group > 1:
+        return "channels_first"
+    if (inputs is not None and inputs < 16) or np.all(window.kernel == 1):
+        return "columns"
+    places = spatial(op, product.dy)
+    small = isinstance(places, np.ndarray) and np.prod(places) < 1000
+    return "channels_last" if small or _has_sizes(op, product) else "channels_first"
+
+
+def _has_sizes(op, product: Product) -> bool:
+    """Whether all sizes but the batch are known, and so few that lists of places take little memory."""
+    size, places = spatial(op, product.x), spatial(op, product.dy)
+    if not isinstance(size, np.ndarray) or not isinstance(places, np.ndarray):
+        return False
+    few = bool(np.prod(places) <= _MOST_PLACES)
+    return few and product.window.static_pads is not None and op.static_dim(product.x, 1) is not None
+
+
+def grouped(op, value: ir.Value, group: int) -> ir.Value | list[int]:
+    """The shape [group, channels/group, everything else], without the first where there is one group."""
+    channels = op.static_dim(value, 1)
+    lead = [] if group == 1 else [group]
+    if channels is not None:
+        return [*lead, channels // group, -1]
+    each = op.dim(value, 1) if group == 1 else op.Div(op.dim(value, 1), [group])
+    return op.Concat(*([lead] if lead else []), each, [-1], axis=0)
+
+
+def per_image(op, value: ir.Value, times: int, count: Sizes) -> ir.Value | list[int]:
+    """The shape [batch, times·channels, positions]; the batch may be empty, so no size is left open."""
+    channels = op.static_dim(value, 1)
+    if channels is not None and isinstance(count, np.ndarray):
+        return [0, times * channels, int(np.prod(count))]
+    places = op.ReduceProd(values(op, count), keepdims=1)
+    return op.Concat([0], op.Mul(op.dim(value, 1), [times]), places, axis=0)
+
+
+def stack(op, parts: list[ir.Value], *, axis: int = -1) -> ir.Value:
+    """Concat, where there is more than one."""
+    return parts[0] if len(parts) == 1 else op.Concat(*parts, axis=axis)
+
+
+def values(op, sizes: Sizes) -> ir.Value:
+    """Sizes as a value of the graph."""
+    return sizes if isinstance(sizes, ir.Value) else op.constant(sizes, name="sizes")

@@ -1,0 +1,217 @@
+"""What RNN, GRU and LSTM share: reading a node, running a step over time, products over all steps.
+
+The forward node is written anew as one product for all inputs and a Scan over time that also keeps what the
+backward pass reads (the gates); the backward pass is a Scan the other way whose steps hold a single product,
+and one product over all steps for each weight. Registers no rule.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import onnx_ir as ir
+
+from onward.autodiff.forms.joined_shapes import joined
+from onward.errors import ModelError
+
+__all__ = ["Direction", "Recurrence", "scan"]
+
+Step = Callable[..., tuple[Sequence[ir.Value], Sequence[ir.Value]]]
+
+
+def scan(
+    op, step: Step, *, states: Sequence[ir.Value], sequences: Sequence[ir.Value], reverse: bool
+) -> tuple[list[ir.Value], list[ir.Value]]:
+    """Run `step(op, states, elements) → (states, results)` over time; the last states, all results."""
+    inner = op.subgraph("step")
+    inner_states = [inner.input("state", v.dtype, v.shape) for v in states]
+    elements = [inner.input("element", v.dtype, None if v.shape is None else v.shape[1:]) for v in sequences]
+    after, results = step(inner, inner_states, elements)
+    taken: set[ir.Value] = {*inner_states, *elements}
+    for value in [*after, *results]:
+        if value in taken or value.graph is not inner.graph:
+            (value,) = inner.node("Identity", [value])
+        taken.add(value)
+        inner.graph.outputs.append(value)
+    turn = int(reverse)
+    outputs = op.Scan(
+        *states,
+        *sequences,
+        body=inner.graph,
+        num_scan_inputs=len(sequences),
+        scan_input_directions=[turn] * len(sequences),
+        scan_output_directions=[turn] * len(results),
+        outputs=len(after) + len(results),
+    )
+    return list(outputs[: len(after)]), list(outputs[len(after) :])
+
+
+@dataclasses.dataclass
+class Direction:
+    """One direction of a recurrent node: its weights, initial state, and gradients as they are found."""
+
+    index: int
+    reverse: bool
+    w: ir.Value  # [g·H, I]
+    r: ir.Value  # [g·H, H]
+    bias_w: ir.Value | None  # [g·H]
+    bias_r: ir.Value | None
+    h: ir.Value  # [B, H]
+    c: ir.Value | None = None
+    peephole: ir.Value | None = None  # [3·H]
+
+
+class Recurrence:
+    """A recurrent node, read: sequences have time first, whatever its layout."""
+
+    def __init__(self, op, node: ir.Node, *, gates: int) -> None:
+        self.op, self.node, self.gates = op, node, gates
+        x, w, r, bias, lengths, h, c, peephole = (*node.inputs, *[None] * 8)[:8]
+        assert x is not None and w is not None and r is not None
+        self.batch_first = node.attributes.get_int("layout", 0) == 1
+        kind = node.attributes.get_string("direction", "forward")
+        self.reversals = {"forward": [False], "reverse": [True], "bidirectional": [False, True]}[kind]
+        hidden = node.attributes.get_int("hidden_size", 0) or op.static_dim(r, 2)
+        if not hidden:
+            raise ModelError(
+                f"{node.op_type} '{node.name}' has neither hidden_size nor a weight of known size"
+            )
+        self.hidden = hidden
+        self.x = op.Transpose(x, perm=[1, 0, 2]) if self.batch_first else x
+        self.rows = op.Reshape(self.x, joined(op, -1, op.dim(w, 2)))
+        self.mask = self._mask(lengths)
+        self.directions = [
+            Direction(
+                d,
+                reverse,
+                w=self._pick(w, d),
+                r=self._pick(r, d),
+                bias_w=None if bias is None else self._part(self._pick(bias, d), 0),
+                bias_r=None if bias is None else self._part(self._pick(bias, d), 1),
+                h=self._state(h, d),
+                c=self._state(c, d) if node.op_type == "LSTM" else None,
+                peephole=None if peephole is None else self._pick(peephole, d),
+            )
+            for d, reverse in enumerate(self.reversals)
+        ]
+
+    def _pick(self, value: ir.Value, direction: int) -> ir.Value:
+        """One direction of a value that has them on its first axis."""
+        if len(self.reversals) == 1:
+            return self.op.Squeeze(value, [0])
+        return self.op.Gather(value, np.int64(direction), axis=0)
+
+    def _part(self, bias: ir.Value, half: int) -> ir.Value:
+        size = self.gates * self.hidden
+        return self.op.Slice(bias, [half * size], [(half + 1) * size], [0])
+
+    def _state(self, value: ir.Value | None, direction: int) -> ir.Value:
+        op = self.op
+        if value is None:
+            return self.zeros()
+        if len(self.reversals) == 1:
+            return op.Squeeze(value, [1 if self.batch_first else 0])
+        return op.Gather(value, np.int64(direction), axis=1 if self.batch_first else 0)
+
+    def zeros(self) -> ir.Value:
+        """A state of zeros, [B, H]."""
+        shape = joined(self.op, self.op.dim(self.x, 1), self.hidden)
+        return self.op.Expand(self.op.constant_like(0.0, self.x), shape)
+
+    def _mask(self, lengths: ir.Value | None) -> ir.Value | None:
+        """[S, B, 1]: whether a step is part of its sequence."""
+        if lengths is None:
+            return None
+        op = self.op
+        steps = op.Range(np.int64(0), op.Squeeze(op.dim(self.x, 0), [0]), np.int64(1))
+        lengths = op.Unsqueeze(op.Cast(lengths, to=ir.DataType.INT64.value), [0])
+        return op.Unsqueeze(op.Less(op.Unsqueeze(steps, [1]), lengths), [2])
+
+    def project(self, direction: Direction, bias: ir.Value | None) -> ir.Value:
+        """x·Wᵀ + bias for every step at once: [S, B, g·H]."""
+        op = self.op
+        product = op.Gemm(self.rows, direction.w, bias, transB=1)
+        return self._steps(product, self.gates * self.hidden)
+
+    def _steps(self, rows: ir.Value, width: int | None) -> ir.Value:
+        """Rows of all steps back to [S, B, width]."""
+        op = self.op
+        shape = joined(op, op.dim(self.x, 0), op.dim(self.x, 1), -1 if width is None else width)
+        return op.Reshape(rows, shape)
+
+    def previous(self, direction: Direction, states: ir.Value, first: ir.Value | None) -> ir.Value:
+        """The state that each step began with: all states, moved by one step."""
+        op, first = self.op, self.op.Unsqueeze(first, [0])
+        if direction.reverse:
+            return op.Concat(op.Slice(states, [1], [np.iinfo(np.int64).max], [0]), first, axis=0)
+        return op.Concat(first, op.Slice(states, [0], [-1], [0]), axis=0)
+
+    def where_valid(self, value: ir.Value, other: float) -> ir.Value:
+        """A coefficient of the backward pass, made neutral where a step is past its sequence's end."""
+        if self.mask is None:
+            return value
+        return self.op.Where(self.mask, value, self.op.constant_like(other, value))
+
+    def hold(self) -> ir.Value | None:
+        """[S, B, 1]: 1 where a step only passes its state on."""
+        if self.mask is None:
+            return None
+        zero, one = self.op.constant_like(0.0, self.x), self.op.constant_like(1.0, self.x)
+        return self.op.Where(self.mask, zero, one)
+
+    # ---- outputs and their gradients -------------------------------------------------------------
+
+    def replace_outputs(self, sequences: Sequence[ir.Value], *finals: Sequence[ir.Value]) -> None:
+        """Let the rest of the graph read the new forward pass; outputs of the model stay the node's own."""
+        op, node = self.op, self.node
+        axis = 2 if self.batch_first else 1
+        for index, parts in enumerate([sequences, *finals]):
+            old = node.outputs[index] if index < len(node.outputs) else None
+            if old is None or not old.uses():
+                continue
+            if index == 0:
+                parts = [self.where_valid(part, 0.0) for part in parts]
+                parts = [op.Transpose(part, perm=[1, 0, 2]) if self.batch_first else part for part in parts]
+                parts = [op.Unsqueeze(part, [axis]) for part in parts]
+            else:
+                parts = [op.Unsqueeze(part, [axis - 1]) for part in parts]
+            new = parts[0] if len(parts) == 1 else op.Concat(*parts, axis=axis if index == 0 else axis - 1)
+            new.shape = old.shape if new.shape is None else new.shape
+            for use in list(old.uses()):
+                use.node.replace_input_with(use.idx, new)
+
+    def sequence_gradient(self, dy: ir.Value | None, direction: Direction) -> ir.Value | None:
+        """One direction of dY as [S, B, H]."""
+        if dy is None:
+            return None
+        op, axis = self.op, 2 if self.batch_first else 1
+        part = (
+            op.Squeeze(dy, [axis])
+            if len(self.reversals) == 1
+            else op.Gather(dy, np.int64(direction.index), axis=axis)
+        )
+        part = op.Transpose(part, perm=[1, 0, 2]) if self.batch_first else part
+        return self.where_valid(part, 0.0)
+
+    def state_gradient(self, dy: ir.Value | None, direction: Direction) -> ir.Value:
+        """One direction of dY_h or dY_c as [B, H]."""
+        return self._state(dy, direction.index)
+
+    def flat(self, value: ir.Value, width: int) -> ir.Value:
+        """[S, B, width] as rows."""
+        return self.op.Reshape(value, np.asarray([-1, width], np.int64))
+
+    def input_gradient(self, parts: Sequence[ir.Value]) -> ir.Value:
+        """dX from each direction's rows."""
+        op = self.op
+        total = parts[0] if len(parts) == 1 else op.Add(*parts)
+        steps = self._steps(total, None)
+        return op.Transpose(steps, perm=[1, 0, 2]) if self.batch_first else steps
+
+    def stack(self, parts: Sequence[ir.Value], *, state: bool = False) -> ir.Value:
+        """Gradients of each direction, put back on the axis of directions."""
+        axis = 1 if state and self.batch_first else 0
+        parts = [self.op.Unsqueeze(part, [axis]) for part in parts]
+        return parts[0] if len(parts) == 1 else self.op.Concat(*parts, axis=axis)

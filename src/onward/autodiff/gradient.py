@@ -1,0 +1,169 @@
+"""`onward.gradient`: a plain ONNX model that also outputs gradients."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+
+from onward.autodiff.engine import DifferentiableBuilder, backward, is_differentiable
+from onward.autodiff.sequences import zeros
+from onward.errors import ModelError
+from onward.graph.cleanup import finish
+from onward.graph.dialect.normalize import normalize
+from onward.graph.gc_paused import gc_paused
+from onward.graph.load import ModelSource
+from onward.graph.passes.running_stats import make_statistics_explicit
+from onward.graph.shapes.bodies import infer_graph
+
+__all__ = ["add_gradients", "find_value", "gradient", "vector_jacobian"]
+
+
+@gc_paused()
+def gradient(
+    model: ModelSource,
+    of: str | None = None,
+    wrt: Sequence[str] | str | None = None,
+    *,
+    cotangent: str | None = None,
+) -> onnx.ModelProto:
+    """A model with the given one's inputs and outputs, and `{name}_grad` for each name in `wrt`.
+
+    `of` is the value to differentiate (default: the first output). Where it is not a scalar, name an input
+    to be added with `cotangent`: the gradient is then that of Σ cotangent·value. `wrt` names inputs or
+    initializers (default: every floating input).
+
+    >>> import onnx.parser
+    >>> square = onnx.parser.parse_model(
+    ...     '<ir_version: 10, opset_import: ["": 21]> g (float[N] x) => (float y) {'
+    ...     '  xx = Mul(x, x)  y = ReduceSum<keepdims=0>(xx) }')
+    >>> [output.name for output in gradient(square, of="y", wrt=["x"]).graph.output]
+    ['y', 'x_grad']
+    """
+    prepared = normalize(model)
+    graph = prepared.graph
+    op = DifferentiableBuilder(graph)
+    make_statistics_explicit(op)
+    target = graph.outputs[0] if of is None else find_value(graph, of)
+    if wrt is None:
+        sources = [value for value in graph.inputs if is_differentiable(value)]
+    else:
+        sources = [find_value(graph, name) for name in ([wrt] if isinstance(wrt, str) else wrt)]
+    _require_real([target, *sources])
+    if not sources:
+        raise ModelError(
+            "nothing to differentiate with respect to: the model has no floating input; name some in wrt"
+        )
+    if cotangent is not None:
+        seed = _cotangent(op, cotangent, target)
+    else:
+        seed = _one(op, target)
+    for value, derivative in add_gradients(op, {target: seed}, sources).items():
+        _append_output(op, derivative, value)
+    return ir.to_proto(finish(prepared))
+
+
+@gc_paused()
+def vector_jacobian(
+    model: ModelSource, *, of: Sequence[str] | None = None, wrt: Sequence[str] | None = None
+) -> tuple[onnx.ModelProto, list[str], list[str]]:
+    """A model from the inputs and `{output}_cotangent` for each of `of` to `{name}_grad` for each of `wrt`.
+
+    Returns it with the names that were taken: by default every floating output and input.
+    """
+    prepared = normalize(model)
+    graph = prepared.graph
+    op = DifferentiableBuilder(graph)
+    make_statistics_explicit(op)
+    targets = (
+        [v for v in graph.outputs if is_differentiable(v)]
+        if of is None
+        else [find_value(graph, n) for n in of]
+    )
+    sources = (
+        [v for v in graph.inputs if is_differentiable(v)]
+        if wrt is None
+        else [find_value(graph, n) for n in wrt]
+    )
+    targets, sources = list(dict.fromkeys(targets)), list(dict.fromkeys(sources))
+    _require_real([*targets, *sources])
+    names = [v.name or "" for v in targets], [v.name or "" for v in sources]
+    seeds = {value: _cotangent(op, f"{value.name}_cotangent", value) for value in targets}
+    graph.outputs.clear()
+    for value, derivative in add_gradients(op, seeds, sources).items():
+        _append_output(op, derivative, value)
+    return ir.to_proto(finish(prepared)), *names
+
+
+def _require_real(values: Sequence[ir.Value]) -> None:
+    for value in values:
+        if not is_differentiable(value):
+            raise ModelError(f"'{value.name}' is {value.type}: only floating tensors have gradients")
+
+
+def _cotangent(op: DifferentiableBuilder, name: str, value: ir.Value) -> ir.Value:
+    """An input for the gradient that arrives for a value; for an optional, that of what it holds."""
+    kind = value.type
+    seed = op.input(name, None, value.shape)
+    seed.type = kind.elem_type if isinstance(kind, ir.OptionalType) else kind
+    return seed
+
+
+def _append_output(op: DifferentiableBuilder, derivative: ir.Value, value: ir.Value) -> None:
+    # Not through the builder, which would find an Identity of the model and so rename one of its values.
+    node = ir.Node("", "Identity", [derivative], num_outputs=1, name=op.namer(f"{value.name}_grad/Identity"))
+    op.graph.append(node)
+    (named,) = node.outputs
+    named.name = _claim(op, f"{value.name}_grad")
+    named.type = derivative.type
+    named.shape = value.shape
+    op.graph.outputs.append(named)
+
+
+def _claim(op: DifferentiableBuilder, name: str) -> str:
+    """A name for an output: the one wished for, even where a value inside the graph has it."""
+    if op.namer.is_free(name):
+        return op.namer(name)
+    for value in (value for node in op.graph for value in node.outputs):
+        if value.name == name and not value.is_graph_output():
+            value.name = op.namer(f"{name}/inside")
+            return name
+    return op.namer(name)
+
+
+def add_gradients(
+    op: DifferentiableBuilder, cotangents: dict[ir.Value, ir.Value], wrt: Sequence[ir.Value]
+) -> dict[ir.Value, ir.Value]:
+    """Like `backward`, with zeros where nothing depends on a value."""
+    infer_graph(op)
+    found = backward(op, cotangents, wrt)
+    return {value: zeros(op, value) if dx is None else dx for value, dx in found.items()}
+
+
+def find_value(graph: ir.Graph, name: str) -> ir.Value:
+    """The input, initializer or intermediate of a graph with this name."""
+    values: dict[str, ir.Value] = {value.name or "": value for value in graph.inputs}
+    values.update(dict(graph.initializers.items()))
+    for node in graph:
+        values.update({output.name or "": output for output in node.outputs})
+    if name not in values:
+        near = difflib.get_close_matches(name, values, n=3)
+        hint = f"; did you mean {', '.join(repr(n) for n in near)}?" if near else ""
+        raise ModelError(f"'{name}' is not found in the graph{hint}")
+    return values[name]
+
+
+def _one(op: DifferentiableBuilder, target: ir.Value) -> ir.Value:
+    if not isinstance(target.type, ir.TensorType):
+        raise ModelError(f"'{target.name}' is {target.type}: name a cotangent input (cotangent='…')")
+    dims = op.static_shape(target)
+    if target.shape is not None and any(isinstance(d, int) and d != 1 for d in target.shape):
+        raise ModelError(
+            f"'{target.name}' has shape [{', '.join(map(str, target.shape))}], not one element: "
+            "differentiate a scalar, or name a cotangent input (cotangent='…')"
+        )
+    one = np.ones((1,) if dims is None else dims, dtype=op.dtype(target).numpy())
+    return op.constant(one, name="one") if dims is not None else op.Expand(op.constant(one), op.Shape(target))

@@ -1,0 +1,289 @@
+"""Which parts of a forward pass to recompute so that activations take no more than some memory.
+
+Estimates the bytes of values and the work of nodes, divides the forward pass where little passes, and leaves out
+what need not be recomputed. Knows which operators move no data and which take most time; knows nothing of how a
+segment is recomputed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import logging
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+
+import onnx_ir as ir
+
+from onward.autodiff.recompute.rewrite import Plan, Tape, plan_segment
+from onward.errors import ModelError
+
+__all__ = ["ActivationBudget", "is_bytes", "plans_within"]
+
+_log = logging.getLogger("onward")
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
+_BYTES = re.compile(r"(\d+(?:\.\d+)?) ?((?:[kmg]i?)?)b", re.IGNORECASE)
+# Stands for a size that is not known: estimates are compared with each other only.
+_UNKNOWN_SIZE = 128
+# Their results share memory with what they read.
+_VIEWS = frozenset({"Reshape", "Squeeze", "Unsqueeze", "Flatten", "Identity"})
+# How many ways to divide a model are compared.
+_TRIALS = 24
+
+
+@dataclasses.dataclass(frozen=True)
+class ActivationBudget:
+    """What values of the forward pass may take of memory while they wait for the backward pass.
+
+    `limit` is a share of what they take without recomputation (a number between 0 and 1) or bytes (a whole
+    number, or text such as "500MB"); without one, they take as little as can be had. `sizes` are numbers for
+    symbolic dimensions, for estimates: bytes cannot be told without them.
+
+    >>> ActivationBudget("500MB", sizes={"batch": 8}).limit
+    '500MB'
+    """
+
+    limit: float | int | str | None = None
+    sizes: Mapping[str, int] = dataclasses.field(default_factory=dict)
+
+
+def is_bytes(text: str) -> bool:
+    """Whether text is a number of bytes, such as "500MB"."""
+    return _BYTES.fullmatch(text.strip()) is not None
+
+
+def plans_within(tape: Tape, budget: ActivationBudget) -> list[Plan]:
+    """Segments that keep the estimated peak within a budget, with as little repeated work as was found."""
+    sizes = _Sizes(budget.sizes)
+    estimate = _Estimate(tape, sizes)
+    everything = estimate.peak([])
+    limit = _limit(budget, everything, sizes)
+    if limit is not None and everything <= limit:
+        return []
+    best: tuple[tuple[float, float], list[Plan]] | None = None
+    least = everything
+    for segments in _divisions(tape, estimate):
+        plans = [plan_segment(tape, nodes) for nodes in segments]
+        plans = estimate.spare(plans, estimate.peak(plans) if limit is None else limit)
+        peak = estimate.peak(plans)
+        least = min(least, peak)
+        if limit is not None and peak > limit:
+            continue
+        work = sum(sizes.work(node) for plan in plans for node in plan.nodes)
+        score = (peak, work) if limit is None else (work, peak)
+        if best is None or score < best[0]:
+            best = score, plans
+    if best is None:
+        assert limit is not None
+        raise ModelError(
+            f"recompute: activations cannot be kept in {_describe(limit, everything)}: the least that was found "
+            f"is {_describe(least, everything)}; recompute=True takes that"
+        )
+    _log.info(
+        "recompute: activations take about %.0f %% of what they would",
+        100 * estimate.peak(best[1]) / everything,
+    )
+    return best[1]
+
+
+def _describe(number: float, everything: float) -> str:
+    return f"{number / everything:.2f} of their memory ({number / 1e6:.1f} MB)"
+
+
+def _limit(budget: ActivationBudget, everything: float, sizes: _Sizes) -> float | None:
+    limit = budget.limit
+    if unknown := sorted(set(budget.sizes) - sizes.used):
+        raise ModelError(
+            f"recompute: no activation has a dimension '{unknown[0]}'; "
+            f"there are {', '.join(sorted(sizes.used | sizes.guessed)) or 'numbers only'}"
+        )
+    if limit is None:
+        return None
+    if isinstance(limit, str):
+        found = _BYTES.fullmatch(limit.strip())
+        if found is None:
+            raise ValueError(f"recompute: '{limit}' is no number of bytes: write it as '500MB' or '2GiB'")
+        limit = float(found[1]) * _UNITS[found[2].lower()]
+    elif isinstance(limit, float) and 0 < limit <= 1:
+        return limit * everything
+    elif isinstance(limit, float) or limit <= 0:
+        raise ValueError(
+            f"recompute: {limit!r} is neither a share between 0 and 1 nor a whole number of bytes above 0"
+        )
+    if sizes.guessed:
+        names = ", ".join(f"'{name}'" for name in sorted(sizes.guessed))
+        raise ModelError(
+            f"recompute: bytes cannot be told without the sizes of {names}: pass "
+            f"ActivationBudget({budget.limit!r}, sizes={{{names.split(', ')[0]}: …}}), or a share such as 0.5"
+        )
+    return float(limit)
+
+
+class _Sizes:
+    """Estimated bytes of values and work of nodes."""
+
+    def __init__(self, given: Mapping[str, int]) -> None:
+        self._given = given
+        # names of dimensions whose size was given, and of those where it had to be guessed
+        self.used: set[str] = set()
+        self.guessed: set[str] = set()
+
+    def count(self, value: ir.Value) -> int:
+        """Elements of a value."""
+        return math.prod(self._dim(dim) for dim in (() if value.shape is None else value.shape))
+
+    def bytes(self, value: ir.Value) -> float:
+        """Bytes of a value."""
+        return self.count(value) * (4 if value.dtype is None else value.dtype.itemsize)
+
+    def work(self, node: ir.Node) -> float:
+        """Operations of a node: products count the length of their sums, the rest one for each element."""
+        results = sum(self.count(value) for value in node.outputs)
+        if node.op_type in ("MatMul", "Gemm", "Conv", "ConvTranspose") and len(node.inputs) > 1:
+            weight, result = node.inputs[1], node.outputs[0]
+            assert weight is not None
+            if node.op_type.startswith("Conv"):
+                return results * self.count(weight) / max(self._first(weight), 1)
+            x = node.inputs[0]
+            assert x is not None
+            # elements of both factors and of the product are n·k, k·m and n·m (for each of a batch)
+            return math.sqrt(self.count(x) * self.count(weight) * self.count(result))
+        return results
+
+    def _first(self, value: ir.Value) -> int:
+        return self._dim(value.shape[0]) if value.shape is not None and value.shape.rank() else 1
+
+    def _dim(self, dim: int | ir.SymbolicDim) -> int:
+        if isinstance(dim, int):
+            return dim
+        size = 1
+        for part in (dim.value or "?").split("*"):
+            if part.isdigit():
+                size *= int(part)
+            elif part in self._given:
+                self.used.add(part)
+                size *= self._given[part]
+            else:
+                self.guessed.add(part)
+                size *= _UNKNOWN_SIZE
+        return size
+
+
+class _Estimate:
+    """How much memory values of the forward pass take at each point of the backward pass."""
+
+    def __init__(self, tape: Tape, sizes: _Sizes) -> None:
+        self.tape = tape
+        self.sizes = sizes
+        self.place = {node: index for index, node in enumerate(tape.forward)}
+        # what each value shares its memory with, and who in the backward pass reads which memory
+        self._readers: dict[ir.Value, list[ir.Value]] = {}
+        self.last_read: dict[ir.Value, int] = {}
+        for node in tape.forward:
+            for value in node.outputs:
+                root = self.root(value)
+                if tape.read_backward(value):
+                    self._readers.setdefault(root, []).append(value)
+                for reader in tape.read_forward(value):
+                    self.last_read[root] = max(self.last_read.get(root, 0), self.place[reader])
+
+    def root(self, value: ir.Value) -> ir.Value:
+        """The value whose memory a value shares."""
+        while (node := value.producer()) in self.place and node.op_type in _VIEWS:  # type: ignore[union-attr]
+            source = node.inputs[0]  # type: ignore[union-attr]
+            assert source is not None
+            value = source
+        return value
+
+    def saved(self) -> dict[ir.Value, float]:
+        """Bytes of all that the backward pass reads, without recomputation."""
+        return {root: self.sizes.bytes(root) for root in self._readers if root.producer() is not None}
+
+    def peak(self, plans: Sequence[Plan]) -> float:
+        """The most memory that is taken at once.
+
+        When the backward pass is at a node, all that was kept before it in the forward pass is still there, and
+        the copies of the segment that the node is in.
+        """
+        dropped = {value for plan in plans for value in plan.needed}
+        kept = {
+            root
+            for root, values in self._readers.items()
+            if root not in dropped and any(value not in dropped for value in values)
+        }
+        kept |= {self.root(value) for plan in plans for value in plan.inputs}
+        steps = [(self._at(root), self.sizes.bytes(root)) for root in kept if root.producer() in self.place]
+        # copies are there while the backward pass goes through the segment: from its last node on
+        for plan in plans:
+            at = max((self.place[node] for node in plan.nodes), default=0)
+            copies = {self.root(value) for value in plan.needed}
+            steps.append((at, -1.0 - sum(map(self.sizes.bytes, copies))))
+        total = most = 0.0
+        for _, size in sorted(steps, key=lambda step: (step[0], step[1] < 0)):
+            if size >= 0:
+                total += size
+                most = max(most, total)
+            else:
+                most = max(most, total - size - 1.0)
+        return most
+
+    def spare(self, plans: list[Plan], limit: float) -> list[Plan]:
+        """Recompute nothing in some segments, the most laborious first, while the peak stays within the limit."""
+        order = sorted(
+            (plan for plan in plans if plan.nodes), key=lambda p: -sum(map(self.sizes.work, p.nodes))
+        )
+        for plan in order:
+            fewer = [Plan(other.segment) if other is plan else other for other in plans]
+            if self.peak(fewer) <= limit:
+                plans = fewer
+        return plans
+
+    def _at(self, value: ir.Value) -> int:
+        node = value.producer()
+        assert node is not None
+        return self.place[node]
+
+
+def _divisions(tape: Tape, estimate: _Estimate) -> Iterator[list[list[ir.Node]]]:
+    """Ways to divide the forward pass into segments of about equal memory, cut where little passes."""
+    nodes, saved = tape.forward, estimate.saved()
+    passing = [0.0] * (len(nodes) + 1)
+    own = [0.0] * len(nodes)
+    for node in nodes:
+        at = estimate.place[node]
+        for value in node.outputs:
+            own[at] += saved.get(value, 0.0)
+            last = estimate.last_read.get(value, at)
+            if last > at and estimate.root(value) is value:
+                passing[at] += estimate.sizes.bytes(value)
+                passing[last] -= estimate.sizes.bytes(value)
+    running = 0.0
+    for index, change in enumerate(passing):
+        running += change
+        passing[index] = running
+    total = sum(own)
+    tried: set[tuple[int, ...]] = set()
+    for trial in range(1, _TRIALS + 1):
+        cuts = _cuts(own, passing, total / trial)
+        if cuts in tried:
+            continue
+        tried.add(cuts)
+        edges = [0, *cuts, len(nodes)]
+        yield [nodes[a:b] for a, b in itertools.pairwise(edges)]
+
+
+def _cuts(own: Sequence[float], passing: Sequence[float], size: float) -> tuple[int, ...]:
+    """Where to cut for segments of about a size: where the least passes between half and all of it."""
+    cuts: list[int] = []
+    filled, best, amount = 0.0, -1, math.inf
+    since = 0.0
+    for index, more in enumerate(own):
+        filled += more
+        since += more
+        if filled >= size / 2 and passing[index] <= amount:
+            best, amount, since = index + 1, passing[index], 0.0
+        if filled >= size and best > 0:
+            cuts.append(best)
+            filled, best, amount = since, -1, math.inf
+    return tuple(cut for cut in cuts if cut < len(own))

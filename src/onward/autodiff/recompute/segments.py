@@ -1,0 +1,141 @@
+"""What `recompute=` asks for: segments by the names of scopes, or by how much memory activations may take.
+
+Knows how node names tell scopes; knows nothing of how a segment is recomputed, nor of sizes.
+"""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import logging
+import re
+from collections.abc import Iterator, Sequence
+
+import onnx_ir as ir
+
+from onward.autodiff.engine import DifferentiableBuilder
+from onward.autodiff.recompute.budget import ActivationBudget, is_bytes, plans_within
+from onward.autodiff.recompute.rewrite import Tape, plan_segment, recompute_segments
+from onward.errors import ModelError
+from onward.graph.nodes import subgraphs_of
+
+__all__ = ["ActivationBudget", "Recompute", "recompute_activations"]
+
+_log = logging.getLogger("onward")
+Recompute = bool | float | str | Sequence[str] | ActivationBudget | None
+
+
+def recompute_activations(
+    op: DifferentiableBuilder,
+    forward: Sequence[ir.Node],
+    wanted: Recompute,
+    *,
+    results: Sequence[ir.Value] = (),
+) -> int:
+    """Drop values of the forward pass as asked for; returns how many nodes run twice.
+
+    `forward` are the nodes that were there before the gradients, `results` the outputs that hold gradients.
+    """
+    if wanted is None or wanted is False:
+        return 0
+    tape = Tape(op, forward, results)
+    budget = _budget(wanted)
+    if budget is not None:
+        plans = plans_within(tape, budget)
+    else:
+        patterns = [wanted] if isinstance(wanted, str) else list(wanted)  # type: ignore[arg-type]
+        plans = [plan_segment(tape, nodes) for nodes in _matched(tape, patterns).values()]
+        if not any(plan.needed for plan in plans):
+            _log.warning("recompute: the backward pass needs nothing from inside of %s", ", ".join(patterns))
+    repeated = sum(len(plan.nodes) for plan in plans)
+    if repeated:
+        recompute_segments(tape, plans)
+    count = sum(bool(plan.nodes) for plan in plans)
+    _log.info("recompute: %d nodes in %d segments run twice", repeated, count)
+    return repeated
+
+
+def _budget(wanted: Recompute) -> ActivationBudget | None:
+    """What was asked for as a budget; None where it is patterns."""
+    if isinstance(wanted, ActivationBudget):
+        return wanted
+    if wanted is True:
+        return ActivationBudget()
+    if isinstance(wanted, int | float) or (isinstance(wanted, str) and is_bytes(wanted)):
+        return ActivationBudget(wanted)
+    if isinstance(wanted, str) or (
+        isinstance(wanted, Sequence) and wanted and all(isinstance(item, str) for item in wanted)
+    ):
+        return None
+    raise TypeError(
+        f"recompute is {wanted!r}: pass True, a share of memory between 0 and 1, bytes such as '500MB', "
+        "patterns of scopes such as 'encoder.layer.*', or an ActivationBudget"
+    )
+
+
+def _matched(tape: Tape, patterns: Sequence[str]) -> dict[str, list[ir.Node]]:
+    """The nodes of each scope that a pattern names, by the scope."""
+    segments: dict[str, list[ir.Node]] = {}
+    unused = set(patterns)
+    for node in tape.forward:
+        found = _first_match(node, patterns)
+        if found is not None:
+            scope, pattern = found
+            segments.setdefault(scope, []).append(node)
+            unused.discard(pattern)
+    for pattern in patterns:
+        if pattern in unused and not any(_first_match(node, [pattern]) for node in tape.forward):
+            raise ModelError(_unmatched(tape, pattern))
+    return segments
+
+
+def _first_match(node: ir.Node, patterns: Sequence[str]) -> tuple[str, str] | None:
+    """The outermost scope of a node that a pattern names, and the pattern."""
+    for scope in _scopes(node):
+        for pattern in patterns:
+            plain = pattern.strip("/").replace("/", ".")
+            if fnmatch.fnmatchcase(scope, plain) or fnmatch.fnmatchcase(scope, f"*.{plain}"):
+                return scope, pattern
+    return None
+
+
+def _scopes(node: ir.Node) -> Iterator[str]:
+    """Each scope that a node is in, the outermost first: `/a/b.0/Add` is in a, a.b and a.b.0."""
+    parts = re.split(r"[/.]", (node.name or "").strip("/"))[:-1]
+    for count in range(1, len(parts) + 1):
+        yield ".".join(parts[:count])
+
+
+def _unmatched(tape: Tape, pattern: str) -> str:
+    bodies = [
+        node.name
+        for node in tape.forward
+        for graph in subgraphs_of(node)
+        if any(_first_match(inner, [pattern]) for inner in graph)
+    ]
+    if bodies:
+        return (
+            f"recompute: '{pattern}' matches only nodes in the body of '{bodies[0]}': what a loop or a branch "
+            "computes is not recomputed; choose a scope outside of it"
+        )
+    known = list(dict.fromkeys(scope for node in tape.forward for scope in _scopes(node)))
+    near = _near(pattern, known)
+    if near:
+        return f"recompute: '{pattern}' matches no scope; did you mean {', '.join(map(repr, near))}?"
+    there = (
+        f"there are {', '.join(known[:5])}{', …' if len(known) > 5 else ''}" if known else "there are none"
+    )
+    return (
+        f"recompute: '{pattern}' matches no scope: {there}; recompute=True or a share such as 0.5 needs none"
+    )
+
+
+def _near(pattern: str, known: Sequence[str]) -> list[str]:
+    """Up to three scopes like a pattern, by their ends: what they begin with may be left out of patterns."""
+    plain = pattern.strip("/").replace("/", ".")
+    length = plain.count(".") + 1
+    likeness = {
+        scope: difflib.SequenceMatcher(None, plain, ".".join(scope.split(".")[-length:])).ratio()
+        for scope in known
+    }
+    return [scope for scope in sorted(known, key=lambda scope: -likeness[scope])[:3] if likeness[scope] > 0.5]

@@ -1,0 +1,342 @@
+"""What the rules of If, Loop, Scan and SequenceMap share: bodies that are run again and differentiated.
+
+Copies a body into a builder's graph, says which of a body's values carry a gradient, takes out what a
+finished body does not need, and emits nodes that hold bodies. Knows nothing of a particular operator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import onnx_ir as ir
+
+from onward.autodiff.engine import (
+    DifferentiableBuilder,
+    add_cotangent,
+    backward,
+    find_path,
+    is_differentiable,
+)
+from onward.autodiff.sequences import add, zeros
+from onward.errors import ModelError
+from onward.graph.nodes import RANDOM, subgraphs_of
+from onward.graph.shapes.bodies import describe, infer_node
+
+__all__ = [
+    "argument",
+    "body_builder",
+    "body_input",
+    "by_value",
+    "close",
+    "copy_into",
+    "differentiate_body",
+    "emit",
+    "inline",
+    "new_output",
+    "random_values",
+    "refuse_random",
+    "sequence_like",
+    "turning_values",
+]
+
+
+def body_builder(op: DifferentiableBuilder, name: str) -> DifferentiableBuilder:
+    """A builder of a new body inside the builder's graph."""
+    opsets = dict(op.root.graph.opset_imports)
+    graph = ir.Graph([], [], nodes=[], opset_imports=opsets, name=op.namer(f"{op.scope}/{name}"))
+    inner = DifferentiableBuilder(graph, parent=op)
+    inner.scope = op.scope
+    return inner
+
+
+def body_input(
+    op: DifferentiableBuilder, like: ir.Value, name: str, shape: ir.Shape | None = None
+) -> ir.Value:
+    """Add an input of another value's type and shape (or of the shape given) to the builder's graph."""
+    value = argument(op, like, name)
+    if shape is not None:
+        value.shape = shape
+    op.graph.inputs.append(value)
+    return value
+
+
+def argument(op: DifferentiableBuilder, like: ir.Value, name: str) -> ir.Value:
+    """A value of another one's type and shape that nothing computes yet."""
+    value = ir.Value(name=op.namer(f"{op.scope}/{name}"))
+    describe(value, like.type, like.shape)
+    return value
+
+
+def inline(
+    op: DifferentiableBuilder,
+    body: ir.Graph,
+    arguments: Sequence[ir.Value],
+    *,
+    given: Mapping[ir.Value, ir.Value] | None = None,
+) -> list[ir.Value]:
+    """Write the nodes of a body into the builder's graph; returns what stands for the body's outputs.
+
+    Nodes whose results are all `given` are left out. Nothing is shared with the graphs around, so that the
+    walk through this graph sees every node between its results and captured values.
+    """
+    known = dict(zip(body.inputs, arguments))
+    known.update(given or {})
+    for initializer in body.initializers.values():
+        if initializer.const_value is not None:
+            known[initializer] = op.constant(
+                initializer.const_value.numpy(), name=initializer.name or "const"
+            )
+    for node in body:
+        if node.outputs and all(value in known or not value.name for value in node.outputs):
+            continue
+        if node.op_type == "Dropout" and len(node.outputs) > 1 and node.outputs[1] in known:
+            known[node.outputs[0]] = _dropped(op, node, known)
+            continue
+        copy = _copy_node(op, node, known)
+        op.adopt(copy)
+        infer_node(op, copy)
+    return [known.get(value, value) for value in body.outputs]
+
+
+def random_values(op: DifferentiableBuilder, body: ir.Graph) -> list[ir.Value]:
+    """What random nodes of a body draw: running the body again would draw other numbers.
+
+    Of Dropout that is the mask, which is made an output of it.
+    """
+    found: list[ir.Value] = []
+    for node in body:
+        for inner in subgraphs_of(node):
+            nested = random_values(op, inner)
+            if nested and (source := nested[0].producer()):
+                raise ModelError(
+                    f"random operator {source.op_type} '{source.name}' stands two bodies deep: its numbers "
+                    "cannot be kept for the backward pass; move it out of the inner body"
+                )
+        if node.domain not in ("", "ai.onnx") or node.op_type not in RANDOM or _is_idle(node):
+            continue
+        if node.op_type == "Dropout":
+            found.append(_mask(op, node))
+        else:
+            found.extend(value for value in node.outputs if value.name)
+    return found
+
+
+def _mask(op: DifferentiableBuilder, node: ir.Node) -> ir.Value:
+    if len(node.outputs) < 2:
+        node.resize_outputs(2)
+    mask = node.outputs[1]
+    mask.name = mask.name or op.namer(f"{node.name}.mask")
+    describe(mask, ir.TensorType(ir.DataType.BOOL), node.outputs[0].shape)
+    return mask
+
+
+def _dropped(op: DifferentiableBuilder, node: ir.Node, known: Mapping[ir.Value, ir.Value]) -> ir.Value:
+    """Dropout by a mask that is known: x·mask/(1 − ratio), or x where it is not training."""
+    x, ratio, training = (None if v is None else known.get(v, v) for v in (*node.inputs, None, None)[:3])
+    assert x is not None
+    dtype = op.dtype(x)
+    rest = 0.5 if ratio is None else op.Sub(1.0, op.Cast(ratio, to=int(dtype)))
+    dropped = op.Div(op.Mul(x, op.Cast(known[node.outputs[1]], to=int(dtype))), rest)
+    return dropped if training is None or training.const_value is not None else op.Where(training, dropped, x)
+
+
+def _is_idle(node: ir.Node) -> bool:
+    """Dropout that is not training."""
+    if node.op_type != "Dropout":
+        return False
+    mode = node.inputs[2] if len(node.inputs) > 2 else None
+    tensor = None if mode is None else mode.const_value
+    return mode is None or (tensor is not None and not tensor.numpy().any())
+
+
+def refuse_random(op: DifferentiableBuilder, body: ir.Graph, node: ir.Node) -> None:
+    """Raise where a body that is run again draws random numbers that nothing keeps."""
+    drawn = random_values(op, body)
+    if drawn and (source := drawn[0].producer()):
+        raise ModelError(
+            f"random operator {source.op_type} '{source.name}' in the body of {node.op_type} '{node.name}': "
+            "its numbers cannot be kept for the backward pass; draw them outside"
+        )
+
+
+def differentiate_body(
+    op: DifferentiableBuilder,
+    results: Sequence[tuple[ir.Value, ir.Value | None]],
+    wrt: Sequence[ir.Value],
+) -> dict[ir.Value, ir.Value | None]:
+    """Gradients in a body from pairs of result and the gradient that arrives for it."""
+    cotangents: dict[ir.Value, ir.Value] = {}
+    for value, dy in results:
+        if dy is not None:
+            add_cotangent(op, cotangents, value, dy)
+    scope = op.scope
+    found = backward(op, cotangents, wrt)
+    op.scope = scope
+    return found
+
+
+def turning_values(
+    body: ir.Graph,
+    states: Sequence[tuple[ir.Value, ir.Value]],
+    *,
+    sources: set[ir.Value],
+    targets: set[ir.Value],
+) -> tuple[set[ir.Value], set[ir.Value]]:
+    """The body's values that depend on a source and those that a target depends on, over any number of turns.
+
+    `states` pairs what enters a turn with what leaves it. Returns the sources and targets with the states
+    that they reach.
+    """
+    sources, targets = set(sources), set(targets)
+    grown = True
+    while grown:
+        reached = find_path(body, set(body.outputs), sources).active
+        new = {a for a, b in states if b in reached and a not in sources and is_differentiable(a)}
+        sources |= new
+        grown = bool(new)
+    grown = True
+    while grown:
+        needed = find_path(body, targets, sources).active
+        new = {b for a, b in states if a in needed and b not in targets}
+        targets |= new
+        grown = bool(new)
+    return sources, targets
+
+
+def close(op: DifferentiableBuilder, outputs: Sequence[ir.Value | None], likes: Sequence[ir.Value]) -> None:
+    """Make values (zeros for None) a body's outputs, each once and computed in it; drop dead code."""
+    for value, like in zip(outputs, likes):
+        if value is None:
+            value = zeros(op, like)
+        producer = value.producer()
+        if producer is None or producer.graph is not op.graph or value.is_graph_output():
+            value = _identity(op, value)
+        if value.shape is None or (like.shape is not None and value.shape.rank() == like.shape.rank()):
+            value.shape = None if like.shape is None else ir.Shape(like.shape)
+        op.graph.outputs.append(value)
+    for node in reversed(op.graph):
+        if not any(value.uses() or value.is_graph_output() for value in node.outputs):
+            op.graph.remove(node, safe=True)
+    op.forget()
+
+
+def _identity(op: DifferentiableBuilder, value: ir.Value) -> ir.Value:
+    node = ir.Node("", "Identity", [value], num_outputs=1, name=op.namer(f"{op.scope}/Identity"))
+    node.outputs[0].name = op.namer(f"{op.scope}/Identity.out")
+    describe(node.outputs[0], value.type, value.shape)
+    op.graph.append(node)
+    return node.outputs[0]
+
+
+def emit(
+    op: DifferentiableBuilder,
+    op_type: str,
+    inputs: Sequence[ir.Value | None],
+    attributes: Mapping[str, Any],
+    *,
+    likes: Sequence[ir.Value],
+) -> list[ir.Value]:
+    """Append a node that holds bodies; its outputs have the types and shapes of `likes`."""
+    attrs = {
+        name: ir.AttrGraph(name, value)
+        if isinstance(value, ir.Graph)
+        else ir.convenience.convert_attribute(name, value)
+        for name, value in attributes.items()
+        if value is not None
+    }
+    name = op.namer(f"{op.scope}/{op_type}")
+    node = ir.Node("", op_type, inputs, attrs, num_outputs=len(likes), name=name)
+    for index, (value, like) in enumerate(zip(node.outputs, likes)):
+        value.name = op.namer(f"{op.scope}/{op_type}.{index}")
+        describe(value, like.type, like.shape)
+    op.graph.append(node)
+    return list(node.outputs)
+
+
+def sequence_like(op: DifferentiableBuilder, element: ir.Value) -> ir.Value:
+    """A description of the sequence of such elements."""
+    kind = ir.SequenceType(ir.TensorType(op.dtype(element)))
+    return ir.Value(type=kind, shape=None if element.shape is None else ir.Shape(element.shape))
+
+
+def by_value(
+    op: DifferentiableBuilder, values: Sequence[ir.Value], gradients: Sequence[ir.Value]
+) -> dict[ir.Value, ir.Value]:
+    """Gradients by value; one that is read in several places gets their sum."""
+    total: dict[ir.Value, ir.Value] = {}
+    for value, dx in zip(values, gradients):
+        total[value] = add(op, total[value], dx) if value in total else dx
+    return total
+
+
+def _copy_node(op: DifferentiableBuilder, node: ir.Node, known: dict[ir.Value, ir.Value]) -> ir.Node:
+    inputs = [None if value is None else known.get(value, value) for value in node.inputs]
+    attributes = [_copy_attribute(op, attr, known) for attr in node.attributes.values()]
+    copy = ir.Node(
+        node.domain,
+        node.op_type,
+        inputs,
+        attributes,
+        num_outputs=len(node.outputs),
+        name=op.namer(node.name or node.op_type),
+    )
+    for value, original in zip(copy.outputs, node.outputs):
+        if original.name:
+            value.name = op.namer(original.name)
+            describe(value, original.type, original.shape)
+        else:
+            value.name = ""
+        known[original] = value
+    return copy
+
+
+def _copy_attribute(op: DifferentiableBuilder, attr: ir.Attr, known: dict[ir.Value, ir.Value]) -> ir.Attr:
+    copier: Callable[[ir.Graph], ir.Graph] = lambda graph: _copy_graph(op, graph, known)  # noqa: E731
+    if attr.type == ir.AttributeType.GRAPH:
+        return ir.AttrGraph(attr.name, copier(attr.as_graph()))
+    if attr.type == ir.AttributeType.GRAPHS:
+        return ir.AttrGraphs(attr.name, [copier(graph) for graph in attr.as_graphs()])
+    return attr
+
+
+def _copy_graph(op: DifferentiableBuilder, graph: ir.Graph, outer: dict[ir.Value, ir.Value]) -> ir.Graph:
+    known = dict(outer)
+    inputs = []
+    for value in graph.inputs:
+        copy = ir.Value(name=op.namer(value.name or "in"))
+        describe(copy, value.type, value.shape)
+        known[value] = copy
+        inputs.append(copy)
+    for initializer in graph.initializers.values():
+        if initializer.const_value is not None:
+            known[initializer] = op.constant(
+                initializer.const_value.numpy(), name=initializer.name or "const"
+            )
+    nodes = [_copy_node(op, node, known) for node in graph]
+    outputs = [known.get(value, value) for value in graph.outputs]
+    return ir.Graph(
+        inputs,
+        outputs,
+        nodes=nodes,
+        opset_imports=dict(graph.opset_imports),
+        name=op.namer(graph.name or "body"),
+    )
+
+
+def copy_into(op, body: ir.Graph, value: ir.Value) -> ir.Value:
+    """A value as a new one of a body, by an Identity at its end."""
+    node = ir.Node("", "Identity", [value], num_outputs=1, name=op.namer(f"{op.scope}/keep"))
+    node.outputs[0].name = op.namer(f"{op.scope}/keep.out")
+    describe(node.outputs[0], value.type, value.shape)
+    body.append(node)
+    return node.outputs[0]
+
+
+def new_output(op, node: ir.Node, kind, shape) -> ir.Value:
+    """A further output of a node."""
+    node.resize_outputs(len(node.outputs) + 1)
+    value = node.outputs[-1]
+    value.name = op.namer(f"{op.scope}/kept")
+    describe(value, kind, None if shape is None else ir.Shape(shape))
+    return value

@@ -1,0 +1,120 @@
+"""`onward check`: can this model be trained, what stands in the way, and what would a step cost?"""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated, Any
+
+import typer
+
+from onward.cli.advice import advice
+from onward.cli.choices import LossChoice, OptimizerChoice, loss_of, optimizer_of
+from onward.cli.command import CommandError, Output, command, examples, human_size
+from onward.cli.commands.artifacts import Freeze, Loss, Model, Optimizer, Train
+from onward.cli.trainable import choose_parameters
+
+__all__ = ["register"]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command(
+        "check",
+        epilog=examples(
+            "onward check model.onnx",
+            "onward check model.onnx -l cross-entropy --batch-size 8 --json",
+        ),
+    )(check)
+
+
+@command
+def check(
+    output: Output,
+    model: Model,
+    loss: Loss = LossChoice.MSE,
+    optimizer: Optimizer = OptimizerChoice.ADAMW,
+    train: Train = None,
+    freeze: Freeze = None,
+    batch_size: Annotated[int, typer.Option("--batch-size", "-b", min=1, help="For the estimates.")] = 32,
+    steps: Annotated[
+        int, typer.Option(min=0, help="Steps to measure on random inputs; 0 measures none.")
+    ] = 5,
+) -> int:
+    """Can this model be trained? Exit code 0 if so, 2 if operators lack a gradient; nothing is written."""
+    from onward.artifacts import build_artifacts
+    from onward.cli.memory_estimate import footprint
+    from onward.errors import UnsupportedOps
+
+    choice = choose_parameters(model, train=train or (), freeze=freeze or ())
+    remark = advice(model, loss)
+    if remark:
+        output.note(remark)
+    started = time.perf_counter()
+    try:
+        with output.working("differentiating"):
+            made = build_artifacts(
+                str(model),
+                requires_grad=choice.trainable,
+                frozen_params=choice.frozen,
+                loss=loss_of(loss),
+                optimizer=optimizer_of(optimizer),
+            )
+    except UnsupportedOps as error:
+        head, *rest = str(error).splitlines()
+        output.line(f"no: {head}")
+        for line in rest[:-1]:
+            output.line(line)
+        output.line("freeze those parameters with --freeze, or add a rule: docs/adding-a-gradient.md")
+        output.result(
+            {"trainable": False, "reason": head, "operators": [_unsupported(line) for line in rest[:-1]]}
+        )
+        return 2
+    seconds = time.perf_counter() - started
+    sizes = footprint(made, batch_size)
+    measured = _measure(made, batch_size, steps) if steps else {"seconds": None, "note": "not asked for"}
+    rows = [
+        ["parameters that train", f"{sizes['trainable_values']:,} values in {len(made.trainable)}"],
+        ["frozen parameters", f"{sizes['frozen_values']:,} values in {len(made.frozen)}"],
+        ["nodes: training / eval", f"{sizes['training_nodes']:,} / {sizes['eval_nodes']:,}"],
+        ["memory: parameters and gradients", human_size(sizes["parameter_bytes"] + sizes["gradient_bytes"])],
+        ["memory: optimizer state", human_size(sizes["optimizer_bytes"])],
+        [
+            f"memory: values of a step, batch {batch_size}",
+            human_size(sizes["activation_bytes"]) + sizes["remark"],
+        ],
+        ["memory in all, about", human_size(sizes["total_bytes"])],
+        ["time per step", _time(measured)],
+    ]
+    output.line("yes: every operator between the loss and the parameters has a gradient")
+    output.table("", ["", ""], rows)
+    output.result(
+        {"trainable": True, "remark": remark, "batch_size": batch_size, "build_seconds": seconds, **sizes,
+         "seconds_per_step": measured["seconds"], "measurement": measured["note"]}
+    )  # fmt: skip
+    return 0
+
+
+def _unsupported(line: str) -> dict[str, str]:
+    operator, _, rest = line.strip().partition(" ")
+    node, _, reached = rest.strip().partition("  ")
+    return {"operator": operator, "node": node.removeprefix("node ").strip("'"), "reached": reached.strip()}
+
+
+def _measure(made: Any, batch_size: int, steps: int) -> dict[str, Any]:
+    """The median time of a few steps on random inputs; a note where such inputs do not fit."""
+    from onward.cli.commands.bench import time_steps
+
+    try:
+        found = time_steps(made, batch_size=batch_size, steps=steps, warmup=1)
+    except (CommandError, ValueError, RuntimeError) as error:
+        return {
+            "seconds": None,
+            "note": f"not measured: random inputs do not fit ({str(error).splitlines()[0][:120]})",
+        }
+    return {"seconds": found["step"]["median"], "note": f"median of {steps} steps on random inputs"}
+
+
+def _time(measured: dict[str, Any]) -> str:
+    if measured["seconds"] is None:
+        return str(measured["note"])
+    return f"{1e3 * measured['seconds']:.2f} ms ({measured['note']}, this machine)"

@@ -1,0 +1,186 @@
+"""`onward convert`: checkpoints to and from safetensors, and what onnxruntime-training left behind."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from onward.cli.command import CommandError, Output, command, examples, human_size
+from onward.cli.model_file import read_model
+from onward.cli.output_paths import file_target, folder_target, plain_prefix
+from onward.cli.run_folder import read_run
+
+__all__ = ["register"]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command(
+        "convert",
+        epilog=examples(
+            "onward convert run/best weights.safetensors",
+            "onward convert weights.safetensors checkpoint --into artifacts/checkpoint",
+            "onward convert old-artifacts artifacts      # of onnxruntime-training",
+        ),
+    )(convert)
+
+
+@command
+def convert(
+    output: Output,
+    source: Annotated[
+        Path,
+        typer.Argument(
+            help="A checkpoint, a .safetensors file, or a folder of artifacts.", show_default=False
+        ),
+    ],
+    target: Annotated[Path, typer.Argument(help="What to write.", show_default=False)],
+    into: Annotated[
+        Path | None,
+        typer.Option(
+            "--into", metavar="CHECKPOINT", help="Take names, roles and everything else from this checkpoint."
+        ),
+    ] = None,
+    freeze: Annotated[
+        list[str] | None, typer.Option("--freeze", metavar="NAME", help="Parameters that do not train.")
+    ] = None,
+    prefix: Annotated[str, typer.Option(help="The prefix of the artifacts' file names.")] = "",
+) -> None:
+    """Convert between checkpoints and safetensors, or bring artifacts of onnxruntime-training over."""
+    if not source.exists():
+        raise CommandError(f"nothing at '{source}'", "is the path right?")
+    if source.is_dir():
+        if into is not None or freeze:
+            raise CommandError("--into and --freeze are for safetensors sources", "leave them away")
+        with folder_target(target), output.working("converting"):
+            found = _artifacts(output, source, target, plain_prefix(prefix))
+    else:
+        with file_target(target):
+            found = _checkpoint(source, target, into=into, freeze=freeze)
+    output.line(f"{target}: {found['text']}")
+    output.result({"source": source, "target": target, **found})
+
+
+def _checkpoint(source: Path, target: Path, *, into: Path | None, freeze: list[str] | None) -> dict[str, Any]:
+    from onward import checkpoint
+
+    with warnings.catch_warnings():
+        # a checkpoint of the original has no seal, which is what a conversion mends
+        warnings.simplefilter("ignore", checkpoint.UnsealedCheckpointWarning)
+        if source.suffix == ".safetensors":
+            base = None if into is None else checkpoint.load(into)
+            data = checkpoint.from_safetensors(source, into=base, frozen=freeze)
+        else:
+            if into is not None or freeze:
+                raise CommandError("--into and --freeze are for safetensors sources", "leave them away")
+            data = checkpoint.load(source)
+    if target.suffix == ".safetensors":
+        checkpoint.to_safetensors(data, target)
+    else:
+        checkpoint.save(data, target)
+    size = target.stat().st_size
+    text = f"{len(data.trainable)} trainable and {len(data.frozen)} frozen parameters, {human_size(size)}"
+    return {"text": text, "trainable": list(data.trainable), "frozen": list(data.frozen), "bytes": size}
+
+
+def _artifacts(output: Output, source: Path, target: Path, prefix: str) -> dict[str, Any]:
+    """Artifacts of the original: its eval model has the forward graph and the loss, the rest is made anew."""
+    import numpy as np
+    import onnx_ir as ir
+
+    from onward import checkpoint
+    from onward.artifacts import generate_artifacts
+    from onward.files import place, staging_folder
+    from onward.graph.load import load_model
+
+    model, state = source / f"{prefix}eval_model.onnx", source / f"{prefix}checkpoint"
+    missing = [path.name for path in (model, state) if not path.is_file()]
+    if missing:
+        hint = (
+            f"name one of its checkpoints, such as {source / 'best'}"
+            if read_run(source)
+            else "name a folder that onnxruntime-training wrote"
+        )
+        raise CommandError(f"'{source}' lacks {' and '.join(missing)}", hint)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", checkpoint.UnsealedCheckpointWarning)
+        data = checkpoint.load(state)
+    if data.nominal:
+        raise CommandError(f"'{state}' is nominal: it has no values", "convert the full checkpoint")
+    forward = load_model(model)
+    graph = forward.graph
+    values = data.parameters()
+    known = {value.name for value in graph.inputs}
+    strangers = [name for name in values if name not in known]
+    if strangers:
+        raise CommandError(
+            f"the checkpoint has '{strangers[0]}', which the eval model does not take",
+            "do both files belong together?",
+        )
+    for value in [value for value in graph.inputs if value.name in values]:
+        array = np.asarray(values[value.name or ""])
+        if value.shape is not None and list(value.shape) != list(array.shape):
+            raise CommandError(
+                f"the checkpoint's '{value.name}' has shape {list(array.shape)}, the eval model takes {value.shape}",
+                "do both files belong together?",
+            )
+        graph.inputs.remove(value)
+        value.const_value = ir.tensor(array, name=value.name)
+        graph.register_initializer(value)
+    optimizer = _optimizer(source / f"{prefix}optimizer_model.onnx")
+    with staging_folder(target.parent) as aside:
+        generate_artifacts(
+            ir.to_proto(forward),
+            requires_grad=list(data.trainable),
+            frozen_params=list(data.frozen),
+            loss=None,
+            optimizer=optimizer,
+            artifact_directory=aside,
+            prefix=prefix,
+            additional_output_names=[value.name or "" for value in graph.outputs[1:]] or None,
+        )
+        if data.optimizer or data.properties:  # momenta and properties go on where they stopped
+            made = checkpoint.load(aside / f"{prefix}checkpoint")
+            made.optimizer, made.properties = data.optimizer, data.properties
+            checkpoint.save(made, aside / f"{prefix}checkpoint")
+        target.mkdir(exist_ok=True)
+        place(sorted(path for path in aside.iterdir() if path.is_file()), target)
+    output.note("the eval model has no active dropout: export the model again if training should have it")
+    text = f"artifacts of {len(data.trainable)} trainable and {len(data.frozen)} frozen parameters"
+    return {"text": text, "trainable": list(data.trainable), "frozen": list(data.frozen)}
+
+
+def _optimizer(path: Path) -> Any:
+    """The update rule of the original's optimizer model, with its options."""
+    import onnx
+
+    from onward.onnxblock import optim
+
+    if not path.is_file():
+        return optim.AdamW()
+    model = read_model(path)
+    clip = None
+    for node in model.graph.node:
+        values = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
+        if node.op_type == "InplaceClipGradNorm":
+            clip = optim.ClipGradNorm(values.get("max_norm", 1.0))
+        if node.op_type == "AdamWOptimizer":
+            return optim.AdamW(
+                betas=(values.get("alpha", 0.9), values.get("beta", 0.999)),
+                eps=values.get("epsilon", 1e-6),
+                weight_decay=values.get("weight_decay", 0.0),
+                bias_correction=bool(values.get("correct_bias", 1)),
+                clip_grad=clip,
+            )
+        if node.op_type == "SGDOptimizerV2":
+            return optim.SGD(clip_grad=clip)
+    if any(entry.key.startswith("onward.") for entry in model.metadata_props):
+        raise CommandError(
+            f"'{path.parent}' holds artifacts of Onward already", f"train them: onward train {path.parent}"
+        )
+    raise CommandError(
+        f"'{path}' has no optimizer of onnxruntime-training", "is it one that generate_artifacts wrote?"
+    )

@@ -1,0 +1,154 @@
+"""`onward deploy`: a trained run to a file for inference, proved and, by choice, quantized."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from onward.cli.choices import QuantizeChoice
+from onward.cli.command import CommandError, Output, command, examples, human_size
+from onward.cli.model_file import read_model
+from onward.cli.output_paths import file_target, plain_prefix
+from onward.cli.run_folder import find
+
+__all__ = ["forward_outputs", "register"]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command(
+        "deploy",
+        epilog=examples(
+            "onward deploy run model.onnx",
+            "onward deploy run model-int8.onnx --quantize int8 --data digits.npz",
+            "onward deploy artifacts embeddings.onnx --checkpoint run/best --outputs hidden",
+        ),
+    )(deploy)
+
+
+@command
+def deploy(
+    output: Output,
+    run: Annotated[Path, typer.Argument(help="The folder of a run, or of artifacts.", show_default=False)],
+    model: Annotated[Path, typer.Argument(help="The file to write.")] = Path("model.onnx"),
+    checkpoint: Annotated[
+        str | None, typer.Option("--checkpoint", "-c", help="'best', 'latest' or a file; best by default.")
+    ] = None,
+    outputs: Annotated[
+        list[str] | None,
+        typer.Option("--outputs", metavar="NAME", help="Outputs; those of the forward model by default."),
+    ] = None,
+    quantize: Annotated[
+        QuantizeChoice | None, typer.Option("--quantize", help="Store weights in fewer bits.")
+    ] = None,
+    data: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--data", "-d", metavar="[INPUT=]PATH", help="Compare on these inputs, not random ones."
+        ),
+    ] = None,
+    mapping: Annotated[list[str] | None, typer.Option("--map", metavar="INPUT=ARRAY")] = None,
+    samples: Annotated[int, typer.Option(min=1, help="How many samples of --data to compare on.")] = 64,
+    rtol: Annotated[float, typer.Option(min=0, help="Relative tolerance of the comparison.")] = 1e-4,
+    atol: Annotated[float, typer.Option(min=0, help="Absolute tolerance of the comparison.")] = 1e-5,
+    external_data: Annotated[
+        bool, typer.Option("--external-data", help="Put weights into a file beside it.")
+    ] = False,
+    prefix: Annotated[str, typer.Option(help="The prefix of the artifacts' file names.")] = "",
+) -> None:
+    """Export a trained model for inference; its outputs are compared with those of the eval model first."""
+    from onward.export import for_inference
+
+    found = find(run, checkpoint, prefix=plain_prefix(prefix))
+    eval_model = found.artifacts / f"{found.prefix}eval_model.onnx"
+    if not eval_model.is_file():
+        raise CommandError(f"no {eval_model.name} in '{found.artifacts}'", "make the artifacts again")
+    names = list(outputs or forward_outputs(eval_model))
+    if not names:
+        raise CommandError(
+            "the model has no output besides its loss", "name values of its graph with --outputs"
+        )
+    inputs = _inputs(found, eval_model, names, data, mapping, samples) if data else None
+    with file_target(model), output.working("exporting and comparing"):
+        made = for_inference(
+            str(eval_model), found.checkpoint, names, model,
+            quantize_to=None if quantize is None else str(quantize),
+            inputs=inputs, rtol=rtol, atol=atol, external_data=external_data or None,
+        )  # fmt: skip
+    output.line(
+        f"{made.path}: {human_size(made.size)}, outputs {', '.join(names)}, weights of {found.checkpoint}"
+    )
+    if made.parity is not None:
+        output.line(f"parity with the eval model: {str(made.parity).splitlines()[0]}")
+    else:
+        output.note("parity was not checked: random inputs do not fit this model; give some with --data")
+    if made.quantization is not None:
+        output.line(f"{quantize}: {made.quantization}")
+    output.result(
+        {
+            "path": made.path,
+            "bytes": made.size,
+            "outputs": names,
+            "checkpoint": found.checkpoint,
+            "parity": None if made.parity is None else made.parity.to_dict(),
+            "quantization": None if made.quantization is None else made.quantization.to_dict(),
+        }
+    )
+
+
+def forward_outputs(eval_model: Path) -> list[str]:
+    """The outputs of the forward model that an eval model was made of."""
+    import json
+
+    proto = read_model(eval_model)
+    about = {entry.key: entry.value for entry in proto.metadata_props}
+    return json.loads(about.get("onward.outputs", "[]")) or [value.name for value in proto.graph.output[1:]]
+
+
+def _inputs(
+    found: Any, eval_model: Path, names: list[str], data: list[str], mapping: list[str] | None, samples: int
+) -> dict[str, Any]:
+    """The samples to compare on, for the inputs that the outputs need."""
+    from onward.cli.data import load_data, parse_pairs
+    from onward.cli.match_inputs import input_specs
+
+    state_names = _parameter_names(eval_model)
+    specs = [spec for spec in input_specs(str(eval_model)) if spec.name not in state_names]
+    pairs = {**parse_pairs(found.mapping or (), "--map"), **parse_pairs(mapping or (), "--map")}
+    loaded = load_data(data, specs, mapping=pairs, label=found.label, classes=found.classes)
+    if loaded.arrays is None:
+        raise CommandError("--data takes files here, not a function", "save some samples as .npz")
+    labels = _labels_only(eval_model, names)
+    return {name: array[:samples] for name, array in loaded.arrays.items() if name not in labels}
+
+
+def _parameter_names(model: Path) -> set[str]:
+    import json
+
+    about = {entry.key: entry.value for entry in read_model(model).metadata_props}
+    return {*json.loads(about.get("onward.trainable", "[]")), *json.loads(about.get("onward.frozen", "[]"))}
+
+
+def _labels_only(model: Path, outputs: list[str]) -> set[str]:
+    """Inputs that none of the outputs needs: labels."""
+    graph = read_model(model).graph
+    makers = {name: node for node in graph.node for name in node.output}
+    needed, todo = set(), list(outputs)
+    while todo:
+        name = todo.pop()
+        if name in needed:
+            continue
+        needed.add(name)
+        if name in makers:
+            todo += _reads(makers[name])
+    return {value.name for value in graph.input} - needed
+
+
+def _reads(node: Any) -> list[str]:
+    names = list(node.input)
+    for attribute in node.attribute:
+        for inner in attribute.g.node:
+            names += _reads(inner)
+    return [name for name in names if name]

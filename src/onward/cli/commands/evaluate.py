@@ -1,0 +1,246 @@
+"""`onward evaluate` and `onward infer`: how good is a model, and what does it answer?"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from onward.cli.choices import MetricChoice
+from onward.cli.command import CommandError, Output, command, examples
+from onward.cli.commands.train import DataOption, LabelOption, MapOption
+from onward.cli.model_file import read_model
+from onward.cli.output_paths import new_file
+from onward.cli.run_folder import find
+
+__all__ = ["register"]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands."""
+    app.command(
+        "evaluate",
+        epilog=examples("onward evaluate run --data test.npz --metric accuracy --metric f1"),
+    )(evaluate)
+    app.command(
+        "infer",
+        epilog=examples(
+            "onward infer model.onnx --data images.npz --output answers.npz",
+            'onward infer ./minilm --text "some text"       # a folder that onward export wrote',
+        ),
+    )(infer)
+
+
+@command
+def evaluate(
+    output: Output,
+    run: Annotated[Path, typer.Argument(help="The folder of a run, or of artifacts.", show_default=False)],
+    data: DataOption = None,
+    metric: Annotated[
+        list[MetricChoice] | None, typer.Option("--metric", "-m", help="Besides the loss.")
+    ] = None,
+    checkpoint: Annotated[
+        str | None, typer.Option("--checkpoint", "-c", help="'best', 'latest' or a file; best by default.")
+    ] = None,
+    mapping: MapOption = None,
+    label: LabelOption = None,
+    batch_size: Annotated[int, typer.Option("--batch-size", "-b", min=1)] = 64,
+    prefix: Annotated[str, typer.Option(help="The prefix of the artifacts' file names.")] = "",
+) -> None:
+    """The loss and metrics of a run's best checkpoint over some data, dropout off."""
+    import numpy as np
+
+    from onward import Trainer
+    from onward import checkpoint as checkpoints
+    from onward.cli.data import load_data, parse_pairs
+    from onward.cli.match_inputs import input_specs
+
+    found = find(run, checkpoint, prefix=prefix)
+    trainer = Trainer(
+        found.artifacts, metrics=[str(name) for name in metric or []], progress=False, prefix=found.prefix
+    )
+    for name, array in checkpoints.load(found.checkpoint).parameters().items():
+        trainer.state.parameters[name].data = np.asarray(array)
+    model = str(found.artifacts / f"{found.prefix}training_model.onnx")
+    loaded = load_data(
+        data or (),
+        input_specs(model, trainer.module.input_names()),
+        mapping={**parse_pairs(found.mapping or (), "--map"), **parse_pairs(mapping or (), "--map")},
+        label=label or found.label,
+        classes=found.classes,
+    )
+    for note in loaded.notes:
+        output.note(note)
+    with output.working("evaluating"):
+        figures = trainer.evaluate(loaded.value, batch_size=batch_size)
+    output.table("", ["", "value"], [[name, f"{value:.6g}"] for name, value in figures.items()])
+    output.result({"checkpoint": found.checkpoint, "samples": loaded.samples, **figures})
+
+
+@command
+def infer(
+    output: Output,
+    model: Annotated[
+        Path,
+        typer.Argument(
+            help="An ONNX file, a run, or a folder that `onward export` wrote.", show_default=False
+        ),
+    ],
+    data: DataOption = None,
+    text: Annotated[
+        list[str] | None, typer.Option("--text", "-t", help="Text, for a folder of `onward export`.")
+    ] = None,
+    answers: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the outputs as .npz or .csv.")
+    ] = None,
+    outputs: Annotated[
+        list[str] | None, typer.Option("--outputs", metavar="NAME", help="Only these.")
+    ] = None,
+    mapping: MapOption = None,
+    label: LabelOption = None,
+    batch_size: Annotated[int, typer.Option("--batch-size", "-b", min=1)] = 256,
+) -> None:
+    """Run a model on data and print, or write, its outputs."""
+    if answers is not None and answers.suffix not in (".npz", ".csv"):
+        raise CommandError(f"'{answers}' must end in .npz or .csv", "choose one of them")
+    if text and (data or answers is not None):
+        raise CommandError("--text goes without --data and --output", "ask for one after the other")
+    if text:
+        return _answer_text(output, model, text)
+    with contextlib.ExitStack() as stack:
+        file = None if answers is None else stack.enter_context(new_file(answers))
+        found, inputs = _run_model(output, model, data, outputs, mapping, label, batch_size)
+        if file is not None:
+            _write(file, found)
+    if answers is not None:
+        output.line(
+            f"{answers}: " + ", ".join(f"{name} {list(array.shape)}" for name, array in found.items())
+        )
+    else:
+        for name, array in found.items():
+            rows = [[index, _short(row)] for index, row in enumerate(array[:10])]
+            output.table(f"{name} {list(array.shape)}", ["sample", "value"], rows)
+    shown = {name: list(array.shape) for name, array in found.items()}
+    whole = {} if answers is not None else {"values": found}
+    output.result({"samples": inputs, "outputs": shown, "file": answers, **whole})
+    return None
+
+
+def _answer_text(output: Output, folder: Path, texts: list[str]) -> None:
+    from onward import load
+
+    if not folder.is_dir():
+        raise CommandError(
+            f"--text needs a folder that `onward export` wrote, not '{folder}'", "or use --data"
+        )
+    pipeline = load(folder)
+    answers = [pipeline(text) for text in texts]
+    for text, answer in zip(texts, answers):
+        output.line(f"{text!r}: {_short(answer)}")
+    output.result({"task": pipeline.task, "answers": answers})
+
+
+def _run_model(
+    output: Output,
+    model: Path,
+    data: list[str] | None,
+    outputs: list[str] | None,
+    mapping: list[str] | None,
+    label: str | None,
+    batch_size: int,
+) -> tuple[dict[str, Any], int]:
+    import tempfile
+
+    import numpy as np
+    import onnxruntime as ort
+
+    from onward.cli.data import load_data, parse_pairs
+    from onward.cli.match_inputs import input_specs
+
+    pairs, classes = parse_pairs(mapping or (), "--map"), None
+    with tempfile.TemporaryDirectory(prefix="onward-") as folder:
+        path = model
+        if model.is_dir():
+            if (model / "model.onnx").is_file():
+                path = model / "model.onnx"
+            else:
+                found = find(model)
+                pairs, classes = {**parse_pairs(found.mapping or (), "--map"), **pairs}, found.classes
+                label = label or found.label
+                path = _exported(found, Path(folder) / "model.onnx", outputs)
+        read_model(path)
+        options = ort.SessionOptions()
+        options.log_severity_level = 3
+        try:
+            session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+        except Exception as error:
+            raise CommandError(
+                f"onnxruntime cannot load '{path}': {error}".splitlines()[0], "is the model whole and valid?"
+            ) from error
+        known = [value.name for value in session.get_outputs()]
+        names = list(dict.fromkeys(outputs or known))
+        for name in names:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, n=1)
+                raise CommandError(
+                    f"the model has no output '{name}'",
+                    f"did you mean '{near[0]}'?" if near else f"it has {', '.join(known)}",
+                )
+        specs = input_specs(str(path))
+        loaded = load_data(data or (), specs, mapping=pairs, label=label, classes=classes)
+        for note in loaded.notes:
+            output.note(note)
+        if loaded.arrays is None:
+            raise CommandError("infer takes files, not a function", "save the inputs as .npz")
+        count = loaded.samples or 0
+        parts = [
+            session.run(
+                names, {name: array[start : start + batch_size] for name, array in loaded.arrays.items()}
+            )
+            for start in output.track(range(0, count, batch_size), "inference")
+        ]
+        joined = {
+            name: np.concatenate([np.atleast_1d(np.asarray(part[i])) for part in parts])
+            for i, name in enumerate(names)
+        }
+    return joined, count
+
+
+def _exported(found: Any, path: Path, outputs: list[str] | None) -> Path:
+    from onward.cli.commands.deploy import forward_outputs
+    from onward.export import for_inference
+
+    eval_model = found.artifacts / f"{found.prefix}eval_model.onnx"
+    for_inference(str(eval_model), found.checkpoint, outputs or forward_outputs(eval_model), path)
+    return path
+
+
+def _write(path: Path, arrays: dict[str, Any]) -> None:
+    import csv
+
+    import numpy as np
+
+    if path.suffix == ".npz":
+        np.savez(path, **arrays)
+        return
+    flat = {name: array.reshape(len(array), -1) for name, array in arrays.items()}
+    header = [
+        name if array.shape[1] == 1 else f"{name}_{index}"
+        for name, array in flat.items()
+        for index in range(array.shape[1])
+    ]
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(header)
+        writer.writerows(np.concatenate(list(flat.values()), axis=1).tolist())
+
+
+def _short(value: Any) -> str:
+    import numpy as np
+
+    if isinstance(value, np.ndarray):
+        return np.array2string(value, precision=4, threshold=16, edgeitems=4, max_line_width=10**6)
+    return str(value)

@@ -1,0 +1,131 @@
+"""`onward export`: a PyTorch module or a Hugging Face model to ONNX."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from onward.cli.choices import QuantizeChoice
+from onward.cli.command import CommandError, Output, command, examples, human_size
+from onward.cli.output_paths import file_target, folder_target
+
+__all__ = ["register"]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command(
+        "export",
+        epilog=examples(
+            "onward export my_model:build --output model.onnx",
+            "onward export ./all-MiniLM-L6-v2 --task pooling --output minilm --quantize int8",
+            "onward export ./bert --task text-classification --artifacts --output artifacts",
+        ),
+    )(export)
+
+
+@command
+def export(
+    output: Output,
+    source: Annotated[
+        str,
+        typer.Argument(
+            help="module:function that returns a torch module and example inputs, or a Hugging Face folder or id.",
+            show_default=False,
+        ),
+    ],
+    target: Annotated[
+        Path, typer.Option("--output", "-o", metavar="PATH", help="The file or folder to write.")
+    ],
+    task: Annotated[
+        str, typer.Option(help="Hugging Face: the task; 'auto' reads the configuration.")
+    ] = "auto",
+    training: Annotated[
+        bool | None,
+        typer.Option(
+            "--training/--inference",
+            help="Keep dropout and batch norm as they train (the default for torch).",
+        ),
+    ] = None,
+    artifacts: Annotated[
+        bool, typer.Option("--artifacts", help="Hugging Face: write training artifacts with the task's loss.")
+    ] = False,
+    quantize: Annotated[
+        QuantizeChoice | None, typer.Option(help="Hugging Face: store weights in fewer bits.")
+    ] = None,
+    pooling: Annotated[str | None, typer.Option(help="Hugging Face: mean, cls or max.")] = None,
+    opset: Annotated[int | None, typer.Option(help="The ONNX opset.")] = None,
+    check: Annotated[bool, typer.Option("--check/--no-check", help="Compare outputs with torch's.")] = True,
+) -> None:
+    """Export a model to ONNX, its outputs compared with the original's."""
+    from onward.cli.data import is_entry
+
+    if not is_entry(source):
+        _require_folder(source)
+    options: dict[str, Any] = {} if opset is None else {"opset": opset}
+    if is_entry(source) and (quantize or artifacts):
+        raise CommandError(
+            "--quantize and --artifacts are for Hugging Face models",
+            "for torch: onward artifacts on the exported file, onward deploy --quantize after training",
+        )
+    # the bars of other libraries would run through ours, and through pipes
+    os.environ.setdefault("TQDM_DISABLE", "1")
+    os.environ.setdefault("HF_HUB_VERBOSITY", "error")
+    one_file = is_entry(source) or (target.suffix == ".onnx" and not artifacts)
+    place = file_target(target) if one_file else folder_target(target)
+    with place, output.working("exporting and comparing"):
+        if is_entry(source):
+            _from_torch(source, target, training=training is not False, check=check, **options)
+        elif artifacts:
+            from onward.export import artifacts_from_transformers
+
+            artifacts_from_transformers(source, task, target, pooling=pooling, **options)
+        else:
+            from onward.export import from_transformers
+
+            from_transformers(
+                source, task, target, quantize=False if quantize is None else str(quantize),
+                training=bool(training), pooling=pooling, check=check, **options,
+            )  # fmt: skip
+    files = sorted(target.iterdir()) if target.is_dir() else [target]
+    sizes = {file.name: file.stat().st_size for file in files if file.is_file()}
+    output.table(str(target), ["file", "size"], [[name, human_size(size)] for name, size in sizes.items()])
+    output.result({"path": target, "files": sizes})
+
+
+def _require_folder(source: str) -> None:
+    """Refuse what is neither a folder nor can be the name of a model on the Hugging Face hub."""
+    place = Path(source)
+    if place.is_dir():
+        return
+    module = re.match(r"^(.*?)(?:\.py)?:([A-Za-z_]\w*)$", source)
+    if module:
+        name = Path(module[1]).name
+        raise CommandError(
+            f"'{source}' is not module:function", f"go to the module's folder and write {name}:{module[2]}"
+        )
+    if place.exists():
+        raise CommandError(
+            f"'{source}' is a file", "export takes module:function, or the folder of a Hugging Face model"
+        )
+    if not re.match(r"^[\w][\w.-]*(/[\w][\w.-]*)?$", source):
+        raise CommandError(f"no folder '{source}'", "is the path right?")
+
+
+def _from_torch(entry: str, target: Path, **options: Any) -> None:
+    from onward.cli.data import import_entry
+
+    made = import_entry(entry)
+    made = made() if callable(made) and not hasattr(made, "forward") else made
+    if not isinstance(made, tuple) or len(made) != 2 or not hasattr(made[0], "forward"):
+        raise CommandError(
+            f"'{entry}' must return (module, example inputs)", "for example: return Net(), torch.randn(2, 3)"
+        )
+    from onward.export import from_torch  # after what may fail: it imports torch
+
+    model, args = made
+    from_torch(model, args, target, **options)

@@ -1,0 +1,124 @@
+"""`onward gradcheck`: are the gradients of a model right, compared with finite differences?"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from onward.cli.command import CommandError, Output, command, examples
+
+__all__ = ["register"]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command(
+        "gradcheck",
+        epilog=examples(
+            "onward gradcheck model.onnx", "onward gradcheck model.onnx --data point.npz --wrt fc.weight"
+        ),
+    )(gradcheck)
+
+
+@command
+def gradcheck(
+    output: Output,
+    model: Annotated[Path, typer.Argument(help="An ONNX file.", show_default=False)],
+    data: Annotated[
+        Path | None,
+        typer.Option("--data", "-d", help="The point, as .npz by input; random numbers by default."),
+    ] = None,
+    of: Annotated[
+        list[str] | None, typer.Option("--of", metavar="OUTPUT", help="Every floating one by default.")
+    ] = None,
+    wrt: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--wrt", metavar="NAME", help="Inputs or initializers; every floating input by default."
+        ),
+    ] = None,
+    rtol: Annotated[float, typer.Option(min=0, help="Relative tolerance.")] = 1e-4,
+    atol: Annotated[float, typer.Option(min=0, help="Absolute tolerance.")] = 1e-6,
+    seed: Annotated[int, typer.Option(min=0, help="Of the random point and directions.")] = 0,
+    size: Annotated[int, typer.Option(min=1, help="What dimensions that may vary become.")] = 2,
+) -> None:
+    """Compare a model's gradients with finite differences in float64, and with onnxruntime's float32."""
+    from onward import check_gradient
+    from onward.cli.match_inputs import input_specs
+    from onward.cli.samples import random_inputs
+
+    if not rtol + atol > 0:
+        raise CommandError("both tolerances are 0", "numbers that are rounded never agree to the last digit")
+    specs = input_specs(str(model))
+    point: dict[str, Any] = random_inputs(specs, size=size, seed=seed)
+    if data is not None:
+        point |= _read_point(data, {spec.name: spec for spec in specs})
+    _refuse_random(model)
+    with output.working("comparing"):
+        checked = check_gradient(
+            str(model), point, of=of or None, wrt=wrt or None, rtol=rtol, atol=atol, seed=seed
+        )
+    output.line(f"gradients of {model} with respect to {', '.join(checked.wrt)} are right")
+    output.line(f"largest relative difference to finite differences: {checked.finite_difference:.1e}")
+    output.line(f"largest relative difference of onnxruntime in float32: {checked.onnxruntime:.1e}")
+    output.result(
+        {
+            "wrt": list(checked.wrt),
+            "finite_difference": checked.finite_difference,
+            "onnxruntime": checked.onnxruntime,
+            "passed": True,
+        }
+    )
+
+
+def _read_point(path: Path, specs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arrays of a file, in the types and shapes of the inputs that they are for."""
+    from onward.cli.data import read_arrays
+    from onward.cli.match_inputs import fit
+
+    point = {}
+    for name, array in read_arrays(path).items():
+        if name not in specs:
+            raise CommandError(f"'{path}' has '{name}', which is no input", f"there are {', '.join(specs)}")
+        if specs[name].dims == () and array.ndim == 0:
+            point[name] = array.astype(specs[name].dtype)
+        else:
+            point |= fit({name: array}, [specs[name]], where=str(path))[0]
+    return point
+
+
+def _refuse_random(model: Path) -> None:
+    """Finite differences of a function that is another at every call mean nothing."""
+    from onward.cli.file_contents import describe_model
+    from onward.graph.nodes import RANDOM
+
+    # dropout is random in training mode only
+    found = sorted((RANDOM - {"Dropout"}) & set(describe_model(model)["operators"]))
+    if _has_dropout(model):
+        found.append("Dropout")
+    if found:
+        raise CommandError(
+            f"'{model}' draws random numbers ({', '.join(found)}): it has no gradient to compare with",
+            "check the model as exported for inference",
+        )
+
+
+def _has_dropout(model: Path) -> bool:
+    """Whether a Dropout is, or may be, in training mode."""
+    import onnx
+
+    from onward.cli.model_file import read_model
+
+    graph = read_model(model).graph
+    off = {
+        tensor.name
+        for tensor in graph.initializer
+        if tensor.data_type == onnx.TensorProto.BOOL and not onnx.numpy_helper.to_array(tensor).any()
+    }
+    return any(
+        node.op_type == "Dropout" and len(node.input) > 2 and node.input[2] and node.input[2] not in off
+        for node in graph.node
+    )

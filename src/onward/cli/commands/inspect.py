@@ -1,0 +1,184 @@
+"""`onward inspect`: a readable picture of a model, a checkpoint, artifacts or a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from onward.cli.command import Output, command, examples, human_size
+from onward.cli.output_paths import new_file
+
+__all__ = ["register"]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command(
+        "inspect",
+        epilog=examples(
+            "onward inspect model.onnx", "onward inspect artifacts --html page.html", "onward inspect run"
+        ),
+    )(inspect)
+
+
+@command
+def inspect(
+    output: Output,
+    path: Annotated[
+        Path,
+        typer.Argument(help="A model, a checkpoint, or a folder of artifacts or a run.", show_default=False),
+    ],
+    html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write a page instead.")] = None,
+    all_parameters: Annotated[bool, typer.Option("--all", "-a", help="Show every parameter.")] = False,
+    prefix: Annotated[str, typer.Option(help="The prefix of the artifacts' file names.")] = "",
+) -> None:
+    """Show what a file or folder holds; checkpoints are verified on the way."""
+    from onward.cli.file_contents import describe
+
+    found = describe(path, prefix=prefix)
+    if html is not None:
+        from onward.cli.inspect_page import render_page
+
+        with new_file(html) as file:
+            file.write_text(render_page(found), encoding="utf-8")
+    output.result(found)
+    if html is not None:
+        output.line(f"page: {html}")
+        return
+    limit = None if all_parameters else 30
+    for section in sections(found):
+        _show(output, section, limit)
+
+
+def sections(found: Mapping[str, Any]) -> list[tuple[str, list[str], list[list[Any]]]]:
+    """The picture as tables: title, columns, rows. The page is made of the same ones."""
+    kind = found["kind"]
+    if kind == "model":
+        return _model(found)
+    if kind == "artifacts":
+        tables = [
+            table for name, model in found["models"].items() for table in _model(model, name, brief=True)
+        ]
+        return tables + (_checkpoint(found["checkpoint"]) if found["checkpoint"] else [])
+    if kind == "run":
+        return _run(found)
+    return _checkpoint(found)
+
+
+def _model(
+    found: Mapping[str, Any], title: str = "", *, brief: bool = False
+) -> list[tuple[str, list[str], list[list[Any]]]]:
+    about = [
+        ["role", found["role"]],
+        ["size", human_size(found["bytes"])],
+        ["operators", f"{sum(found['operators'].values())} nodes, {len(found['operators'])} kinds"],
+        ["opset", ", ".join(f"{domain} {version}" for domain, version in found["opsets"].items())],
+        ["producer", found["producer"]],
+    ]
+    if found["external_data"]:
+        about.append(["weights in", ", ".join(found["external_data"])])
+    tables = [(title or found["path"], ["", ""], about)]
+    if not brief:
+        tables += [
+            (
+                "inputs",
+                ["name", "type", "shape"],
+                [[v["name"], v["type"], _shape(v["shape"])] for v in found["inputs"]],
+            ),
+            (
+                "outputs",
+                ["name", "type", "shape"],
+                [[v["name"], v["type"], _shape(v["shape"])] for v in found["outputs"]],
+            ),
+            _parameters(found["parameters"]),
+            (
+                "operators",
+                ["operator", "nodes"],
+                [[name, count] for name, count in found["operators"].items()],
+            ),
+            (
+                "metadata",
+                ["key", "value"],
+                [[k, v if len(v) < 120 else v[:117] + "…"] for k, v in found["metadata"].items()],
+            ),
+        ]
+    return tables
+
+
+def _checkpoint(found: Mapping[str, Any]) -> list[tuple[str, list[str], list[list[Any]]]]:
+    parameters = found["parameters"]
+    trained = [p for p in parameters if p["trainable"]]
+    about = [
+        ["size", human_size(found["bytes"])],
+        ["integrity", found["integrity"]],
+        ["trainable", f"{sum(p['values'] for p in trained):,} values in {len(trained)} parameters"],
+        ["frozen", f"{sum(p['values'] for p in parameters) - sum(p['values'] for p in trained):,} values in "
+                   f"{len(parameters) - len(trained)} parameters"],
+    ]  # fmt: skip
+    tables = [(found["path"], ["", ""], about), _parameters(parameters)]
+    groups = found.get("optimizer", [])
+    rows = [
+        [
+            g["group"],
+            g["step"],
+            f"{g['initial_learning_rate']:g}",
+            ", ".join(g["slots"]),
+            human_size(g["bytes"]),
+        ]
+        for g in groups
+    ]
+    tables.append(("optimizer state", ["group", "step", "initial rate", "slots", "size"], rows))
+    tables.append(("properties", ["name", "value"], [[k, v] for k, v in found.get("properties", {}).items()]))
+    return tables
+
+
+def _run(found: Mapping[str, Any]) -> list[tuple[str, list[str], list[list[Any]]]]:
+    columns = list(dict.fromkeys(key for row in found["epochs"] for key in row))
+    return [
+        (
+            found["path"],
+            ["", ""],
+            [["artifacts", found["artifacts"]], *([k, v] for k, v in found["options"].items())],
+        ),
+        (
+            "checkpoints",
+            ["file", "step", "size", "integrity"],
+            [
+                [c["file"], c.get("step") or "", human_size(c["bytes"]), c["integrity"]]
+                for c in found["checkpoints"]
+            ],
+        ),
+        (
+            "epochs",
+            [column.replace("_", " ") for column in columns],
+            [
+                [f"{row[c]:.4g}" if isinstance(row.get(c), float) else row.get(c, "") for c in columns]
+                for row in found["epochs"]
+            ],
+        ),
+    ]
+
+
+def _parameters(parameters: list[dict[str, Any]]) -> tuple[str, list[str], list[list[Any]]]:
+    rows = [
+        [p["name"], p["type"], _shape(p["shape"]), human_size(p["bytes"]), "trains" if p["trainable"] else ""]
+        for p in parameters
+    ]
+    return ("parameters", ["name", "type", "shape", "size", ""], rows)
+
+
+def _shape(dims: list[Any] | None) -> str:
+    return "?" if dims is None else f"[{', '.join(str(dim) for dim in dims)}]"
+
+
+def _show(output: Output, section: tuple[str, list[str], list[list[Any]]], limit: int | None) -> None:
+    title, columns, rows = section
+    if not rows:
+        return
+    output.table(title, columns, rows if limit is None else rows[:limit])
+    if limit is not None and len(rows) > limit:
+        output.line(f"… and {len(rows) - limit} more (--all shows them)")
+    output.line("")

@@ -1,0 +1,122 @@
+"""`onward lora`: adapters into a model, out of a checkpoint, and into the weights."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from onward.cli.command import CommandError, Output, command, examples, human_size
+from onward.cli.model_file import read_model
+from onward.cli.output_paths import file_target, new_file
+
+__all__ = ["register"]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the group of commands."""
+    group = typer.Typer(help="Low-rank adapters: inject, extract, merge.", no_args_is_help=True)
+    group.command(
+        "inject",
+        epilog=examples(
+            "onward lora inject model.onnx adapted.onnx --rank 8 --target 'encoder.*.query.*'",
+            "onward artifacts model.onnx --loss cross-entropy --lora 8     # and train them, in one go",
+        ),
+    )(inject)
+    group.command("extract", epilog=examples("onward lora extract run/best adapters.safetensors"))(extract)
+    group.command("merge", epilog=examples("onward lora merge trained.onnx merged.onnx"))(merge)
+    app.add_typer(group, name="lora")
+
+
+@command
+def inject(
+    output: Output,
+    model: Annotated[Path, typer.Argument(help="An ONNX file.", show_default=False)],
+    target: Annotated[Path, typer.Argument(help="The file to write.", show_default=False)],
+    rank: Annotated[int, typer.Option("--rank", "-r", min=1, help="The rank of the adapters.")] = 8,
+    alpha: Annotated[float, typer.Option(help="Their scale is alpha / rank.")] = 16.0,
+    targets: Annotated[
+        list[str] | None,
+        typer.Option("--target", "-t", metavar="NAME", help="Weights to adapt; patterns count."),
+    ] = None,
+    dropout: Annotated[
+        float, typer.Option(min=0, max=0.99, help="Of the adapters' input, in training.")
+    ] = 0.0,
+    seed: Annotated[int, typer.Option(min=0, help="Of the adapters' first values.")] = 0,
+) -> None:
+    """Add adapters to a model, which computes what it did before."""
+    from onward.lora import LoRA, apply_lora
+
+    if not math.isfinite(alpha):
+        raise CommandError(f"--alpha is {alpha}: it must be a finite number", "for example --alpha 16")
+    read_model(model)
+    with output.working("adapting"), new_file(target) as file:
+        made = apply_lora(
+            str(model), LoRA(rank=rank, alpha=alpha, targets=targets or "*", dropout=dropout, seed=seed)
+        )
+        _save(made, file)
+    names = _adapters(made)
+    output.line(f"{target}: {len(names) // 2} weights adapted, {human_size(target.stat().st_size)}")
+    output.line(f"next: onward artifacts {target} --train '*.lora_?' --loss LOSS")
+    output.result({"path": target, "adapters": names})
+
+
+@command
+def extract(
+    output: Output,
+    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint with adapters.", show_default=False)],
+    target: Annotated[Path, typer.Argument(help="A .safetensors file or a checkpoint.", show_default=False)],
+) -> None:
+    """Write the adapters of a checkpoint alone."""
+    from onward import checkpoint as checkpoints
+    from onward.lora import extract_lora, save_lora
+
+    with file_target(target):
+        data = checkpoints.load(checkpoint)
+        names = list(extract_lora(data).trainable)
+        save_lora(data, target)
+    output.line(f"{target}: {len(names)} adapter matrices, {human_size(target.stat().st_size)}")
+    output.result({"path": target, "adapters": names})
+
+
+@command
+def merge(
+    output: Output,
+    model: Annotated[Path, typer.Argument(help="An exported model with adapters.", show_default=False)],
+    target: Annotated[Path, typer.Argument(help="The file to write.", show_default=False)],
+    dequantize: Annotated[
+        bool,
+        typer.Option("--dequantize", help="Make adapted quantized weights float, so that they merge too."),
+    ] = False,
+) -> None:
+    """Add adapters to the weights: the same outputs from a smaller, faster model."""
+    from onward.lora import merge_lora
+
+    if not _adapters(read_model(model)):
+        raise CommandError(
+            f"'{model}' has no adapters to merge",
+            "deploy a run of adapters first: onward deploy run adapted.onnx",
+        )
+    with output.working("merging"), new_file(target) as file:
+        made = merge_lora(str(model), dequantize=dequantize)
+        _save(made, file)
+    left = _adapters(made)
+    output.line(f"{target}: {human_size(target.stat().st_size)}, from {human_size(model.stat().st_size)}")
+    if left:
+        output.note(
+            f"{len(left) // 2} adapters of quantized weights stay separate (--dequantize merges them)"
+        )
+    output.result({"path": target, "bytes": target.stat().st_size, "separate": left})
+
+
+def _adapters(model: Any) -> list[str]:
+    """The matrices of adapters in a model."""
+    return [tensor.name for tensor in model.graph.initializer if tensor.name.endswith((".lora_a", ".lora_b"))]
+
+
+def _save(model: Any, file: Path) -> None:
+    import onnx
+
+    onnx.save(model, str(file))

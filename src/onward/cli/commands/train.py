@@ -1,0 +1,277 @@
+"""`onward train`: artifacts and data to a trained checkpoint, a history and a report."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from onward.cli.choices import MetricChoice, ScheduleChoice
+from onward.cli.command import CommandError, Output, command, examples
+from onward.cli.output_paths import plain_prefix, require_folder_target
+from onward.cli.run_folder import begun_run, clear_run, read_run, refuse_earlier_run
+
+__all__ = ["register"]
+
+DataOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--data", "-d", metavar="[INPUT=]PATH",
+        help="Training data: .npz, .npy, .csv, .parquet, .safetensors, a folder of images, or module:function.",
+    ),
+]  # fmt: skip
+MapOption = Annotated[
+    list[str] | None,
+    typer.Option("--map", metavar="INPUT=ARRAY", help="Which array of the data is which input of the model."),
+]
+LabelOption = Annotated[
+    str | None, typer.Option("--label", metavar="COLUMN", help="The label column of a table.")
+]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command(
+        "train",
+        epilog=examples(
+            "onward train artifacts --data digits.npz --epochs 10 --hold-out 0.2 --metric accuracy",
+            "onward train artifacts -d train.csv --eval-data test.csv --label species --schedule cosine",
+            "onward train --output run --resume      # go on after Ctrl-C",
+        ),
+    )(train)
+
+
+@command
+def train(
+    output: Output,
+    context: typer.Context,
+    artifacts: Annotated[
+        Path | None,
+        typer.Argument(help="The folder of artifacts; with --resume, that of the run.", show_default=False),
+    ] = None,
+    data: DataOption = None,
+    eval_data: Annotated[
+        list[str] | None, typer.Option("--eval-data", metavar="[INPUT=]PATH", help="Data to evaluate on.")
+    ] = None,
+    hold_out: Annotated[
+        float | None, typer.Option("--hold-out", metavar="SHARE", help="Evaluate on this share of the data.")
+    ] = None,
+    mapping: MapOption = None,
+    label: LabelOption = None,
+    directory: Annotated[
+        Path, typer.Option("--output", "-o", metavar="FOLDER", help="Where the run is kept.")
+    ] = Path("run"),
+    epochs: Annotated[int, typer.Option("--epochs", "-e", min=1, help="Passes over the data, in all.")] = 1,
+    batch_size: Annotated[int, typer.Option("--batch-size", "-b", min=1, help="Samples per batch.")] = 32,
+    learning_rate: Annotated[
+        float, typer.Option("--learning-rate", "--lr", min=0, help="The highest learning rate.")
+    ] = 1e-3,
+    schedule: Annotated[
+        ScheduleChoice, typer.Option(help="The course of the learning rate.")
+    ] = ScheduleChoice.CONSTANT,
+    warmup: Annotated[float, typer.Option(min=0, help="Warm-up: updates, or a share of all if below 1.")] = 0,
+    accumulation: Annotated[int, typer.Option(min=1, help="Batches per update.")] = 1,
+    clip_norm: Annotated[float | None, typer.Option(help="Clip gradients to this norm.")] = None,
+    metric: Annotated[
+        list[MetricChoice] | None, typer.Option("--metric", "-m", help="Compute when evaluating.")
+    ] = None,
+    best: Annotated[
+        str | None, typer.Option("--best", metavar="METRIC", help="What decides on the best epoch.")
+    ] = None,
+    patience: Annotated[
+        int | None, typer.Option(min=1, help="Stop after so many epochs without progress.")
+    ] = None,
+    save_every: Annotated[int | None, typer.Option(min=1, help="Also save after so many updates.")] = None,
+    keep: Annotated[int, typer.Option(min=1, help="Checkpoints to keep.")] = 2,
+    seed: Annotated[int, typer.Option(min=0, help="Of shuffling, dropout and hold-out.")] = 0,
+    no_shuffle: Annotated[bool, typer.Option("--no-shuffle", help="Take samples in their order.")] = False,
+    prefix: Annotated[str, typer.Option(help="The prefix of the artifacts' file names.")] = "",
+    tensorboard: Annotated[
+        Path | None,
+        typer.Option("--tensorboard", metavar="FOLDER", help="Also write TensorBoard event files."),
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on where the run in --output stopped.")
+    ] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace an earlier run in --output.")
+    ] = False,
+) -> None:
+    """Train: a run folder with checkpoints, history and a report that opens in any browser."""
+    options: dict[str, Any] = {
+        "data": data, "eval_data": eval_data, "hold_out": hold_out, "mapping": mapping, "label": label,
+        "epochs": epochs, "batch_size": batch_size, "learning_rate": learning_rate, "schedule": str(schedule),
+        "warmup": warmup, "accumulation": accumulation, "clip_norm": clip_norm,
+        "metric": [str(name) for name in metric or []], "best": best, "patience": patience,
+        "save_every": save_every, "keep": keep, "seed": seed, "no_shuffle": no_shuffle, "prefix": prefix,
+        "tensorboard": None if tensorboard is None else str(tensorboard),
+    }  # fmt: skip
+    artifacts, directory, options = _continue_or_begin(
+        context, artifacts, directory, options, resume=resume, overwrite=overwrite
+    )
+    _refuse_others(artifacts, options)
+    summary = _fit(output, artifacts, directory, options, resume=resume, replace=overwrite and not resume)
+    _report(output, directory, summary)
+
+
+def _continue_or_begin(
+    context: typer.Context,
+    artifacts: Path | None,
+    directory: Path,
+    options: dict[str, Any],
+    *,
+    resume: bool,
+    overwrite: bool,
+) -> tuple[Path, Path, dict[str, Any]]:
+    """The artifacts, the run's folder and the options: a resumed run keeps its own where no flag says else."""
+    if resume and artifacts is not None and read_run(artifacts):
+        artifacts, directory = None, artifacts  # onward train RUN --resume
+    earlier = read_run(directory)
+    if resume:
+        if not earlier:
+            raise CommandError(f"there is no run to resume in '{directory}'", "start it without --resume")
+        kept = earlier["options"]
+        for name in options:
+            source = context.get_parameter_source(name)
+            if name in kept and (source is None or source.name == "DEFAULT"):
+                options[name] = kept[name]
+        artifacts = artifacts or earlier["artifacts"]
+    else:
+        refuse_earlier_run(directory, overwrite=overwrite)
+    if artifacts is None:
+        raise CommandError(
+            "which artifacts?", "onward train ARTIFACTS --data FILE; make them with: onward artifacts"
+        )
+    return artifacts, directory, options
+
+
+def _refuse_others(artifacts: Path, options: Mapping[str, Any]) -> None:
+    """Say what was named where it is no folder of artifacts; and refuse numbers that are none."""
+    plain_prefix(options["prefix"])
+    if artifacts.is_file():
+        raise CommandError(
+            f"'{artifacts}' is a file, not a folder of artifacts",
+            f"make artifacts with: onward artifacts {artifacts} --loss LOSS",
+        )
+    if read_run(artifacts):
+        raise CommandError(
+            f"'{artifacts}' is a run, not a folder of artifacts",
+            f"go on with: onward train {artifacts} --resume",
+        )
+    for name in ("learning_rate", "warmup", "clip_norm", "hold_out"):
+        if options[name] is not None and not math.isfinite(options[name]):
+            raise CommandError(
+                f"--{name.replace('_', '-')} is {options[name]}: it must be a finite number",
+                "onward train --help",
+            )
+
+
+def _fit(
+    output: Output,
+    artifacts: Path,
+    directory: Path,
+    options: Mapping[str, Any],
+    *,
+    resume: bool,
+    replace: bool,
+) -> dict[str, Any]:
+    from onward import Trainer
+    from onward.cli.data import hold_out, load_data, parse_pairs
+    from onward.cli.match_inputs import input_specs
+    from onward.train.callbacks import Callback, EarlyStopping
+
+    mapping = parse_pairs(options["mapping"] or (), "--map")
+    callbacks: list[Callback] = []
+    if options["patience"]:
+        watched = options["best"] or (
+            "eval_loss" if options["eval_data"] or options["hold_out"] is not None else "loss"
+        )
+        callbacks.append(EarlyStopping(watched, patience=options["patience"]))
+    if options["tensorboard"]:
+        from onward.cli.tensorboard import EventFile
+
+        require_folder_target(Path(options["tensorboard"]))
+        callbacks.append(EventFile(Path(options["tensorboard"])))
+    require_folder_target(directory)
+    trainer = Trainer(
+        artifacts,
+        output_directory=directory,
+        learning_rate=options["learning_rate"],
+        schedule=options["schedule"],
+        warmup=options["warmup"],
+        accumulation=options["accumulation"],
+        clip_norm=options["clip_norm"],
+        metrics=options["metric"],
+        callbacks=callbacks,
+        seed=options["seed"],
+        keep=options["keep"],
+        progress=not output.silent,
+        prefix=options["prefix"],
+    )
+    model = str(artifacts / f"{options['prefix']}training_model.onnx")
+    inputs = input_specs(model, trainer.module.input_names())
+    loaded = load_data(options["data"] or (), inputs, mapping=mapping, label=options["label"])
+    for note in loaded.notes:
+        output.note(note)
+    evaluation = None
+    if options["eval_data"]:
+        evaluation = load_data(
+            options["eval_data"], inputs, mapping=mapping, label=options["label"], classes=loaded.classes
+        )
+    elif options["hold_out"] is not None:
+        loaded, evaluation = hold_out(loaded, options["hold_out"], seed=options["seed"])
+    if (options["metric"] or options["best"]) and evaluation is None:
+        raise CommandError(
+            "--metric and --best need data to evaluate on", "add --eval-data FILE or --hold-out 0.1"
+        )
+    if replace:
+        clear_run(directory)  # only now, when all that was asked for is there
+    with begun_run(directory, artifacts, options, loaded.classes):
+        try:
+            trainer.fit(
+                loaded.value,
+                None if evaluation is None else evaluation.value,
+                epochs=options["epochs"],
+                batch_size=options["batch_size"],
+                shuffle=not options["no_shuffle"],
+                resume=resume,
+                save_every=options["save_every"],
+                best_metric=options["best"],
+            )
+        except KeyboardInterrupt:
+            if not any(directory.glob("checkpoint-*")):
+                raise
+            raise KeyboardInterrupt(
+                f"stopped after {trainer.step} updates, all saved; go on with: onward train {directory} --resume"
+            ) from None
+    return {
+        "epochs": trainer.history.epochs,
+        "best": trainer.best,
+        "steps": trainer.step,
+        "samples": loaded.samples,
+    }
+
+
+def _report(output: Output, directory: Path, summary: Mapping[str, Any]) -> None:
+    rows = summary["epochs"]
+    columns = [
+        key for key in dict.fromkeys(key for row in rows for key in row) if key not in ("learning_rate",)
+    ]
+    output.table(
+        "", [c.replace("_", " ") for c in columns], [[_cell(row.get(c, "")) for c in columns] for row in rows]
+    )
+    if summary["best"]:
+        best = summary["best"]
+        output.line(
+            f"best: epoch {best['epoch']} with {best['metric'].replace('_', ' ')} {best['value']:.4g}"
+        )
+    output.line(f"report: {directory / 'report.html'}")
+    output.line(f"next: onward deploy {directory} model.onnx")
+    output.result({"directory": directory, "report": directory / "report.html", **summary})
+
+
+def _cell(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,252 @@
+"""What is in a file or folder: a model, a checkpoint, artifacts or a run, as plain data for people and JSON."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from onward.cli.command import CommandError
+from onward.cli.model_file import read_model
+from onward.cli.run_folder import read_run
+
+__all__ = ["describe", "describe_checkpoint", "describe_model"]
+
+_MODELS = ("training_model", "eval_model", "optimizer_model")
+
+
+def describe(path: Path, *, prefix: str = "") -> dict[str, Any]:
+    """The contents of a path; `kind` says what it is."""
+    if path.is_dir():
+        return _describe_folder(path, prefix)
+    if not path.is_file():
+        raise CommandError(
+            f"nothing at '{path}'", "name a model, a checkpoint, or a folder of artifacts or a run"
+        )
+    if path.suffix == ".onnx":
+        return describe_model(path)
+    if path.suffix == ".safetensors":
+        return _describe_safetensors(path)
+    return describe_checkpoint(path)
+
+
+def describe_model(path: Path) -> dict[str, Any]:
+    """Inputs, outputs, operators, parameters and metadata of a model; weights are not read."""
+    import onnx
+
+    proto = read_model(path)
+    graph = proto.graph
+    about = {entry.key: entry.value for entry in proto.metadata_props}
+    trainable, frozen = _roles(about)
+    parameters = [
+        _tensor(
+            t.name, onnx.TensorProto.DataType.Name(t.data_type).lower(), list(t.dims), t.name in trainable
+        )
+        for t in graph.initializer
+    ]
+    fed = [value for value in graph.input if value.name in {*trainable, *frozen}]
+    constant = {tensor.name for tensor in graph.initializer}
+    outside = sorted({e.value for t in graph.initializer for e in t.external_data if e.key == "location"})
+    return {
+        "kind": "model",
+        "path": str(path),
+        "bytes": path.stat().st_size,
+        "external_data": outside,
+        "role": about.get("onward.role", "forward"),
+        "producer": f"{proto.producer_name} {proto.producer_version}".strip(),
+        "opsets": {entry.domain or "ai.onnx": entry.version for entry in proto.opset_import},
+        "ir_version": proto.ir_version,
+        "inputs": [_value(v) for v in graph.input if v.name not in constant and v not in fed],
+        "outputs": [_value(v) for v in graph.output],
+        "parameters": parameters or [_fed(v, v.name in trainable) for v in fed],
+        "operators": dict(Counter(_operators(graph)).most_common()),
+        "metadata": about,
+    }
+
+
+def describe_checkpoint(path: Path) -> dict[str, Any]:
+    """Parameters, optimizer state, properties and integrity of a checkpoint, which is read and verified."""
+    from onward import checkpoint
+
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        data = checkpoint.load(path)
+    sealed = not any(issubclass(w.category, checkpoint.UnsealedCheckpointWarning) for w in heard)
+    parameters = [
+        _array(name, array, trains)
+        for tensors, trains in ((data.trainable, True), (data.frozen, False))
+        for name, array in tensors.items()
+    ]
+    return {
+        "kind": "checkpoint",
+        "path": str(path),
+        "bytes": path.stat().st_size,
+        "integrity": "sealed, digest verified"
+        if sealed
+        else "no seal (another program wrote it); structure verified",
+        "nominal": data.nominal,
+        "parameters": parameters,
+        "optimizer": [
+            {
+                "group": group.name,
+                "step": group.step,
+                "initial_learning_rate": group.initial_learning_rate,
+                "slots": sorted({slot for slots in group.slots.values() for slot in slots}),
+                "bytes": sum(array.nbytes for slots in group.slots.values() for array in slots.values()),
+            }
+            for group in data.optimizer
+        ],
+        "properties": dict(data.properties),
+        "extras": {name: value for name, value in data.extras.items() if len(str(value)) < 200},
+    }
+
+
+def _describe_folder(folder: Path, prefix: str) -> dict[str, Any]:
+    run = read_run(folder)
+    if run:
+        return _describe_run(folder, run)
+    models = {name: folder / f"{prefix}{name}.onnx" for name in _MODELS}
+    found = {name: describe_model(path) for name, path in models.items() if path.is_file()}
+    if not found and (folder / "onward.json").is_file():  # a folder of `onward export`
+        return describe_model(folder / "model.onnx")
+    if not found:
+        raise CommandError(
+            f"'{folder}' holds neither artifacts nor a run", "is the folder (or --prefix) right?"
+        )
+    state = folder / f"{prefix}checkpoint"
+    return {
+        "kind": "artifacts",
+        "path": str(folder),
+        "models": found,
+        "checkpoint": describe_checkpoint(state) if state.is_file() else None,
+    }
+
+
+def _describe_run(folder: Path, run: Mapping[str, Any]) -> dict[str, Any]:
+    from onward.errors import CheckpointError
+    from onward.train.history import History
+
+    checkpoints = []
+    names = [*sorted(folder.glob("checkpoint-*")), folder / "best"]
+    for path in (path for path in names if path.is_file() and path.suffix != ".data"):
+        try:
+            checkpoints.append({"file": path.name, **_brief(describe_checkpoint(path))})
+        except CheckpointError as error:
+            checkpoints.append(
+                {"file": path.name, "bytes": path.stat().st_size, "integrity": f"DAMAGED: {error.reason}"}
+            )
+    return {
+        "kind": "run",
+        "path": str(folder),
+        "artifacts": str(run["artifacts"]),
+        "options": {name: value for name, value in run["options"].items() if value not in (None, [], "")},
+        "classes": run.get("classes"),
+        "checkpoints": checkpoints,
+        "epochs": History.load(folder / "history.json").epochs,
+    }
+
+
+def _brief(found: Mapping[str, Any]) -> dict[str, Any]:
+    step = found["optimizer"][0]["step"] if found["optimizer"] else None
+    return {"bytes": found["bytes"], "step": step, "integrity": found["integrity"]}
+
+
+def _describe_safetensors(path: Path) -> dict[str, Any]:
+    from onward import checkpoint
+
+    data = checkpoint.from_safetensors(path)
+    return {
+        "kind": "safetensors",
+        "path": str(path),
+        "bytes": path.stat().st_size,
+        "integrity": "structure verified (the format has no checksum)",
+        "parameters": [
+            _array(name, array, name in data.trainable) for name, array in data.parameters().items()
+        ],
+    }
+
+
+def _roles(about: Mapping[str, str]) -> tuple[set[str], set[str]]:
+    """Names that the file's metadata calls trainable and frozen."""
+
+    def names(*keys: str) -> set[str]:
+        return {name for key in keys for name in _json_list(about.get(key, "[]"))}
+
+    return names("onward.trainable", "onward.requires_grad"), names("onward.frozen", "onward.frozen_params")
+
+
+def _json_list(text: str) -> list[str]:
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return []
+    return [str(name) for name in found] if isinstance(found, list) else []
+
+
+def _operators(graph: Any) -> list[str]:
+    names = []
+    for node in graph.node:
+        names.append(node.op_type if node.domain in ("", "ai.onnx") else f"{node.domain}.{node.op_type}")
+        for attribute in node.attribute:
+            for inner in [attribute.g, *attribute.graphs]:
+                names += _operators(inner)
+    return names
+
+
+def _value(value: Any) -> dict[str, Any]:
+    import onnx
+
+    kind = value.type.tensor_type
+    if not kind.elem_type:
+        return {"name": value.name, "type": value.type.WhichOneof("value") or "unknown", "shape": None}
+    dims = [d.dim_value if d.HasField("dim_value") else d.dim_param or "?" for d in kind.shape.dim]
+    shape = dims if kind.HasField("shape") else None
+    return {
+        "name": value.name,
+        "type": onnx.TensorProto.DataType.Name(kind.elem_type).lower(),
+        "shape": shape,
+    }
+
+
+def _fed(value: Any, trainable: bool) -> dict[str, Any]:
+    found = _value(value)
+    shape = [dim for dim in found["shape"] or [] if isinstance(dim, int)]
+    return _tensor(value.name, found["type"], shape, trainable)
+
+
+def _array(name: str, array: Any, trainable: bool) -> dict[str, Any]:
+    import numpy as np
+
+    if not isinstance(array, np.ndarray):  # nominal: a name and a type
+        return {
+            "name": name,
+            "type": str(array.dtype),
+            "shape": None,
+            "values": 0,
+            "bytes": 0,
+            "trainable": trainable,
+        }
+    return _tensor(name, str(array.dtype), list(array.shape), trainable) | {"bytes": array.nbytes}
+
+
+def _tensor(name: str, kind: str, shape: list[int], trainable: bool) -> dict[str, Any]:
+    count = 1
+    for dim in shape:
+        count *= dim
+    return {
+        "name": name,
+        "type": kind,
+        "shape": shape,
+        "values": count,
+        "bytes": int(count * _WIDTHS.get(kind, 4)),
+        "trainable": trainable,
+    }
+
+
+_WIDTHS: dict[str, float] = {
+    "double": 8, "int64": 8, "uint64": 8, "float16": 2, "bfloat16": 2, "int16": 2, "uint16": 2,
+    "int8": 1, "uint8": 1, "bool": 1, "int4": 0.5, "uint4": 0.5,
+}  # fmt: skip

@@ -1,0 +1,83 @@
+"""Where a command writes: refused early where it cannot be, and left as it was where the command fails."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from onward.cli.errors import CommandError
+
+__all__ = ["file_target", "folder_target", "new_file", "plain_prefix", "require_folder_target"]
+
+
+@contextlib.contextmanager
+def file_target(path: Path) -> Iterator[Path]:
+    """A path at which a file can be written; folders made for it go again where the block fails."""
+    if path.is_dir():
+        raise CommandError(f"'{path}' is a folder, and a file is to be written", "name a file in it")
+    with _parents(path.parent, path):
+        yield path
+
+
+def require_folder_target(path: Path) -> None:
+    """Refuse a path at which no folder can be; for a command that writes much later."""
+    if path.exists() and not path.is_dir():
+        raise CommandError(f"'{path}' is a file, and a folder is to be written", "choose another path")
+    _missing_parents(path.parent, path)
+
+
+@contextlib.contextmanager
+def folder_target(path: Path) -> Iterator[Path]:
+    """A path at which a folder can be written; folders made above it go again where the block fails."""
+    require_folder_target(path)
+    with _parents(path.parent, path):
+        yield path
+
+
+@contextlib.contextmanager
+def new_file(path: Path) -> Iterator[Path]:
+    """A place to write a file aside, which takes its name when the block is done; an older one stays till then."""
+    from onward.files import staging_folder
+
+    with file_target(path), staging_folder(path.parent) as folder:
+        yield folder / path.name
+        os.replace(folder / path.name, path)
+
+
+def plain_prefix(prefix: str) -> str:
+    """A prefix of file names, which must not lead into another folder."""
+    if any(mark in prefix for mark in ("/", "\\", "\0")):
+        raise CommandError(
+            f"--prefix '{prefix}' would lead into another folder", "it is the beginning of file names only"
+        )
+    return prefix
+
+
+@contextlib.contextmanager
+def _parents(folder: Path, target: Path) -> Iterator[None]:
+    missing = _missing_parents(folder, target)
+    for made in reversed(missing):
+        made.mkdir(exist_ok=True)
+    try:
+        yield
+    except BaseException:  # an interrupt too
+        for made in missing:
+            with contextlib.suppress(OSError):  # someone put something in
+                made.rmdir()
+        raise
+
+
+def _missing_parents(folder: Path, target: Path) -> list[Path]:
+    """The folders that have to be made, the innermost first."""
+    missing = []
+    place = folder
+    while not place.exists():
+        missing.append(place)
+        place = place.parent
+    if not place.is_dir():
+        raise CommandError(
+            f"'{target}' cannot be written: '{place}' is a file, not a folder", "choose another path"
+        )
+    return missing

@@ -1,0 +1,156 @@
+"""A folder of a run: what `onward train` writes besides the trainer's files, and how others find it again.
+
+`run.json` says where the artifacts are and with which options the run was started, so that `train --resume`,
+`evaluate`, `infer` and `deploy` need the folder only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from onward.cli.errors import CommandError
+from onward.cli.output_paths import folder_target
+
+__all__ = ["Found", "begun_run", "clear_run", "find", "read_run", "refuse_earlier_run", "write_run"]
+
+_RUN = "run.json"
+
+
+@dataclass(frozen=True)
+class Found:
+    """Artifacts and the checkpoint of them that is meant."""
+
+    artifacts: Path
+    checkpoint: Path
+    prefix: str
+    classes: list[str] | None = None
+    label: str | None = None
+    mapping: list[str] | None = None
+
+
+def write_run(folder: Path, artifacts: Path, options: Mapping[str, Any], classes: list[str] | None) -> None:
+    """Write `run.json`; the place of the artifacts is kept relative where both move together."""
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        place = os.path.relpath(artifacts.resolve(), folder.resolve())
+    except ValueError:  # another drive on Windows
+        place = str(artifacts.resolve())
+    document = {"artifacts": Path(place).as_posix(), "options": dict(options), "classes": classes}
+    temporary = folder / f".{_RUN}.new"
+    temporary.write_text(json.dumps(document, indent=2, default=str), encoding="utf-8")
+    os.replace(temporary, folder / _RUN)
+
+
+def read_run(folder: Path) -> dict[str, Any]:
+    """What `write_run` wrote, `artifacts` as a path; empty where there is none."""
+    path = folder / _RUN
+    if not path.is_file():
+        return {}
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+        document["artifacts"] = (folder / document["artifacts"]).resolve()
+        dict(document["options"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise CommandError(f"'{path}' is damaged: {error}", "name the artifacts and options again") from error
+    return document
+
+
+def clear_run(folder: Path) -> None:
+    """Remove what an earlier run left in a folder, and nothing else."""
+    for pattern in (
+        "checkpoint-*",
+        "best",
+        "best.data",
+        "history.json",
+        "distributed.json",
+        "report.html",
+        _RUN,
+    ):
+        for path in folder.glob(pattern):
+            path.unlink()
+
+
+def refuse_earlier_run(folder: Path, *, overwrite: bool) -> None:
+    """Refuse a folder with checkpoints, unless they may be replaced."""
+    if not overwrite and any(folder.glob("checkpoint-*")):
+        raise CommandError(
+            f"'{folder}' holds an earlier run",
+            "go on with --resume, replace it with --overwrite, or choose -o",
+        )
+
+
+@contextlib.contextmanager
+def begun_run(
+    folder: Path, artifacts: Path, options: Mapping[str, Any], classes: list[str] | None
+) -> Iterator[None]:
+    """Write `run.json` for the block; where it fails before anything was saved, the folder is as it was."""
+    earlier = (folder / _RUN).read_bytes() if (folder / _RUN).is_file() else None
+    with folder_target(folder):
+        was_there = folder.is_dir()
+        try:
+            write_run(folder, artifacts, options, classes)
+            yield
+        except BaseException:  # an interrupt too
+            if not any(folder.glob("checkpoint-*")):
+                if earlier is None:
+                    (folder / _RUN).unlink(missing_ok=True)
+                else:
+                    (folder / _RUN).write_bytes(earlier)
+                if not was_there:
+                    with contextlib.suppress(OSError):
+                        folder.rmdir()
+            raise
+
+
+def find(place: Path, checkpoint: str | None = None, *, prefix: str = "") -> Found:
+    """The artifacts and checkpoint that a folder of a run, or of artifacts, means.
+
+    `checkpoint` is "best", "latest" or a path; by default the best of a run, or the artifacts' own.
+    """
+    if not place.is_dir():
+        what = f"'{place}' is a file, not a folder of artifacts" if place.exists() else f"no folder '{place}'"
+        raise CommandError(what, "name a folder that onward train or onward artifacts wrote")
+    run = read_run(place)
+    options = run.get("options", {})
+    artifacts = run.get("artifacts", place)
+    prefix = prefix or options.get("prefix", "")
+    if not (artifacts / f"{prefix}training_model.onnx").is_file():
+        if run and not (artifacts / f"{options.get('prefix', '')}training_model.onnx").is_file():
+            raise CommandError(f"the artifacts of '{place}' are no longer at '{artifacts}'", "move them back")
+        if prefix:
+            raise CommandError(f"no {prefix}training_model.onnx in '{artifacts}'", "is --prefix right?")
+        raise CommandError(
+            f"'{place}' holds neither a run nor artifacts", "make artifacts with: onward artifacts model.onnx"
+        )
+    return Found(
+        artifacts=artifacts,
+        checkpoint=_checkpoint(place, checkpoint, artifacts / f"{prefix}checkpoint", is_run=bool(run)),
+        prefix=prefix,
+        classes=run.get("classes"),
+        label=options.get("label"),
+        mapping=options.get("mapping"),
+    )
+
+
+def _checkpoint(place: Path, wanted: str | None, initial: Path, *, is_run: bool) -> Path:
+    if wanted is not None and wanted not in ("best", "latest"):
+        path = Path(wanted)
+        if not path.is_file():
+            raise CommandError(f"no checkpoint at '{path}'", "it is 'best', 'latest' or a file")
+        return path
+    if not is_run:
+        if wanted is not None:
+            raise CommandError(f"'{place}' is no run: it has no {wanted} checkpoint", "name a file")
+        return initial
+    if wanted != "latest" and (place / "best").is_file():
+        return place / "best"
+    steps = sorted(path for path in place.glob("checkpoint-*") if path.suffix != ".data")
+    if wanted == "best" or not steps:
+        raise CommandError(f"'{place}' has no {wanted or 'checkpoint'} yet", "train first: onward train")
+    return steps[-1]

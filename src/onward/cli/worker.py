@@ -1,0 +1,171 @@
+"""One process of `onward distributed`; torchrun starts it with the options as JSON.
+
+What went wrong, or that the run was stopped, is written for the launcher into a file: one rank's words are
+enough, and torchrun's are about processes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+__all__ = ["main", "user_inputs"]
+
+_TELL_EVERY = 0.5  # seconds
+_STOPPED = "a signal asked to stop"
+
+
+def main(options: dict[str, Any]) -> int:
+    """Train this rank's share; rank 0 writes checkpoints and the history. Returns the exit code."""
+    stop = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stop.set())
+    _die_with_the_launcher()
+    report = Path(options["report"])
+    try:
+        updates = _train(options, stop)
+    except Exception as error:
+        import traceback
+
+        from onward.cli.error_lines import explain
+
+        traceback.print_exc()
+        message, hint = explain(error)
+        _write_once(report, {"error": message, "hint": hint})
+        return 1
+    if updates is not None:
+        _write_once(report, {"stopped": updates})
+    return 0
+
+
+def _train(options: dict[str, Any], stop: threading.Event) -> int | None:
+    """Train; the number of updates where a signal stopped it, all of them saved."""
+    from onward.cli.data import load_data, parse_pairs
+    from onward.distributed import DistributedError, RunnerSettings, ShardedArrays, TrainingRunner
+
+    artifacts, directory = Path(options["artifacts"]), Path(options["directory"])
+    specs = user_inputs(artifacts / "training_model.onnx")
+    mapping = parse_pairs(options["mapping"] or (), "--map")
+    classes: list[str] | None = None
+
+    def loader(sources: list[str] | None, *, shuffle: bool) -> Any:
+        nonlocal classes
+        if not sources:
+            return None
+        loaded = load_data(sources, specs, mapping=mapping, label=options["label"], classes=classes)
+        classes = loaded.classes
+        if loaded.arrays is None:
+            return loaded.value
+        arrays = list(loaded.arrays.values())
+        return ShardedArrays(*arrays, batch_size=options["batch_size"], shuffle=shuffle, seed=options["seed"])
+
+    runner = TrainingRunner(
+        RunnerSettings(
+            artifacts=artifacts,
+            epochs=options["epochs"],
+            learning_rate=options["learning_rate"],
+            gradient_accumulation_steps=options["accumulation"],
+            seed=options["seed"],
+            pipeline_parallel_size=options["stages"],
+            shard_optimizer=options["shard_optimizer"],
+            checkpoint_directory=directory,
+            checkpoint_every=options["save_every"],
+        )
+    )
+    train, test = loader(options["data"], shuffle=True), loader(options["eval_data"], shuffle=False)
+    with runner:
+        try:
+            counter = Path(options["report"]).with_name("batches") if runner.rank == 0 else None
+            history = runner.run(_Watched(train, stop, counter), test)
+        except DistributedError as error:
+            # a rank that heard of the stop fails in its loader, and so all ranks stop before the same update
+            if _STOPPED not in str(error):
+                raise
+            runner.save_checkpoint()
+            return runner.updates
+        loss = runner.end_training(test)
+        if runner.rank == 0:
+            found = {"losses": history.losses, "skipped": history.skipped, "eval_loss": loss}
+            (directory / "distributed.json").write_text(json.dumps(found), encoding="utf-8")
+    return None
+
+
+def user_inputs(model: Path) -> list[Any]:
+    """The inputs of a training model that data is for."""
+    from onward.cli.match_inputs import specs_of
+    from onward.cli.model_file import read_model
+    from onward.graph.passes.specialize import BUFFER, RESET
+
+    proto = read_model(model)
+    about = {entry.key: entry.value for entry in proto.metadata_props}
+    parameters = {
+        *json.loads(about.get("onward.trainable", "[]")),
+        *json.loads(about.get("onward.frozen", "[]")),
+    }
+    random = json.loads(about.get("onward.random", "null"))
+    return [
+        spec
+        for spec in specs_of(proto.graph)
+        if spec.name not in {*parameters, RESET, random} and not spec.name.endswith(BUFFER)
+    ]
+
+
+class _Watched:
+    """A loader that fails at the next batch after a signal, and says now and then how many it gave."""
+
+    def __init__(self, loader: Any, stop: threading.Event, counter: Path | None) -> None:
+        self._loader, self._stop, self._counter = loader, stop, counter
+        self._given, self._told = 0, 0.0
+        self.sampler = getattr(loader, "sampler", None)
+        if hasattr(loader, "epoch"):
+            self.epoch = lambda *place, **named: self._watch(loader.epoch(*place, **named))
+
+    def set_epoch(self, epoch: int) -> None:
+        if hasattr(self._loader, "set_epoch"):
+            self._loader.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._watch(self._loader)
+
+    def _watch(self, batches: Iterable[Any]) -> Iterator[Any]:
+        from onward.distributed import DistributedError
+
+        for batch in batches:
+            if self._stop.is_set():
+                raise DistributedError(_STOPPED)
+            yield batch
+            self._given += 1
+            if self._counter is not None and time.monotonic() - self._told > _TELL_EVERY:
+                self._told = time.monotonic()
+                self._counter.write_text(str(self._given), encoding="ascii")
+
+
+def _die_with_the_launcher() -> None:
+    """End this process when torchrun is killed: nobody would wait for it."""
+    if os.name != "posix":
+        return
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def _write_once(path: Path, content: dict[str, Any]) -> None:
+    with contextlib.suppress(OSError), open(path, "x", encoding="utf-8") as file:
+        json.dump(content, file)
+
+
+if __name__ == "__main__":
+    sys.exit(main(json.loads(sys.argv[1])))

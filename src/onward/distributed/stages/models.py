@@ -1,0 +1,251 @@
+"""The models of pipeline stages: forward, vector-Jacobian product, evaluation; made from the artifacts.
+
+A stage's backward pass recomputes its forward pass from what the stage received, so that nothing but that is
+kept between the two. `Blueprint` says who has which parameters; `StageStep` runs one stage.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime as ort
+
+from onward.autodiff.gradient import vector_jacobian
+from onward.distributed.errors import DistributedError
+from onward.distributed.settings import RunnerSettings
+from onward.distributed.stages.split import Split, follow, split_graph
+from onward.graph.dialect.normalize import normalize
+from onward.graph.extract import extract
+from onward.graph.prune import prune, values_of
+from onward.runtime.plan import SEED, Plan, read_plan
+from onward.runtime.sessions import make_session, providers_for, read_model
+from onward.runtime.step import TrainingStep
+
+__all__ = ["Blueprint", "StageModel", "StageStep", "draw_blueprint"]
+
+
+@dataclasses.dataclass(frozen=True)
+class StageModel:
+    """One stage of a graph: what it is given, what it receives and sends (with types), and its model."""
+
+    model: onnx.ModelProto
+    received: list[str]
+    sent: list[str]
+    made: list[str]
+    types: dict[str, np.dtype]
+
+
+@dataclasses.dataclass(frozen=True)
+class Blueprint:
+    """All stages. `parameters` has names by stage; `owner` the one stage that answers for a parameter."""
+
+    plan: Plan
+    training: list[StageModel]
+    evaluation: list[StageModel] | None
+    parameters: list[list[str]]
+    statistics: list[list[str]]
+    owner: dict[str, int]
+
+    @property
+    def shared(self) -> list[str]:
+        """Trainable parameters that more than one stage has."""
+        return [n for n in self.plan.trainable if sum(n in names for names in self.parameters) > 1]
+
+    def plan_of(self, stage: int) -> Plan:
+        """The plan of the whole, cut down to a stage's parameters."""
+        own = set(self.parameters[stage])
+        return dataclasses.replace(
+            self.plan,
+            parameters=[name for name in self.plan.parameters if name in own],
+            trainable=[name for name in self.plan.trainable if name in own],
+            statistics=self.statistics[stage],
+        )
+
+
+def draw_blueprint(settings: RunnerSettings) -> Blueprint:
+    """Split the training model's forward part, and the evaluation model along with it."""
+    stages = settings.pipeline_parallel_size
+    path = str(settings.training_model)
+    proto = read_model(settings.training_model, "training")
+    plan = read_plan(proto, path)
+    if plan.input_gradients:
+        raise DistributedError(
+            f"gradients of inputs ({plan.input_gradients[0]}) cannot be had from a pipeline"
+        )
+    loss = plan.outputs[0]
+    forward = prune(normalize(path), [loss, *(f"{name}.next" for name in plan.statistics)])
+    given = [*plan.inputs, SEED]
+    split = split_graph(
+        forward.graph, loss, stages=stages, given=given, cuts=settings.cuts, by_name=settings.stages
+    )
+    statistics = _statistics_by_stage(forward, plan, split)
+    results = [[f"{name}.next" for name in names] for names in statistics]
+    results[-1] = [loss, *results[-1]]
+    training = _stage_models(forward, split, results)
+    evaluation = None
+    if settings.eval_model is not None:
+        whole = prune(normalize(str(settings.eval_model)), [loss])
+        final: list[list[str]] = [[] for _ in range(stages - 1)]
+        evaluation = _stage_models(whole, follow(whole.graph, split, given=given), [*final, [loss]])
+    parameters = _parameters_by_stage(plan, training, evaluation)
+    owner = {name: s for s in reversed(range(stages)) for name in parameters[s]}
+    owner |= {name: stage for stage, names in enumerate(statistics) for name in names}
+    return Blueprint(plan, training, evaluation, parameters, statistics, owner)
+
+
+def _stage_models(model: ir.Model, split: Split, results: Sequence[Sequence[str]]) -> list[StageModel]:
+    values = values_of(model.graph)
+    found = []
+    for stage in range(split.stages):
+        received, sent = split.received[stage], split.sent[stage]
+        made = [name for name in sent if name not in received]
+        outputs = [*results[stage], *made]
+        # an evaluation stage may have nothing to do but to pass on what it received
+        part = ir.to_proto(extract(model, inputs=received, outputs=outputs)) if outputs else onnx.ModelProto()
+        types = {name: values[name].dtype for name in [*received, *sent]}
+        for name, kind in types.items():
+            if kind is None:
+                raise DistributedError(f"Invalid cut point. '{name}' crosses it and its type is not known")
+        found.append(
+            StageModel(
+                part,
+                received,
+                sent,
+                outputs,
+                {name: np.dtype(kind.numpy()) for name, kind in types.items() if kind is not None},
+            )
+        )
+    return found
+
+
+def _statistics_by_stage(forward: ir.Model, plan: Plan, split: Split) -> list[list[str]]:
+    by_stage: list[list[str]] = [[] for _ in range(split.stages)]
+    for name in plan.statistics:
+        by_stage[split.stage_of[f"{name}.next"]].append(name)
+    return by_stage
+
+
+def _parameters_by_stage(
+    plan: Plan, training: Sequence[StageModel], evaluation: Sequence[StageModel] | None
+) -> list[list[str]]:
+    read: list[set[str]] = [set() for _ in training]
+    for models in (training, evaluation or ()):
+        for names, stage in zip(read, models):
+            names.update(value.name for value in stage.model.graph.input)
+    unread = set(plan.parameters).difference(*read)
+    read[0] |= unread
+    return [[name for name in plan.parameters if name in names] for names in read]
+
+
+class StageStep(TrainingStep):
+    """Runs one stage; `Module` sees it as the step of a model that has this stage's parameters."""
+
+    def __init__(
+        self, blueprint: Blueprint, stage: int, *, device: str, options: ort.SessionOptions | None
+    ) -> None:
+        self.plan = blueprint.plan_of(stage)
+        self._options = options
+        self._providers = providers_for(device)
+        self.training = blueprint.training[stage]
+        self.evaluation = None if blueprint.evaluation is None else blueprint.evaluation[stage]
+        self.last = stage == len(blueprint.training) - 1
+        self._loss = blueprint.plan.outputs[0]
+        self.loss_shape: tuple[int, ...] = ()
+        self._eval_session: ort.InferenceSession | None = None
+        self._forward = self._session(self.training.model)
+        own = {value.name for value in self.training.model.graph.input}
+        floating = [n for n in self.training.received if self.training.types[n].kind == "f" and n in own]
+        wrt = [*(name for name in self.plan.trainable if name in own), *floating]
+        of = [self._loss] if self.last else []
+        of += [
+            n for n in self.training.made if n in self.training.types and self.training.types[n].kind == "f"
+        ]
+        self._of, self._wrt = of, wrt
+        backward, _, _ = vector_jacobian(self.training.model, of=of, wrt=wrt)
+        self._backward = self._session(backward)
+
+    def attach(
+        self,
+        parameters: Mapping[str, np.ndarray],
+        frozen: Mapping[str, np.ndarray],
+        gradients: Mapping[str, np.ndarray],
+    ) -> None:
+        """Give the stage its memory."""
+        self._parameters, self._frozen, self._gradients = parameters, frozen, gradients
+        self._following: dict[str, np.ndarray] = {}
+        self.forget_statistics()
+
+    def gradients_changed(self) -> None:
+        """Nothing to note: a stage adds to whatever its gradients hold."""
+
+    def forget_statistics(self) -> None:
+        """Begin again from the statistics that were committed."""
+        self._following = {name: self._frozen[name].copy() for name in self.plan.statistics}
+
+    def forward(self, given: Mapping[str, np.ndarray], *, move: bool = True) -> dict[str, np.ndarray]:
+        """What the stage makes of a micro-batch (with the loss, if it is the last); statistics move on."""
+        made = self._run(self._forward, self.training.made, {**self._state(), **given})
+        if self.last:
+            self.loss_shape = made[self._loss].shape
+        if move:
+            for name in self.plan.statistics:
+                self._following[name] = made[f"{name}.next"]
+        return made
+
+    def backward(
+        self, given: Mapping[str, np.ndarray], cotangents: Mapping[str, np.ndarray]
+    ) -> dict[str, np.ndarray]:
+        """Add a micro-batch's gradients to the stage's; returns those of what the stage received."""
+        feeds = {**self._state(), **given}
+        feeds |= {f"{name}_cotangent": array for name, array in cotangents.items()}
+        made = self._run(self._backward, [f"{name}_grad" for name in self._wrt], feeds)
+        passed: dict[str, np.ndarray] = {}
+        for name in self._wrt:
+            if name in self._gradients:
+                total = self._gradients[name]
+                np.add(total, made[f"{name}_grad"], out=total)
+            else:
+                passed[name] = made[f"{name}_grad"]
+        for name in self.training.sent:  # what only passes through: its gradient does, too
+            if name in self.training.received and self.training.types[name].kind == "f":
+                passed[name] = passed[name] + cotangents[name] if name in passed else cotangents[name]
+        return passed
+
+    def evaluate(self, given: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """The evaluation model's part of this stage."""
+        assert self.evaluation is not None
+        if not self.evaluation.made:
+            return {}
+        if self._eval_session is None:
+            self._eval_session = self._session(self.evaluation.model)
+        return self._run(
+            self._eval_session, self.evaluation.made, {**self._parameters, **self._frozen, **given}
+        )
+
+    @property
+    def loss(self) -> str:
+        """The name of the loss."""
+        return self._loss
+
+    def _state(self) -> dict[str, np.ndarray]:
+        return {**self._parameters, **self._frozen, **self._following}
+
+    def _session(self, model: onnx.ModelProto) -> ort.InferenceSession:
+        return make_session(model, providers=self._providers, options=self._options, what="pipeline stage")
+
+    def _run(
+        self, session: ort.InferenceSession, names: Sequence[str], feeds: Mapping[str, np.ndarray]
+    ) -> dict[str, np.ndarray]:
+        if not names:
+            return {}
+        wanted: dict[str, Any] = {}
+        for value in session.get_inputs():
+            if value.name not in feeds:
+                raise DistributedError(f"the stage needs '{value.name}', which nothing gives it")
+            wanted[value.name] = feeds[value.name]
+        return dict(zip(names, session.run(list(names), wanted)))  # type: ignore[arg-type]

@@ -1,0 +1,295 @@
+"""Pipeline parallel: every rank has one stage of the model, and micro-batches flow through the stages.
+
+torch.distributed.pipelining does the scheduling (GPipe, 1F1B). To it, a stage is a function of one vector:
+everything that crosses a cut is packed into it. Copies of the pipeline train data parallel.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+
+from onward.api import CheckpointState, Module, Optimizer
+from onward.api.inputs import check_labels, prepare
+from onward.api.optimizer import squared_norm
+from onward.checkpoint import CheckpointData
+from onward.distributed.agreement import same_everywhere
+from onward.distributed.comm import Communicator, LocalCommunicator, TorchCommunicator
+from onward.distributed.data_parallel import Report, reconcile_statistics, session_options, weight_of
+from onward.distributed.errors import DistributedError, OtherStageFailed
+from onward.distributed.settings import Grid, RunnerSettings
+from onward.distributed.stages.gather import gather_state
+from onward.distributed.stages.models import Blueprint, StageStep, draw_blueprint
+from onward.distributed.stages.packing import layout_of
+from onward.distributed.stages.schedule import Flow, Micro, key_of
+from onward.errors import ModelError, NonFiniteError, OnwardError
+from onward.runtime.plan import SEED
+from onward.runtime.sessions import ModelFile
+from onward.runtime.update import FlatUpdater, Updater
+
+__all__ = ["PipelineParallel"]
+
+
+class _StageModule(Module):
+    """The part of a module that one stage is."""
+
+    def __init__(
+        self, settings: RunnerSettings, state: CheckpointState, blueprint: Blueprint, stage: int
+    ) -> None:
+        self._made = StageStep(blueprint, stage, device=settings.device, options=session_options(settings))
+        super().__init__(
+            settings.training_model,
+            state,
+            session_options=session_options(settings),
+            on_nonfinite=settings.on_nonfinite,
+        )
+
+    def _make_step(self, uri: ModelFile, device: str, options: Any) -> StageStep:
+        return self._made
+
+
+class _StageOptimizer(Optimizer):
+    """Updates a stage's parameters; the norm is that of all stages' gradients."""
+
+    def __init__(self, uri: ModelFile, module: Module, pipe: Communicator, owned: Sequence[str]) -> None:
+        self._pipe, self._owned = pipe, owned
+        super().__init__(uri, module)
+
+    def _make_updater(self, uri: ModelFile) -> Updater:
+        updater = super()._make_updater(uri)
+        if not isinstance(updater, FlatUpdater):
+            raise DistributedError(
+                "a pipeline needs an optimizer that treats each number alone (AdamW, SGD, …): this one looks at "
+                "whole parameters of all stages"
+            )
+        return updater
+
+    def _norm(self) -> float:
+        views = self._module._gradients.views
+        square = np.array([sum(squared_norm(np.ravel(views[name])) for name in self._owned)], np.float64)
+        self._pipe.all_reduce(square)
+        return float(np.sqrt(square[0]))
+
+
+class PipelineParallel:
+    """The engine of one rank of a pipeline; all ranks of a pipeline are given the same batches."""
+
+    def __init__(
+        self, settings: RunnerSettings, data: CheckpointData, comm: Communicator, grid: Grid
+    ) -> None:
+        self._settings, self._comm, self._grid = settings, comm, grid
+        self._pipe, self._replicas = _groups(grid, settings, comm)
+        if settings.shard_optimizer:
+            raise DistributedError("shard_optimizer and a pipeline cannot be combined: choose one of them")
+        if data.nominal:
+            raise OnwardError(
+                "The state is nominal: it has no parameter values. Please load the model parameters first."
+            )
+        self._blueprint = blueprint = draw_blueprint(settings)
+        self._base_seed = int(data.extras.setdefault("seed", settings.seed))
+        own = set(blueprint.parameters[grid.stage])
+        kept = dataclasses.replace(
+            data,
+            trainable={name: value for name, value in data.trainable.items() if name in own},
+            frozen={name: value for name, value in data.frozen.items() if name in own},
+            optimizer=list(data.optimizer),
+        )
+        self.module = _StageModule(settings, CheckpointState(kept), blueprint, grid.stage)
+        self._step = self.module._made
+        owned = [n for n in self._step.plan.trainable if blueprint.owner[n] == grid.stage]
+        self.optimizer: Optimizer = _StageOptimizer(settings.optimizer_model, self.module, self._pipe, owned)
+        self._order = (list(data.trainable), list(data.frozen))
+        self._flow = Flow(self._step, self._pipe, schedule=settings.schedule)
+
+    @property
+    def input_names(self) -> Sequence[str]:
+        """What a batch consists of."""
+        return self._step.plan.inputs
+
+    # ---- training ----------------------------------------------------------------------------------
+
+    def backward(
+        self, batches: Sequence[Sequence[Any]], *, step: int, failure: Exception | None = None
+    ) -> Report:
+        """Run every batch through the pipeline; communicates within it, and never raises for one stage alone."""
+        report, work = Report(failure=failure), []
+        try:
+            if failure is None:
+                work = [self._cut(batch, step + index) for index, batch in enumerate(batches)]
+        except Exception as error:
+            report.failure = error
+        report.failure = self._differs(report.failure, [key_of(micros) for micros in work])
+        if report.failure is not None:
+            return report
+        self.module._gradients.vector[:] = 0
+        self._step.forget_statistics()
+        for micros in work:
+            if micros:
+                self._take(micros, report)
+        self.module._steps = step + len(batches)
+        report.failure, self._flow.failure = self._flow.failure, None
+        return report
+
+    def update(self, *, weight: float, invalid: str | None) -> bool:
+        """Reduce over copies and over stages that share parameters, and apply; collective."""
+        module, settings = self.module, self._settings
+        if invalid is not None:
+            module._invalid = invalid
+            return module._take_invalid() is None
+        self._replicas.all_reduce(module._gradients.vector, compress=settings.compress)
+        self._add_shared()
+        self._step.commit_statistics()
+        self.optimizer._gradient_scale = 1.0 / weight if settings.loss_reduction == "mean" else 1.0
+        return self.optimizer.step()
+
+    def _cut(self, batch: Sequence[Any], step: int) -> list[Micro]:
+        """The micro-batches of a batch: as many as were asked for, or the next number that divides it."""
+        plan = self._step.plan
+        feeds, _ = prepare(plan, batch)
+        arrays = [feed if isinstance(feed, np.ndarray) else feed.numpy() for feed in feeds]
+        check_labels(plan, arrays)
+        samples = len(arrays[0]) if arrays[0].ndim else 1
+        if samples == 0:
+            return []
+        wanted = min(self._settings.micro_batches or self._grid.pipeline, samples)
+        pieces = next(count for count in range(wanted, 0, -1) if samples % count == 0)
+        size = samples // pieces
+        micros = []
+        for index in range(pieces):
+            parts = [
+                array[index * size : (index + 1) * size] if array.ndim and len(array) == samples else array
+                for array in arrays
+            ]
+            given = {name: np.ascontiguousarray(part) for name, part in zip(plan.inputs, parts)}
+            given[SEED] = np.array([self._seed(step * (wanted + 1) + index)], np.int64)
+            total = self._settings.loss_reduction == "sum"
+            micros.append(Micro(given, 1.0 if total else weight_of(plan, parts, self._settings)))
+        return micros
+
+    def _seed(self, step: int) -> int:
+        text = f"{self._base_seed}/{self._grid.replica}/{step}".encode()
+        return int.from_bytes(hashlib.sha256(text).digest()[:7], "little")
+
+    def _differs(self, failure: Exception | None, keys: list[tuple]) -> Exception | None:
+        """A failure for all stages if one has one, or if they do not see the same batches."""
+        digests = np.zeros(self._pipe.world, np.int64)
+        own = int.from_bytes(hashlib.sha256(repr(keys).encode()).digest()[:7], "little")
+        digests[self._pipe.rank] = -1 if failure is not None else own
+        self._pipe.all_reduce(digests)
+        if failure is not None:
+            return failure
+        if (digests == digests[0]).all():
+            return None
+        if (digests == -1).any():
+            return OtherStageFailed()
+        return DistributedError(
+            "the stages of a pipeline were given batches of different shapes: shard data by runner.replica of "
+            "runner.replicas, not by rank"
+        )
+
+    def _take(self, micros: Sequence[Micro], report: Report) -> None:
+        """One batch through the pipeline; the last stage reports its loss."""
+        for loss, micro in zip(self._flow.run(micros), micros):
+            report.loss += loss * micro.weight
+            report.weight += micro.weight
+            if self._settings.on_nonfinite != "ignore" and not np.isfinite(loss):
+                report.invalid = f"the loss is {loss} at training step {self.module._steps + 1}"
+                if self._settings.on_nonfinite == "raise":
+                    self._flow.failure = NonFiniteError(f"{report.invalid}; parameters are unchanged")
+
+    def _add_shared(self) -> None:
+        """Parameters that several stages have get the sum of the stages' gradients."""
+        names = self._blueprint.shared
+        if not names:
+            return
+        shapes = [self._blueprint.plan.shapes[name] for name in names]
+        layout = layout_of(names, [np.dtype(np.float32)] * len(names), shapes)
+        own = self.module._gradients.views
+        vector = layout.pack({name: own[name] for name in names if name in own})
+        self._pipe.all_reduce(vector)
+        for name, total in layout.unpack(vector).items():
+            if name in own:
+                np.copyto(own[name], total)
+
+    # ---- evaluation and state ----------------------------------------------------------------------
+
+    def evaluate(self, batches: Iterator[Sequence[Any]]) -> Report:
+        """The loss of the evaluation model over batches; communicates within the pipeline."""
+        report = Report()
+        while True:
+            batch, given = None, {}
+            try:
+                if self._step.evaluation is None:
+                    raise ModelError("Eval model was not provided. Cannot evaluate: give eval_model=….")
+                batch = next(batches, None)
+                if batch is not None:
+                    feeds, _ = prepare(self._step.plan, batch)
+                    check_labels(self._step.plan, feeds)
+                    given = dict(zip(self._step.plan.inputs, feeds))
+            except Exception as error:
+                self._flow.failure = error
+            state = np.array([self._flow.failure is not None, batch is not None], np.int64)
+            self._pipe.all_reduce(state)
+            if state[0] == 0 and state[1] not in (0, self._pipe.world):
+                self._flow.failure = DistributedError("the stages of a pipeline have different test batches")
+            if state[0] or state[1] != self._pipe.world:
+                report.failure, self._flow.failure = self._flow.failure, None
+                return report
+            assert batch is not None
+            weight = self._weigh(batch)
+            if weight == 0:
+                continue
+            loss = self._flow.evaluate(given)
+            if loss is not None:
+                report.loss += loss * weight
+                report.weight += weight
+
+    def reconcile(self) -> None:
+        """The same statistics and parameters on all copies of a stage; collective."""
+        moving = {name: self.module._frozen[name] for name in self._step.plan.statistics}
+        reconcile_statistics(self._replicas, moving, how=self._settings.statistics)
+        same_everywhere(self._replicas, [self.module._parameters.vector, *moving.values()])
+
+    def gather(self, *, include_optimizer_state: bool) -> CheckpointData | None:
+        """The state of all stages on rank 0, None elsewhere; collective."""
+        data = gather_state(
+            self._comm,
+            self._grid,
+            self._blueprint,
+            self.module._state.to_data(include_optimizer_state=include_optimizer_state),
+        )
+        if data is None:
+            return None
+        trainable, frozen = self._order
+        data.trainable = {name: data.trainable[name] for name in trainable if name in data.trainable}
+        data.frozen = {name: data.frozen[name] for name in frozen if name in data.frozen}
+        if include_optimizer_state:
+            data.extras["seed"] = self._base_seed
+        return data
+
+    def _weigh(self, batch: Sequence[Any]) -> float:
+        if self._settings.loss_reduction == "sum":
+            return 1.0 if np.shape(batch[0])[:1] != (0,) else 0.0
+        return weight_of(self._step.plan, batch, self._settings)
+
+
+def _groups(
+    grid: Grid, settings: RunnerSettings, comm: Communicator
+) -> tuple[TorchCommunicator, Communicator]:
+    """This rank's pipeline, and the copies of its stage."""
+    import torch.distributed as dist
+
+    span = timedelta(seconds=settings.timeout)
+    ranks = np.arange(comm.world).reshape(grid.pipeline, grid.data)
+    # every rank makes all groups, in the same order; what they carry is the host's memory
+    pipe, _ = dist.new_subgroups_by_enumeration(ranks.T.tolist(), timeout=span, backend="gloo")
+    replicas: Communicator = LocalCommunicator()
+    if grid.data > 1:
+        group, _ = dist.new_subgroups_by_enumeration(ranks.tolist(), timeout=span, backend="gloo")
+        replicas = TorchCommunicator(group, timeout=settings.timeout)
+    return TorchCommunicator(pipe, timeout=settings.timeout), replicas

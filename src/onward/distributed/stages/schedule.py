@@ -1,0 +1,204 @@
+"""How micro-batches flow through one stage: the schedule of torch.distributed.pipelining, and plain chains.
+
+To torch, a stage is a function of one packed vector. A failure in a stage is kept until the schedule is
+over: the messages that other stages wait for are still sent.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+
+from onward.distributed.comm import TorchCommunicator
+from onward.distributed.errors import OtherStageFailed
+from onward.distributed.stages.models import StageModel, StageStep
+from onward.distributed.stages.packing import Layout, layout_of
+
+__all__ = ["Flow", "Micro", "key_of"]
+
+Arrays = dict[str, np.ndarray]
+
+
+@dataclasses.dataclass
+class Micro:
+    """A micro-batch on its way: what a stage is given of it, and how much it counts."""
+
+    given: Arrays
+    weight: float
+
+
+def key_of(micros: Sequence[Micro]) -> tuple:
+    """What a schedule is made for: how many micro-batches, of which shapes."""
+    if not micros:
+        return (0,)
+    return len(micros), tuple((name, array.shape) for name, array in micros[0].given.items())
+
+
+class Flow:
+    """The traffic of one stage with its neighbours."""
+
+    def __init__(
+        self, step: StageStep, pipe: TorchCommunicator, *, schedule: Literal["1f1b", "gpipe"]
+    ) -> None:
+        self._step, self._pipe, self._kind = step, pipe, schedule
+        self._schedules: dict[tuple, tuple[Any, Layout, Layout]] = {}
+        self._micros: Sequence[Micro] = []
+        self._losses: dict[int, float] = {}
+        self._incoming = self._outgoing = layout_of([], [], [])
+        self.failure: Exception | None = None
+
+    def run(self, micros: Sequence[Micro]) -> list[float]:
+        """Forward and backward of a batch; the losses of its micro-batches on the last stage, else nothing."""
+        import torch
+
+        self._micros, self._losses = micros, {}
+        key = key_of(micros)
+        if key not in self._schedules:
+            layouts = self._probe(micros[0])
+            if layouts is None:
+                return []
+            self._schedules[key] = (self._make_schedule(len(micros), *layouts), *layouts)
+        schedule, self._incoming, self._outgoing = self._schedules[key]
+        first = (torch.zeros(len(micros), 1),) if self._pipe.rank == 0 else ()
+        weights = torch.tensor([micro.weight for micro in micros], dtype=torch.float32)
+        last: dict[str, Any] = {"target": weights} if self._step.last else {}
+        if "return_outputs" in inspect.signature(schedule.step).parameters:
+            last["return_outputs"] = False
+        with self._pipe.explained("pipeline"):
+            schedule.step(*first, index=torch.arange(len(micros)), **last)
+        if not self._step.last or self.failure is not None:
+            return []
+        return [self._losses[index] for index in range(len(micros))]
+
+    def evaluate(self, given: Arrays) -> float | None:
+        """A batch through the evaluation model; the loss on the last stage."""
+        model = self._step.evaluation
+        assert model is not None
+        _, received = self._receive(model)
+        layout: Layout | None = None
+        made: Arrays = {}
+        try:
+            if received is not None:
+                made = {**received, **self._step.evaluate({**received, **given})}
+                layout = _layout(model, made)
+        except Exception as error:
+            self.failure = error
+        self._send(model, layout, made)
+        return float(np.reshape(made[self._step.loss], -1)[0]) if self._step.last and made else None
+
+    def _make_schedule(self, count: int, incoming: Layout, outgoing: Layout) -> Any:
+        import torch
+        from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+
+        from onward.distributed.stages.torch_stage import make_stage_module
+
+        device = torch.device("cpu")
+        first = self._pipe.rank == 0
+        size = 1 if self._step.last else outgoing.size
+        received = torch.zeros(1, 1) if first else torch.zeros(incoming.size, requires_grad=True)
+        sent = torch.zeros(size, requires_grad=True)
+        static: dict[str, Any] = {"input_args": (received,), "output_args": (sent,)}
+        if "output_grads" in PipelineStage.__init__.__code__.co_varnames:  # newer ones want those, too
+            static["output_grads"] = () if self._step.last else (torch.zeros(size),)
+            static["input_grads"] = (None,) if first else (torch.zeros(incoming.size),)
+        stage = PipelineStage(
+            make_stage_module(self),
+            self._pipe.rank,
+            self._pipe.world,
+            device,
+            group=self._pipe.group,
+            **static,
+        )
+        # 1F1B needs as many micro-batches as stages
+        steady = self._kind == "1f1b" and count >= self._pipe.world
+        return (Schedule1F1B if steady else ScheduleGPipe)(
+            stage, count, loss_fn=lambda output, target: (output * target).sum(), scale_grads=False
+        )
+
+    # called by the schedule, through autograd: a failure must not stop the messages that others wait for
+
+    def run_forward(self, received: np.ndarray, index: int) -> np.ndarray:
+        """A micro-batch forward: the packed vector for the next stage, or the loss."""
+        try:
+            if self.failure is None:
+                given = {**self._incoming.unpack(received), **self._micros[index].given}
+                made = self._step.forward(given)
+                if self._step.last:
+                    loss = float(np.reshape(made[self._step.loss], -1)[0])
+                    # a mean over nothing (all labels ignored) is not a number, and counts nothing
+                    self._losses[index] = loss if self._micros[index].weight else 0.0
+                    return np.array([self._losses[index]], np.float32)
+                return self._outgoing.pack({**given, **made})
+        except Exception as error:
+            self.failure = error
+        return np.zeros(1 if self._step.last else self._outgoing.size, np.float32)
+
+    def run_backward(self, received: np.ndarray, index: int, arriving: np.ndarray) -> np.ndarray:
+        """A micro-batch backward: the packed gradient for the stage before."""
+        try:
+            if self.failure is None and self._micros[index].weight:
+                given = {**self._incoming.unpack(received), **self._micros[index].given}
+                if self._step.last:
+                    shape = self._step.loss_shape
+                    cotangents = {self._step.loss: np.full(shape, arriving[0], np.float32)}
+                else:
+                    cotangents = self._outgoing.unpack(arriving)
+                return self._incoming.pack(self._step.backward(given, cotangents))
+        except Exception as error:
+            self.failure = error
+        return np.zeros(self._incoming.size, np.float32)
+
+    def _probe(self, micro: Micro) -> tuple[Layout, Layout] | None:
+        """Learn the shapes that cross the cuts by one forward pass; None where a stage failed."""
+        incoming, received = self._receive(self._step.training)
+        outgoing: Layout | None = None
+        made: Arrays = {}
+        if received is not None:
+            try:
+                made = {**received, **self._step.forward({**received, **micro.given}, move=False)}
+                outgoing = _layout(self._step.training, made)
+            except Exception as error:
+                self.failure = error
+        else:
+            self.failure = OtherStageFailed()
+        self._send(self._step.training, outgoing, made)
+        failed = np.array([self.failure is not None], np.int64)
+        self._pipe.all_reduce(failed)
+        if failed[0] and self.failure is None:
+            self.failure = OtherStageFailed()
+        return None if outgoing is None or failed[0] else (incoming, outgoing)
+
+    def _receive(self, model: StageModel) -> tuple[Layout, Arrays | None]:
+        """What the stage before sends: first its shapes, then the packed vector."""
+        stage = self._pipe.rank
+        if stage == 0:
+            return layout_of([], [], []), {}
+        table = np.zeros((max(1, len(model.received)), 9), np.int64)
+        self._pipe.receive(table, source=stage - 1)
+        if table[0, 0] < 0:
+            return layout_of([], [], []), None
+        shapes = [tuple(row[1 : 1 + row[0]].tolist()) for row in table[: len(model.received)]]
+        layout = layout_of(model.received, [model.types[name] for name in model.received], shapes)
+        vector = np.zeros(layout.size, np.float32)
+        self._pipe.receive(vector, source=stage - 1)
+        return layout, layout.unpack(vector)
+
+    def _send(self, model: StageModel, layout: Layout | None, made: Mapping[str, np.ndarray]) -> None:
+        stage = self._pipe.rank
+        if stage == self._pipe.world - 1:
+            return
+        table = np.full((max(1, len(model.sent)), 9), -1, np.int64)
+        if layout is not None:
+            table[: len(model.sent)] = layout.describe()
+        self._pipe.send(table, to=stage + 1)
+        if layout is not None:
+            self._pipe.send(layout.pack(made), to=stage + 1)
+
+
+def _layout(model: StageModel, made: Mapping[str, np.ndarray]) -> Layout:
+    names = model.sent
+    return layout_of(names, [model.types[name] for name in names], [made[name].shape for name in names])

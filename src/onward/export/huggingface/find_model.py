@@ -1,0 +1,337 @@
+"""Find and load what is to be exported: model, tokenizer or processor, and sentence-transformers settings.
+
+Knows model ids, folders and (model, tokenizer) tuples, and the files of a sentence-transformers folder.
+Imports transformers when called; knows nothing of ONNX.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from os import PathLike, fspath
+from pathlib import Path
+from typing import Any
+
+from onward.errors import ExportError
+from onward.export.huggingface.tasks import Task, detect, task_named
+
+__all__ = ["POOLING_MODES", "Dense", "Pooling", "Source", "load_source"]
+
+POOLING_MODES = ("cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken")
+
+_TOKENIZER_FILES = ("tokenizer.json", "vocab.txt", "vocab.json", "merges.txt", "*.model", "*.tiktoken")
+
+
+@dataclass(frozen=True)
+class Dense:
+    """A linear layer that a sentence-transformers folder puts after the pooling."""
+
+    weight: Any
+    bias: Any | None
+    activation: str
+
+
+@dataclass(frozen=True)
+class Pooling:
+    """How token vectors become one vector: modes (several are concatenated), dense layers, unit length."""
+
+    modes: tuple[str, ...] = ("mean",)
+    normalize: bool = False
+    dense: tuple[Dense, ...] = ()
+
+    def __post_init__(self) -> None:
+        for mode in self.modes:
+            if mode not in POOLING_MODES:
+                raise ValueError(f"unknown pooling {mode!r}. Known: {', '.join(POOLING_MODES)}")
+
+
+@dataclass(frozen=True)
+class Source:
+    """A loaded model and everything that belongs to it."""
+
+    model: Any
+    task: Task
+    called: str
+    """The task's name as asked for, which may be an alias."""
+    origin: str
+    tokenizer: Any | None = None
+    processor: Any | None = None
+    pooling: Pooling = field(default_factory=Pooling)
+    max_length: int | None = None
+    borrowed: bool = False
+    """Whether the model belongs to the caller, and must be handed back as it was."""
+    labels: tuple[str, ...] | None = None
+    """Names of the classes, where the caller gave them; else the configuration's own count."""
+
+
+def load_source(
+    model: Any,
+    task: str,
+    *,
+    pooling: str | None = None,
+    normalize: bool | None = None,
+    labels: Sequence[str] | None = None,
+    max_length: int | None = None,
+) -> Source:
+    """Load a model id, a folder, or take a (model, tokenizer) tuple; `task` may be "auto".
+
+    `labels` are the classes that a classifier is to tell apart: a head of another size is made anew.
+    """
+    if task != "auto":
+        task_named(task)
+    names = _label_names(labels)
+    if isinstance(model, (tuple, list)):
+        source = _from_tuple(model, task, names)
+    elif isinstance(model, (str, PathLike)):
+        source = _from_folder(fspath(model), task, names)
+    else:
+        raise TypeError(
+            f"expected a model id, a folder or a (model, tokenizer) tuple, got {type(model).__name__}. "
+            "A bare model has no tokenizer: pass (model, tokenizer)"
+        )
+    settings = source.pooling
+    if pooling is not None:
+        settings = replace(settings, modes=tuple(pooling.split("+")))
+    if normalize is not None:
+        settings = replace(settings, normalize=normalize)
+    if names and not source.task.classifies:
+        raise ValueError(f"labels are for classifiers, and the task is {source.task.name!r}")
+    limit = _shorter(source, max_length)
+    return replace(source, pooling=settings, labels=names, max_length=limit)
+
+
+def _label_names(labels: Sequence[str] | None) -> tuple[str, ...] | None:
+    if labels is None:
+        return None
+    names = tuple(labels)
+    if isinstance(labels, str) or not all(isinstance(name, str) for name in names):
+        raise TypeError(f"labels must be a list of names, got {labels!r}")
+    if not names or len(set(names)) != len(names):
+        raise ValueError(f"labels must be different names, at least one: {list(names)}")
+    return names
+
+
+def _shorter(source: Source, max_length: int | None) -> int | None:
+    if max_length is None:
+        return source.max_length
+    if max_length < 1:
+        raise ValueError(f"max_length is {max_length}: it must be 1 or more")
+    return min(max_length, source.max_length or max_length)
+
+
+def _from_tuple(
+    pair: tuple[Any, ...] | list[Any], task: str, labels: tuple[str, ...] | None = None
+) -> Source:
+    if len(pair) != 2:
+        raise TypeError(f"expected a (model, tokenizer) tuple, got {len(pair)} items")
+    model, companion = pair
+    if isinstance(model, (str, PathLike)):
+        return _from_folder(fspath(model), task, labels, tokenizer=companion)
+    if not hasattr(model, "config") or not hasattr(model, "forward"):
+        raise TypeError(f"the tuple's first item must be a transformers model, got {type(model).__name__}")
+    name = detect(model.config) if task == "auto" else task
+    found = task_named(name)
+    origin = getattr(model, "name_or_path", "") or type(model).__name__
+    if labels and len(labels) != model.config.num_labels:
+        raise ValueError(
+            f"{len(labels)} labels for a model with {model.config.num_labels} classes: give a folder to get a "
+            "new head, or load the model with num_labels"
+        )
+    if companion is None and _main_input(model) == "input_ids":
+        raise ExportError(f"{origin}: the tokenizer is None; pass (model, tokenizer) with the model's own")
+    textual = _main_input(model) == "input_ids"
+    if textual and not callable(companion):
+        raise TypeError(f"the tuple's second item must be a tokenizer, got {type(companion).__name__}")
+    processor = None if textual else companion
+    inner = getattr(companion, "tokenizer", None)
+    if textual and inner is not None:  # a processor of text and images
+        companion, processor = inner, getattr(companion, "image_processor", None)
+    return Source(
+        model=model,
+        task=found,
+        called=name,
+        origin=origin,
+        tokenizer=companion if textual else None,
+        processor=processor,
+        max_length=_max_length(companion if textual else None, model.config),
+        borrowed=True,
+    )
+
+
+def _from_folder(
+    origin: str, task: str, labels: tuple[str, ...] | None = None, *, tokenizer: Any = None
+) -> Source:
+    import transformers
+
+    folder = Path(origin)
+    local = folder.is_dir()
+    if not local and (folder.is_absolute() or origin.startswith((".", "~"))):
+        raise ExportError(f"'{origin}': no such folder")
+    modules = _modules(origin)
+    inner = next((m["path"] for m in modules if m["type"].endswith(".Transformer")), "")
+    where = fspath(folder / inner) if local and inner else origin
+    extra: dict[str, Any] = {"subfolder": inner} if inner and not local else {}
+    try:
+        config = transformers.AutoConfig.from_pretrained(where, **extra)
+    except (OSError, ValueError) as error:
+        raise ExportError(f"'{origin}': no usable model configuration ({_first_line(error)})") from error
+    name = detect(config, pools=bool(modules)) if task == "auto" else task
+    found = task_named(name)
+    if labels:
+        config.id2label = dict(enumerate(labels))
+        config.label2id = {label: index for index, label in enumerate(labels)}
+    model = _load_model(where, found, config, {**extra, "ignore_mismatched_sizes": bool(labels)})
+    textual = _main_input(model) == "input_ids"
+    if textual and tokenizer is None:
+        tokenizer = _load_tokenizer(where, local, extra)
+    settings = _read_json(origin, "sentence_bert_config.json") if modules else {}
+    limit = settings.get("max_seq_length") or _max_length(tokenizer, config)
+    return Source(
+        model=model,
+        task=found,
+        called=name,
+        origin=origin,
+        tokenizer=tokenizer,
+        processor=None if found.kind == "text" else _load_processor(where, found, extra),
+        pooling=_pooling(origin, modules) if modules else Pooling(),
+        max_length=limit,
+    )
+
+
+def _load_model(where: str, task: Task, config: Any, extra: Mapping[str, Any]) -> Any:
+    import torch
+    import transformers
+
+    loader = getattr(transformers, task.loaders[0])
+    try:
+        return loader.from_pretrained(
+            where, config=config, attn_implementation="eager", dtype=torch.float32, **extra
+        )
+    except (OSError, ValueError) as error:
+        raise ExportError(
+            f"'{where}': cannot be loaded for task {task.name!r} with {task.loaders[0]} "
+            f"({_first_line(error)})"
+        ) from error
+
+
+def _load_tokenizer(where: str, local: bool, extra: Mapping[str, Any]) -> Any:
+    import transformers
+
+    missing = ExportError(
+        f"'{where}': no tokenizer found; save one beside the model (tokenizer.save_pretrained), "
+        "or pass (model, tokenizer)"
+    )
+    # transformers 5 makes an empty tokenizer for a folder that has none, so look for files first.
+    if local and not any(next(Path(where).glob(pattern), None) for pattern in _TOKENIZER_FILES):
+        raise missing
+    try:
+        return transformers.AutoTokenizer.from_pretrained(where, **extra)
+    except (OSError, ValueError, TypeError) as error:
+        raise missing from error
+
+
+def _load_processor(where: str, task: Task, extra: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The preprocessing settings as plain data: the processor classes need libraries that we do not."""
+    import transformers
+
+    try:
+        settings, _ = transformers.image_processing_base.ImageProcessingMixin.get_image_processor_dict(
+            where, **extra
+        )
+    except (OSError, ValueError):
+        return None
+    return settings
+
+
+def _main_input(model: Any) -> str:
+    return getattr(model, "main_input_name", "input_ids")
+
+
+def _max_length(tokenizer: Any, config: Any) -> int | None:
+    # Tokenizers without a limit say 10^30.
+    limits = [getattr(tokenizer, "model_max_length", None)]
+    limits += [getattr(config, name, None) for name in ("max_position_embeddings", "n_positions")]
+    known = [limit for limit in limits if isinstance(limit, int) and 0 < limit < 1_000_000]
+    if not known:
+        return None
+    # RoBERTa's positions start after the padding id, so two of its 514 cannot be used.
+    offset = 2 if getattr(config, "model_type", "") in {"roberta", "xlm-roberta", "camembert"} else 0
+    return min([known[0], *(limit - offset for limit in known[1:])]) if len(known) > 1 else known[0] - offset
+
+
+def _modules(origin: str) -> list[dict[str, Any]]:
+    found = _read_json(origin, "modules.json")
+    return found if isinstance(found, list) else []
+
+
+def _pooling(origin: str, modules: list[dict[str, Any]]) -> Pooling:
+    modes: tuple[str, ...] = ("mean",)
+    normalize = False
+    dense: list[Dense] = []
+    for module in modules:
+        kind = module["type"].rsplit(".", 1)[-1]
+        if kind == "Pooling":
+            modes = _pooling_modes(_read_json(origin, f"{module['path']}/config.json"))
+        elif kind == "Dense":
+            dense.append(_dense(origin, module["path"]))
+        elif kind == "Normalize":
+            normalize = True
+        elif kind not in ("Transformer", "Dropout"):
+            raise ExportError(f"'{origin}': modules.json names {module['type']}, which has no export yet")
+    return Pooling(modes, normalize, tuple(dense))
+
+
+def _pooling_modes(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Newer folders name the modes; older ones have a flag for each, in this order of concatenation."""
+    named = config.get("pooling_mode")
+    if named:
+        return (named,) if isinstance(named, str) else tuple(named)
+    flags = {
+        "pooling_mode_cls_token": "cls",
+        "pooling_mode_max_tokens": "max",
+        "pooling_mode_mean_tokens": "mean",
+        "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
+        "pooling_mode_weightedmean_tokens": "weightedmean",
+        "pooling_mode_lasttoken": "lasttoken",
+    }
+    return tuple(mode for flag, mode in flags.items() if config.get(flag)) or ("mean",)
+
+
+def _dense(origin: str, path: str) -> Dense:
+    from safetensors.torch import load_file
+
+    config = _read_json(origin, f"{path}/config.json")
+    weights = _cached(origin, f"{path}/model.safetensors")
+    if weights is None:
+        raise ExportError(f"'{origin}': {path} has no model.safetensors (older .bin files are pickles)")
+    tensors = load_file(weights)
+    activation = str(config.get("activation_function", "torch.nn.modules.activation.Tanh")).rsplit(".", 1)[-1]
+    return Dense(tensors["linear.weight"], tensors.get("linear.bias"), activation)
+
+
+def _read_json(origin: str, name: str) -> Any:
+    path = _cached(origin, name)
+    if path is None:
+        return {}
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ExportError(f"'{path}': not valid JSON ({error})") from error
+
+
+def _cached(origin: str, name: str) -> str | None:
+    """A file of the model, from its folder or from the hub; None where there is none."""
+    if Path(origin).is_dir():
+        path = Path(origin) / name
+        return fspath(path) if path.is_file() else None
+    from transformers.utils.hub import cached_file
+
+    try:
+        return cached_file(origin, name, _raise_exceptions_for_missing_entries=False)
+    except OSError:
+        return None
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().split("\n", 1)[0]

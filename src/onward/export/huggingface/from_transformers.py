@@ -1,0 +1,318 @@
+"""Export Hugging Face models: to a file, to bytes, to a folder that answers by itself, or to train.
+
+The public calls only. Loading is in `sources`, calling a model in `adapters`, the exporter and the comparison
+with torch in `tracing`, quantization in `quantize`, and writing in `folder`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from os import PathLike, fspath
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import onnx
+
+from onward.errors import ExportError
+from onward.export.huggingface import trace
+from onward.export.huggingface.cards import describe
+from onward.export.huggingface.find_model import Source, load_source
+from onward.export.huggingface.folder import METADATA_KEY, MODEL, PIPELINE, staged, write_card
+from onward.export.huggingface.task_losses import with_loss
+from onward.export.huggingface.traceable import Traceable
+from onward.export.huggingface.wrappers import adapt
+from onward.export.parity import Report
+from onward.export.quantize.quantizer import measure, scheme_name
+from onward.export.quantize.quantizer import quantize as quantize_model
+
+__all__ = ["HFOnnx", "artifacts_from_transformers", "from_transformers"]
+
+
+def from_transformers(
+    model: Any,
+    task: str = "default",
+    output: str | PathLike[str] | None = None,
+    quantize: bool | str = False,
+    opset: int = 14,
+    *,
+    training: bool = False,
+    pooling: str | None = None,
+    normalize: bool | None = None,
+    check: bool = True,
+    rtol: float = 1e-5,
+    atol: float = 1e-5,
+) -> bytes | Path:
+    """Export a model id, a folder or a (model, tokenizer) tuple to ONNX, checked against torch.
+
+    `output` is a file when it ends in `.onnx`, else a folder with the model, its tokenizer and `onward.json`,
+    which `onward.load` answers from; without it the model comes back as bytes. `task="auto"` reads the task
+    from the configuration. `pooling` ("mean", "cls", "max", or several joined by "+") and `normalize`
+    override a sentence-transformers folder's own settings. `training=True` gives a forward model for
+    `generate_artifacts`: dropout active, parameters under their own names.
+
+    Raises `ParityError` when an output differs from torch by more than `atol + rtol * max|output|`;
+    `check=False` leaves the comparison out.
+
+    >>> from_transformers("sentence-transformers/all-MiniLM-L6-v2", "pooling", "minilm")  # doctest: +SKIP
+    PosixPath('minilm')
+    """
+    scheme = scheme_name(quantize)
+    if training and scheme:
+        raise ValueError("a model to train cannot be quantized: quantize its inference export instead")
+    trace.check_opset(opset)
+    if output is None:
+        source = load_source(model, task, pooling=pooling, normalize=normalize)
+        exported = _export(
+            source, scheme=scheme, opset=opset, training=training, check=check, rtol=rtol, atol=atol
+        )
+        if not isinstance(exported.model, bytes):
+            raise _too_large(source)
+        small = exported.model if scheme is None else quantize_model(exported.model, scheme)
+        assert isinstance(small, bytes)
+        return small
+    target = Path(output)
+    with staged(target) as stage:
+        source = load_source(model, task, pooling=pooling, normalize=normalize)
+        path = stage / (target.name if target.suffix == ".onnx" else MODEL)
+        exported = _export(
+            source, path, scheme=scheme, opset=opset, training=training, check=check, rtol=rtol, atol=atol
+        )
+        if target.suffix == ".onnx":
+            _write_model(exported, scheme, path)
+        else:
+            _write_folder(exported, scheme, stage, source)
+    return target
+
+
+def artifacts_from_transformers(
+    model: Any,
+    task: str = "auto",
+    directory: str | PathLike[str] = "artifacts",
+    *,
+    loss: Any = None,
+    optimizer: Any = None,
+    opset: int = 18,
+    requires_grad: Sequence[str] | None = None,
+    frozen_params: Sequence[str] | None = None,
+    labels: Sequence[str] | None = None,
+    max_length: int | None = None,
+    pooling: str | None = None,
+    normalize: bool | None = None,
+    rtol: float = 1e-5,
+    atol: float = 1e-5,
+    artifact_options: Mapping[str, Any] | None = None,
+) -> Path:
+    """Write training artifacts of a Hugging Face model, with the loss of its task; return the directory.
+
+    `labels` names the classes of a classifier; a folder without a head of that many gets a new one, random.
+    The directory's `pipeline` folder holds the tokenizer and what `save_pipeline` needs after training;
+    `max_length` is how many tokens that pipeline will read, where it shall be fewer than the model can.
+
+    The loss is part of the graph and labels are inputs: `labels` (class ids, or ids per token with -100
+    ignored; for text-generation the input ids themselves), `start_positions` and `end_positions` for question
+    answering. Another loss, such as `LossType.MSELoss` on pooled embeddings, can be given instead. The task's
+    own outputs stay available beside the loss. Which parameters train follows `requires_grad` of the model
+    unless named. The default optimizer is AdamW. `artifact_options` go to `generate_artifacts`.
+
+    >>> artifacts_from_transformers("my-bert", "text-classification", "artifacts")  # doctest: +SKIP
+    PosixPath('artifacts')
+    """
+    trace.check_opset(opset)
+    from onward import artifacts
+
+    source = load_source(
+        model, task, pooling=pooling, normalize=normalize, labels=labels, max_length=max_length
+    )
+    with adapt(source, training=True) as traceable:
+        card = describe(source, traceable.inputs, traceable.outputs, opset=opset)
+        sample = _sample(traceable) if source.tokenizer is not None else None
+        if loss is None:
+            traceable = with_loss(source, traceable)
+        with ExitStack() as stack:
+            path = None
+            if trace.weight_bytes(traceable.module) > trace.ONE_FILE:
+                path = Path(stack.enter_context(TemporaryDirectory(prefix="onward-"))) / MODEL
+            forward = _for_training(traceable, path, opset=opset, check=True, rtol=rtol, atol=atol)
+            recorded = _properties(_graph_of(forward))
+            wanted = json.loads(recorded["onward.requires_grad"])
+            still = json.loads(recorded["onward.frozen_params"])
+            trainable = list(wanted if requires_grad is None else requires_grad)
+            frozen = still if frozen_params is None else frozen_params
+            artifacts.generate_artifacts(
+                forward,
+                requires_grad=trainable,
+                frozen_params=[name for name in frozen if name not in set(trainable)],
+                loss=loss,
+                optimizer=artifacts.OptimType.AdamW if optimizer is None else optimizer,
+                artifact_directory=directory,
+                additional_output_names=[name for name in traceable.outputs if name != "loss"],
+                **dict(artifact_options or {}),
+            )
+    with staged(Path(directory) / PIPELINE, single=False) as stage:
+        if source.tokenizer is not None:
+            source.tokenizer.save_pretrained(fspath(stage))
+        write_card({**card, "sample": sample}, stage)
+    return Path(directory)
+
+
+class HFOnnx:
+    """Export with the signature of txtai's pipeline of the same name: always one file, or bytes.
+
+    >>> onnx_bytes = HFOnnx()("my-bert", "pooling", quantize=True)  # doctest: +SKIP
+    """
+
+    def __call__(
+        self,
+        path: Any,
+        task: str = "default",
+        output: str | PathLike[str] | None = None,
+        quantize: bool | str = False,
+        opset: int = 14,
+    ) -> bytes | str:
+        """Export `path` for `task` to the file `output`, and return that path, or the model as bytes."""
+        if output is None or Path(output).suffix == ".onnx":
+            exported = from_transformers(path, task, output, quantize, opset)
+            return exported if isinstance(exported, bytes) else fspath(exported)
+        # Other endings mean a folder to from_transformers, and a file here.
+        target = Path(output)
+        exported = from_transformers(path, task, None, quantize, opset)
+        assert isinstance(exported, bytes)
+        with staged(target, single=True) as stage:
+            (stage / target.name).write_bytes(exported)
+        return fspath(output)
+
+
+@dataclass(frozen=True)
+class _Exported:
+    """An export that has passed its comparison with torch, still in float32."""
+
+    model: bytes | onnx.ModelProto | Path
+    """Whole, in memory because it is too large for bytes, or already in its place."""
+    card: dict[str, Any]
+    parity: Report | None
+    feeds: Sequence[Mapping[str, np.ndarray]]
+
+
+def _metadata(card: Mapping[str, Any], scheme: str | None) -> dict[str, str]:
+    """The card for the file's own metadata, without measured figures: two exports are identical."""
+    return {METADATA_KEY: json.dumps({**card, "quantize": scheme}, sort_keys=True)}
+
+
+def _export(
+    source: Source,
+    path: Path | None = None,
+    *,
+    scheme: str | None,
+    opset: int,
+    training: bool,
+    check: bool,
+    rtol: float,
+    atol: float,
+) -> _Exported:
+    with adapt(source, training=training) as traceable:
+        if training:
+            card = describe(source, traceable.inputs, traceable.outputs, opset=opset)
+            card["training"] = True
+            large = trace.weight_bytes(traceable.module) > trace.ONE_FILE
+            if large and path is None:
+                raise _too_large(source)
+            forward = _for_training(
+                traceable, path if large else None, opset=opset, check=check, rtol=rtol, atol=atol
+            )
+            proto = _graph_of(forward)
+            kept = {value.name for value in proto.graph.input}
+            card["inputs"] = {name: axes for name, axes in card["inputs"].items() if name in kept}
+            onnx.helper.set_model_props(proto, {**_properties(proto), **_metadata(card, None)})
+            if isinstance(forward, Path):
+                onnx.save(proto, forward)
+                return _Exported(forward, card, None, ())
+            return _Exported(proto.SerializeToString(deterministic=True), card, None, ())
+
+        def metadata(used: Traceable) -> dict[str, str]:
+            return _metadata(describe(source, used.inputs, used.outputs, opset=opset), scheme)
+
+        model, traceable = trace.trace(traceable, opset=opset, metadata=metadata)
+        card = describe(source, traceable.inputs, traceable.outputs, opset=opset)
+        subject = f"{source.origin} ({source.task.name}, opset {opset})"
+        report = None
+        if check:
+            report = trace.check_parity(model, traceable, rtol=rtol, atol=atol).raise_if_failed(subject)
+        feeds = [{name: case[name].numpy() for name in traceable.inputs} for case in traceable.cases]
+    return _Exported(model, card, report, feeds)
+
+
+def _sample(traceable: Traceable) -> dict[str, list[Any]]:
+    """A padded batch of texts as the tokenizer gives it: what `save_pipeline` proves its model on."""
+    return {name: value.tolist() for name, value in traceable.cases[-1].items()}
+
+
+def _for_training(
+    traceable: Traceable, path: Path | None, *, opset: int, check: bool, rtol: float, atol: float
+) -> onnx.ModelProto | Path:
+    """The forward model; in a file, with its weights beside it, where a path is given."""
+    from onward.export.torch.from_torch import from_torch
+
+    return from_torch(
+        traceable.module,
+        tuple(traceable.example[name] for name in traceable.inputs),
+        path,
+        external_data=path is not None,
+        training=True,
+        opset=opset,
+        input_names=list(traceable.inputs),
+        output_names=list(traceable.outputs),
+        dynamic_axes={**traceable.inputs, **traceable.outputs},
+        check=check,
+        rtol=rtol,
+        atol=atol,
+    )
+
+
+def _graph_of(model: onnx.ModelProto | Path) -> onnx.ModelProto:
+    """The model without the weights that a file has beside it."""
+    return onnx.load(model, load_external_data=False) if isinstance(model, Path) else model
+
+
+def _too_large(source: Source) -> ExportError:
+    return ExportError(
+        f"{source.origin}: over 2 GB of weights do not fit in bytes; pass output=… to write a file "
+        "with its weights beside it"
+    )
+
+
+def _write_model(exported: _Exported, scheme: str | None, path: Path) -> None:
+    model = exported.model
+    if isinstance(model, Path):
+        return
+    if isinstance(model, bytes):
+        if scheme is not None:
+            model = quantize_model(model, scheme)
+            assert isinstance(model, bytes)
+        path.write_bytes(model)
+        return
+    onnx.save(model, path, save_as_external_data=True, location=f"{path.name}.data")
+    if scheme is not None:
+        large = path.rename(path.with_name(f"float32-{path.name}"))
+        quantize_model(large, scheme, output=path)
+        large.unlink()
+
+
+def _properties(model: onnx.ModelProto) -> dict[str, str]:
+    return {prop.key: prop.value for prop in model.metadata_props}
+
+
+def _write_folder(exported: _Exported, scheme: str | None, stage: Path, source: Source) -> None:
+    _write_model(exported, scheme, stage / MODEL)
+    if source.tokenizer is not None:
+        source.tokenizer.save_pretrained(fspath(stage))
+    card = {**exported.card, "quantize": scheme}
+    if exported.parity is not None:
+        card["parity"] = exported.parity.to_dict()
+    if scheme is not None and isinstance(exported.model, bytes):
+        card["quantization"] = measure(exported.model, stage / MODEL, exported.feeds).to_dict()
+    write_card(card, stage)

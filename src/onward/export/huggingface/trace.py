@@ -1,0 +1,206 @@
+"""Turn a traceable Hugging Face model into ONNX, and prove it against torch.
+
+Knows the TorchScript exporter and its habits, and how to compare. Knows nothing of tokenizers or folders.
+"""
+
+from __future__ import annotations
+
+import io
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from os import fspath
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import torch
+
+from onward.errors import ExportError
+from onward.export.huggingface.embed_weights import add_weights, serialized, take_weights
+from onward.export.huggingface.traceable import Traceable
+from onward.export.parity import Report, compare, merge
+
+__all__ = ["ONE_FILE", "OPSETS", "check_opset", "check_parity", "trace", "weight_bytes"]
+
+OPSETS = range(14, 23)
+ONE_FILE = 2**31 - 2**24
+"""Bytes of weights that still fit in one protobuf message, with room for the graph."""
+
+
+def check_opset(opset: int) -> None:
+    """Refuse an opset that the exporter cannot write; 14 is the first with training-mode batch norm."""
+    if opset not in OPSETS:
+        raise ValueError(f"unsupported opset {opset}: choose {OPSETS.start} to {OPSETS.stop - 1}")
+
+
+def weight_bytes(module: torch.nn.Module) -> int:
+    """Bytes that the module's distinct tensors take; tied weights count once."""
+    tensors = {t.data_ptr(): t for t in (*module.parameters(), *module.buffers())}
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+
+
+def trace(
+    traceable: Traceable, *, opset: int, metadata: Callable[[Traceable], Mapping[str, str]] | None = None
+) -> tuple[bytes | onnx.ModelProto, Traceable]:
+    """Export to ONNX: bytes, or for a model over 2 GB the model in memory, which no bytes can hold.
+
+    Returned with it is what was really exported: an input that the model accepts and ignores is left out, as
+    DeBERTa without segment embeddings ignores `token_type_ids`. `metadata` gives entries of the model for it.
+    """
+    model = _export(traceable, opset=opset)
+    kept = {value.name for value in model.graph.input}
+    used = replace(traceable, inputs={name: axes for name, axes in traceable.inputs.items() if name in kept})
+    weights = take_weights(model, traceable.module, inputs=list(used.inputs))
+    _fix_axes(model, traceable)
+    if metadata is not None:
+        onnx.helper.set_model_props(model, dict(metadata(used)))
+    if weight_bytes(traceable.module) <= ONE_FILE:
+        return serialized(model, weights), used
+    add_weights(model, weights)
+    return model, used
+
+
+def check_parity(model: bytes | onnx.ModelProto, traceable: Traceable, *, rtol: float, atol: float) -> Report:
+    """Run torch and onnxruntime on the same inputs at several sizes and report how far apart they are."""
+    if not isinstance(model, bytes):
+        with tempfile.TemporaryDirectory(prefix="onward-parity-") as folder:
+            path = Path(folder) / "model.onnx"
+            # A copy: saving with the weights outside takes them out of the message that is saved.
+            clone = onnx.ModelProto()
+            clone.CopyFrom(model)
+            onnx.save(clone, path, save_as_external_data=True, location="model.onnx.data")
+            return _compare(fspath(path), traceable, rtol=rtol, atol=atol)
+    return _compare(model, traceable, rtol=rtol, atol=atol)
+
+
+def _compare(model: bytes | str, traceable: Traceable, *, rtol: float, atol: float) -> Report:
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    options.intra_op_num_threads = torch.get_num_threads()
+    session = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+    names = list(traceable.outputs)
+    reports = []
+    for case in traceable.cases:
+        shapes = ", ".join(f"{name} {list(value.shape)}" for name, value in list(case.items())[:1])
+        with torch.no_grad():
+            reference = traceable.module(*case.values())
+        got = session.run(names, {name: case[name].numpy() for name in traceable.inputs})
+        expected = {name: value.numpy() for name, value in zip(names, reference)}
+        reports.append(
+            compare(
+                expected,
+                _past_padding(traceable, case, expected, dict(zip(names, map(np.asarray, got)))),
+                rtol=rtol,
+                atol=atol,
+                case=shapes,
+            )
+        )
+    return merge(*reports)
+
+
+def _past_padding(
+    traceable: Traceable,
+    case: Mapping[str, torch.Tensor],
+    expected: Mapping[str, np.ndarray],
+    got: Mapping[str, np.ndarray],
+) -> dict[str, np.ndarray]:
+    """What onnxruntime gave, with torch's numbers at the places of padding, unless one of them is not finite.
+
+    Nobody reads those, and torch itself is there ten times as far from float64 as at real tokens.
+    """
+    axes, mask = traceable.inputs.get("attention_mask"), case.get("attention_mask")
+    if axes is None or mask is None:
+        return dict(got)
+    padding = mask.numpy() == 0
+    found = dict(got)
+    for name, theirs in expected.items():
+        ours = found[name]
+        named = {axis: traceable.outputs[name].get(axis) for axis in (0, 1)}
+        if named != {axis: axes.get(axis) for axis in (0, 1)} or ours.shape != theirs.shape:
+            continue
+        rows = padding.reshape(*padding.shape, *[1] * (ours.ndim - 2))
+        found[name] = np.where(rows & np.isfinite(ours) & np.isfinite(theirs), theirs, ours)
+    return found
+
+
+def _export(traceable: Traceable, *, opset: int) -> onnx.ModelProto:
+    """The graph alone, with weights as inputs: carrying them through the exporter takes a third of its time."""
+    buffer = io.BytesIO()
+    try:
+        with warnings.catch_warnings(), torch.no_grad(), _without_late_inference():
+            # Tracer warnings about Python branches: the parity check at other sizes is what settles them.
+            warnings.simplefilter("ignore")
+            torch.onnx.export(
+                traceable.module,
+                tuple(traceable.example.values()),
+                buffer,  # type: ignore[arg-type]
+                dynamo=False,
+                opset_version=opset,
+                export_params=False,
+                do_constant_folding=False,
+                training=torch.onnx.TrainingMode.EVAL,
+                input_names=list(traceable.inputs),
+                output_names=list(traceable.outputs),
+                dynamic_axes={**_dynamic(traceable.inputs), **_dynamic(traceable.outputs)},
+            )
+    except ExportError:
+        raise
+    except Exception as error:
+        reason = str(error).strip().split("\n", 1)[0]
+        raise ExportError(f"torch could not export the model at opset {opset}: {reason}") from error
+    return onnx.load_from_string(buffer.getvalue())
+
+
+@contextmanager
+def _without_late_inference() -> Iterator[None]:
+    """Keep the exporter from inferring types twice more when every node is written.
+
+    It takes a quarter of an export, since the weights are serialized for it, and changes nothing in the graph:
+    outputs have their traced shapes, and `_fix_axes` names the axes.
+    """
+    backend: Any = torch._C
+    name = "_jit_pass_onnx_graph_shape_type_inference"
+    infer = getattr(backend, name, None)
+    if infer is None:  # another version of torch, which takes its time
+        yield
+        return
+    setattr(backend, name, lambda *arguments: None)
+    try:
+        yield
+    finally:
+        setattr(backend, name, infer)
+
+
+def _dynamic(ports: Mapping[str, Mapping[int, str]]) -> dict[str, dict[int, str]]:
+    return {name: dict(axes) for name, axes in ports.items()}
+
+
+def _fix_axes(model: onnx.ModelProto, traceable: Traceable) -> None:
+    """Name every dynamic axis and give every other its size.
+
+    The exporter invents names such as "Divembeddings_dim_1" for sizes that it could not infer.
+    """
+    ports = {**traceable.inputs, **traceable.outputs}
+    wrong = [
+        (value.name, index, dim)
+        for value in (*model.graph.input, *model.graph.output)
+        for index, dim in enumerate(value.type.tensor_type.shape.dim)
+        if dim.dim_param != ports.get(value.name, {}).get(index, "")
+    ]
+    if not wrong:
+        return
+    with torch.no_grad():
+        answers = traceable.module(*traceable.example.values())
+    shapes = {name: value.shape for name, value in traceable.example.items()}
+    shapes |= {name: value.shape for name, value in zip(traceable.outputs, answers)}
+    for name, index, dim in wrong:
+        if index in ports[name]:
+            dim.dim_param = ports[name][index]
+        else:
+            dim.dim_value = shapes[name][index]

@@ -1,0 +1,126 @@
+"""What an exportable model is, and how text becomes its input: the ground that the adapters stand on.
+
+Knows torch modules and tokenizers; nothing of particular models, tasks or ONNX.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from onward.errors import ExportError
+from onward.export.huggingface.find_model import Source
+from onward.export.huggingface.tasks import Axes
+
+__all__ = ["TEXTS", "TOKENS", "Adapter", "Traceable", "encode", "image_size", "pad_id", "setting"]
+
+TOKENS: Axes = {0: "batch", 1: "sequence"}
+
+# Different lengths, so that every batch is padded; a pair, so that segment ids are not all zero.
+TEXTS: tuple[str | tuple[str, str], ...] = (
+    "The ferry leaves at noon.",
+    "Nobody expected the small library to train a network on a phone, least of all the people who wrote it.",
+    ("Where does the path end?", "The path follows the river for two miles and ends at a wooden bridge."),
+    "Why?",
+    "Prices rose by 3.5% in March; economists had expected less, and said so at length, as economists do.",
+)
+
+
+@dataclass(frozen=True)
+class Traceable:
+    """A module that takes tensors in the order of `inputs` and returns those of `outputs`.
+
+    `example` is what to trace with; `cases` are other inputs, at other sizes, to compare the export on.
+    """
+
+    module: nn.Module
+    inputs: Mapping[str, Axes]
+    outputs: Mapping[str, Axes]
+    example: Mapping[str, Tensor]
+    cases: Sequence[Mapping[str, Tensor]]
+
+
+class Adapter(nn.Module):
+    """Call `function` with tensors by name, while owning the model's parameters under the model's own names.
+
+    The model is not a submodule: it would prefix every parameter. Its children are shared instead.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        names: Sequence[str],
+        function: Callable[[dict[str, Tensor]], Sequence[Tensor]],
+    ) -> None:
+        super().__init__()
+        self._parameters = dict(model._parameters)
+        self._modules = dict(model._modules)
+        self._buffers = dict(model._buffers)
+        self._non_persistent_buffers_set = set(model._non_persistent_buffers_set)
+        self.training = model.training
+        self.names = tuple(names)
+        self.function = function
+
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple(self.function(dict(zip(self.names, tensors))))
+
+
+def encode(
+    source: Source,
+    texts: Sequence[str | tuple[str, str]],
+    names: Sequence[str],
+    *,
+    side: str | None = None,
+) -> dict[str, Tensor]:
+    """Tokenize with the model's own tokenizer, padded and cut to the model's longest input.
+
+    Padding is done here: many generators' tokenizers have no padding token, and giving them one would change
+    the caller's object.
+    """
+    tokenizer = source.tokenizer
+    if tokenizer is None:
+        raise ExportError(f"{source.origin}: has no tokenizer; pass (model, tokenizer)")
+    limit = {"truncation": True, "max_length": source.max_length} if source.max_length else {}
+    rows = [
+        tokenizer(*(text if isinstance(text, tuple) else (text,)), return_attention_mask=True, **limit)
+        for text in texts
+    ]
+    width = max(len(row["input_ids"]) for row in rows)
+    if width == 0:
+        raise ExportError(f"{source.origin}: the tokenizer turns text into no tokens; is it the model's own?")
+    fillers = {"input_ids": pad_id(tokenizer), "attention_mask": 0, "token_type_ids": 0}
+    left = (side or getattr(tokenizer, "padding_side", "right")) == "left"
+    batch: dict[str, Tensor] = {}
+    for name in names:
+        padded = []
+        for row in rows:
+            values = list(row.get(name) or [0] * len(row["input_ids"]))
+            filler = [fillers[name]] * (width - len(values))
+            padded.append(filler + values if left else values + filler)
+        batch[name] = torch.tensor(padded, dtype=torch.int64)
+    return batch
+
+
+def pad_id(tokenizer: Any) -> int:
+    """The id to pad with: the tokenizer's own, else its end-of-text, else 0 (masked anyway)."""
+    for name in ("pad_token_id", "eos_token_id"):
+        value = getattr(tokenizer, name, None)
+        if isinstance(value, int):
+            return value
+    return 0
+
+
+def image_size(source: Source, model: Any) -> tuple[int, int]:
+    size = setting(model, "image_size", None) or (source.processor or {}).get("size", 224)
+    if isinstance(size, Mapping):
+        size = [size[k] for k in ("height", "width")] if "height" in size else next(iter(size.values()))
+    return (int(size), int(size)) if isinstance(size, int) else (int(size[0]), int(size[1]))
+
+
+def setting(model: Any, name: str, default: Any) -> Any:
+    inner = getattr(model.config, "vision_config", None)
+    return getattr(model.config, name, getattr(inner, name, default))

@@ -1,0 +1,7 @@
+"""Make an ONNX model smaller: int8, int4 or half precision. Begin with `quantizer`."""
+
+from __future__ import annotations
+
+from onward.export.quantize.quantizer import SCHEMES, QuantizationReport, measure, quantize
+
+__all__ = ["SCHEMES", "QuantizationReport", "measure", "quantize"]

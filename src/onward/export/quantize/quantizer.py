@@ -1,0 +1,309 @@
+"""Make an ONNX model smaller: int8, int4 or half precision, on the stock onnxruntime quantizers.
+
+Knows model bytes and model files, the schemes, and how to measure what a scheme costs. Knows nothing of
+torch, tokenizers or tasks: the export of Hugging Face models and that of trained models both use it.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from difflib import get_close_matches
+from os import PathLike, fspath
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+
+from onward.errors import ModelError
+from onward.export.quantize.int8 import quantize_lookups, quantize_products
+from onward.export.quantize.transposes import fold_transposes
+
+__all__ = ["SCHEMES", "QuantizationReport", "measure", "quantize", "scheme_name"]
+
+# One protobuf message cannot pass 2 GiB; some room is left for the graph around the weights.
+_ONE_FILE = 2**31 - 2**24
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """One way to store weights: what it does, in words, and the function from model to model."""
+
+    summary: str
+    apply: Callable[[onnx.ModelProto, _Options], onnx.ModelProto]
+
+
+@dataclass(frozen=True)
+class _Options:
+    reduce_range: bool
+    block_size: int
+    exclude: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class QuantizationReport:
+    """What a scheme bought and what it cost, against the float32 model on the same inputs.
+
+    `cosine` compares each row of the first output; `speedup` is the median over the runs, on this machine.
+    """
+
+    bytes_before: int
+    bytes_after: int
+    cosine_min: float
+    cosine_mean: float
+    speedup: float
+
+    def to_dict(self) -> dict[str, float]:
+        """The figures, for a JSON file."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.bytes_before / 1e6:.1f} MB -> {self.bytes_after / 1e6:.1f} MB, "
+            f"cosine min {self.cosine_min:.4f} mean {self.cosine_mean:.4f}, {self.speedup:.2f}x as fast"
+        )
+
+
+def scheme_name(quantize: bool | str | None) -> str | None:
+    """The scheme that a `quantize` argument means: `True` is int8, `False` none; unknown names raise.
+
+    >>> scheme_name(True), scheme_name(False), scheme_name("int4")
+    ('int8', None, 'int4')
+    """
+    if quantize is None or quantize is False:
+        return None
+    if quantize is True:
+        return "int8"
+    if quantize in SCHEMES:
+        return quantize
+    near = get_close_matches(str(quantize), SCHEMES, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    raise ValueError(f"unknown quantization {quantize!r}{hint} Known: {', '.join(SCHEMES)}")
+
+
+def quantize(
+    model: bytes | str | PathLike[str],
+    scheme: str = "int8",
+    *,
+    output: str | PathLike[str] | None = None,
+    reduce_range: bool = False,
+    block_size: int = 32,
+    exclude: Iterable[str] = (),
+) -> bytes | Path:
+    """Quantize a model given as bytes or as a file; return bytes, or write `output` and return its path.
+
+    `reduce_range` keeps int8 weights within 7 bits, for processors without VNNI, whose int8 products can
+    saturate. `block_size` is the number of weights that share one scale in the weight-only schemes. `exclude`
+    names nodes to leave alone.
+
+    >>> quantize("model.onnx", "int8", output="model-int8.onnx")  # doctest: +SKIP
+    PosixPath('model-int8.onnx')
+    """
+    name = scheme_name(scheme)
+    if name is None:
+        raise ValueError(f"quantize() needs a scheme. Known: {', '.join(SCHEMES)}")
+    proto = _load(model)
+    metadata = {prop.key: prop.value for prop in proto.metadata_props}
+    options = _Options(reduce_range=reduce_range, block_size=block_size, exclude=tuple(exclude))
+    fold_transposes(proto)  # as a training graph has them: matrices behind them would be left as they are
+    with _undisturbed():
+        result = SCHEMES[name].apply(proto, options)
+    # The quantizers leave notes of their own in the metadata, or lose what was there: keep the model's.
+    del result.metadata_props[:]
+    onnx.helper.set_model_props(result, metadata)
+    if output is None:
+        if result.ByteSize() > _ONE_FILE:
+            raise ModelError("the quantized model is over 2 GB and does not fit in bytes: pass output=…")
+        return result.SerializeToString(deterministic=True)
+    return _save(result, Path(output))
+
+
+def measure(
+    reference: bytes | str | PathLike[str],
+    quantized: bytes | str | PathLike[str],
+    feeds: Sequence[Mapping[str, np.ndarray]],
+    *,
+    repeats: int = 3,
+    threads: int = 0,
+) -> QuantizationReport:
+    """Run both models on the same inputs and report size, cosine similarity and speed.
+
+    Rows of the first output are compared: a tensor of more axes counts one row per last axis. `threads=0`
+    lets the runtime choose.
+    """
+    if not feeds:
+        raise ValueError("measure() needs at least one set of inputs")
+    ours, theirs = (_session(model, threads) for model in (quantized, reference))
+    cosines: list[np.ndarray] = []
+    ratios: list[float] = []
+    for feed in feeds:
+        a, b = (np.asarray(session.run(None, dict(feed))[0], np.float64) for session in (theirs, ours))
+        cosines.append(_cosine(a.reshape(-1, a.shape[-1]), b.reshape(-1, b.shape[-1])))
+        ratios += [_seconds(theirs, feed) / _seconds(ours, feed) for _ in range(repeats)]
+    cosine = np.concatenate(cosines)
+    return QuantizationReport(
+        bytes_before=_size(reference),
+        bytes_after=_size(quantized),
+        cosine_min=float(cosine.min()),
+        cosine_mean=float(cosine.mean()),
+        speedup=float(np.median(ratios)) if ratios else float("nan"),
+    )
+
+
+# What the stock quantizer has integer forms of, beside products and lookups.
+_OTHER_INTEGER_OPS = frozenset({"Attention", "Conv", "EmbedLayerNormalization", "LSTM"})
+
+
+def _int8(model: onnx.ModelProto, options: _Options) -> onnx.ModelProto:
+    levels = 63 if options.reduce_range else 127
+    quantize_products(model, levels=levels, exclude=options.exclude)
+    quantize_lookups(model, exclude=options.exclude)
+    others = sorted(_OTHER_INTEGER_OPS & {node.op_type for node in model.graph.node})
+    return _dynamic(model, options, per_channel=True, op_types=others) if others else model
+
+
+def _int8_tensor(model: onnx.ModelProto, options: _Options) -> onnx.ModelProto:
+    return _dynamic(model, options, per_channel=False, op_types=None)
+
+
+def _weight_only(model: onnx.ModelProto, options: _Options, *, bits: int) -> onnx.ModelProto:
+    from onnxruntime.quantization.matmul_nbits_quantizer import MatMulNBitsQuantizer
+
+    quantizer = MatMulNBitsQuantizer(
+        model,
+        bits=bits,
+        block_size=options.block_size,
+        is_symmetric=False,
+        nodes_to_exclude=list(options.exclude),
+    )
+    quantizer.process()
+    matrices: onnx.ModelProto = quantizer.model.model  # pyright: ignore[reportAttributeAccessIssue, reportOptionalMemberAccess]
+    # Embedding tables are half of a small model. Their own 4-bit operator needs opset 21; int8 does not.
+    quantize_lookups(matrices, exclude=options.exclude)
+    return matrices
+
+
+def _int4(model: onnx.ModelProto, options: _Options) -> onnx.ModelProto:
+    return _weight_only(model, options, bits=4)
+
+
+def _int8_weights(model: onnx.ModelProto, options: _Options) -> onnx.ModelProto:
+    return _weight_only(model, options, bits=8)
+
+
+def _fp16(model: onnx.ModelProto, options: _Options) -> onnx.ModelProto:
+    from onnxruntime.transformers.float16 import convert_float_to_float16
+
+    return convert_float_to_float16(
+        model, keep_io_types=True, disable_shape_infer=False, node_block_list=list(options.exclude) or None
+    )
+
+
+def _dynamic(
+    model: onnx.ModelProto, options: _Options, *, per_channel: bool, op_types: list[str] | None
+) -> onnx.ModelProto:
+    from onnxruntime.quantization import QuantType, quantize_dynamic
+
+    # The quantizer warns at every model that has not been through its own preprocessing, which only adds
+    # shapes and fusions; this mark says that we know.
+    onnx.helper.set_model_props(model, {"onnx.quant.pre_process": "onnxruntime.quant"})
+    with tempfile.TemporaryDirectory(prefix="onward-quantize-") as folder:
+        path = Path(folder) / "model.onnx"
+        large = model.ByteSize() > _ONE_FILE
+        quantize_dynamic(
+            model,
+            path,
+            op_types_to_quantize=op_types,
+            per_channel=per_channel,
+            reduce_range=options.reduce_range,
+            weight_type=QuantType.QInt8,
+            nodes_to_exclude=list(options.exclude),
+            use_external_data_format=large,
+        )
+        return onnx.load(path)
+
+
+SCHEMES: Mapping[str, Scheme] = {
+    "int8": Scheme("int8 weights with one scale per channel, int8 activations found at run time", _int8),
+    "int8-tensor": Scheme("the same with one scale per tensor", _int8_tensor),
+    "int8-weights": Scheme("8-bit matrices in blocks, int8 embeddings, float32 arithmetic", _int8_weights),
+    "int4": Scheme("4-bit matrices in blocks, int8 embeddings, float32 arithmetic", _int4),
+    "fp16": Scheme("half precision weights and arithmetic, float32 inputs and outputs", _fp16),
+}
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Undo what the quantizers do to the process: they log to the root logger and extend `sys.path`.
+
+    What they add to the path is a folder of theirs that is full of generic module names. They add it when
+    first imported and need it later, so it is there for as long as they run.
+    """
+    import onnxruntime
+
+    path, level = list(sys.path), logging.root.manager.disable
+    logging.disable(max(level, logging.WARNING))
+    sys.path.append(str(Path(onnxruntime.__file__).parent / "transformers"))
+    try:
+        yield
+    finally:
+        logging.disable(level)
+        sys.path[:] = path
+
+
+def _load(model: bytes | str | PathLike[str]) -> onnx.ModelProto:
+    try:
+        return onnx.load_from_string(model) if isinstance(model, bytes) else onnx.load(fspath(model))
+    except FileNotFoundError as error:
+        raise ModelError(f"no model at '{fspath(model)}'") from error  # type: ignore[arg-type]
+    except Exception as error:
+        what = "the given bytes" if isinstance(model, bytes) else f"'{fspath(model)}'"
+        raise ModelError(f"{what}: not an ONNX model ({error})") from error
+
+
+def _save(model: onnx.ModelProto, path: Path) -> Path:
+    if model.ByteSize() > _ONE_FILE:
+        onnx.save(model, path, save_as_external_data=True, location=f"{path.name}.data")
+    else:
+        temporary = path.with_name(f".{path.name}.part")
+        try:
+            temporary.write_bytes(model.SerializeToString(deterministic=True))
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+    return path
+
+
+def _session(model: bytes | str | PathLike[str], threads: int) -> Any:
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    options.intra_op_num_threads = threads
+    source = model if isinstance(model, bytes) else fspath(model)
+    return onnxruntime.InferenceSession(source, options, providers=["CPUExecutionProvider"])
+
+
+def _seconds(session: Any, feed: Mapping[str, np.ndarray]) -> float:
+    start = time.perf_counter()
+    session.run(None, dict(feed))
+    return time.perf_counter() - start
+
+
+def _cosine(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    norms = np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1)
+    return np.sum(a * b, axis=1) / np.maximum(norms, np.finfo(np.float64).tiny)
+
+
+def _size(model: bytes | str | PathLike[str]) -> int:
+    if isinstance(model, bytes):
+        return len(model)
+    path = Path(model)
+    data = path.with_name(f"{path.name}.data")
+    return path.stat().st_size + (data.stat().st_size if data.exists() else 0)

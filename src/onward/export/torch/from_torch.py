@@ -1,0 +1,278 @@
+"""From a torch module to an ONNX model, for training or inference, and from there to training artifacts.
+
+The order of things: run the module to learn names and dynamic axes, export it, finish the graph, compare both
+at sizes that the export has not seen, and only then write.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Literal
+
+import onnx
+import torch
+
+from onward.errors import ExportError
+from onward.export import parity
+from onward.export.torch import assemble, modules
+from onward.export.torch.axes import DynamicAxes
+from onward.export.torch.check import compare_with_torch, groups_that_follow
+from onward.export.torch.flatten import Adapter, bind_arguments
+from onward.export.torch.probe import Plan, make_plan
+
+__all__ = ["artifacts_from_torch", "from_torch"]
+
+Exporter = Literal["torchscript", "dynamo"]
+
+
+def from_torch(
+    model: torch.nn.Module,
+    args: Any = (),
+    path: str | os.PathLike[str] | None = None,
+    *,
+    kwargs: Mapping[str, Any] | None = None,
+    training: bool = True,
+    opset: int = 18,
+    input_names: Sequence[str] | None = None,
+    output_names: Sequence[str] | None = None,
+    dynamic_axes: DynamicAxes | Literal["auto"] | None = "auto",
+    exporter: Exporter = "torchscript",
+    check: bool = True,
+    rtol: float = 1e-5,
+    atol: float = 1e-6,
+    external_data: bool | Literal["auto"] = "auto",
+) -> onnx.ModelProto | Path:
+    """Export a module as it trains, or for inference; return the model, or the path if one is given.
+
+    In training mode every parameter is an initializer under its own name, dropout drops, batch norm uses
+    batch statistics, and `metadata_props` say which parameters the module trains (`onward.requires_grad`),
+    which it does not (`onward.frozen_params`) and which buffers are running statistics (`onward.buffers`).
+    The module is given back as it was. Weights over 2 GB, or with `external_data=True`, go to `<path>.data`.
+
+    With `check`, outputs are compared with torch's on fresh inputs at other sizes, dropout neutralised;
+    `ParityError` shows what differs, and nothing is written.
+
+    >>> import torch
+    >>> proto = from_torch(torch.nn.Linear(4, 2), torch.randn(3, 4))
+    >>> [tensor.name for tensor in proto.graph.initializer]
+    ['weight', 'bias']
+    """
+    trace = _exporter(exporter, opset)
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
+    target = None if path is None else assemble.checkable_target(path)
+    bare = modules.unwrap(model)
+    modules.refuse_unusable(bare, training=training)
+    positional, keywords = bind_arguments(bare, args, kwargs)
+    external_data_needed = _weights_outside(bare, target, external_data)
+    with _quiet() as heard, modules.borrowed(bare), modules.prepared(bare, training=training):
+        # Only the initial values count: running the module moves batch norm's statistics.
+        original = {
+            name: buffer.detach().clone() for name, buffer in bare.named_buffers(remove_duplicate=False)
+        }
+        values = dict(bare.named_parameters(remove_duplicate=False)) | original
+        plan = make_plan(bare, positional, keywords, input_names, output_names, dynamic_axes)
+        fold = not training and exporter == "torchscript" and not external_data_needed
+
+        def export(plan: Plan) -> tuple[onnx.ModelProto, dict[str, torch.Tensor]]:
+            proto, used = _graph(trace, plan, opset=opset, fold=fold, training=training)
+            by_clean = {clean: values[raw] for raw, clean in plan.names.items()}
+            return proto, {name: by_clean[name] for name in used}
+
+        found = plan.groups
+        try:
+            proto, weights = export(plan)
+        except ExportError:
+            # Some operators take one size only (pooling to a grid, say): the batch may still be free.
+            if dynamic_axes != "auto" or not plan.groups:
+                raise
+            plan = plan.keeping([group for group in plan.groups if group.name == "batch"])
+            proto, weights = export(plan)
+        if check:
+            report = compare_with_torch(plan, proto, weights, rtol=rtol, atol=atol)
+            if not report.passed and dynamic_axes == "auto" and plan.groups:
+                follow = groups_that_follow(plan, proto, weights, rtol=rtol, atol=atol)
+                plan = plan.keeping(follow)
+                proto, weights = export(plan)
+                report = compare_with_torch(plan, proto, weights, rtol=rtol, atol=atol)
+            subject = f"{type(bare).__name__} at opset {opset} ({exporter})"
+            parity.merge(report, notes=tuple(heard)).raise_if_failed(subject)
+        if training:
+            _require_dropout(plan, proto)
+        properties = _properties(bare, plan.names, list(weights), training=training, exporter=exporter)
+    fixed = [group.name for group in found if group not in plan.groups]
+    if fixed:
+        warnings.warn(
+            f"the export fixes {', '.join(fixed)} at the example's size: the module takes others, "
+            "but what it does with them cannot be exported for any size",
+            stacklevel=2,
+        )
+    assemble.record(proto, properties)
+    if target is None:
+        assemble.attach(proto, weights)
+        return proto
+    assemble.save(proto, weights, target, external=external_data_needed)
+    return target
+
+
+def artifacts_from_torch(
+    model: torch.nn.Module,
+    args: Any = (),
+    *,
+    loss: Any,
+    optimizer: Any,
+    directory: str | os.PathLike[str],
+    requires_grad: Sequence[str] | None = None,
+    frozen_params: Sequence[str] | None = None,
+    artifact_options: Mapping[str, Any] | None = None,
+    **export_options: Any,
+) -> Path:
+    """Export a module in training mode and generate its training artifacts in `directory`; return that.
+
+    Which parameters train follows the module's `requires_grad` unless named here. `export_options` are those
+    of `from_torch`; `artifact_options` go to `onward.artifacts.generate_artifacts`.
+
+    >>> import tempfile, torch
+    >>> from onward import artifacts
+    >>> with tempfile.TemporaryDirectory() as directory:
+    ...     folder = artifacts_from_torch(
+    ...         torch.nn.Linear(4, 2), torch.randn(3, 4), loss=artifacts.LossType.MSELoss,
+    ...         optimizer=artifacts.OptimType.AdamW, directory=directory)
+    ...     (folder / "training_model.onnx").exists()
+    True
+    """
+    if not export_options.pop("training", True):
+        raise ValueError("artifacts need a model exported for training: leave out training=False")
+    from onward import artifacts  # late: exporting alone needs no differentiator
+
+    folder = Path(directory)
+    with ExitStack() as stack:
+        path = None
+        if _weights_outside(modules.unwrap(model), folder, export_options.pop("external_data", "auto")):
+            path = Path(stack.enter_context(TemporaryDirectory(prefix="onward-"))) / "forward.onnx"
+            export_options["external_data"] = True
+        exported = from_torch(model, args, path, training=True, **export_options)
+        artifacts.generate_artifacts(
+            exported,
+            requires_grad=requires_grad,
+            frozen_params=frozen_params,
+            loss=loss,
+            optimizer=optimizer,
+            artifact_directory=folder,
+            **dict(artifact_options or {}),
+        )
+    return folder
+
+
+def _graph(
+    export: Callable[..., onnx.ModelProto], plan: Plan, *, opset: int, fold: bool, training: bool
+) -> tuple[onnx.ModelProto, list[str]]:
+    input_axes = plan.input_axes()
+    proto = export(
+        plan.adapter,
+        [leaf.value for leaf in plan.leaves],
+        opset=opset,
+        fold=fold,
+        input_names=list(input_axes),
+        output_names=plan.output_names,
+        dynamic_axes=input_axes | dict(plan.output_axes),
+    )
+    used = assemble.take_parameters(proto, list(input_axes), plan.names, prefix=Adapter.PREFIX)
+    if training:
+        assemble.repair_dropout(proto)
+    assemble.set_axes(
+        proto,
+        {leaf.name: (leaf.value, input_axes[leaf.name]) for leaf in plan.leaves},
+        {name: (v, plan.output_axes[name]) for name, v in zip(plan.output_names, plan.outputs)},
+    )
+    return proto, used
+
+
+def _properties(
+    bare: torch.nn.Module, names: Mapping[str, str], used: Sequence[str], *, training: bool, exporter: str
+) -> dict[str, object]:
+    origin: dict[str, object] = {"onward.export": {"exporter": exporter, "training": training}}
+    if not training:
+        return origin
+    present = set(used)
+    wanted = {names[raw]: p.requires_grad for raw, p in bare.named_parameters() if names[raw] in present}
+    statistics = [
+        names[f"{path}.{name}" if path else name]
+        for path, module in bare.named_modules()
+        if isinstance(module, torch.nn.modules.batchnorm._BatchNorm)
+        for name in ("running_mean", "running_var")
+        if getattr(module, name) is not None
+    ]
+    return origin | {
+        "onward.requires_grad": [name for name, trains in wanted.items() if trains],
+        "onward.frozen_params": [name for name, trains in wanted.items() if not trains],
+        "onward.buffers": [name for name in statistics if name in present],
+    }
+
+
+def _exporter(name: str, opset: int) -> Callable[..., onnx.ModelProto]:
+    if name == "torchscript":
+        from onward.export.torch.torchscript import OPSETS, trace
+    elif name == "dynamo":
+        from onward.export.torch.dynamo import OPSETS, trace
+    else:
+        raise ValueError(f'exporter must be "torchscript" or "dynamo", not {name!r}')
+    if not isinstance(opset, int) or opset not in OPSETS:
+        raise ValueError(f"opset must be {OPSETS[0]} to {OPSETS[-1]} for exporter={name!r}, not {opset!r}")
+    return trace
+
+
+@contextmanager
+def _quiet() -> Iterator[_Heard]:
+    """Collect what torch would print: it is of use only where the export fails."""
+    loggers = [logging.getLogger(name) for name in ("torch", "torch.onnx", "torch.export", "onnxscript")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            yield _Heard(caught)
+    finally:
+        for logger, level in zip(loggers, levels):
+            logger.setLevel(level)
+
+
+@dataclass(frozen=True)
+class _Heard:
+    caught: list[warnings.WarningMessage]
+
+    def __iter__(self) -> Iterator[str]:
+        """Warnings of the tracer about values that it took for constants, each once."""
+        said = [str(w.message).splitlines()[0] for w in self.caught if "TracerWarning" in w.category.__name__]
+        return iter(dict.fromkeys(said))
+
+
+def _require_dropout(plan: Plan, proto: onnx.ModelProto) -> None:
+    active = assemble.active_dropouts(proto)
+    has_bodies = len(list(assemble.graphs(proto.graph))) > 1  # a loop's body stands for many
+    if plan.dropouts > active and not has_bodies:
+        raise ExportError(
+            f"{plan.dropouts} dropouts are active in the module but only {active} in the export: "
+            "it would train without them"
+        )
+
+
+def _weights_outside(model: torch.nn.Module, target: Path | None, choice: bool | Literal["auto"]) -> bool:
+    tensors = {str(id(tensor)): tensor for tensor in [*model.parameters(), *model.buffers()]}
+    size = assemble.size_of(tensors)
+    large = size >= assemble.INLINE_LIMIT
+    if choice is False and large:
+        raise ExportError(
+            f"the model holds {size / 2**30:.1f} GiB, more than one ONNX file can: allow external_data"
+        )
+    if target is None and (large or choice is True):
+        raise ExportError("weights kept outside the model need a file to be beside: give a path")
+    return large or choice is True

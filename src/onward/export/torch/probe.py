@@ -1,0 +1,130 @@
+"""Learn what an export needs from a torch module by running it: names, dynamic axes, what comes out.
+
+Knows modules and axes; knows nothing of ONNX.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+
+from onward.errors import ExportError
+from onward.export.torch import axes, modules
+from onward.export.torch.axes import AxisGroup, DynamicAxes
+from onward.export.torch.flatten import Adapter, Leaf
+from onward.export.torch.no_randomness import neutral_dropout
+
+__all__ = ["Plan", "make_plan"]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is known of the module before it is exported."""
+
+    adapter: Adapter
+    leaves: tuple[Leaf, ...]
+    groups: tuple[AxisGroup, ...]
+    output_names: tuple[str, ...]
+    outputs: tuple[torch.Tensor, ...]
+    output_axes: Mapping[str, Mapping[int, str]]
+    names: Mapping[str, str]
+    dropouts: int
+
+    def run(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """The module's outputs without randomness."""
+        with neutral_dropout(self.adapter.model):
+            return self.adapter(*tensors)
+
+    def keeping(self, groups: Sequence[AxisGroup]) -> Plan:
+        """The same plan with fewer dynamic axes."""
+        found = axes.output_axes(self.leaves, self.output_names, groups, self.run, base=self.outputs)
+        return replace(self, groups=tuple(groups), output_axes=found)
+
+    def input_axes(self) -> dict[str, dict[int, str]]:
+        table: dict[str, dict[int, str]] = {leaf.name: {} for leaf in self.leaves}
+        for group in self.groups:
+            for index, axis in group.dims:
+                table[self.leaves[index].name][axis] = group.name
+        return table
+
+
+def make_plan(
+    bare: torch.nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    input_names: Sequence[str] | None,
+    output_names: Sequence[str] | None,
+    dynamic_axes: DynamicAxes | Literal["auto"] | None,
+) -> Plan:
+    adapter = Adapter(bare, args, kwargs)
+    names = modules.clean_names(bare)
+    inputs = _chosen_names("input", input_names, [leaf.name for leaf in adapter.inputs])
+    inputs = [f"{name}_input" if name in names.values() else name for name in inputs]
+    leaves = tuple(Leaf(name, leaf.value) for name, leaf in zip(inputs, adapter.inputs))
+    if dynamic_axes is not None and dynamic_axes != "auto" and not isinstance(dynamic_axes, Mapping):
+        raise TypeError(f'dynamic_axes must be "auto", a dictionary or None, not {dynamic_axes!r}')
+
+    def run(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        with neutral_dropout(bare):
+            return adapter(*tensors)
+
+    leaves = _usable_example(leaves, run, type(bare).__name__, resize=dynamic_axes is not None)
+    declared = dynamic_axes if isinstance(dynamic_axes, Mapping) else None
+    groups = _groups(leaves, dynamic_axes, run)
+    ones = {dim: group.others[0] for group in groups if group.size == 1 for dim in group.dims}
+    if ones:  # a size of one invites broadcasting into the trace, and ties that are none
+        values = axes.fresh_inputs(leaves, ones, seed=1)
+        leaves = tuple(Leaf(leaf.name, value) for leaf, value in zip(leaves, values))
+        groups = _groups(leaves, dynamic_axes, run)
+    with neutral_dropout(bare) as mode:
+        outputs = adapter(*(leaf.value for leaf in leaves))
+    results = _chosen_names("output", output_names, adapter.output_names)
+    results = [f"{name}_output" if name in names.values() or name in inputs else name for name in results]
+    for name in declared or {}:
+        if name not in inputs and name not in results:
+            known = ", ".join([*inputs, *results])
+            raise ValueError(f"dynamic_axes names '{name}', which is neither input nor output: {known}")
+    by_output = axes.output_axes(leaves, results, groups, run, base=outputs, declared=declared)
+    return Plan(
+        adapter, leaves, tuple(groups), tuple(results), outputs, by_output, names, dropouts=mode.active
+    )
+
+
+def _groups(leaves: Sequence[Leaf], dynamic_axes: DynamicAxes | str | None, run: axes.Run) -> list[AxisGroup]:
+    if dynamic_axes is None:
+        return []
+    if isinstance(dynamic_axes, str):
+        return axes.find_groups(leaves, run)
+    return axes.declared_groups(leaves, dynamic_axes, run)
+
+
+def _usable_example(leaves: tuple[Leaf, ...], run: axes.Run, owner: str, *, resize: bool) -> tuple[Leaf, ...]:
+    """The example, or one of two rows if it has one that batch norm refuses to train on."""
+    try:
+        run([leaf.value for leaf in leaves])
+        return leaves
+    except ExportError:
+        raise
+    except Exception as error:
+        rows = {(i, 0): 2 for i, leaf in enumerate(leaves) if leaf.value.dim() and leaf.value.size(0) == 1}
+        if rows and resize:
+            values = axes.fresh_inputs(leaves, rows, seed=0)
+            try:
+                run(values)
+                return tuple(Leaf(leaf.name, value) for leaf, value in zip(leaves, values))
+            except Exception:
+                pass  # the first error is the one that concerns the user's arguments
+        raise ExportError(f"{owner} fails on the example arguments: {error}") from error
+
+
+def _chosen_names(kind: str, chosen: Sequence[str] | None, found: Sequence[str]) -> list[str]:
+    if chosen is None:
+        return list(found)
+    if isinstance(chosen, str) or len(chosen) != len(found):
+        raise ValueError(f"{kind}_names has {len(chosen)} names for {len(found)} {kind}s: {', '.join(found)}")
+    if len(set(chosen)) != len(chosen) or not all(chosen):
+        raise ValueError(f"{kind}_names must be different and not empty: {list(chosen)}")
+    return list(chosen)

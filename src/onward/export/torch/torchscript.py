@@ -1,0 +1,123 @@
+"""Export through torch's TorchScript tracer: the path that keeps parameter names and training semantics.
+
+Returns a graph whose parameters are still inputs, named as in the module. Knows the tracer's options and
+nothing of sizes, parity or files.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import onnx
+import torch
+
+from onward.errors import ExportError
+from onward.export.torch.flatten import Adapter
+from onward.export.torch.patches import traceable
+
+__all__ = ["OPSETS", "trace"]
+
+# Below 14 BatchNormalization has no training_mode; 22 is the newest that the tracer accepts.
+OPSETS = range(14, 23)
+
+
+def trace(
+    adapter: Adapter,
+    tensors: Sequence[torch.Tensor],
+    *,
+    opset: int,
+    fold: bool,
+    input_names: Sequence[str],
+    output_names: Sequence[str],
+    dynamic_axes: Mapping[str, Mapping[int, str]],
+) -> onnx.ModelProto:
+    """Trace the adapter in the mode its parts are in.
+
+    With `fold`, weights are embedded and constants folded, which renames them: for inference only. Without,
+    no value is stored and every parameter is an input of the graph.
+    """
+    file = io.BytesIO()
+    try:
+        with traceable(adapter.model), _silent(), _translations(opset):
+            torch.onnx.export(
+                adapter,
+                tuple(tensors),
+                file,  # type: ignore[arg-type]  # this path takes a file object
+                dynamo=False,
+                opset_version=opset,
+                export_params=fold,
+                do_constant_folding=fold,
+                keep_initializers_as_inputs=False,
+                # Whoever calls has set the modes; any other value would override a mix of them.
+                training=torch.onnx.TrainingMode.PRESERVE if not fold else torch.onnx.TrainingMode.EVAL,
+                input_names=list(input_names),
+                output_names=list(output_names),
+                dynamic_axes={name: dict(axes) for name, axes in dynamic_axes.items() if axes},
+                verbose=False,
+            )
+    except ExportError:
+        raise
+    except Exception as error:  # the tracer raises errors of many kinds, and the module's own
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        raise ExportError(
+            f"{type(adapter.model).__name__} cannot be exported at opset {opset}: {reason[0]}"
+        ) from error
+    return onnx.load_model_from_string(file.getvalue())
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """Keep the tracer from printing the whole graph when it fails; it overrides its own switch for that."""
+    backend: Any = torch._C
+    printing = backend._jit_onnx_log
+    backend._jit_onnx_log = lambda *parts: None
+    try:
+        yield
+    finally:
+        backend._jit_onnx_log = printing
+
+
+@contextmanager
+def _translations(opset: int) -> Iterator[None]:
+    """Operators that the tracer does not know or writes wrongly, for as long as we trace."""
+    registry: Any = torch.onnx
+    table = {"aten::diff": _diff, "aten::cumsum": _cumsum}
+    for name, translation in table.items():
+        registry.register_custom_op_symbolic(name, translation, opset)
+    try:
+        yield
+    finally:
+        for name in table:
+            registry.unregister_custom_op_symbolic(name, opset)
+
+
+def _cumsum(g: Any, x: Any, dim: Any, dtype: Any) -> Any:
+    """Running sum; of booleans it counts, where the tracer's own would sum booleans."""
+    symbolic: Any = torch.onnx.symbolic_helper  # type: ignore[reportPrivateImportUsage]
+    axis = g.op("Constant", value_t=torch.tensor(symbolic._parse_arg(dim, "i"), dtype=torch.int64))
+    wanted = None if symbolic._is_none(dtype) else symbolic._parse_arg(dtype, "i")
+    if wanted is not None:
+        x = g.op("Cast", x, to_i=symbolic.scalar_type_to_onnx[wanted])
+    elif x.type().scalarType() in ("Bool", "Byte", "Char", "Short", "Int"):
+        x = g.op("Cast", x, to_i=int(onnx.TensorProto.INT64))
+    return g.op("CumSum", x, axis)
+
+
+def _diff(g: Any, x: Any, n: Any, dim: Any, prepend: Any, append: Any) -> Any:
+    """y[i] = x[i+1] - x[i] along one axis, of x with values before and after it."""
+    symbolic: Any = torch.onnx.symbolic_helper  # type: ignore[reportPrivateImportUsage]
+    axis = symbolic._parse_arg(dim, "i")
+    if symbolic._parse_arg(n, "i") != 1:
+        return symbolic._unimplemented("diff", "n other than 1", x)
+    parts = [part for part in (prepend, x, append) if not symbolic._is_none(part)]
+    whole = g.op("Concat", *parts, axis_i=axis) if len(parts) > 1 else x
+
+    def constant(*values: int) -> Any:
+        return g.op("Constant", value_t=torch.tensor(values, dtype=torch.int64))
+
+    after = g.op("Slice", whole, constant(1), constant(2**62), constant(axis))
+    before = g.op("Slice", whole, constant(0), constant(-1), constant(axis))
+    return g.op("Sub", after, before)

@@ -1,1 +1,0 @@
-"""What a training run is made of: batches, metrics, callbacks, history, report."""

@@ -1,0 +1,134 @@
+"""Quantized products as dequantization and a float product: the quantized weights stay as they are stored."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+
+from onward.errors import ModelError
+from onward.graph.builder import Builder
+from onward.graph.dialect.contrib.table import fused, needed, refuse
+from onward.graph.dialect.rewrite import attribute, given
+
+
+@fused("MatMulNBits")
+def _matmul_nbits(op: Builder, node: ir.Node) -> ir.Value:
+    """x·DequantizeLinear(w)ᵀ + bias, with w in blocks of 2, 4 or 8 bits"""
+    refuse(node, 4)
+    if attribute(node, "weight_prepacked", 0):
+        raise ModelError("its weight is packed for one device; export the model without prepacking")
+    x, packed, scales = (needed(node, index) for index in range(3))
+    rows, columns = attribute(node, "N"), attribute(node, "K")
+    block, bits = attribute(node, "block_size"), attribute(node, "bits", 4)
+    blocks = -(-columns // block)
+    weight = _stored(op, packed, (rows, blocks * block), bits, f"{packed.name}_as_{max(bits, 4)}bit")
+    scales = op.Reshape(scales, np.asarray([rows, blocks], np.int64))
+    zeros = given(node, 3)
+    shift = None
+    if zeros is None:
+        zero = _constant_of(op, np.full((rows, blocks), 2 ** (bits - 1), np.uint8), bits, "zero_points")
+    elif zeros.dtype == ir.DataType.UINT8:
+        width = -(-blocks * bits // 8) * 8 // bits
+        data = op.const_value(zeros)
+        if data is None:
+            raise ModelError("its zero points are computed in the graph; give them as an initializer")
+        unpacked = _unpack(data, bits).reshape(rows, width)[:, :blocks]
+        zero = _constant_of(op, unpacked, bits, f"{zeros.name}_unpacked")
+    else:
+        zero = None
+        shift = op.Mul(op.Reshape(zeros, np.asarray([rows, blocks], np.int64)), scales)
+    full = op.DequantizeLinear(weight, scales, zero, axis=1, block_size=block)
+    if shift is not None:
+        in_blocks = op.Reshape(full, np.asarray([rows, blocks, block], np.int64))
+        full = op.Reshape(
+            op.Sub(in_blocks, op.Unsqueeze(shift, [2])), np.asarray([rows, blocks * block], np.int64)
+        )
+    if blocks * block != columns:
+        full = op.Slice(full, [0], [columns], [1])
+    y = op.MatMul(x, op.Transpose(full, perm=[1, 0]))
+    bias = given(node, 5)
+    return y if bias is None else op.Add(y, bias)
+
+
+def _stored(op: Builder, value: ir.Value, shape: tuple[int, int], bits: int, name: str) -> ir.Value:
+    """The packed weight under its own type: the same bytes where ONNX has a type of that width."""
+    tensor = value.const_value
+    if tensor is None or value.is_graph_input():
+        if bits == 8:
+            return op.Reshape(value, np.asarray(shape, np.int64))
+        raise ModelError("its weight is computed in the graph; give it as an initializer")
+    data = np.frombuffer(tensor.tobytes(), np.uint8)
+    if bits == 8:
+        return op.constant(data.reshape(shape), name=name)
+    if bits == 4:
+        return _register(op, ir.PackedTensor(data, ir.DataType.UINT4, shape=ir.Shape(shape)), name)
+    return _constant_of(op, _unpack(data, bits).reshape(shape), bits, name)
+
+
+def _unpack(data: np.ndarray, bits: int) -> np.ndarray:
+    """Numbers of a few bits each, low bits first, as bytes."""
+    shifts = np.arange(0, 8, bits, dtype=np.uint8)
+    return (data.reshape(-1, 1) >> shifts & np.uint8(2**bits - 1)).reshape(-1)
+
+
+def _constant_of(op: Builder, data: np.ndarray, bits: int, name: str) -> ir.Value:
+    if bits == 8:
+        return op.constant(data, name=name)
+    flat = data.reshape(-1)
+    flat = np.append(flat, np.zeros(flat.size % 2, np.uint8))
+    packed = flat[0::2] | flat[1::2] << 4
+    return _register(op, ir.PackedTensor(packed, ir.DataType.UINT4, shape=ir.Shape(data.shape)), name)
+
+
+def _register(op: Builder, tensor: ir.PackedTensor, name: str) -> ir.Value:
+    value = ir.Value(
+        name=op.namer(name), type=ir.TensorType(tensor.dtype), shape=ir.Shape(tensor.shape.numpy())
+    )
+    tensor.name = value.name
+    value.const_value = tensor
+    op.root.graph.register_initializer(value)
+    return value
+
+
+@fused("DynamicQuantizeMatMul")
+def _dynamic_quantize_matmul(op: Builder, node: ir.Node) -> ir.Value:
+    """Dequantize(Quantize(x))·DequantizeLinear(w) + bias, with a scale of x found at run time"""
+    x, weight, scale = (needed(node, index) for index in range(3))
+    _, found, zero = op.DynamicQuantizeLinear(x, outputs=3)
+    near = op.DequantizeLinear(op.QuantizeLinear(x, found, zero), found, zero)
+    y = op.MatMul(near, _dequantized(op, weight, scale, given(node, 3)))
+    bias = given(node, 4)
+    return y if bias is None else op.Add(y, bias)
+
+
+@fused("MatMulIntegerToFloat")
+def _matmul_integer_to_float(op: Builder, node: ir.Node) -> ir.Value:
+    """DequantizeLinear(a)·DequantizeLinear(b) + bias"""
+    a = _dequantized(op, needed(node, 0), needed(node, 2), given(node, 4))
+    b = _dequantized(op, needed(node, 1), needed(node, 3), given(node, 5))
+    bias = given(node, 6)
+    y = op.MatMul(a, b)
+    return y if bias is None else op.Add(y, bias)
+
+
+def _dequantized(op: Builder, x: ir.Value, scale: ir.Value, zero: ir.Value | None) -> ir.Value:
+    """One scale for all, or one per column."""
+    if op.rank(scale) == 0 or op.static_shape(scale) == (1,):
+        scalar = np.asarray([], np.int64)
+        zero = None if zero is None else op.Reshape(zero, scalar)
+        return op.DequantizeLinear(x, op.Reshape(scale, scalar), zero)
+    if zero is not None and op.static_shape(zero) in ((), (1,)):
+        zero = op.Expand(zero, op.shape(scale))
+    return op.DequantizeLinear(x, scale, zero, axis=-1)
+
+
+@fused("QuantizeLinear", "DequantizeLinear")
+def _quantize(op: Builder, node: ir.Node) -> ir.Value:
+    """The standard operator of the same name"""
+    scale = needed(node, 1)
+    axis = attribute(node, "axis", 1) if op.rank(scale) == 1 and op.static_dim(scale, 0) != 1 else None
+    inputs = list(node.inputs)
+    if axis is None:
+        scalar = np.asarray([], np.int64)
+        inputs = [inputs[0], *(None if value is None else op.Reshape(value, scalar) for value in inputs[1:])]
+    return op.node(node.op_type, inputs, {"axis": axis})[0]

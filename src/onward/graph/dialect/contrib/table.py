@@ -1,0 +1,44 @@
+"""The table of fused operators: (domain, operator) → function that builds it from standard ones.
+
+To add one: write a function of a builder and the node that returns the node's outputs in order, say in its
+docstring what it computes, and decorate it with `@fused("Name")`. Then a row in tests/graph/test_contrib.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import onnx_ir as ir
+
+from onward.errors import ModelError
+from onward.graph.dialect.rewrite import Expansion, given
+
+__all__ = ["TABLE", "fused", "needed", "refuse"]
+
+TABLE: dict[tuple[str, str], Expansion] = {}
+
+
+def fused(*op_types: str, domain: str = "com.microsoft") -> Callable[[Expansion], Expansion]:
+    """Register the expansion of these operators."""
+
+    def register(expansion: Expansion) -> Expansion:
+        for op_type in op_types:
+            TABLE[domain, op_type] = expansion
+        return expansion
+
+    return register
+
+
+def needed(node: ir.Node, index: int) -> ir.Value:
+    """An input that the operator cannot do without."""
+    value = given(node, index)
+    if value is None:
+        raise ModelError(f"input {index} is missing")
+    return value
+
+
+def refuse(node: ir.Node, *inputs: int) -> None:
+    """Say no to optional inputs for which there is no expansion."""
+    for index in inputs:
+        if given(node, index) is not None:
+            raise ModelError(f"input {index} ('{node.inputs[index].name}') has no standard form here")  # type: ignore[union-attr]

@@ -1,0 +1,301 @@
+"""Types and shapes of every value of a model, its bodies included.
+
+onnx's inference with data propagation does the work, on a copy without large tensors, so that size does not
+matter. Where it leaves a rank open although the length of a shape vector tells it, that is filled in here
+and inference goes on. Symbolic dimensions keep their names.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator, Sequence
+
+import onnx
+import onnx_ir as ir
+
+from onward.errors import ModelError
+from onward.graph.builder import Builder
+from onward.graph.nodes import subgraphs_of
+from onward.graph.shapes.dims import Dim, dims_of
+from onward.graph.shapes.node import NodeInference
+
+__all__ = ["infer_shapes", "rank_from_lengths", "sharpen", "unknown_ranks"]
+
+# Tensors up to this many elements can be shapes, axes or pads; larger ones are only a type to inference.
+_SMALL = 1024
+# Each round finds at least one more rank; graphs need two or three.
+_ROUNDS = 8
+
+# Their schemas infer nothing, or nothing without their definitions; the result is like the first input.
+_AS_INPUT = frozenset({"GroupNormalization", "MeanVarianceNormalization"})
+
+
+def infer_shapes(model: ir.Model) -> None:
+    """Set the type and shape of every value that can be known."""
+    for _ in range(_ROUNDS):
+        _infer_once(model)
+        if not _fill_ranks(model.graph) and not _correct_outputs(model):
+            return
+
+
+def _correct_outputs(model: ir.Model) -> bool:
+    """Give outputs the rank that they have where the model says another, which the runtime only warns of."""
+    inference, opset = NodeInference(), model.graph.opset_imports.get("", 1)
+    corrected = False
+    for value in model.graph.outputs:
+        node = value.producer()
+        if node is None or node.domain or subgraphs_of(node) or value.shape is None:
+            continue
+        if any(given is not None and given.type is None for given in node.inputs):
+            continue
+        before = [(output.type, output.shape) for output in node.outputs]
+        wanted = value.shape.rank()
+        with contextlib.suppress(ModelError):  # what is wrong with it is said elsewhere
+            inference.describe(node, opset)
+        if value.shape is not None and value.shape.rank() != wanted:
+            corrected = True
+            continue
+        for output, (kind, shape) in zip(node.outputs, before):
+            output.type, output.shape = kind, shape
+    return corrected
+
+
+def sharpen(model: ir.Model) -> None:
+    """Give every unknown dimension of the main graph a name, and find those that are equal to another.
+
+    Inference names unknown dimensions apart although many are the batch or the sequence again: those that
+    come from shape arithmetic are followed here, and what depends on them is inferred anew.
+    """
+    op = Builder(model.graph)
+    taken = {str(dim) for value in _values(model.graph) if value.shape is not None for dim in value.shape}
+    names = (f"d{index}" for index in itertools.count() if f"d{index}" not in taken)
+    renamed: dict[str, str] = {}
+    changed: set[ir.Value] = set()
+    for node in model.graph:
+        before = [_dims(output) for output in node.outputs]
+        if any(value in changed for value in node.inputs) and not subgraphs_of(node):
+            _infer_again(op, node)
+        op.symbols.refine(node)
+        for output, old in zip(node.outputs, before):
+            if output.shape is None or not isinstance(output.type, ir.TensorType):
+                continue
+            dims = [_name(dim, renamed, names) for dim in _dims(output) or ()]
+            if tuple(dims) != _dims(output):
+                output.shape = ir.Shape(dims)
+            if _dims(output) != old:
+                changed.add(output)
+
+
+def _infer_again(op: Builder, node: ir.Node) -> None:
+    """Infer a node from sharper inputs, and keep of the old shape what the new one does not know."""
+    before = [(output.type, _dims(output)) for output in node.outputs]
+    op.infer(node)
+    for output, (kind, old) in zip(node.outputs, before):
+        new = _dims(output)
+        if old is None:
+            continue
+        if new is None or len(new) != len(old):
+            output.type, output.shape = kind, ir.Shape(old)
+        else:
+            output.shape = ir.Shape([o if n is None or isinstance(o, int) else n for n, o in zip(new, old)])
+
+
+def _name(dim: Dim, renamed: dict[str, str], names: Iterator[str]) -> Dim:
+    if dim is None:
+        return next(names)
+    if isinstance(dim, str) and dim.startswith("unk__"):
+        if dim not in renamed:
+            renamed[dim] = next(names)
+        return renamed[dim]
+    return dim
+
+
+def _dims(value: ir.Value) -> tuple[Dim, ...] | None:
+    return None if value.shape is None else dims_of(value.shape)
+
+
+def _values(graph: ir.Graph) -> list[ir.Value]:
+    return [*graph.inputs, *(output for node in graph for output in node.outputs)]
+
+
+def unknown_ranks(graph: ir.Graph) -> list[ir.Value]:
+    """The node outputs, bodies included, of which no type or no rank is known."""
+    return [
+        value
+        for node in graph.all_nodes()
+        for value in node.outputs
+        if value.name
+        and (value.type is None or (isinstance(value.type, ir.TensorType) and value.shape is None))
+    ]
+
+
+def _infer_once(model: ir.Model) -> None:
+    proto = _without_large_tensors(model)
+    try:
+        inferred = onnx.shape_inference.infer_shapes(
+            proto, check_type=False, strict_mode=False, data_prop=True
+        )
+    except Exception as error:
+        raise ModelError(f"the types in the model contradict each other: {error}".strip()) from error
+    _merge(model.graph, inferred.graph)
+
+
+def _without_large_tensors(model: ir.Model) -> onnx.ModelProto:
+    """A proto of the model in which large initializers are inputs; the model itself is as before."""
+    graph = model.graph
+    large = [
+        value
+        for value in graph.initializers.values()
+        if value.const_value is None or value.const_value.size > _SMALL
+    ]
+    held = {value: value.const_value for value in large}
+    added = [value for value in large if not value.is_graph_input()]
+    for value in graph.initializers.values():
+        tensor = value.const_value
+        if tensor is not None:
+            value.dtype = value.dtype or tensor.dtype
+            value.shape = value.shape or ir.Shape(tensor.shape.numpy())
+    order = list(graph.initializers)
+    try:
+        for value in large:
+            graph.initializers.pop(value.name or "")
+            value.const_value = None
+        graph.inputs.extend(added)
+        return ir.to_proto(model)
+    finally:
+        for value in added:
+            graph.inputs.remove(value)
+        for value, tensor in held.items():
+            value.const_value = tensor
+            graph.initializers.add(value)
+        # Back into their order: it decides the order of parameters in files.
+        values = {name: graph.initializers[name] for name in order}
+        for name in order:
+            graph.initializers.pop(name)
+        for name in order:
+            graph.initializers.add(values[name])
+
+
+def _merge(graph: ir.Graph, proto: onnx.GraphProto) -> None:
+    found = {info.name: info.type for info in [*proto.value_info, *proto.output, *proto.input]}
+    for value in [*graph.inputs, *(value for node in graph for value in node.outputs)]:
+        info = found.get(value.name or "")
+        if info is not None and info.WhichOneof("value") is not None:
+            _take(value, info)
+    for node, node_proto in zip(graph, proto.node):
+        inner = subgraphs_of(node)
+        if inner:
+            for body, body_proto in zip(inner, _graphs(node_proto, node)):
+                _merge(body, body_proto)
+
+
+def _graphs(proto: onnx.NodeProto, node: ir.Node) -> list[onnx.GraphProto]:
+    attributes = {attribute.name: attribute for attribute in proto.attribute}
+    found: list[onnx.GraphProto] = []
+    for name, attr in node.attributes.items():
+        if attr.type == ir.AttributeType.GRAPH:
+            found.append(attributes[name].g)
+        elif attr.type == ir.AttributeType.GRAPHS:
+            found.extend(attributes[name].graphs)
+    return found
+
+
+def _take(value: ir.Value, info: onnx.TypeProto) -> None:
+    kind = ir.serde.deserialize_type_proto_for_type(info)
+    if kind is not None and getattr(kind, "dtype", None) != ir.DataType.UNDEFINED:
+        value.type = kind
+    shape = ir.serde.deserialize_type_proto_for_shape(info)
+    if shape is not None:
+        value.shape = shape
+
+
+def _fill_ranks(graph: ir.Graph) -> bool:
+    """Give a rank to what onnx leaves open although a shape vector's length tells it."""
+    changed = False
+    for node in graph.all_nodes():
+        if node.domain not in ("", "ai.onnx") or not node.inputs:
+            continue
+        source = node.inputs[0]
+        for value, rank in zip(node.inputs, _input_ranks(node)):
+            if value is not None and value.shape is None and rank is not None:
+                value.shape = ir.Shape([None] * rank)
+                changed = True
+        if node.op_type in _AS_INPUT and source is not None and node.outputs[0].shape is None:
+            node.outputs[0].type, node.outputs[0].shape = source.type, source.shape
+            changed = changed or source.shape is not None
+            continue
+        open_ranks = [value for value in node.outputs if value.name and value.shape is None]
+        rank = rank_from_lengths(node) if open_ranks else None
+        if rank is None:
+            continue
+        for value in open_ranks:
+            value.shape = ir.Shape([None] * rank)
+            if value.type is None and node.inputs[0] is not None and node.op_type != "ConstantOfShape":
+                value.type = node.inputs[0].type
+            changed = value.type is not None or changed
+    return changed
+
+
+def _input_ranks(node: ir.Node) -> Sequence[int | None]:
+    """The ranks that an operator's inputs must have, also where a branch decides about them."""
+    match node.op_type:
+        case "Conv" | "ConvTranspose":
+            weights = node.inputs[1]
+            return [None if weights is None or weights.shape is None else weights.shape.rank()]
+        case "Gemm":
+            return [2, 2]
+        case "RNN" | "GRU" | "LSTM":
+            return [3, 3, 3, 2, 1, 3, 3, 2]
+        case _:
+            return []
+
+
+def rank_from_lengths(node: ir.Node) -> int | None:
+    """The rank of a node's first output, where the length of a shape vector or an input's rank tells it."""
+
+    def rank_of(index: int) -> int | None:
+        value = node.inputs[index] if index < len(node.inputs) else None
+        return None if value is None or value.shape is None else value.shape.rank()
+
+    def length_of(index: int) -> int | None:
+        value = node.inputs[index] if index < len(node.inputs) else None
+        if value is None or value.shape is None or value.shape.rank() != 1:
+            return None
+        length = value.shape[0]
+        return length if isinstance(length, int) else None
+
+    match node.op_type:
+        case "Reshape":
+            return length_of(1)
+        case "ConstantOfShape":
+            return length_of(0)
+        case "Expand":
+            rank, length = rank_of(0), length_of(1)
+            return None if rank is None or length is None else max(rank, length)
+        case "Unsqueeze" | "Squeeze":
+            rank, length = rank_of(0), length_of(1)
+            if rank is None or length is None:
+                return None
+            return rank + length if node.op_type == "Unsqueeze" else rank - length
+        case "Tile":
+            return rank_of(0) if rank_of(0) is not None else length_of(1)
+        case name if name.startswith("Reduce"):
+            rank, removed = rank_of(0), length_of(1)
+            if rank is None or node.attributes.get_int("keepdims", 1):
+                return rank
+            return None if removed is None else rank - removed
+        case (
+            "Split"
+            | "Slice"
+            | "Pad"
+            | "Resize"
+            | "ScatterND"
+            | "ScatterElements"
+            | "CumSum"
+            | "Trilu"
+            | "Clip"
+        ):
+            return rank_of(0)
+        case _:
+            return None

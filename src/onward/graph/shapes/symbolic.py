@@ -1,0 +1,328 @@
+"""Symbolic shapes: what is known of the numbers in shape vectors, and the shapes that follow from them.
+
+ONNX's inference loses the names of dimensions in `Reshape(x, Concat(Shape(x)[0], -1, …))` and the like, with
+which exporters write every view and expand. Here the elements of such vectors are followed as numbers,
+names and products of names, so that two shapes that are equal can be seen to be equal.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import onnx_ir as ir
+
+from onward.graph.shapes.dims import Dim, add, broadcast, dims_of, div, equal, mul, product, quotient, sub
+
+__all__ = ["Symbols"]
+
+# The elements of an integer tensor of rank 0 or 1.
+Elements = tuple[int, tuple[Dim, ...]]
+_LONGEST = 64
+_RECURSION = 200
+
+
+class Symbols:
+    """Remembers the elements of shape vectors of one graph."""
+
+    def __init__(self) -> None:
+        self._known: dict[ir.Value, Elements | None] = {}
+        self._depth = 0
+
+    def elements(self, value: ir.Value | None) -> Elements | None:
+        """The rank and elements of an integer vector or scalar, or None where nothing is known of it."""
+        if value is None:
+            return None
+        if value in self._known:
+            return self._known[value]
+        if self._depth > _RECURSION:
+            return None
+        self._depth += 1
+        found = self._compute(value)
+        self._depth -= 1
+        self._known[value] = found
+        return found
+
+    def refine(self, node: ir.Node) -> bool:
+        """Sharpen the shape of the output of a node that takes a shape vector; whether anything changed."""
+        rule = _SHAPED.get(node.op_type)
+        if rule is None or node.domain not in ("", "ai.onnx") or len(node.inputs) < 1:
+            return False
+        output = node.outputs[0]
+        dims = rule(self, node)
+        if dims is None:
+            return False
+        if output.shape is not None and output.shape.rank() != len(dims):
+            return False
+        current = dims_of(output.shape) if output.shape is not None else (None,) * len(dims)
+        merged = tuple(old if new is None or isinstance(old, int) else new for old, new in zip(current, dims))
+        if output.shape is not None and merged == current:
+            return False
+        output.shape = ir.Shape(merged)
+        return True
+
+    def _compute(self, value: ir.Value) -> Elements | None:
+        if value.is_graph_input():
+            return None
+        if value.const_value is not None:
+            return _constant(value.const_value)
+        node = value.producer()
+        if node is None or node.domain not in ("", "ai.onnx"):
+            return None
+        rule = _VALUES.get(node.op_type)
+        found = rule(self, node) if rule is not None else None
+        return found if found is None or len(found[1]) <= _LONGEST else None
+
+
+def _constant(tensor: ir.TensorProtocol) -> Elements | None:
+    if tensor.size > _LONGEST or len(tensor.shape) > 1:
+        return None
+    if tensor.dtype not in (ir.DataType.INT64, ir.DataType.INT32, ir.DataType.BOOL):
+        return None
+    array = tensor.numpy()
+    return array.ndim, tuple(int(item) for item in np.ravel(array))
+
+
+def _shape(symbols: Symbols, node: ir.Node) -> Elements | None:
+    x = node.inputs[0]
+    if x is None or x.shape is None:
+        return None
+    dims = dims_of(x.shape)
+    return 1, dims[slice(node.attributes.get_int("start", 0), node.attributes.get_int("end", None))]
+
+
+def _size(symbols: Symbols, node: ir.Node) -> Elements | None:
+    x = node.inputs[0]
+    return None if x is None or x.shape is None else (0, (product(dims_of(x.shape)),))
+
+
+def _same(symbols: Symbols, node: ir.Node) -> Elements | None:
+    return symbols.elements(node.inputs[0])
+
+
+def _cast(symbols: Symbols, node: ir.Node) -> Elements | None:
+    kinds = (ir.DataType.INT64, ir.DataType.INT32, ir.DataType.BOOL)
+    return symbols.elements(node.inputs[0]) if node.attributes.get_int("to", 0) in kinds else None
+
+
+def _gather(symbols: Symbols, node: ir.Node) -> Elements | None:
+    data, index = symbols.elements(node.inputs[0]), symbols.elements(node.inputs[1])
+    if data is None or index is None or data[0] != 1:
+        return None
+    picked = []
+    for item in index[1]:
+        if not isinstance(item, int) or not -len(data[1]) <= item < len(data[1]):
+            return None
+        picked.append(data[1][item])
+    return index[0], tuple(picked)
+
+
+def _slice(symbols: Symbols, node: ir.Node) -> Elements | None:
+    parts = [symbols.elements(value) for value in node.inputs]
+    data = parts[0]
+    if data is None or data[0] != 1 or any(part is None for part in parts[1:3]):
+        return None
+    numbers = []
+    for index in (1, 2, 4):
+        part = parts[index] if len(parts) > index else (1, (1,))
+        if part is None or len(part[1]) != 1 or not isinstance(part[1][0], int):
+            return None
+        numbers.append(part[1][0])
+    start, stop, step = numbers
+    if step == 0:
+        return None
+    stop = None if step < 0 and stop < -len(data[1]) else stop
+    return 1, data[1][slice(start, stop, step)]
+
+
+def _concat(symbols: Symbols, node: ir.Node) -> Elements | None:
+    joined: list[Dim] = []
+    for value in node.inputs:
+        part = symbols.elements(value)
+        if part is not None and part[0] == 1:
+            joined.extend(part[1])
+        elif value is not None and value.shape is not None and value.shape.rank() == 1:
+            count = value.shape[0]
+            if not isinstance(count, int):
+                return None
+            joined.extend([None] * count)
+        else:
+            return None
+    return 1, tuple(joined)
+
+
+def _unsqueeze(symbols: Symbols, node: ir.Node) -> Elements | None:
+    data = symbols.elements(node.inputs[0])
+    return None if data is None or data[0] != 0 else (1, data[1])
+
+
+def _squeeze(symbols: Symbols, node: ir.Node) -> Elements | None:
+    data = symbols.elements(node.inputs[0])
+    return None if data is None or len(data[1]) != 1 else (0, data[1])
+
+
+def _reshape_vector(symbols: Symbols, node: ir.Node) -> Elements | None:
+    data, shape = symbols.elements(node.inputs[0]), symbols.elements(node.inputs[1])
+    if data is None or shape is None:
+        return None
+    return (len(shape[1]), data[1]) if len(shape[1]) <= 1 else None
+
+
+def _filled(symbols: Symbols, node: ir.Node) -> Elements | None:
+    shape = symbols.elements(node.inputs[0])
+    tensor = node.attributes.get_tensor("value", None)
+    if shape is None or tensor is None or tensor.dtype not in (ir.DataType.INT64, ir.DataType.INT32):
+        return None
+    if len(shape[1]) > 1 or any(not isinstance(item, int) for item in shape[1]):
+        return None
+    count = math.prod(int(item) for item in shape[1] if isinstance(item, int))
+    return (len(shape[1]), (int(tensor.numpy().ravel()[0]),) * count) if count <= _LONGEST else None
+
+
+def _elementwise(function: Callable[[Dim, Dim], Dim]) -> Callable[[Symbols, ir.Node], Elements | None]:
+    def rule(symbols: Symbols, node: ir.Node) -> Elements | None:
+        first, second = symbols.elements(node.inputs[0]), symbols.elements(node.inputs[1])
+        if first is None or second is None:
+            return None
+        return _zip(function, first, second)
+
+    return rule
+
+
+def _zip(function: Callable[..., Dim], *parts: Elements) -> Elements | None:
+    length = max(len(items) for _, items in parts)
+    if any(len(items) not in (1, length) for _, items in parts):
+        return None
+    spread = [items * length if len(items) == 1 else items for _, items in parts]
+    return max(rank for rank, _ in parts), tuple(function(*items) for items in zip(*spread))
+
+
+def _where(symbols: Symbols, node: ir.Node) -> Elements | None:
+    parts = [symbols.elements(value) for value in node.inputs]
+    known = [part for part in parts if part is not None]
+    if len(known) != 3:
+        return None
+    return _zip(lambda c, a, b: a if a == b or c == 1 else (b if c == 0 else None), *known)
+
+
+def _reduce_prod(symbols: Symbols, node: ir.Node) -> Elements | None:
+    data = symbols.elements(node.inputs[0])
+    if data is None:
+        return None
+    return node.attributes.get_int("keepdims", 1) and data[0], (product(data[1]),)
+
+
+_VALUES: dict[str, Callable[[Symbols, ir.Node], Elements | None]] = {
+    "Shape": _shape,
+    "Size": _size,
+    "Identity": _same,
+    "Cast": _cast,
+    "Gather": _gather,
+    "Slice": _slice,
+    "Concat": _concat,
+    "Unsqueeze": _unsqueeze,
+    "Squeeze": _squeeze,
+    "Reshape": _reshape_vector,
+    "ConstantOfShape": _filled,
+    "Where": _where,
+    "ReduceProd": _reduce_prod,
+    "Add": _elementwise(add),
+    "Sub": _elementwise(sub),
+    "Mul": _elementwise(mul),
+    "Div": _elementwise(div),
+    "Equal": _elementwise(equal),
+}
+
+
+def _expanded(symbols: Symbols, node: ir.Node) -> Sequence[Dim] | None:
+    x, target = node.inputs[0], symbols.elements(node.inputs[1])
+    if x is None or x.shape is None or target is None:
+        return None
+    have, want = list(dims_of(x.shape)), list(target[1])
+    rank = max(len(have), len(want))
+    have, want = [1] * (rank - len(have)) + have, [1] * (rank - len(want)) + want
+    return [broadcast(a, b) for a, b in zip(have, want)]
+
+
+def _reshaped(symbols: Symbols, node: ir.Node) -> Sequence[Dim] | None:
+    x, target = node.inputs[0], symbols.elements(node.inputs[1])
+    if x is None or target is None:
+        return None
+    have = dims_of(x.shape) if x.shape is not None else None
+    dims: list[Dim] = list(target[1])
+    if not node.attributes.get_int("allowzero", 0):
+        for index, dim in enumerate(dims):
+            if dim == 0:
+                dims[index] = have[index] if have is not None and index < len(have) else None
+    if dims.count(-1) == 1:
+        index = dims.index(-1)
+        rest = product([dim for dim in dims if dim != -1])
+        dims[index] = quotient(product(have), rest) if have is not None else None
+    return None if -1 in dims else dims
+
+
+def _constant_of_shape(symbols: Symbols, node: ir.Node) -> Sequence[Dim] | None:
+    shape = symbols.elements(node.inputs[0])
+    return None if shape is None else shape[1]
+
+
+def _counted(symbols: Symbols, node: ir.Node) -> Sequence[Dim] | None:
+    parts = [symbols.elements(value) for value in node.inputs]
+    start, limit, step = (part[1][0] if part is not None and part[1] else None for part in parts)
+    return None if step != 1 else [sub(limit, start)]
+
+
+def _sliced(symbols: Symbols, node: ir.Node) -> Sequence[Dim] | None:
+    """x[:n] has n rows. (Fewer where x is shorter, but then n is no dimension that it is combined with.)"""
+    x = node.inputs[0]
+    parts = [symbols.elements(value) for value in node.inputs[1:]]
+    if x is None or x.shape is None or len(parts) < 2 or parts[0] is None or parts[1] is None:
+        return None
+    count = len(parts[0][1])
+    axes = parts[2][1] if len(parts) > 2 and parts[2] is not None else tuple(range(count))
+    steps = parts[3][1] if len(parts) > 3 and parts[3] is not None else (1,) * count
+    if any(len(part) != count for part in (parts[1][1], axes, steps)):
+        return None
+    have = dims_of(x.shape)
+    dims: list[Dim] = [None] * len(have)
+    touched = set()
+    for start, stop, axis, step in zip(parts[0][1], parts[1][1], axes, steps):
+        if not isinstance(axis, int):
+            return None
+        touched.add(axis % len(have))
+        whole = have[axis]
+        if start == 0 and step == 1 and isinstance(stop, str) and (whole == stop or _many(whole)):
+            dims[axis] = stop
+    return [dims[axis] if axis in touched else have[axis] for axis in range(len(have))]
+
+
+def _padded(symbols: Symbols, node: ir.Node) -> Sequence[Dim] | None:
+    """Axes that nothing is added to keep their names."""
+    x, pads, _, axes = (*node.inputs, None, None, None)[:4]
+    counts, named = symbols.elements(pads), symbols.elements(axes)
+    if x is None or x.shape is None or counts is None or (axes is not None and named is None):
+        return None
+    dims = list(dims_of(x.shape))
+    places = tuple(range(len(dims))) if named is None else named[1]
+    if len(counts[1]) != 2 * len(places):
+        return None
+    for axis, begin, end in zip(places, counts[1], counts[1][len(places) :]):
+        if not isinstance(axis, int):
+            return None
+        dims[axis] = add(dims[axis], add(begin, end))
+    return dims
+
+
+def _many(dim: Dim) -> bool:
+    return isinstance(dim, int) and dim > 1
+
+
+_SHAPED: dict[str, Callable[[Symbols, ir.Node], Sequence[Dim] | None]] = {
+    "Expand": _expanded,
+    "Reshape": _reshaped,
+    "ConstantOfShape": _constant_of_shape,
+    "Range": _counted,
+    "Slice": _sliced,
+    "Pad": _padded,
+}

@@ -1,0 +1,43 @@
+"""Losses as functions from values to a value, in standard operators.
+
+Begin with `functions`: each loss follows the torch function of its name. `ctc` is long enough for a module of its own.
+This package builds nodes through `graph.builder` and knows nothing of files, parameters or gradients.
+"""
+
+from __future__ import annotations
+
+from onward.losses.functions import (
+    LossFunction,
+    bce_with_logits,
+    cosine_embedding,
+    cross_entropy,
+    ctc,
+    gaussian_nll,
+    huber,
+    kl_div,
+    l1,
+    mse,
+    multiple_negatives,
+    nll,
+    reduce,
+    smooth_l1,
+    triplet_margin,
+)
+
+__all__ = [
+    "LossFunction",
+    "bce_with_logits",
+    "cosine_embedding",
+    "cross_entropy",
+    "ctc",
+    "gaussian_nll",
+    "huber",
+    "kl_div",
+    "l1",
+    "mse",
+    "multiple_negatives",
+    "nll",
+    "reduce",
+    "smooth_l1",
+    "triplet_margin",
+]

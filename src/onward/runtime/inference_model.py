@@ -1,0 +1,144 @@
+"""The inference model: the evaluation model with weights inside and nothing of training.
+
+Chosen outputs only; what they do not need is dropped. The file is written beside its target, loaded by the
+stock runtime, and only then takes the target's name.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import onnx
+import onnx_ir as ir
+import onnxruntime as ort
+
+from onward.checkpoint import CheckpointData, NominalTensor
+from onward.errors import ExportError, ModelError, OnwardError
+from onward.files import place, staging_folder
+from onward.graph.cleanup import simplify
+from onward.graph.load import load_model
+from onward.graph.passes.inference_mode import to_inference
+from onward.graph.prune import prune, values_of
+from onward.graph.save import write_model
+
+__all__ = ["export", "inference_model", "place_files", "to_bytes", "write_inference_model"]
+
+
+def export(
+    eval_model: str | os.PathLike[str] | bytes | onnx.ModelProto,
+    state: CheckpointData,
+    outputs: Sequence[str],
+    path: str | os.PathLike[str],
+    *,
+    external_data: bool | None = None,
+) -> list[Path]:
+    """Write the inference model of an evaluation model and a state; returns the files."""
+    return write_inference_model(
+        inference_model(eval_model, state, outputs), path, external_data=external_data
+    )
+
+
+def inference_model(
+    eval_model: str | os.PathLike[str] | bytes | onnx.ModelProto,
+    state: CheckpointData,
+    outputs: Sequence[str],
+) -> ir.Model:
+    """The evaluation model cut down to `outputs`, with the state's parameters inside.
+
+    Any value of the evaluation graph may be an output: the embeddings of a classifier, say.
+    """
+    if state.nominal:
+        raise OnwardError(
+            "The state is nominal: it has no parameter values. Please load the model parameters first."
+        )
+    if isinstance(outputs, str) or not outputs:
+        raise ModelError("Expected a non empty vector of graph output names: a list with at least one name.")
+    model = load_model(eval_model)
+    graph = model.graph
+    known = values_of(graph)
+    for name in outputs:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=3)
+            hint = f" Did you mean {', '.join(repr(n) for n in near)}?" if near else ""
+            raise ModelError(
+                f"Expected graph output for inference graph {name} could not be found. "
+                f"Please regenerate the eval graph.{hint}"
+            )
+    prune(model, list(dict.fromkeys(outputs)))
+    ir.external_data.load_to_model(model)  # files beside the eval model are not beside the new one
+    _embed(graph, state)
+    to_inference(model)
+    simplify(model, parameters=())
+    about = model.metadata_props
+    for key in ("onward.trainable", "onward.frozen", "onward.labels", "onward.loss", "onward.role"):
+        about.pop(key, None)
+    about["onward.role"] = "inference"
+    about["onward.trained"] = json.dumps({"parameters": len(state.trainable) + len(state.frozen)})
+    return model
+
+
+def to_bytes(model: ir.Model) -> bytes:
+    """A model as the bytes of one file."""
+    return ir.to_proto(model).SerializeToString()
+
+
+def write_inference_model(
+    model: ir.Model, path: str | os.PathLike[str], *, external_data: bool | None = None
+) -> list[Path]:
+    """Write a model for inference so that an older file stays until the new one has been loaded."""
+    target = Path(path)
+
+    def write(folder: Path) -> None:
+        write_model(model, folder / target.name, external=external_data)
+
+    return place_files(target, write)
+
+
+def place_files(target: Path, write: Callable[[Path], object]) -> list[Path]:
+    """Let `write` fill a temporary folder, load `target`'s new file from there, then move all beside it."""
+    if not target.parent.is_dir():
+        raise ExportError(f"cannot write '{target}': there is no folder '{target.parent}'")
+    if target.is_dir():
+        raise ExportError(f"cannot write '{target}': it is a folder")
+    try:
+        with staging_folder(target.parent) as staging:
+            write(staging)
+            _load(staging / target.name)
+            # external data first: the model that names it comes last
+            files = sorted(staging.iterdir(), key=lambda file: file.name == target.name)
+            for file in files:
+                _sync(file)
+            return place(files, target.parent)
+    except OSError as error:
+        raise ExportError(f"cannot write '{target}': {error.strerror or error}") from error
+
+
+def _embed(graph: ir.Graph, state: CheckpointData) -> None:
+    """Parameters that the graph reads as inputs become its initializers."""
+    values = {**state.trainable, **state.frozen}
+    for value in [value for value in graph.inputs if value.name in values]:
+        array = values[value.name or ""]
+        assert not isinstance(array, NominalTensor)
+        graph.inputs.remove(value)
+        value.const_value = ir.tensor(array, name=value.name)
+        graph.register_initializer(value)
+
+
+def _load(path: Path) -> None:
+    options = ort.SessionOptions()
+    options.log_severity_level = 3
+    try:
+        ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    except Exception as error:
+        raise ExportError(
+            f"onnxruntime cannot load the exported model; nothing was replaced: {error}"
+        ) from error
+
+
+def _sync(path: Path) -> None:
+    with open(path, "rb+") as file:
+        os.fsync(file.fileno())

@@ -1,0 +1,74 @@
+"""The loss and the metrics of an evaluation model over some batches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import onnxruntime as ort
+
+from onward.api.inputs import check_labels, prepare
+from onward.runtime.step import EvaluationStep
+from onward.train.batches import Batches, batch_weight
+from onward.train.metrics import Metric, compute
+
+__all__ = ["evaluate", "join"]
+
+
+def evaluate(
+    step: EvaluationStep, source: Batches, metrics: Mapping[str, Metric], *, results: Sequence[str]
+) -> dict[str, float]:
+    """The mean loss and the metrics; `results` are the forward model's outputs, which metrics judge."""
+    plan = step.plan
+    total, weight = 0.0, 0.0
+    kept: dict[str, list[np.ndarray]] = {name: [] for name in [*plan.outputs[1:], *plan.inputs]}
+    for batch in source.epoch(0):
+        feeds, _ = prepare(plan, batch)
+        check_labels(plan, feeds)
+        found = step.run(feeds)
+        size = batch_weight(plan, feeds)
+        if size:  # a batch without a label that counts has no loss
+            total += float(found[0].reshape(-1)[0]) * size
+            weight += size
+        if metrics:
+            for name, value in zip([*plan.outputs[1:], *plan.inputs], [*found[1:], *feeds]):
+                kept[name].append(_array(value))
+    if not weight:
+        raise ValueError("the evaluation data has no batch, or none with a label that counts")
+    figures = {"loss": total / weight}
+    if not metrics:
+        return figures
+    arrays = {name: join(parts) for name, parts in kept.items()}
+    ordered = [*(n for n in results if n in arrays), *(n for n in plan.outputs[1:] if n not in results)]
+    outputs = {name: arrays[name] for name in ordered} | {"loss": np.asarray(figures["loss"])}
+    labels = [plan.inputs[index] for index, _, _ in plan.labels]
+    inputs = {n: arrays[n] for n in [*(n for n in plan.inputs if n not in labels), *labels]}
+    ignored = {plan.inputs[i]: label for i, _, label in plan.labels if label is not None}
+    return figures | compute(metrics, outputs, inputs, ignored=ignored)
+
+
+def join(parts: Sequence[np.ndarray]) -> np.ndarray:
+    """Batches as one array; those of other lengths are padded, integers with −1 and other numbers with NaN.
+
+    >>> join([np.array([[1, 2]]), np.array([[3]])])
+    array([[ 1,  2],
+           [ 3, -1]])
+    """
+    if not parts or not parts[0].ndim:
+        return np.asarray(parts)
+    if len({part.shape[1:] for part in parts}) > 1 and parts[0].dtype != np.object_:
+        sizes = np.max([part.shape[1:] for part in parts], axis=0)
+        kind = parts[0].dtype
+        filler: Any = np.nan if kind.kind == "f" else -1 if kind.kind == "i" else 0
+        padded = []
+        for part in parts:
+            whole = np.full((len(part), *sizes), filler, kind)
+            whole[tuple(slice(size) for size in part.shape)] = part
+            padded.append(whole)
+        parts = padded
+    return np.concatenate(parts)
+
+
+def _array(value: Any) -> np.ndarray:
+    return value.numpy() if isinstance(value, ort.OrtValue) else value

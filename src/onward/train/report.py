@@ -1,0 +1,238 @@
+"""A page about a training run: curves, figures and settings, in one HTML file that needs no network."""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from onward.train.history import History
+
+__all__ = ["list_files", "render_report"]
+
+_WIDTH, _HEIGHT, _LEFT, _BOTTOM = 640, 268, 62, 42
+_NOISY = 60  # more points than this are drawn faint, with their mean around each
+_COLOURS = ("#2563eb", "#d97706", "#059669", "#dc2626", "#7c3aed", "#0891b2")
+_STYLE = """
+:root { color-scheme: light dark; --line: #8884; --soft: #8881; }
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 1400px; margin: 2rem auto; padding: 0 1.2rem; }
+h1 { font-size: 1.5rem; margin-bottom: 0; } h2 { font-size: 1.05rem; margin: 1.6rem 0 .4rem; }
+.sub { opacity: .7; margin-top: .2rem; }
+.grid { display: grid; grid-template-columns: repeat(auto-fit, minmax(420px, 1fr)); gap: 1.2rem; }
+.card { border: 1px solid var(--line); border-radius: 10px; padding: .8rem 1rem; }
+.card h2 { margin-top: 0; }
+.tiles { display: flex; flex-wrap: wrap; gap: .8rem; margin: 1rem 0; }
+.tile { border: 1px solid var(--line); border-radius: 10px; padding: .5rem .9rem; min-width: 8rem; }
+.tile b { display: block; font-size: 1.25rem; font-variant-numeric: tabular-nums; }
+svg { width: 100%; height: auto; display: block; } svg text { fill: currentColor; font-size: 12px; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
+td, th { padding: .2rem .8rem .2rem 0; text-align: left; border-bottom: 1px solid var(--soft); }
+.legend span { margin-right: 1rem; } .legend i { display: inline-block; width: .9rem; height: .25rem;
+  margin-right: .35rem; vertical-align: middle; }
+.scroll { overflow-x: auto; }
+"""
+
+
+def render_report(
+    history: History,
+    *,
+    title: str = "Training run",
+    settings: Mapping[str, Any] | None = None,
+    environment: Mapping[str, Any] | None = None,
+    files: Sequence[str] = (),
+) -> str:
+    """The page as a string.
+
+    >>> "<svg" in render_report(History(steps=[{"step": 1, "loss": 2.0}, {"step": 2, "loss": 1.0}]))
+    True
+    """
+    epochs = history.epochs
+    last = epochs[-1] if epochs else {}
+    tiles = "".join(
+        f"<div class=tile>{html.escape(_label(key))}<b>{html.escape(_number(value))}</b></div>"
+        for key, value in last.items()
+        if isinstance(value, int | float) and key not in ("step",)
+    )
+    metrics = [
+        key
+        for key in dict.fromkeys(key for row in epochs for key in row)
+        if key not in ("epoch", "step", "seconds", "samples_per_second", "learning_rate", "gradient_norm")
+        and not key.endswith("loss")
+    ]
+    charts = [
+        _chart(
+            "Loss", {"training": _points(history.steps, "loss"), "evaluation": _points(epochs, "eval_loss")}
+        ),
+        *(_chart(_label(key), {_label(key): _points(epochs, key)}) for key in metrics),
+        _chart("Learning rate", {"learning rate": _points(history.steps, "learning_rate")}),
+        _chart("Gradient norm", {"gradient norm": _points(history.steps, "gradient_norm")}, logarithmic=True),
+        _chart(
+            "Throughput (samples per second)",
+            {"throughput": _points(epochs, "samples_per_second")},
+            from_zero=True,
+        ),
+    ]
+    links = "".join(f'<li><a href="{html.escape(name)}">{html.escape(name)}</a></li>' for name in files)
+    return f"""<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{html.escape(title)}</title><style>{_STYLE}</style></head><body>
+<h1>{html.escape(title)}</h1><p class=sub>{len(epochs)} epochs, {last.get("step", 0)} updates</p>
+<div class=tiles>{tiles}</div>
+<div class=grid>{"".join(f"<div class=card>{chart}</div>" for chart in charts if chart)}</div>
+<h2>Epochs</h2><div class=scroll>{_table(epochs)}</div>
+<div class=grid><div><h2>Settings</h2>{_pairs(settings or {})}</div>
+<div><h2>Environment</h2>{_pairs(environment or {})}</div></div>
+{f"<h2>Files</h2><ul>{links}</ul>" if links else ""}
+</body></html>
+"""
+
+
+def list_files(directory: Path | None, *, without: str) -> list[str]:
+    """The names of a run's files that a report links to: all that are not hidden but the report itself."""
+    names = [] if directory is None else sorted(file.name for file in directory.iterdir())
+    return [name for name in names if not name.startswith(".") and name != without]
+
+
+Points = list[tuple[float, float]]
+
+
+def _points(rows: Sequence[Mapping[str, Any]], key: str) -> Points:
+    return [
+        (float(row["step"]), float(row[key]))
+        for row in rows
+        if isinstance(row.get(key), int | float) and math.isfinite(row[key])
+    ]
+
+
+def _chart(
+    title: str, series: Mapping[str, Points], *, logarithmic: bool = False, from_zero: bool = False
+) -> str:
+    series = {name: points for name, points in series.items() if points}
+    if not series:
+        return ""
+    logarithmic = logarithmic and all(y > 0 for points in series.values() for _, y in points)
+    scaled = {
+        name: [(x, math.log10(y) if logarithmic else y) for x, y in points] for name, points in series.items()
+    }
+    xs = [x for points in scaled.values() for x, _ in points]
+    ys = [y for points in scaled.values() for _, y in points]
+    left, right, low, high = min(xs), max(xs), min(ys), max(ys)
+    if right == left:
+        left, right = left - 1, right + 1
+    if from_zero:
+        low = min(low, 0.0)
+    if high - low < 1e-12:
+        low, high = low - 0.5, high + 0.5
+    margin = 0.05 * (high - low)
+    low, high = low - (0 if from_zero else margin), high + margin
+
+    def place(x: float, y: float) -> tuple[float, float]:
+        across = _LEFT + (x - left) / (right - left) * (_WIDTH - _LEFT - 8)
+        return across, (high - y) / (high - low) * (_HEIGHT - _BOTTOM - 8) + 8
+
+    parts = []
+    for tick in _log_ticks(low, high) if logarithmic else _ticks(low, high):
+        _, y = place(left, tick)
+        text = _number(10**tick if logarithmic else tick)
+        parts.append(f'<line x1="{_LEFT}" x2="{_WIDTH - 8}" y1="{y:.1f}" y2="{y:.1f}" stroke="#8883"/>')
+        parts.append(f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{text}</text>')
+    for tick in _ticks(left, right):
+        x, _ = place(tick, low)
+        parts.append(f'<text x="{x:.1f}" y="{_HEIGHT - 20}" text-anchor="middle">{_number(tick)}</text>')
+    parts.append(f'<text x="{_WIDTH - 8}" y="{_HEIGHT - 4}" text-anchor="end" opacity=".6">updates</text>')
+    for index, (name, points) in enumerate(scaled.items()):
+        colour = _COLOURS[index % len(_COLOURS)]
+        noisy = len(points) > _NOISY
+        for drawn, opacity in ((points, 0.35), (_smooth(points), 1)) if noisy else ((points, 1),):
+            line = " ".join("{:.1f},{:.1f}".format(*place(x, y)) for x, y in _thin(drawn))
+            parts.append(
+                f'<polyline fill="none" stroke="{colour}" stroke-width="1.8" stroke-opacity="{opacity}" '
+                f'stroke-linejoin="round" points="{line}"><title>{html.escape(name)}</title></polyline>'
+            )
+        for x, y in points[-1:] if noisy else points:
+            across, down = place(x, y)
+            value = _number(10**y if logarithmic else y)
+            parts.append(
+                f'<circle cx="{across:.1f}" cy="{down:.1f}" r="3" fill="{colour}">'
+                f"<title>{html.escape(name)} {value} after {_number(x)} updates</title></circle>"
+            )
+    legend = "".join(
+        f'<span><i style="background:{_COLOURS[i % len(_COLOURS)]}"></i>{html.escape(name)}</span>'
+        for i, name in enumerate(series)
+    )
+    shown = f"<div class=legend>{legend}</div>" if len(series) > 1 else ""
+    label = f'role="img" aria-label="{html.escape(title)} over updates"'
+    return f'<h2>{html.escape(title)}</h2>{shown}<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" {label}>{"".join(parts)}</svg>'
+
+
+def _smooth(points: Points) -> Points:
+    """The mean over a window around each point, narrower at the ends: the course shows through the noise."""
+    reach = max(1, len(points) // 40)
+    sums = [0.0]
+    for _, y in points:
+        sums.append(sums[-1] + y)
+    smoothed = []
+    for index, (x, _) in enumerate(points):
+        near = min(reach, index, len(points) - 1 - index)
+        smoothed.append((x, (sums[index + near + 1] - sums[index - near]) / (2 * near + 1)))
+    return smoothed
+
+
+def _thin(points: Points, limit: int = 600) -> Points:
+    """At most `limit` points, the last one kept: more than a screen can show help no one."""
+    if len(points) <= limit:
+        return points
+    stride = -(-len(points) // limit)
+    return [*points[::stride], points[-1]]
+
+
+def _ticks(low: float, high: float) -> list[float]:
+    raw = (high - low) / 5
+    size = 10.0 ** math.floor(math.log10(raw))
+    step = next(size * factor for factor in (1, 2, 5, 10) if size * factor >= raw)
+    first = math.ceil(low / step)
+    return [index * step for index in range(first, math.floor(high / step) + 1)]
+
+
+def _log_ticks(low: float, high: float) -> list[float]:
+    """1, 2 and 5 of each decade between two powers of ten; only the decades where there are many."""
+    factors = (1, 2, 5) if high - low < 3 else (1,)
+    decades = range(math.floor(low), math.ceil(high) + 1)
+    ticks = [decade + math.log10(factor) for decade in decades for factor in factors]
+    stride = max(1, len(decades) // 8)
+    ticks = ticks if len(factors) > 1 else ticks[::stride]
+    return [tick for tick in ticks if low <= tick <= high] or [low, high]
+
+
+def _number(value: Any) -> str:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return str(value)
+    if isinstance(value, int) or (float(value).is_integer() and abs(value) < 1e6):
+        return f"{int(value)}"
+    return f"{value:.4g}"
+
+
+def _label(key: str) -> str:
+    return key.replace("_", " ")
+
+
+def _table(rows: Sequence[Mapping[str, Any]]) -> str:
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    head = "".join(f"<th>{html.escape(_label(column))}</th>" for column in columns)
+    body = "".join(
+        "<tr>"
+        + "".join(f"<td>{html.escape(_number(row.get(column, '')))}</td>" for column in columns)
+        + "</tr>"
+        for row in rows
+    )
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def _pairs(values: Mapping[str, Any]) -> str:
+    rows = "".join(
+        f"<tr><th>{html.escape(str(key))}</th><td>{html.escape(str(value))}</td></tr>"
+        for key, value in values.items()
+    )
+    return f"<table>{rows}</table>"

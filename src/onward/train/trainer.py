@@ -1,0 +1,396 @@
+"""Trainer: a whole training run in one call.
+
+Batches, accumulation, schedule, evaluation, metrics, early stopping, checkpoints, resume and report over the
+`api` classes, which remain there for people who write their own loop.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import onnxruntime as ort
+
+from onward import checkpoint
+from onward.api import CheckpointState, LRScheduler, Module, Optimizer
+from onward.api.module import NonFinitePolicy
+from onward.errors import ModelError, OnwardError
+from onward.runtime.environment import environment
+from onward.runtime.step import EvaluationStep
+from onward.train.artifact_set import ArtifactFiles, find_artifacts
+from onward.train.batches import Batch, Batches, batch_weight, make_batches, sample_count
+from onward.train.callbacks import Callback, Progress, improves
+from onward.train.evaluation import evaluate
+from onward.train.history import History
+from onward.train.interrupt import DeferredInterrupt
+from onward.train.metrics import Metric, find_metrics
+from onward.train.prediction import predict
+from onward.train.progress import Place
+from onward.train.report import list_files, render_report
+from onward.train.schedules import Schedule, make_schedule, schedule_name
+
+if TYPE_CHECKING:
+    from onward.artifacts import Artifacts
+
+__all__ = ["Trainer"]
+
+
+class Trainer:
+    """Trains what `generate_artifacts` wrote (a directory) or `build_artifacts` made.
+
+    With `output_directory`, checkpoints, history and a report are kept there, and `fit(resume=True)` goes on
+    where an earlier run stopped, byte for byte as if it had not, where the data gives the same batches again
+    (a loader that shuffles by itself does not). `schedule` is "constant", "linear", "cosine",
+    "step", "one-cycle", "polynomial", or a function of (optimizer, total steps) that returns a scheduler;
+    `warmup` counts steps, or is a share of them when below 1. `accumulation` adds up the gradients of so many
+    batches for one update. `metrics` are names or functions: see `onward.train.metrics`.
+
+    >>> Trainer("artifacts", learning_rate=1e-3, metrics=["accuracy"])  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        artifacts: str | os.PathLike[str] | Artifacts,
+        *,
+        output_directory: str | os.PathLike[str] | None = None,
+        learning_rate: float = 1e-3,
+        schedule: Schedule = "constant",
+        warmup: float = 0,
+        accumulation: int = 1,
+        clip_norm: float | None = None,
+        metrics: Sequence[str | Metric] | Mapping[str, str | Metric] = (),
+        callbacks: Sequence[Callback] = (),
+        seed: int = 0,
+        device: str = "cpu",
+        session_options: ort.SessionOptions | None = None,
+        on_nonfinite: NonFinitePolicy = "raise",
+        keep: int = 2,
+        progress: bool = True,
+        prefix: str = "",
+    ) -> None:
+        for name, value in (("accumulation", accumulation), ("keep", keep)):
+            if value < 1:
+                raise ValueError(f"{name} is {value}: it must be 1 or more")
+        if clip_norm is not None and not clip_norm > 0:
+            raise ValueError(f"clip_norm is {clip_norm}: it must be positive")
+        self._files: ArtifactFiles = find_artifacts(artifacts, prefix)
+        self.output_directory = None if output_directory is None else Path(output_directory)
+        self.learning_rate, self._schedule, self._warmup = learning_rate, schedule, warmup
+        self.accumulation, self._clip_norm, self._keep = accumulation, clip_norm, keep
+        self._metrics = find_metrics(metrics)
+        self._callbacks = [*callbacks, *([Progress()] if progress else [])]
+        self._seed, self._device, self._options = seed, device, session_options
+        self._on_nonfinite: NonFinitePolicy = on_nonfinite
+        self.history = History()
+        self.columns: list[str] = []  # what each epoch's row has
+        self.total_steps: int | None = None
+        self._place = Place()
+        # is the output directory our own, is no batch half done, has the epoch further batches
+        self._owned, self._whole, self._remains = False, True, False
+        self._build(CheckpointState(self._files.load_checkpoint()), seed=seed)
+
+    @property
+    def epoch(self) -> int:
+        """How many epochs are done."""
+        return self._place.epoch
+
+    @property
+    def step(self) -> int:
+        """How many updates were made."""
+        return self._place.step
+
+    @property
+    def first_epoch(self) -> int:
+        """How many epochs were done when this call of `fit` (or the one that it resumes) began."""
+        return self._place.first_epoch
+
+    @property
+    def best(self) -> dict[str, Any] | None:
+        """The metric, value and epoch of the best epoch so far."""
+        return self._place.best
+
+    # ---- training --------------------------------------------------------------------------------
+
+    def fit(
+        self,
+        train_data: Any,
+        eval_data: Any = None,
+        *,
+        epochs: int = 1,
+        batch_size: int = 32,
+        shuffle: bool = True,
+        resume: bool = False,
+        save_every: int | None = None,
+        log_every: int = 1,
+        best_metric: str | None = None,
+    ) -> History:
+        """Train for some epochs and return the history; a resumed run counts those that it has done.
+
+        Data are arrays in the order of the model's inputs, a dict of them by name, an iterable of batches
+        (a torch DataLoader, a list), or a function that returns one (of the epoch, if it takes an argument).
+        `save_every` counts updates; at the end of each epoch a checkpoint is written in any case. The best
+        epoch by `best_metric` (default: the evaluation loss, or the training loss without evaluation data) is
+        kept as `best`. Ctrl-C stops between two batches and saves; a second `fit` trains on.
+        """
+        for name, count in (("epochs", epochs), ("log_every", log_every), ("save_every", save_every or 1)):
+            if count < 1:
+                raise ValueError(f"{name} is {count}: it must be 1 or more")
+        names = self.module.input_names()
+        metric = best_metric or ("eval_loss" if eval_data is not None else "loss")
+        self.columns = ["epoch", "step", "loss", "learning_rate", "seconds", "samples_per_second"]
+        if eval_data is not None:
+            self.columns += ["eval_loss", *self._metrics]
+        if metric not in self.columns:
+            raise KeyError(f"best_metric is '{metric}', the epochs have {', '.join(self.columns)}")
+        resumed = self._begin(resume)
+        batches = make_batches(train_data, names, batch_size=batch_size, shuffle=shuffle, seed=self._seed)
+        evaluation = None if eval_data is None else make_batches(eval_data, names, batch_size=batch_size)
+        for source in (batches, evaluation):
+            if source is not None:
+                source.require(epochs)
+        settings = {
+            "epochs": epochs, "batch size": batch_size, "accumulation": self.accumulation, "seed": self._seed,
+            "learning rate": self.learning_rate, "schedule": schedule_name(self._schedule),
+            "warmup": self._warmup, "shuffle": shuffle, "batches": batches.count,
+        }  # fmt: skip
+        self._place.change_settings(settings, resumed=resumed)
+        self._save_every, self._log_every, self._interrupt = save_every, log_every, DeferredInterrupt()
+        self._make_schedule(batches, epochs)
+        try:
+            if not any([callback.on_start(self) for callback in self._callbacks]):  # noqa: C419 - each is called
+                with self._interrupt:
+                    self._run(batches, evaluation, epochs, metric)
+        except KeyboardInterrupt:
+            if self._whole:
+                self._save()
+            raise
+        finally:
+            for callback in self._callbacks:
+                callback.on_end(self)
+        if self.output_directory is not None:
+            self.save_report(self.output_directory / "report.html", settings)
+        return self.history
+
+    def _begin(self, resume: bool) -> bool:
+        """Find the place to start from; whether it is that of an earlier run."""
+        directory = self.output_directory
+        if resume:
+            if directory is None:
+                raise OnwardError("resume=True needs the output_directory of the earlier run")
+            self._owned = True
+            if self._resume(directory):
+                return True
+        if directory is not None:
+            directory.mkdir(parents=True, exist_ok=True)
+            if not self._owned and any(directory.glob("checkpoint-*")):
+                raise OnwardError(
+                    f"'{directory}' has the checkpoints of an earlier run: go on with it (resume=True), "
+                    "or choose another output_directory"
+                )
+        self._owned = self._whole = True
+        self._place.begin_fit()  # a second fit trains on, with a schedule of its own
+        self.module.lazy_reset_grad()
+        return False
+
+    def _make_schedule(self, batches: Batches, epochs: int) -> None:
+        steps = None if batches.count is None else -(-batches.count // self.accumulation) * epochs
+        self.total_steps = None if steps is None else self._place.first_step + steps
+        self._scheduler: LRScheduler = make_schedule(
+            self._schedule, self.optimizer, self.learning_rate, total=steps, warmup=self._warmup
+        )
+
+    def _run(self, batches: Batches, evaluation: Batches | None, epochs: int, metric: str) -> None:
+        place = self._place
+        while place.epoch - place.first_epoch < epochs:
+            self._epoch_started, self._epoch_samples = time.perf_counter(), 0
+            self.module.train()
+            stream = batches.epoch(place.epoch, skip=place.batch)
+            stopped = self._run_epoch(stream)
+            if stopped and self._remains:
+                self._save()
+                return
+            stopped = self._end_epoch(evaluation, metric) or stopped
+            self._interrupt.check()
+            if stopped:
+                return
+
+    def _run_epoch(self, stream: Iterator[Batch]) -> bool:
+        """The rest of an epoch; True where a callback ended training."""
+        place = self._place
+        pending = next(stream, None)
+        if pending is None and place.batch == 0:
+            raise ValueError("the training data has no batch")
+        while pending is not None:
+            self._interrupt.check()
+            batch, pending = pending, next(stream, None)
+            self._remains = pending is not None
+            self._whole = False
+            self._learn(batch)
+            full = len(place.weights) >= self.accumulation or (pending is None and place.weights)
+            row = self._update() if full else None
+            self._whole = True
+            if row is None:
+                continue
+            if place.step % self._log_every == 0:
+                self.history.steps.append(row)
+            seconds = max(time.perf_counter() - self._epoch_started, 1e-9)
+            shown = {**row, "samples_per_second": self._epoch_samples / seconds}
+            answers = [callback.on_step(self, shown) for callback in self._callbacks]
+            if any(answers):
+                return True
+            if self._save_every and place.step % self._save_every == 0 and pending is not None:
+                self._save()
+        return False
+
+    def _learn(self, batch: Batch) -> None:
+        """The gradients of a batch, added to those of its window so that each sample counts the same."""
+        place, module = self._place, self.module
+        place.batch += 1
+        self._epoch_samples += sample_count(batch)
+        weight = batch_weight(module._step.plan, batch)
+        if weight == 0:  # no label that counts: no loss and no gradient
+            return
+        if place.weights and place.weights[-1] != weight:
+            # what is there counts in units of the next batch
+            module._gradients.vector[:] *= np.float32(place.weights[-1] / weight)
+        results = module(*batch)
+        loss = float(np.asarray(results[0] if isinstance(results, tuple) else results).reshape(-1)[0])
+        place.add(loss, weight)
+
+    def _update(self) -> dict[str, Any]:
+        place, optimizer = self._place, self.optimizer
+        optimizer._gradient_scale = place.weights[-1] / sum(place.weights)
+        rate = optimizer.get_learning_rate()
+        optimizer.step()
+        self.module.lazy_reset_grad()
+        self._scheduler.step()
+        loss = place.close_window()
+        return {
+            "step": place.step,
+            "epoch": place.epoch + 1,
+            "loss": loss,
+            "learning_rate": rate,
+            "gradient_norm": optimizer.gradient_norm,
+        }
+
+    def _end_epoch(self, evaluation: Batches | None, metric: str) -> bool:
+        place = self._place
+        seconds = time.perf_counter() - self._epoch_started
+        row: dict[str, Any] = {
+            "epoch": place.epoch + 1,
+            "step": place.step,
+            "loss": place.mean_loss(),
+            "learning_rate": self.optimizer.get_learning_rate(),
+        }
+        if evaluation is not None:
+            row |= {f"eval_{k}" if k == "loss" else k: v for k, v in self.evaluate(evaluation).items()}
+        row["seconds"] = round(seconds, 4)
+        row["samples_per_second"] = round(self._epoch_samples / max(seconds, 1e-9), 1)
+        self._whole = False
+        self.history.epochs.append(row)
+        place.begin_epoch()
+        is_best = place.note_best(metric, float(row[metric]), sign=improves(metric))
+        self._whole = True
+        answers = [callback.on_epoch(self, row) for callback in self._callbacks]
+        self._save(best=is_best)
+        return any(answers)
+
+    # ---- using -----------------------------------------------------------------------------------
+
+    def evaluate(self, data: Any, *, batch_size: int = 32) -> dict[str, float]:
+        """The loss and the metrics over some data, dropout off."""
+        step = self._evaluator()
+        source = make_batches(data, step.plan.inputs, batch_size=batch_size)
+        return evaluate(step, source, self._metrics, results=self._files.outputs)
+
+    def predict(
+        self, data: Any, *, outputs: Sequence[str] | None = None, batch_size: int = 256
+    ) -> np.ndarray | dict[str, np.ndarray]:
+        """The model's outputs (or other values of its graph, by name) for inputs; labels may be left out."""
+        names = list(dict.fromkeys(outputs or self._files.outputs))
+        found = predict(
+            self._eval_model(), self.state.to_data(), names, data,
+            batch_size=batch_size, given=self.module.input_names(), options=self._options,
+        )  # fmt: skip
+        return found[names[0]] if outputs is None and len(names) == 1 else found
+
+    def export(self, path: str | os.PathLike[str], outputs: Sequence[str] | None = None) -> None:
+        """Write the trained model for inference; by default with the forward model's outputs."""
+        self.module.export_model_for_inferencing(path, list(outputs or self._files.outputs))
+
+    def save_report(self, path: str | os.PathLike[str], settings: Mapping[str, Any] | None = None) -> None:
+        """Write the run as a self-contained HTML page."""
+        page = render_report(
+            self.history,
+            title=f"Training of {self._files.name}",
+            settings=settings,
+            environment=environment(self._options),
+            files=list_files(self.output_directory, without=Path(path).name),
+        )
+        Path(path).write_text(page, encoding="utf-8")
+
+    # ---- inside ----------------------------------------------------------------------------------
+
+    def _build(self, state: CheckpointState, *, seed: int | None) -> None:
+        self.state = state
+        self.module = Module(
+            self._files.training,
+            state,
+            self._files.evaluation,
+            device=self._device,
+            session_options=self._options,
+            on_nonfinite=self._on_nonfinite,
+            seed=seed,
+        )
+        if self._files.optimizer is None:
+            raise ModelError("the artifacts have no optimizer model: generate them with optimizer=…")
+        self.optimizer = Optimizer(self._files.optimizer, self.module)
+        if self._clip_norm is not None:
+            self.optimizer._updater.clip_norm = self._clip_norm
+        self._evaluation: EvaluationStep | None = None
+
+    def _eval_model(self) -> Any:
+        if self._files.evaluation is None:
+            raise ModelError("Eval model was not provided: the artifacts have no eval_model.onnx")
+        return self._files.evaluation
+
+    def _evaluator(self) -> EvaluationStep:
+        if self._evaluation is None:
+            step = EvaluationStep(
+                self._eval_model(), device=self._device, options=self._options,
+                outputs=self._files.outputs if self._metrics else (),
+            )  # fmt: skip
+            step.attach({**self.module._parameters.views, **self.module._frozen})
+            self._evaluation = step
+        return self._evaluation
+
+    def _save(self, *, best: bool = False) -> None:
+        if self.output_directory is None:
+            return
+        data = self.state.to_data(include_optimizer_state=True)
+        data.extras["trainer"] = self._place.to_json()
+        # the checkpoint last: a run that is killed before it does the epoch again, and writes the same
+        if best:
+            checkpoint.save(self.state.to_data(), self.output_directory / "best")
+        self.history.save(self.output_directory / "history.json")
+        checkpoint.save_step(data, self.output_directory, step=self.step, keep=self._keep)
+
+    def _resume(self, directory: Path) -> bool:
+        if not any(directory.glob("checkpoint-*")):
+            return False  # nothing was saved yet
+        latest = checkpoint.load_latest(directory)
+        try:
+            self._place = Place.from_json(str(latest.data.extras["trainer"]))
+        except (KeyError, ValueError, TypeError):
+            raise OnwardError(f"'{latest.path}' was not saved by a Trainer: it cannot be resumed") from None
+        self._build(CheckpointState(latest.data), seed=None)
+        self._seed = int(self._place.settings.get("seed", self._seed))
+        self.history = History.load(directory / "history.json")
+        self.history.cut(self.step, self.epoch)
+        checkpoint.rotate(directory, keep=self._keep)  # a run that died after saving may not have got to it
+        self._whole = True
+        return True
