@@ -51,6 +51,8 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(f"onward.{name}")
     if name in _ATTRIBUTES:
         return getattr(importlib.import_module(_ATTRIBUTES[name]), name)
+    if name == "__version__":
+        return importlib.import_module("importlib.metadata").version("onward")
     raise AttributeError(f"module 'onward' has no attribute '{name}'")
 
 
