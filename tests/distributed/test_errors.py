@@ -268,3 +268,9 @@ def skip_one(folder: str) -> tuple[int, bytes]:
 
 def test_all_ranks_skip_an_update_that_one_has_to_skip(tmp_path):
     assert ranks.run(2, skip_one, folder=str(classifier(tmp_path))) == [(1, True), (1, True)]
+
+
+def test_sharded_arrays_in_a_tuple_are_refused() -> None:
+    x = np.zeros((4, 2), np.float32)
+    with pytest.raises(TypeError, match="takes the arrays themselves"):
+        ShardedArrays((x, x), batch_size=2)  # type: ignore[arg-type]

@@ -80,11 +80,16 @@ class History:
 class TrainingRunner:
     """Trains on every rank that the launcher started; alone, it trains on one.
 
-    >>> runner = TrainingRunner(RunnerSettings(artifacts="out"))            # doctest: +SKIP
-    >>> runner.initialize()                                             # doctest: +SKIP
-    >>> runner.run(train_loader, test_loader)                           # doctest: +SKIP
-    >>> runner.end_training(test_loader)                                # doctest: +SKIP
-    >>> runner.export_model_for_inferencing("model.onnx", ["logits"])   # doctest: +SKIP
+    >>> import numpy as np
+    >>> from onward.distributed import ShardedArrays
+    >>> rng = np.random.default_rng(0)
+    >>> x, labels = rng.normal(size=(64, 4)).astype("float32"), rng.integers(0, 3, 64)
+    >>> loader = ShardedArrays(x, labels, batch_size=16)
+    >>> runner = TrainingRunner(RunnerSettings(artifacts="out"))
+    >>> runner.initialize()
+    >>> history = runner.run(loader, loader)
+    >>> history = runner.end_training(loader)
+    >>> exported = runner.export_model_for_inferencing("model.onnx", ["scores"])
 
     A loader is a `ShardedArrays`, or any iterable of this rank's own batches, tuples or dicts (its
     `set_epoch` is called if it has one, and so is that of its `sampler`).

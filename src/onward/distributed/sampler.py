@@ -69,6 +69,10 @@ class ShardedArrays:
         seed: int = 0,
         drop_last: bool = False,
     ) -> None:
+        if any(isinstance(array, list | tuple | dict) for array in arrays):
+            raise TypeError(
+                "ShardedArrays takes the arrays themselves: ShardedArrays(x, labels, batch_size=…)"
+            )
         lengths = [len(array) for array in arrays]
         if not lengths or len(set(lengths)) != 1:
             raise ValueError(f"the arrays must have the same number of samples, not {lengths}")

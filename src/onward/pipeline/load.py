@@ -32,9 +32,9 @@ def load(
     """Load a folder that `from_transformers` wrote; call the result with text, images or sound.
 
     >>> import onward
-    >>> answer = onward.load("minilm")  # doctest: +SKIP
-    >>> answer("some text").shape  # doctest: +SKIP
-    (384,)
+    >>> embed = onward.load("embedder")
+    >>> embed("some text").shape
+    (16,)
     """
     path = Path(folder)
     card = read_card(path)

@@ -49,7 +49,13 @@ class Trainer:
     `warmup` counts steps, or is a share of them when below 1. `accumulation` adds up the gradients of so many
     batches for one update. `metrics` are names or functions: see `onward.train.metrics`.
 
-    >>> Trainer("artifacts", learning_rate=1e-3, metrics=["accuracy"])  # doctest: +SKIP
+    >>> import numpy as np
+    >>> rng = np.random.default_rng(0)
+    >>> x, labels = rng.normal(size=(64, 4)).astype("float32"), rng.integers(0, 3, 64)
+    >>> trainer = Trainer("out", learning_rate=1e-2)
+    >>> history = trainer.fit((x, labels), epochs=2, batch_size=16)
+    >>> trainer.step
+    8
     """
 
     def __init__(

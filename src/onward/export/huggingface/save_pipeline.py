@@ -41,9 +41,11 @@ def save_pipeline(
     checkpoint. The model's outputs are compared with the evaluation model's, on `inputs` or on some sentences;
     `quantize` makes it smaller afterwards, and what that costs is measured on the same and recorded.
 
-    >>> save_pipeline("artifacts", trainer.state, "classifier", quantize="int8")  # doctest: +SKIP
-    >>> onward.load("classifier")("some text")  # doctest: +SKIP
-    {'label': 'hockey', 'score': 0.98}
+    >>> import onward
+    >>> trainer = onward.Trainer("artifacts")
+    >>> written = save_pipeline("artifacts", trainer.state, "classifier", quantize="int8")
+    >>> sorted(onward.load("classifier")("some text"))
+    ['label', 'score']
     """
     scheme = scheme_name(quantize)
     source = Path(artifacts)
