@@ -12,9 +12,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from small_models import write_classifier
 
 import onward
+from small_models import write_classifier
 
 
 def sources() -> dict[str, str]:
