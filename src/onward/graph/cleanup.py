@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
-from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 import onnx_ir.passes.common as passes
-from onnx.reference import ReferenceEvaluator
 
-from onward.errors import ModelError
 from onward.graph.dialect.pads import spell_out_pads
+from onward.graph.evaluate import COMPUTABLE, compute
 from onward.graph.nodes import computation_key, subgraphs_of
 
 __all__ = [
@@ -31,17 +29,6 @@ __all__ = [
 
 # Shapes, axes and pads; nothing that takes noticeable space in a file.
 _SMALL = 1024
-# They compute shapes; others are left to the runtime, which folds too.
-_FOLDABLE = frozenset(
-    {
-        *("Abs", "Add", "And", "Cast", "Ceil", "Concat", "ConstantOfShape", "Div"),
-        *("Equal", "Expand", "Flatten", "Floor", "Gather", "GatherElements", "Greater", "GreaterOrEqual"),
-        *("Identity", "Less", "LessOrEqual", "Max", "Min", "Mod", "Mul", "Neg"),
-        *("Not", "Or", "Range", "ReduceMax", "ReduceMin", "ReduceProd", "ReduceSum", "Reshape"),
-        *("Shape", "Size", "Slice", "Split", "Sqrt", "Squeeze", "Sub", "Transpose"),
-        *("Unsqueeze", "Where"),
-    }
-)
 
 
 def remove_unused(model: ir.Model) -> ir.Model:
@@ -128,18 +115,17 @@ def _fold(root: ir.Graph, graph: ir.Graph, known: set[ir.Value]) -> None:
 
 def _computed(node: ir.Node, known: set[ir.Value]) -> list[np.ndarray] | None:
     """The outputs of a node whose inputs are known now; None where they are not, or are none of ours."""
-    if node.domain != "" or node.op_type not in _FOLDABLE:
-        return None
-    if "axes" in node.attributes:  # a form of older opsets, which the evaluator would not read
+    if node.domain != "" or (node.op_type not in COMPUTABLE and node.op_type not in ("Shape", "Size")):
         return None
     if any(value.is_graph_output() for value in node.outputs):
         return None
     if node.op_type in ("Shape", "Size"):
         dims = _static(node.inputs[0], node)
         return None if dims is None else [dims]
-    feeds: dict[str, np.ndarray] = {}
+    feeds: list[np.ndarray | None] = []
     for value in node.inputs:
         if value is None:
+            feeds.append(None)
             continue
         tensor = value.const_value
         if tensor is None or value.is_graph_input() or not value.is_initializer() or tensor.size > _SMALL:
@@ -147,20 +133,14 @@ def _computed(node: ir.Node, known: set[ir.Value]) -> list[np.ndarray] | None:
         # A float that was not computed here may be a parameter.
         if value not in known and tensor.dtype.is_floating_point():
             return None
-        feeds[value.name or ""] = tensor.numpy()
+        feeds.append(tensor.numpy())
     for value in node.outputs:
         size = 1
         for dim in [_SMALL + 1] if value.shape is None else value.shape:
             size *= dim if isinstance(dim, int) else _SMALL + 1
         if size > _SMALL:
             return None
-    try:
-        found: Any = ReferenceEvaluator(ir.to_proto(node)).run(None, feeds)
-        return list(found)
-    except Exception as error:
-        raise ModelError(
-            f"{node.op_type} '{node.name}' cannot be computed from its constants: {error}"
-        ) from error
+    return compute(node.op_type, {name: attr.value for name, attr in node.attributes.items()}, feeds)
 
 
 def _static(value: ir.Value | None, node: ir.Node) -> np.ndarray | None:

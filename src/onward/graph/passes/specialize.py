@@ -16,8 +16,11 @@ OUT = "_grad.accumulation.out"
 RESET = "lazy_reset_grad"
 
 
-def specialize_reset(model: onnx.ModelProto, *, reset: bool) -> onnx.ModelProto:
-    """A copy in which gradients replace their buffers (`reset`) or are always added to them."""
+def specialize_reset(model: onnx.ModelProto, *, reset: bool, keep_shapes: bool = False) -> onnx.ModelProto:
+    """A copy in which gradients replace their buffers (`reset`) or are always added to them.
+
+    What the file says of values inside goes, unless `keep_shapes`: `specialize_shapes` is the faster with it.
+    """
     special = onnx.ModelProto()
     special.CopyFrom(model)
     graph = special.graph
@@ -48,7 +51,8 @@ def specialize_reset(model: onnx.ModelProto, *, reset: bool) -> onnx.ModelProto:
     gone = {RESET} | ({v.name for v in graph.input if v.name.endswith(BUFFER)} if reset else set())
     for value in [value for value in graph.input if value.name in gone]:
         graph.input.remove(value)
-    del graph.value_info[:]
+    if not keep_shapes:
+        del graph.value_info[:]
     return special
 
 

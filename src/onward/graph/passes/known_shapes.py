@@ -1,0 +1,311 @@
+"""Models for inputs whose sizes are known: what follows from sizes alone is computed before the run.
+
+Symbols of the file become numbers, onnx's inference follows them, and arithmetic with sizes, reshapings that change
+nothing, and what nothing reads any more go away. Works on protobuf alone, like `specialize`: it is on the way of
+the first step with a new batch shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import onnx
+
+from onward.graph.evaluate import COMPUTABLE, compute
+
+__all__ = ["specialize_shapes"]
+
+# Numbers up to which a tensor may be a list of sizes or places.
+_SMALL = 1 << 14
+# Each round follows sizes through one more operator that onnx's inference cannot; two or three are common.
+_ROUNDS = 8
+
+_Dims = tuple[int, ...]
+# Change nothing where the result has the shape of the input.
+_RESHAPES = frozenset({"Reshape", "Squeeze", "Unsqueeze", "Flatten"})
+_SAME_WHERE_SHAPES_ARE = _RESHAPES | {"Expand", "Tile", "ReduceSum", "ReduceMean", "ReduceMax", "ReduceMin"}
+
+
+def specialize_shapes(model: onnx.ModelProto, shapes: Mapping[str, Sequence[int]]) -> None:
+    """Change a model in place so that it is for inputs of these shapes, by name.
+
+    Inputs that are not named keep the shapes of the file, with symbols that other inputs tell replaced. Results
+    are the same, to the bit.
+    """
+    graph = model.graph
+    symbols = _set_inputs(graph, shapes)
+    for value in [*graph.input, *graph.output, *graph.value_info]:
+        _replace_symbols(value, symbols)
+    constants = _Constants(graph)
+    dims = _known_shapes(graph)
+    _fold(graph, dims, constants)
+    for _ in range(_ROUNDS):
+        if all(name in dims for node in graph.node for name in node.output if name):
+            break
+        dims.update(_infer(model))
+        if not _fold(graph, dims, constants):
+            break
+    _merge_reshapes(graph, dims, constants)
+    _drop_unchanging(graph, dims, constants)
+    _prune(graph)
+    del graph.value_info[:]
+
+
+def _set_inputs(graph: onnx.GraphProto, shapes: Mapping[str, Sequence[int]]) -> dict[str, int]:
+    """Write the sizes into the inputs; returns what each symbol stands for."""
+    found: dict[str, set[int]] = {}
+    for value in graph.input:
+        if value.name not in shapes or value.type.WhichOneof("value") != "tensor_type":
+            continue
+        kind, wanted = value.type.tensor_type, shapes[value.name]
+        if kind.HasField("shape"):
+            have = kind.shape.dim
+            if len(have) != len(wanted) or any(d.dim_value not in (0, n) for d, n in zip(have, wanted)):
+                expected = [d.dim_param or d.dim_value or "?" for d in have]
+                raise ValueError(
+                    f"input '{value.name}' has the shape {list(wanted)}; the model expects {expected}"
+                )
+            for dim, size in zip(have, wanted):
+                if dim.dim_param:
+                    found.setdefault(dim.dim_param, set()).add(size)
+        kind.shape.ClearField("dim")
+        kind.shape.dim.extend(onnx.TensorShapeProto.Dimension(dim_value=size) for size in wanted)
+    # one that inputs contradict stays open: the run decides what that means
+    return {symbol: sizes.pop() for symbol, sizes in found.items() if len(sizes) == 1}
+
+
+def _replace_symbols(value: onnx.ValueInfoProto, symbols: Mapping[str, int]) -> None:
+    """Put numbers in the place of symbols and products of them, like 2*batch*length."""
+    for dim in value.type.tensor_type.shape.dim:
+        if not dim.dim_param:
+            continue
+        size = 1
+        for part in dim.dim_param.split("*"):
+            factor = int(part) if part.isdigit() else symbols.get(part)
+            if factor is None:
+                break
+            size *= factor
+        else:
+            dim.dim_value = size
+
+
+class _Constants:
+    """What is known of a graph's values: its own constants, and those computed."""
+
+    def __init__(self, graph: onnx.GraphProto) -> None:
+        fed = {value.name for value in graph.input}
+        self._tensors = {
+            tensor.name: tensor
+            for tensor in graph.initializer
+            if tensor.name not in fed
+            and tensor.data_location != onnx.TensorProto.EXTERNAL
+            and _size(tensor.dims) <= _SMALL
+        }
+        self._arrays: dict[str, np.ndarray] = {}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._arrays or name in self._tensors
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        if name not in self._arrays:
+            self._arrays[name] = onnx.numpy_helper.to_array(self._tensors[name])
+        return self._arrays[name]
+
+    def add(self, name: str, array: np.ndarray) -> None:
+        self._arrays[name] = array
+
+
+def _infer(model: onnx.ModelProto) -> dict[str, _Dims]:
+    """The shapes that are known, by name; large constants are no more than a type to inference."""
+    graph = model.graph
+    skeleton = onnx.ModelProto(ir_version=model.ir_version, functions=model.functions)
+    skeleton.opset_import.extend(model.opset_import)
+    bare = skeleton.graph
+    bare.name = graph.name or "g"
+    bare.node.extend(graph.node)
+    bare.input.extend(graph.input)
+    bare.output.extend(graph.output)
+    bare.value_info.extend(graph.value_info)
+    fed = {value.name for value in graph.input}
+    for tensor in graph.initializer:
+        if _size(tensor.dims) <= _SMALL and tensor.data_location != onnx.TensorProto.EXTERNAL:
+            bare.initializer.append(tensor)
+        elif tensor.name not in fed:
+            bare.input.append(
+                onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, list(tensor.dims))
+            )
+    try:
+        return _known_shapes(onnx.shape_inference.infer_shapes(skeleton).graph)
+    except Exception:  # what the file says is what is known; the runtime finds what is wrong
+        return {}
+
+
+def _known_shapes(graph: onnx.GraphProto) -> dict[str, _Dims]:
+    shapes = {tensor.name: tuple(tensor.dims) for tensor in graph.initializer}
+    for value in [*graph.value_info, *graph.input, *graph.output]:
+        if value.type.tensor_type.HasField("shape"):
+            dims = value.type.tensor_type.shape.dim
+            if all(dim.HasField("dim_value") for dim in dims):
+                shapes[value.name] = tuple(dim.dim_value for dim in dims)
+    return shapes
+
+
+def _fold(graph: onnx.GraphProto, dims: dict[str, _Dims], constants: _Constants) -> bool:
+    """Compute what is known now and take its nodes away; whether there was any."""
+    results = {value.name for value in graph.output}
+    kept, made = [], []
+    for node in graph.node:
+        outputs = _outputs(node, dims, constants) if node.output[0] not in constants else None
+        for name, array in zip(node.output, outputs or []):
+            constants.add(name, array)
+            dims[name] = array.shape
+        if outputs is None or not results.isdisjoint(node.output):
+            kept.append(node)
+        else:
+            made += [
+                onnx.numpy_helper.from_array(np.ascontiguousarray(array).reshape(array.shape), name)
+                for name, array in zip(node.output, outputs)
+            ]
+    if made:
+        _set_nodes(graph, kept)
+        graph.initializer.extend(made)
+    return bool(made)
+
+
+def _outputs(
+    node: onnx.NodeProto, dims: Mapping[str, _Dims], constants: _Constants
+) -> list[np.ndarray] | None:
+    if node.domain not in ("", "ai.onnx"):
+        return None
+    if node.op_type in ("Shape", "Size"):
+        shape = dims.get(node.input[0])
+        if shape is None:
+            return None
+        options = _attributes(node)
+        shape = shape[options.get("start", 0) : options.get("end")]
+        return [np.asarray(shape if node.op_type == "Shape" else _size(shape), np.int64)]
+    if node.op_type not in COMPUTABLE or any(name and name not in constants for name in node.input):
+        return None
+    if any(_size(dims.get(name, ())) > _SMALL for name in node.output):
+        return None
+    return compute(node.op_type, _attributes(node), [constants[n] if n else None for n in node.input])
+
+
+def _merge_reshapes(graph: onnx.GraphProto, dims: Mapping[str, _Dims], constants: _Constants) -> None:
+    """Let a reshaping of a reshaped value read the value itself."""
+    producers = {name: node for node in graph.node if node.op_type in _RESHAPES for name in node.output}
+    added: dict[_Dims, str] = {}
+    for node in graph.node:
+        if node.op_type not in _RESHAPES or node.domain or node.input[0] not in producers:
+            continue
+        shape = dims.get(node.output[0])
+        if shape is None or 0 in shape:
+            continue
+        source = producers[node.input[0]].input[0]
+        name = added.setdefault(shape, f"{node.output[0]}/shape")
+        if name not in constants:
+            constants.add(name, np.asarray(shape, np.int64))
+            graph.initializer.append(onnx.numpy_helper.from_array(constants[name], name))
+        node.op_type = "Reshape"
+        del node.input[:], node.attribute[:]
+        node.input.extend([source, name])
+
+
+def _drop_unchanging(graph: onnx.GraphProto, dims: Mapping[str, _Dims], constants: _Constants) -> None:
+    """Let the readers of a node that gives back its input read that."""
+    results = {value.name for value in graph.output}
+    renamed: dict[str, str] = {}
+    kept = []
+    for node in graph.node:
+        _rename_inputs(node, renamed)
+        if node.output[0] not in results and _changes_nothing(node, dims, constants):
+            renamed[node.output[0]] = node.input[0]
+        else:
+            kept.append(node)
+    if renamed:
+        _set_nodes(graph, kept)
+
+
+def _changes_nothing(node: onnx.NodeProto, dims: Mapping[str, _Dims], constants: _Constants) -> bool:
+    if node.domain or not node.input or len(node.output) != 1:
+        return False
+    kind = node.op_type
+    if kind == "Identity" or (kind == "Concat" and len(node.input) == 1):
+        return True
+    shape = dims.get(node.output[0])
+    if shape is None or dims.get(node.input[0]) != shape:
+        return False
+    if kind == "Slice":
+        return len(node.input) < 5 or (
+            node.input[4] in constants and bool(np.all(constants[node.input[4]] > 0))
+        )
+    if kind == "Pad":
+        return node.input[1] in constants and not np.any(constants[node.input[1]])
+    if kind == "Transpose":
+        return list(_attributes(node).get("perm", [])) == list(range(len(shape)))
+    return kind in _SAME_WHERE_SHAPES_ARE
+
+
+def _rename_inputs(node: onnx.NodeProto, renamed: Mapping[str, str]) -> None:
+    for index, name in enumerate(node.input):
+        if name in renamed:
+            node.input[index] = renamed[name]
+    for body in _bodies(node):
+        for inner in body.node:
+            _rename_inputs(inner, renamed)
+        for value in body.output:  # a body may give back what it captures
+            if value.name in renamed:
+                body.node.append(onnx.helper.make_node("Identity", [renamed[value.name]], [value.name]))
+
+
+def _prune(graph: onnx.GraphProto) -> None:
+    """Take away nodes and constants that no output needs."""
+    needed = {value.name for value in graph.output}
+    kept = []
+    for node in reversed(graph.node):
+        if needed.isdisjoint(node.output):
+            continue
+        kept.append(node)
+        needed.update(_reads(node))
+    if len(kept) < len(graph.node):
+        _set_nodes(graph, kept[::-1])
+    for index in reversed(range(len(graph.initializer))):
+        if graph.initializer[index].name not in needed:
+            del graph.initializer[index]
+
+
+def _reads(node: onnx.NodeProto) -> Iterator[str]:
+    """All names that a node or a body in it reads."""
+    yield from node.input
+    for body in _bodies(node):
+        for inner in body.node:
+            yield from _reads(inner)
+        yield from (value.name for value in body.output)
+
+
+def _bodies(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
+    for attribute in node.attribute:
+        if attribute.type == onnx.AttributeProto.GRAPH:
+            yield attribute.g
+        elif attribute.type == onnx.AttributeProto.GRAPHS:
+            yield from attribute.graphs
+
+
+def _set_nodes(graph: onnx.GraphProto, nodes: Sequence[onnx.NodeProto]) -> None:
+    held = onnx.GraphProto()
+    held.node.extend(nodes)
+    del graph.node[:]
+    graph.node.MergeFrom(held.node)
+
+
+def _attributes(node: onnx.NodeProto) -> dict[str, Any]:
+    return {attribute.name: onnx.helper.get_attribute_value(attribute) for attribute in node.attribute}
+
+
+def _size(dims: Sequence[int]) -> int:
+    size = 1
+    for dim in dims:
+        size *= dim
+    return size
