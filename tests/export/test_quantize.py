@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import warnings
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -13,7 +15,16 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from onward.errors import ModelError
-from onward.export.quantize.quantizer import SCHEMES, measure, quantize, scheme_name
+from onward.export.quantize.quantizer import (
+    SCHEMES,
+    QuantizationReport,
+    SaturationWarning,
+    measure,
+    quantize,
+    scheme_name,
+)
+from onward.graph.load import load_model
+from onward.graph.dialect.saturation import integer_products
 
 WORDS, WIDTH = 500, 64
 
@@ -87,7 +98,117 @@ def test_the_report_of_a_model_against_itself_is_perfect() -> None:
     model = embedding_model()
     report = measure(model, model, FEEDS, repeats=1)
     assert report.cosine_min == pytest.approx(1.0, abs=1e-12)
-    assert set(report.to_dict()) == {"bytes_before", "bytes_after", "cosine_min", "cosine_mean", "speedup"}
+    assert report.reference_cosine_min == report.cosine_min and report.saturating == ()
+    assert set(report.to_dict()) == {
+        "bytes_before", "bytes_after", "cosine_min", "cosine_mean", "reference_cosine_min",
+        "reference_cosine_mean", "saturating", "speedup", "cpu",
+    }  # fmt: skip
+
+
+# ---- the same answers on every CPU ----------------------------------------------------------------
+
+
+def layer(nodes: str, shape: str, output: str, **weights: tuple[int, ...]) -> onnx.ModelProto:
+    """A model of a few nodes with weights that are large wherever they are, so that full range saturates."""
+    model = onnx.parser.parse_model(
+        f'<ir_version: 8, opset_import: ["": 14, "com.microsoft": 1]> g ({shape} x) => ({output} y) {{ {nodes} }}'
+    )
+    random = np.random.default_rng(1)
+    for name, dims in weights.items():
+        value = (random.uniform(0.9, 1.0, dims) * random.choice([-1, 1])).astype(np.float32)
+        model.graph.initializer.append(numpy_helper.from_array(value, name))
+    for index, node in enumerate(model.graph.node):
+        node.name = f"{node.op_type}_{index}"
+    return model
+
+
+LAYERS = {
+    "MatMul": layer("y = MatMul(x, w)", "float[N,64]", "float[N,8]", w=(64, 8)),
+    "odd MatMul": layer("y = MatMul(x, w)", "float[N,33]", "float[N,8]", w=(33, 8)),
+    "transposed": layer(
+        "t = Transpose<perm=[1, 0]>(w)  y = MatMul(x, t)", "float[N,64]", "float[N,8]", w=(8, 64)
+    ),
+    "Gemm": layer("y = Gemm<transB=1>(x, w, b)", "float[N,64]", "float[N,8]", w=(8, 64), b=(8,)),
+    "Conv": layer("y = Conv(x, w)", "float[N,4,6,6]", "float[N,8,4,4]", w=(8, 4, 3, 3)),
+    "LSTM": layer(
+        "y = LSTM<hidden_size=8>(x, w, r)", "float[T,N,64]", "float[T,1,N,8]", w=(1, 32, 64), r=(1, 32, 8)
+    ),
+    "Attention": layer(
+        "y = com.microsoft.Attention<num_heads=2>(x, w, b)",
+        "float[N,T,16]",
+        "float[N,T,16]",
+        w=(16, 48),
+        b=(48,),
+    ),
+}
+
+
+@pytest.mark.parametrize("scheme", ["int8", "int8-tensor"])
+@pytest.mark.parametrize("name", LAYERS)
+def test_no_pair_of_products_in_the_written_file_passes_16_bits(
+    name: str, scheme: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "small.onnx"
+    quantize(LAYERS[name].SerializeToString(), scheme, output=path)
+    model = load_model(path)
+    products = integer_products(model)
+    assert all(-(2**15) <= p.lowest and p.highest < 2**15 for p in products), products
+    integers = {"MatMulInteger", "ConvInteger", "QAttention", "DynamicQuantizeLSTM"}
+    assert integers & {node.op_type for node in model.graph.all_nodes()}
+    onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+
+
+def test_the_scale_uses_the_range_that_pairs_leave() -> None:
+    """Two neighbours together may have what one alone must not: more than half of the range, where it fits."""
+    even, peaks = (np.full((8, 1), 0.5, np.float32) for _ in range(2))
+    peaks[1::2] = 0.01
+    for matrix, largest in ((even, 64), (peaks, 125)):
+        model = layer("y = MatMul(x, w)", "float[N,8]", "float[N,1]")
+        model.graph.initializer.append(numpy_helper.from_array(matrix, "w"))
+        small = onnx.load_from_string(quantize(model.SerializeToString()))  # type: ignore[arg-type]
+        values = next(numpy_helper.to_array(t) for t in small.graph.initializer if t.name == "w_quantized")
+        assert np.abs(values).max() == pytest.approx(largest, abs=1)
+
+
+def test_full_range_is_found_in_the_file_and_warned_of() -> None:
+    whole = LAYERS["MatMul"].SerializeToString()
+    full = quantize(whole, "int8", reduce_range=False)
+    feeds = [{"x": np.random.default_rng(0).uniform(0, 1, (4, 64)).astype(np.float32)}]
+    with pytest.warns(SaturationWarning, match=r"saturate on .*reduce_range=True"):
+        report = measure(whole, full, feeds, repeats=0)
+    assert len(report.saturating) == 1
+    assert report.reference_cosine_min > 0.999  # whatever this CPU makes of it
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        report = measure(whole, quantize(whole, "int8"), feeds, repeats=0)
+    assert report.cosine_min > 0.999 and report.reference_cosine_min == pytest.approx(
+        report.cosine_min, abs=1e-9
+    )
+
+
+def test_a_runtime_that_saturates_is_told_from_one_that_does_not() -> None:
+    figures: dict[str, Any] = {"bytes_before": 4, "bytes_after": 1, "cosine_mean": 0.95, "saturating": ("a", "b"),
+                               "reference_cosine_mean": 0.99, "speedup": 2.0, "cpu": "AVX2"}  # fmt: skip
+    wrong = QuantizationReport(cosine_min=0.88, reference_cosine_min=0.98, **figures)
+    assert "saturate on this CPU (AVX2): cosine min 0.8800 mean 0.9500, but 0.9800" in str(wrong.warning)
+    right = QuantizationReport(cosine_min=0.98, reference_cosine_min=0.98, **figures)
+    assert "'a' (+1 more) may saturate on CPUs without" in str(right.warning)
+    assert (
+        QuantizationReport(
+            cosine_min=0.98, reference_cosine_min=0.98, **{**figures, "saturating": ()}
+        ).warning
+        is None
+    )
+
+
+def test_what_came_in_quantized_is_made_safe_too() -> None:
+    text = """<ir_version: 8, opset_import: ["": 14]> g (float[N, 2] x) => (float[N, 1] y)
+        <int8[2, 1] w = {127, 127}> { q, s, z = DynamicQuantizeLinear(x)  i = MatMulInteger(q, w, z)
+        f = Cast<to=1>(i)  y = Mul(f, s) }"""
+    small = quantize(onnx.parser.parse_model(text).SerializeToString())
+    assert isinstance(small, bytes)
+    session = onnxruntime.InferenceSession(small, providers=["CPUExecutionProvider"])
+    assert session.run(None, {"x": np.ones((1, 2), np.float32)})[0] == pytest.approx(254)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

@@ -274,7 +274,8 @@ CASES = [
     ),
     case(
         "DynamicQuantizeMatMul",
-        *[f(3, 8), i(127, 8, 5, dtype=np.int8), np.abs(f(5)), i(9, 5, dtype=np.int8)],
+        # up to 64: larger ones saturate in the runtime's own kernel on CPUs without 8-bit dot products
+        *[f(3, 8), i(65, 8, 5, dtype=np.int8), np.abs(f(5)), i(9, 5, dtype=np.int8)],
         label="columns",
         constants=[1, 2, 3],
     ),

@@ -18,8 +18,13 @@ from onnx import NodeProto, TensorProto, helper, numpy_helper
 __all__ = ["quantize_lookups", "quantize_products"]
 
 
-def quantize_products(model: onnx.ModelProto, *, levels: int = 127, exclude: Collection[str] = ()) -> None:
-    """Replace every MatMul and plain Gemm by a constant float32 matrix, in place."""
+def quantize_products(
+    model: onnx.ModelProto, *, reduce_range: bool = True, exclude: Collection[str] = ()
+) -> None:
+    """Replace every MatMul and plain Gemm by a constant float32 matrix, in place.
+
+    With `reduce_range`, no two weights that a CPU multiplies in one instruction are more than 128 together.
+    """
     graph = model.graph
     weights = _Weights(graph)
     quantized: dict[str, tuple[str, str, str]] = {}
@@ -38,9 +43,8 @@ def quantize_products(model: onnx.ModelProto, *, levels: int = 127, exclude: Col
         q, scale, zero = quantized[x]
         # A matrix may be used twice, once as it is and once transposed: those are different constants.
         stem = f"{name}_transposed" if node.op_type == "Gemm" and _attribute(node, "transB", 0) else name
-        scales = np.maximum(np.abs(matrix).max(axis=0), np.finfo(np.float32).tiny) / levels
-        values = np.rint(matrix / scales).astype(np.int8)
-        weights.add(f"{stem}_quantized", values)
+        scales = np.maximum(_largest(matrix, pairs=reduce_range), np.finfo(np.float32).tiny) / 127
+        weights.add(f"{stem}_quantized", np.rint(matrix / scales).astype(np.int8))
         weights.add(f"{stem}_scale", scales.astype(np.float32))
         bias = node.input[2] if len(node.input) > 2 else ""
         product = f"{y}_product" if bias else y
@@ -59,9 +63,19 @@ def quantize_products(model: onnx.ModelProto, *, levels: int = 127, exclude: Col
     _finish(graph, nodes, weights)
 
 
-def quantize_lookups(
-    model: onnx.ModelProto, *, levels: int = 127, exclude: Collection[str] = (), rows: int = 64
-) -> None:
+def _largest(matrix: np.ndarray, *, pairs: bool) -> np.ndarray:
+    """What becomes 127 in each column: its largest weight or, with `pairs`, its largest two neighbours together.
+
+    The rows 0 and 1, 2 and 3, … are the pairs (see `graph.dialect.saturation`). Rounding adds at most 1 to a pair.
+    """
+    sizes = np.abs(matrix)
+    if pairs:
+        sizes = np.concatenate([sizes, np.zeros_like(sizes[: len(sizes) % 2])])
+        sizes = sizes[0::2] + sizes[1::2]
+    return sizes.max(axis=0)
+
+
+def quantize_lookups(model: onnx.ModelProto, *, exclude: Collection[str] = (), rows: int = 64) -> None:
     """Replace every Gather along the rows of a constant float32 table, in place; `rows` is the smallest table."""
     graph = model.graph
     weights = _Weights(graph)
@@ -74,7 +88,7 @@ def quantize_lookups(
             nodes.append(node)
             continue
         name, y = node.input[0], node.output[0]
-        scales = np.maximum(np.abs(table).max(axis=1, keepdims=True), np.finfo(np.float32).tiny) / levels
+        scales = np.maximum(np.abs(table).max(axis=1, keepdims=True), np.finfo(np.float32).tiny) / 127
         weights.add(f"{name}_rows", np.rint(table / scales).astype(np.int8))
         weights.add(f"{name}_row_scales", scales.astype(np.float32))
         ids = node.input[1]

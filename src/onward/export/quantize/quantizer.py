@@ -10,6 +10,7 @@ import logging
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -20,12 +21,26 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 
 from onward.errors import ModelError
 from onward.export.quantize.int8 import quantize_lookups, quantize_products
 from onward.export.quantize.transposes import fold_transposes
+from onward.graph.dialect import saturation
+from onward.graph.load import load_model
+from onward.graph.save import write_model
+from onward.runtime import processor
 
-__all__ = ["SCHEMES", "QuantizationReport", "measure", "quantize", "scheme_name"]
+__all__ = ["SCHEMES", "QuantizationReport", "SaturationWarning", "measure", "quantize", "scheme_name"]
+
+
+class SaturationWarning(UserWarning):
+    """A quantized model gives other answers on some CPUs than on others."""
+
+
+# Below this the runtime's cosine is another than the reference's, not a rounding of it.
+_SAME = 1e-4
+_REMEDY = "Quantize the float model again with reduce_range=True, the default"
 
 # One protobuf message cannot pass 2 GiB; some room is left for the graph around the weights.
 _ONE_FILE = 2**31 - 2**24
@@ -50,14 +65,38 @@ class _Options:
 class QuantizationReport:
     """What a scheme bought and what it cost, against the float32 model on the same inputs.
 
-    `cosine` compares each row of the first output; `speedup` is the median over the runs, on this machine.
+    `cosine` compares each row of the first output. `reference_cosine` does the same with integer products that
+    cannot saturate: what every CPU should give. `saturating` names the nodes whose products may saturate on
+    CPUs without 8-bit dot products. `speedup` is the median over the runs, on this machine, whose `cpu` has
+    these instructions for integer products.
     """
 
     bytes_before: int
     bytes_after: int
     cosine_min: float
     cosine_mean: float
+    reference_cosine_min: float
+    reference_cosine_mean: float
+    saturating: tuple[str, ...]
     speedup: float
+    cpu: str
+
+    @property
+    def warning(self) -> str | None:
+        """What is wrong with the model, here or on another CPU; None where nothing is."""
+        if self.cosine_min < self.reference_cosine_min - _SAME:
+            return (
+                f"int8 products saturate on this CPU ({self.cpu}): cosine min {self.cosine_min:.4f} mean "
+                f"{self.cosine_mean:.4f}, but {self.reference_cosine_min:.4f} and "
+                f"{self.reference_cosine_mean:.4f} without saturation. {_REMEDY}"
+            )
+        if self.saturating:
+            more = f" (+{len(self.saturating) - 1} more)" if len(self.saturating) > 1 else ""
+            return (
+                f"int8 products of '{self.saturating[0]}'{more} may saturate on CPUs without 8-bit dot products "
+                f"(AVX2, AVX512 without VNNI). {_REMEDY}"
+            )
+        return None
 
     def to_dict(self) -> dict[str, float]:
         """The figures, for a JSON file."""
@@ -66,7 +105,8 @@ class QuantizationReport:
     def __str__(self) -> str:
         return (
             f"{self.bytes_before / 1e6:.1f} MB -> {self.bytes_after / 1e6:.1f} MB, "
-            f"cosine min {self.cosine_min:.4f} mean {self.cosine_mean:.4f}, {self.speedup:.2f}x as fast"
+            f"cosine min {self.cosine_min:.4f} mean {self.cosine_mean:.4f}, "
+            f"{self.speedup:.2f}x as fast ({self.cpu})"
         )
 
 
@@ -92,15 +132,16 @@ def quantize(
     scheme: str = "int8",
     *,
     output: str | PathLike[str] | None = None,
-    reduce_range: bool = False,
+    reduce_range: bool = True,
     block_size: int = 32,
     exclude: Iterable[str] = (),
 ) -> bytes | Path:
     """Quantize a model given as bytes or as a file; return bytes, or write `output` and return its path.
 
-    `reduce_range` keeps int8 weights within 7 bits, for processors without VNNI, whose int8 products can
-    saturate. `block_size` is the number of weights that share one scale in the weight-only schemes. `exclude`
-    names nodes to leave alone.
+    `reduce_range` keeps int8 weights small enough that every CPU computes the same products. Without it they use
+    the whole range: right only where all CPUs have 8-bit dot products (AVX-VNNI, AVX512-VNNI, AMX, ARM);
+    on others products saturate, without an error. `block_size` is the number of weights that share one scale
+    in the weight-only schemes. `exclude` names nodes to leave alone.
 
     >>> quantize("model.onnx", "int8", output="model-int8.onnx").name
     'model-int8.onnx'
@@ -114,6 +155,8 @@ def quantize(
     fold_transposes(proto)  # as a training graph has them: matrices behind them would be left as they are
     with _undisturbed():
         result = SCHEMES[name].apply(proto, options)
+    if reduce_range:
+        result = _never_saturating(result)
     # The quantizers leave notes of their own in the metadata, or lose what was there: keep the model's.
     del result.metadata_props[:]
     onnx.helper.set_model_props(result, metadata)
@@ -135,25 +178,36 @@ def measure(
     """Run both models on the same inputs and report size, cosine similarity and speed.
 
     Rows of the first output are compared: a tensor of more axes counts one row per last axis. `threads=0`
-    lets the runtime choose.
+    lets the runtime choose. A third model, the quantized one with integer products that cannot saturate, shows
+    what every CPU should give; where this one gives something else, or another may, a warning says so.
     """
     if not feeds:
         raise ValueError("measure() needs at least one set of inputs")
-    ours, theirs = (_session(model, threads) for model in (quantized, reference))
+    whole, ours = _session(reference, threads), _session(quantized, threads)
+    products, exact = _exact(quantized, threads)
     cosines: list[np.ndarray] = []
+    exact_cosines: list[np.ndarray] = []
     ratios: list[float] = []
     for feed in feeds:
-        a, b = (np.asarray(session.run(None, dict(feed))[0], np.float64) for session in (theirs, ours))
-        cosines.append(_cosine(a.reshape(-1, a.shape[-1]), b.reshape(-1, b.shape[-1])))
-        ratios += [_seconds(theirs, feed) / _seconds(ours, feed) for _ in range(repeats)]
-    cosine = np.concatenate(cosines)
-    return QuantizationReport(
+        rows = _rows(whole, feed)
+        cosines.append(_cosine(rows, _rows(ours, feed)))
+        exact_cosines.append(cosines[-1] if exact is None else _cosine(rows, _rows(exact, feed)))
+        ratios += [_seconds(whole, feed) / _seconds(ours, feed) for _ in range(repeats)]
+    cosine, exact_cosine = np.concatenate(cosines), np.concatenate(exact_cosines)
+    report = QuantizationReport(
         bytes_before=_size(reference),
         bytes_after=_size(quantized),
         cosine_min=float(cosine.min()),
         cosine_mean=float(cosine.mean()),
+        reference_cosine_min=float(exact_cosine.min()),
+        reference_cosine_mean=float(exact_cosine.mean()),
+        saturating=tuple(product.node for product in products if product.saturates),
         speedup=float(np.median(ratios)) if ratios else float("nan"),
+        cpu=processor.integer_products(),
     )
+    if report.warning is not None:
+        warnings.warn(report.warning, SaturationWarning, stacklevel=2)
+    return report
 
 
 # What the stock quantizer has integer forms of, beside products and lookups.
@@ -161,8 +215,7 @@ _OTHER_INTEGER_OPS = frozenset({"Attention", "Conv", "EmbedLayerNormalization", 
 
 
 def _int8(model: onnx.ModelProto, options: _Options) -> onnx.ModelProto:
-    levels = 63 if options.reduce_range else 127
-    quantize_products(model, levels=levels, exclude=options.exclude)
+    quantize_products(model, reduce_range=options.reduce_range, exclude=options.exclude)
     quantize_lookups(model, exclude=options.exclude)
     others = sorted(_OTHER_INTEGER_OPS & {node.op_type for node in model.graph.node})
     return _dynamic(model, options, per_channel=True, op_types=others) if others else model
@@ -288,6 +341,32 @@ def _session(model: bytes | str | PathLike[str], threads: int) -> Any:
     options.intra_op_num_threads = threads
     source = model if isinstance(model, bytes) else fspath(model)
     return onnxruntime.InferenceSession(source, options, providers=["CPUExecutionProvider"])
+
+
+def _exact(
+    model: bytes | str | PathLike[str], threads: int
+) -> tuple[list[saturation.IntegerProduct], Any | None]:
+    """A model's integer products, and a session of it in which they are unsigned; None where it has none."""
+    twin = load_model(model)
+    products = saturation.integer_products(twin)
+    if not saturation.make_unsigned(twin, saturating_only=False):
+        return products, None
+    with tempfile.TemporaryDirectory(prefix="onward-exact-", ignore_cleanup_errors=True) as folder:
+        ir.external_data.load_to_model(twin)
+        path = Path(folder) / "model.onnx"
+        write_model(twin, path)
+        return products, _session(path, threads)
+
+
+def _never_saturating(model: onnx.ModelProto) -> onnx.ModelProto:
+    """The same model, with products unsigned that came in quantized, or that a quantizer left too large."""
+    checked = ir.from_proto(model)
+    return ir.to_proto(checked) if saturation.make_unsigned(checked) else model
+
+
+def _rows(session: Any, feed: Mapping[str, np.ndarray]) -> np.ndarray:
+    values = np.asarray(session.run(None, dict(feed))[0], np.float64)
+    return values.reshape(-1, values.shape[-1])
 
 
 def _seconds(session: Any, feed: Mapping[str, np.ndarray]) -> float:

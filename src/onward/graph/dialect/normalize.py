@@ -1,8 +1,9 @@
 """Any model to one normal form, so that gradient rules see one opset and one spelling of each operator.
 
 Functions are inlined, operators of other opsets and fused operators are written in those of one opset,
-Constant nodes become initializers, default attributes are written out, types and shapes inferred. The
-meaning of the model does not change: docs/dialect.md says what comes in and what goes out.
+Constant nodes become initializers, default attributes are written out, types and shapes inferred. Signed 8-bit
+weights whose products saturate on some CPUs become unsigned ones. The meaning of the model does not change:
+docs/dialect.md says what comes in and what goes out.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from onward.graph.dialect.definitions import expand_by_definition
 from onward.graph.dialect.downgrade import downgrade
 from onward.graph.dialect.required_opset import lowest_opset
 from onward.graph.dialect.rewrite import Expansion, rewrite
+from onward.graph.dialect.saturation import make_unsigned
 from onward.graph.dialect.upgrade import OLDEST, upgrade
 from onward.graph.load import ModelSource, load_model
 from onward.graph.shapes.model import infer_shapes, sharpen
@@ -73,6 +75,7 @@ def _normalize(model: ir.Model) -> ir.Model:
     for node in model.graph.all_nodes():
         node.version = None
     _lift_constants(model)
+    make_unsigned(model)
     ir.passes.Sequential(
         passes.AddDefaultAttributesPass(),
         passes.NameFixPass(),
