@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from onward.export.quantize.quantizer import SCHEMES, QuantizationReport, measure, quantize
+from onward.export.quantize.quantizer import SCHEMES, QuantizationReport, SaturationWarning, measure, quantize
 
-__all__ = ["SCHEMES", "QuantizationReport", "measure", "quantize"]
+__all__ = ["SCHEMES", "QuantizationReport", "SaturationWarning", "measure", "quantize"]

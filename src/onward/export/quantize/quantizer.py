@@ -91,9 +91,10 @@ class QuantizationReport:
                 f"{self.reference_cosine_mean:.4f} without saturation. {_REMEDY}"
             )
         if self.saturating:
-            more = f" (+{len(self.saturating) - 1} more)" if len(self.saturating) > 1 else ""
+            first, *rest = self.saturating
+            more = f" (+{len(rest)} more)" if rest else ""
             return (
-                f"int8 products of '{self.saturating[0]}'{more} may saturate on CPUs without 8-bit dot products "
+                f"int8 products of '{first}'{more} may saturate on CPUs without 8-bit dot products "
                 f"(AVX2, AVX512 without VNNI). {_REMEDY}"
             )
         return None
