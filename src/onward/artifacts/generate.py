@@ -19,9 +19,11 @@ from pathlib import Path
 import onnx
 import onnx_ir as ir
 
+from onward.artifacts.portable import portable_step, write_portable
 from onward.artifacts.write import write_artifacts
 from onward.autodiff.recompute.segments import ActivationBudget, Recompute
 from onward.checkpoint import CheckpointData, NominalTensor
+from onward.checkpoint.portable import StateLayout
 from onward.errors import ModelError
 from onward.graph.dialect.lower import OLDEST_OUTPUT, lower
 from onward.graph.dialect.normalize import OPSET, normalize
@@ -70,19 +72,21 @@ class OptimType(enum.Enum):
     Adafactor = 8
 
 
-_Models = tuple[ir.Model, ir.Model, ir.Model | None]
+_Models = tuple[ir.Model, ir.Model, ir.Model | None, ir.Model | None]
 Loss = LossType | Block | None
 OptimizerChoice = OptimType | Block | Optimizer | None
 
 
 @dataclasses.dataclass
 class Artifacts:
-    """What training needs, in memory: three models and the initial state."""
+    """What training needs, in memory: three models and the initial state; with `portable`, the portable step too."""
 
     training: ir.Model
     evaluation: ir.Model
     optimizer: ir.Model | None
     checkpoint: CheckpointData
+    step: ir.Model | None = None
+    state_layout: StateLayout | None = None
 
     @property
     def trainable(self) -> list[str]:
@@ -128,6 +132,7 @@ def generate_artifacts(
     lora: LoRA | None = None,
     opset: int | None = None,
     recompute: Recompute = None,
+    portable: bool = False,
 ) -> None:
     """Write `training_model.onnx`, `eval_model.onnx`, `optimizer_model.onnx` and `checkpoint`.
 
@@ -137,8 +142,9 @@ def generate_artifacts(
     besides; the rest stays as it is. The files are in the model's own opset where that has all it takes, else
     in 21; `opset` asks for one. `recompute` trades time for memory: True, a share of the memory of activations
     to keep (0.5), bytes ("500MB"), or scopes whose inner values are computed again ("encoder.layer.*").
-    `loss=None` means that the model's first output is the loss. All files
-    are written, or none; the directory is made where it is missing.
+    `loss=None` means that the model's first output is the loss. `portable` adds what programs in other
+    languages train with: `train_step.onnx`, `state.bin`, `inference_model.onnx` and its weights
+    (docs/portable.md). All files are written, or none; the directory is made where it is missing.
 
     >>> import tempfile, onnx.parser
     >>> model = onnx.parser.parse_model('''<ir_version: 10, opset_import: ["": 21]>
@@ -162,10 +168,13 @@ def generate_artifacts(
         lora=lora,
         opset=opset,
         recompute=recompute,
+        portable=portable,
     )
     models = {"training_model": made.training, "eval_model": made.evaluation}
     if made.optimizer is not None:
         models["optimizer_model"] = made.optimizer
+    if made.step is not None:
+        models["train_step"] = made.step
     checkpoints = {"checkpoint": made.checkpoint}
     if nominal_checkpoint:
         checkpoints["nominal_checkpoint"] = made.nominal_checkpoint()
@@ -175,7 +184,13 @@ def generate_artifacts(
         {f"{prefix}{name}": data for name, data in checkpoints.items()},
         ort_format=ort_format,
         custom_op_library=custom_op_library,
+        more=lambda folder: _write_portable(folder, prefix, made),
     )
+
+
+def _write_portable(folder: Path, prefix: str, made: Artifacts) -> None:
+    if made.state_layout is not None:
+        write_portable(folder, prefix, made.evaluation, made.state_layout, made.checkpoint)
 
 
 @gc_paused()
@@ -193,6 +208,7 @@ def build_artifacts(
     lora: LoRA | None = None,
     opset: int | None = None,
     recompute: Recompute = None,
+    portable: bool = False,
 ) -> Artifacts:
     """Build the artifacts of a forward model in memory; arguments as for `generate_artifacts`."""
     loss_block = _loss_block(loss)
@@ -229,28 +245,30 @@ def build_artifacts(
             optimizer_made = optimizer_from_block(rule, graphs.trainable)
         optimizer_made.producer_name, optimizer_made.producer_version = producer()
         optimizer_made.metadata_props["onward.version"] = producer()[1]
-    training, evaluation, optimizer_made = _in_opset(
-        (graphs.training, graphs.evaluation, optimizer_made), own=own, asked=opset
+    initial = CheckpointData(
+        trainable={name: tensor.numpy() for name, tensor in graphs.trainable.items()},
+        frozen={name: tensor.numpy() for name, tensor in graphs.frozen.items()},
     )
-    return Artifacts(
-        training=training,
-        evaluation=evaluation,
-        optimizer=optimizer_made,
-        checkpoint=CheckpointData(
-            trainable={name: tensor.numpy() for name, tensor in graphs.trainable.items()},
-            frozen={name: tensor.numpy() for name, tensor in graphs.frozen.items()},
-        ),
+    step = layout = None
+    if portable:
+        if optimizer_made is None:
+            raise ModelError("portable=True needs an optimizer: the portable step has its update in it")
+        step, layout = portable_step(graphs.training, optimizer_made, initial)
+    training, evaluation, optimizer_made, step = _in_opset(
+        (graphs.training, graphs.evaluation, optimizer_made, step), own=own, asked=opset
     )
+    return Artifacts(training, evaluation, optimizer_made, initial, step, layout)
 
 
 def _in_opset(models: _Models, *, own: int, asked: int | None) -> _Models:
     """The models in the opset asked for, or in the given model's own where all of them have a form in it."""
-    training, evaluation, optimizer = models
+    training, evaluation, *optional = models
     target = own if asked is None else asked
     if asked is None and not OLDEST_OUTPUT <= target < training.graph.opset_imports[""]:
         return models
     try:
-        return lower(training, target), lower(evaluation, target), optimizer and lower(optimizer, target)
+        optimizer, step = (model and lower(model, target) for model in optional)
+        return lower(training, target), lower(evaluation, target), optimizer, step
     except ModelError as error:
         if asked is not None:
             raise

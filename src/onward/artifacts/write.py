@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import onnx_ir as ir
@@ -23,11 +23,12 @@ def write_artifacts(
     *,
     ort_format: bool = False,
     custom_op_library: str | os.PathLike[str] | None = None,
+    more: Callable[[Path], object] | None = None,
 ) -> list[Path]:
     """Write `{name}.onnx` for each model and `{name}` for each checkpoint; returns the files.
 
-    Everything is written into a temporary folder inside the directory first, then moved; old files are put
-    back if a move fails.
+    Everything is written into a temporary folder inside the directory first, where `more` adds files, then
+    moved; old files are put back if a move fails.
     """
     made_directory = not directory.exists()
     try:
@@ -39,6 +40,8 @@ def write_artifacts(
                     _write_ort(staging / f"{name}.onnx", custom_op_library)
             for name, data in checkpoints.items():
                 save(data, staging / name)
+            if more is not None:
+                more(staging)
             return place(sorted(staging.iterdir()), directory)
     except OSError as error:
         raise ModelError(

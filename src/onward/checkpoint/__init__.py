@@ -2,6 +2,7 @@
 
 from onward.checkpoint.codec import UnsealedCheckpointWarning, decode, encode
 from onward.checkpoint.interchange import from_safetensors, to_safetensors
+from onward.checkpoint.portable import from_portable, to_portable
 from onward.checkpoint.state import CheckpointData, NominalTensor, OptimizerGroup, check_property
 from onward.checkpoint.store import (
     Latest,
@@ -23,11 +24,13 @@ __all__ = [
     "check_property",
     "decode",
     "encode",
+    "from_portable",
     "from_safetensors",
     "load",
     "load_latest",
     "rotate",
     "save",
     "save_step",
+    "to_portable",
     "to_safetensors",
 ]

@@ -130,6 +130,10 @@ def _scalars_of(op: Builder, scalars: Scalars, group: ParameterGroup) -> Scalars
 def _output(op: Builder, value: ir.Value, name: str, like: ir.Value) -> None:
     if value is like:  # a slot that the rule left alone
         value = op.Identity(value)
+    elif (
+        like.shape is not None and like.shape.rank() == 0
+    ):  # scalars like the learning rate have one dimension
+        value = op.Reshape(value, np.zeros(0, np.int64))
     value.name = op.namer(name)
     value.shape = like.shape
     op.graph.outputs.append(value)

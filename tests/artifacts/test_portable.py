@@ -1,0 +1,398 @@
+"""The portable step: run with nothing but onnxruntime, it trains as `Module` and `Optimizer` do."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx.parser
+import onnxruntime as ort
+import pytest
+
+from onward import checkpoint, onnxblock, optim
+from onward.api import CheckpointState
+from onward.artifacts import LossType, OptimType, generate_artifacts
+from onward.checkpoint import from_portable, to_portable
+from onward.errors import ModelError, NonFiniteError
+from onward.lora import LoRA
+from onward.onnxblock import optim as blocks
+from onward.optim import ParameterGroup
+from small_models import (
+    CLASSIFIER,
+    NORMALIZED,
+    batch,
+    classifier,
+    normalized,
+    one_thread,
+    start,
+    with_weights,
+)
+
+STEPS = 12
+RATES = itertools.repeat(1e-2)
+
+
+class Loop:
+    """The loop of docs/portable.md: it knows the specification and nothing of Onward."""
+
+    def __init__(self, folder: Path, state: str | Path = "state.bin") -> None:
+        self.session = ort.InferenceSession(folder / "train_step.onnx", one_thread())
+        self.about = self.session.get_modelmeta().custom_metadata_map
+        self.names = [value.name for value in self.session.get_inputs()]
+        self.outputs = [value.name for value in self.session.get_outputs()]
+        self.results = int(self.about["onward.results"])
+        file = (folder / state).read_bytes()
+        assert hashlib.sha256(file[:-32]).digest() == file[-32:]
+        assert file[32:64].hex() == self.about["onward.state_digest"]
+        lines = [line.split("\t") for line in self.about["onward.state"].splitlines()]
+        self.state = [array(file, *fields[1:]) for kind, *fields in lines if kind == "tensor"]
+        self.parts = {
+            (kind, *fields[:1], *fields[3:]): (fields[1], int(fields[2]))
+            for kind, *fields in lines
+            if kind != "tensor"
+        }
+
+    def __call__(self, *inputs: np.ndarray, rate: float = 1e-3) -> list[Any]:
+        given = [*inputs, np.array([rate], np.float32), *self.state]
+        made = list(self.session.run(self.outputs, dict(zip(self.names, given, strict=True))))
+        changed = made[self.results :]
+        self.state[len(self.state) - len(changed) :] = changed
+        return made[: self.results]
+
+    def bytes(self) -> bytes:
+        """The tensors as they lie in a file, from byte 64."""
+        return b"".join(tensor.tobytes().ljust(-(-tensor.nbytes // 64) * 64, b"\0") for tensor in self.state)
+
+    def part(self, kind: str, name: str, *slot: str) -> np.ndarray:
+        dims, offset = self.parts[(kind, name, *slot)]
+        dtype = "int64" if kind in ("optimizer_step", "train_step", "random_seed") else "float32"
+        return array(bytes(64) + self.bytes(), dtype, dims, offset)
+
+
+def array(file: bytes, dtype: str, dims: str, offset: str | int) -> np.ndarray:
+    shape = [int(dim) for dim in dims.split(",") if dim]
+    return np.frombuffer(file, dtype, int(np.prod(shape, dtype=np.int64)), int(offset)).reshape(shape)
+
+
+def artifacts(folder: Path, model: onnx.ModelProto | None = None, **options: Any) -> Path:
+    chosen: dict[str, Any] = {
+        "requires_grad": CLASSIFIER,
+        "loss": LossType.CrossEntropyLoss,
+        "optimizer": OptimType.AdamW,
+    }
+    generate_artifacts(
+        model or classifier(), artifact_directory=folder, portable=True, **{**chosen, **options}
+    )
+    return folder
+
+
+def compare(folder: Path, batches: Any, *, rates: Any = RATES, steps: int = STEPS) -> Loop:
+    """Train both ways; losses, parameters, statistics and optimizer state agree within 1e-6."""
+    state, module, optimizer = start(folder)
+    loop = Loop(folder)
+    for _, inputs, rate in zip(range(steps), batches, rates):
+        optimizer.set_learning_rate(rate)
+        wanted = module(*inputs)
+        optimizer.step()
+        module.lazy_reset_grad()
+        wanted = list(wanted) if isinstance(wanted, tuple) else [wanted]
+        for one, other in zip(loop(*inputs, rate=rate), wanted, strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-6)
+    same_state(loop, state.to_data(include_optimizer_state=True))
+    return loop
+
+
+def same_state(loop: Loop, data: checkpoint.CheckpointData) -> None:
+    (group,) = data.optimizer
+    for (kind, name, *slot), _ in loop.parts.items():
+        if kind == "slot":
+            wanted = group.slots[name][slot[0]]
+        elif kind in ("trainable", "frozen", "statistic"):
+            wanted = data.parameters()[name]
+        else:
+            counters = {"optimizer_step": group.step, "train_step": data.extras["train_step"]}
+            wanted = np.array([counters.get(kind, data.extras["seed"])])
+        np.testing.assert_allclose(
+            loop.part(kind, name, *slot), wanted, rtol=1e-6, atol=1e-6, err_msg=f"{kind} {name} {slot}"
+        )
+
+
+def batches(size: int = 6) -> Any:
+    return (batch(seed, size) for seed in itertools.count())
+
+
+class Wrapped(onnxblock.Block):
+    """A user's own optimizer block: Onward knows nothing of its rule."""
+
+    def __init__(self, inner: onnxblock.Block) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def build(self, parameters: Any) -> Any:
+        return self.inner(parameters)
+
+
+OPTIMIZERS = {
+    "SGD": blocks.SGD(),
+    "SGD with momentum": optim.sgd(momentum=0.9, weight_decay=0.1),
+    "SGD, Nesterov": optim.sgd(momentum=0.9, nesterov=True),
+    "SGD with dampening": optim.sgd(momentum=0.9, dampening=0.5),
+    "Adam": optim.adam(weight_decay=0.1),
+    "AdamW": optim.adamw(),
+    "AdamW without bias correction": optim.adamw(bias_correction=False),
+    "Adagrad": optim.adagrad(lr_decay=0.1),
+    "RMSprop": optim.rmsprop(momentum=0.9, centered=True),
+    "Lion": optim.lion(weight_decay=0.1),
+    "LAMB": optim.lamb(weight_decay=0.1),
+    "Adafactor": optim.adafactor(weight_decay=0.1),
+    "clipped by norm": blocks.AdamW(clip_grad=blocks.ClipGradNorm(0.1)),
+    "clipped by value": blocks.SGD(clip_grad=blocks.ClipGradValue(0.01)),
+    "LAMB, clipped": blocks.Lamb(clip_grad=blocks.ClipGradNorm(0.1)),
+    "a block of the user's": Wrapped(blocks.AdamW()),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizer_trains_as_in_python(name: str, tmp_path: Path) -> None:
+    compare(artifacts(tmp_path, optimizer=OPTIMIZERS[name]), batches())
+
+
+def test_every_kind_of_optimizer_is_tried() -> None:
+    rules = {
+        getattr(rule, "rule", rule).name for rule in OPTIMIZERS.values() if not isinstance(rule, Wrapped)
+    }
+    assert {kind.name.lower() for kind in OptimType} <= {name.lower() for name in rules}
+
+
+def test_dropout_draws_the_same_numbers(tmp_path: Path) -> None:
+    loop = compare(artifacts(tmp_path, classifier(dropout=0.5)), batches())
+    assert loop.part("train_step", "train_step") == STEPS
+
+
+def test_batch_norm_statistics_are_state(tmp_path: Path) -> None:
+    artifacts(tmp_path, normalized(), requires_grad=NORMALIZED)
+    loop = compare(tmp_path, batches())
+    assert np.abs(loop.part("statistic", "mean")).max() > 0
+
+
+def test_frozen_parameters_are_fed_again(tmp_path: Path) -> None:
+    artifacts(tmp_path, requires_grad=["w2", "b2"], frozen_params=["w1", "b1"])
+    loop = compare(tmp_path, batches())
+    assert loop.names[3:5] == ["w1", "b1"] and "w1.next" not in loop.outputs
+
+
+def test_any_batch_size(tmp_path: Path) -> None:
+    compare(artifacts(tmp_path), (batch(seed, 1 + seed % 5) for seed in itertools.count()))
+
+
+def test_additional_outputs(tmp_path: Path) -> None:
+    artifacts(tmp_path, additional_output_names=["scores"])
+    assert compare(tmp_path, batches()).results == 2
+
+
+def test_lora(tmp_path: Path) -> None:
+    artifacts(tmp_path, requires_grad=None, lora=LoRA(rank=2))
+    compare(tmp_path, batches())
+
+
+def test_parameter_groups(tmp_path: Path) -> None:
+    groups = [
+        ParameterGroup(("b1", "b2"), weight_decay=0.0),
+        ParameterGroup(("w2",), weight_decay=0.5, learning_rate_scale=0.1),
+    ]
+    artifacts(tmp_path, optimizer=optim.adamw(weight_decay=0.1), parameter_groups=groups)
+    compare(tmp_path, batches())
+
+
+def test_the_learning_rate_is_an_input(tmp_path: Path) -> None:
+    compare(artifacts(tmp_path), batches(), rates=np.linspace(0.1, 0.0, STEPS).tolist())
+
+
+def embedding() -> onnx.ModelProto:
+    """Integer inputs, a table that is large enough to be updated in pieces, and a scalar parameter."""
+    model = with_weights(
+        """net (int64[n] ids) => (float[n, 3] scores) {
+            row = Gather (table, ids)  scaled = Mul (row, factor)  scores = MatMul (scaled, w) }""",
+        table=(8200, 64), w=(64, 3),
+    )  # fmt: skip
+    model.graph.initializer.append(onnx.numpy_helper.from_array(np.array(0.5, np.float32), "factor"))
+    return model
+
+
+@pytest.mark.parametrize("rule", [optim.adamw(), optim.lamb()], ids=["elementwise", "by parameter"])
+def test_integer_inputs_large_tables_and_scalars(rule: Any, tmp_path: Path) -> None:
+    artifacts(tmp_path, embedding(), requires_grad=["table", "w", "factor"], optimizer=rule)
+    rng = np.random.default_rng(0)
+    compare(tmp_path, ((rng.integers(0, 8200, 9), rng.integers(0, 3, 9)) for _ in itertools.count()), steps=4)
+
+
+def test_a_large_parameter_of_any_size(tmp_path: Path) -> None:
+    """A prime number of elements has no even pieces."""
+    model = with_weights("net (float[n, 1] x) => (float[n, 524309] y) { y = MatMul (x, w) }", w=(1, 524309))
+    artifacts(tmp_path, model, requires_grad=["w"], loss=LossType.MSELoss)
+    rng = np.random.default_rng(0)
+    given = rng.normal(size=(1, 1)).astype(np.float32), rng.normal(size=(1, 524309)).astype(np.float32)
+    compare(tmp_path, itertools.repeat(given), steps=2)
+
+
+@pytest.mark.parametrize("opset", [13, 14, 15, 17, 18, 20, 21])
+def test_opsets(opset: int, tmp_path: Path) -> None:
+    rule = blocks.AdamW(clip_grad=blocks.ClipGradNorm(0.1))
+    if opset < 15:  # batch norm has another meaning there
+        artifacts(tmp_path, classifier(0.1), optimizer=rule, opset=opset)
+    else:
+        artifacts(tmp_path, normalized(), requires_grad=NORMALIZED, optimizer=rule, opset=opset)
+    compare(tmp_path, batches(), steps=3)
+    for name in ("train_step", "inference_model"):
+        model = onnx.load(tmp_path / f"{name}.onnx", load_external_data=False)
+        assert [entry.version for entry in model.opset_import if not entry.domain] == [opset]
+        assert {entry.domain for entry in model.opset_import} == {""}
+
+
+def test_names_that_the_model_has_itself(tmp_path: Path) -> None:
+    """A parameter called like another's slot, an input called learning_rate, a value called like an output."""
+    model = onnx.parser.parse_model("""<ir_version: 10, opset_import: ["": 18]>
+        net (float[n, 2] learning_rate) => (float[n, 2] packed0) {
+            train_step = MatMul (learning_rate, w)  packed0 = MatMul (train_step, other) }""")
+    model.graph.node[1].input[1] = "w.momentum0"
+    for name in ("w", "w.momentum0"):
+        value = np.random.default_rng(0).normal(size=(2, 2)).astype(np.float32)
+        model.graph.initializer.append(onnx.numpy_helper.from_array(value, name))
+    artifacts(tmp_path, model, requires_grad=["w", "w.momentum0"], loss=LossType.MSELoss)
+    rng = np.random.default_rng(0)
+    given = [rng.normal(size=(3, 2)).astype(np.float32) for _ in range(2)]
+    compare(tmp_path, itertools.repeat(given))
+
+
+# ---- numbers that are not finite -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("clip", [None, blocks.ClipGradNorm(1.0)], ids=["plain", "clipped"])
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_a_step_that_is_not_finite_leaves_the_state_as_it_was(bad: float, clip: Any, tmp_path: Path) -> None:
+    artifacts(tmp_path, normalized(), requires_grad=NORMALIZED, optimizer=blocks.AdamW(clip_grad=clip))
+    loop = Loop(tmp_path)
+    loop(*batch(0))
+    before = loop.bytes()
+    x, labels = batch(1)
+    x[2, 1] = bad
+    (loss,) = loop(x, labels)
+    assert not np.isfinite(loss) and loop.bytes() == before
+    loop(*batch(2))
+    assert loop.bytes() != before and loop.part("train_step", "train_step") == 2
+
+
+def overflowing() -> onnx.ModelProto:
+    """Scores so small that the loss is finite, through a factor that makes the gradient infinite."""
+    return with_weights(
+        """net (float[n, 2] x) => (float[n, 2] y) {
+            a = MatMul (x, w)  b = Sqrt (a)  y = Identity (b) }""",
+        w=(2, 2),
+    )  # fmt: skip
+
+
+def test_a_gradient_that_is_not_finite_leaves_the_state_as_it_was(tmp_path: Path) -> None:
+    artifacts(tmp_path, overflowing(), requires_grad=["w"], loss=LossType.MSELoss)
+    x = np.zeros((1, 2), np.float32)  # √0 has an infinite slope
+    target = np.ones((1, 2), np.float32)
+    loop, (_, module, optimizer) = Loop(tmp_path), start(tmp_path)
+    before = loop.bytes()
+    (loss,) = loop(x, target)
+    assert np.isfinite(loss) and loop.bytes() == before
+    module(x, target)
+    with pytest.raises(NonFiniteError):
+        optimizer.step()
+
+
+def test_clipping_takes_gradients_whose_square_overflows(tmp_path: Path) -> None:
+    model = with_weights("net (float[n, 2] x) => (float[n, 1] y) { y = MatMul (x, w) }", w=(2, 1))
+    rule = blocks.SGD(clip_grad=blocks.ClipGradNorm(1.0))
+    artifacts(tmp_path, model, requires_grad=["w"], loss=LossType.L1Loss, optimizer=rule)
+    given = np.full((1, 2), 1e22, np.float32), np.zeros((1, 1), np.float32)
+    loop = compare(tmp_path, itertools.repeat(given), steps=1)
+    assert loop.part("optimizer_step", "optimizer_step") == 1
+
+
+# ---- files --------------------------------------------------------------------------------------------
+
+
+def test_the_inference_model_reads_the_first_bytes_of_the_state(tmp_path: Path) -> None:
+    artifacts(tmp_path, normalized(), requires_grad=NORMALIZED)
+    loop = Loop(tmp_path)
+    _, module, optimizer = start(tmp_path)
+    for inputs in itertools.islice(batches(), 5):
+        loop(*inputs)
+        module(*inputs)
+        optimizer.step()
+        module.lazy_reset_grad()
+    header = (tmp_path / "state.bin").read_bytes()[:64]
+    size = int(loop.about["onward.weights_size"])
+    (tmp_path / "inference_model.bin").write_bytes((header + loop.bytes())[:size])
+    module.export_model_for_inferencing(tmp_path / "python.onnx", ["scores"])
+    x = batch(9)[0]
+    one, other = (
+        ort.InferenceSession(tmp_path / name, one_thread()).run(["scores"], {"x": x})[0]
+        for name in ("inference_model.onnx", "python.onnx")
+    )
+    np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_the_inference_model_runs_as_written(tmp_path: Path) -> None:
+    artifacts(tmp_path, prefix="my_")
+    session = ort.InferenceSession(tmp_path / "my_inference_model.onnx", one_thread())
+    assert [value.name for value in session.get_inputs()] == ["x"]
+    assert [value.name for value in session.get_outputs()] == ["scores"]
+    size = int(session.get_modelmeta().custom_metadata_map.get("onward.weights_size", 0)) or None
+    state = (tmp_path / "my_state.bin").read_bytes()
+    weights = (tmp_path / "my_inference_model.bin").read_bytes()
+    assert state[64 : len(weights)] == weights[64:] and (size is None or size == len(weights))
+
+
+def test_two_runs_write_the_same_bytes(tmp_path: Path) -> None:
+    one, other = (artifacts(tmp_path / name, classifier(0.1)) for name in ("one", "other"))
+    for name in ("train_step.onnx", "state.bin", "inference_model.onnx", "inference_model.bin"):
+        assert (one / name).read_bytes() == (other / name).read_bytes(), name
+
+
+def test_training_goes_on_in_python_and_back(tmp_path: Path) -> None:
+    artifacts(tmp_path, classifier(dropout=0.3))
+    given = list(itertools.islice(batches(), 9))
+    whole = Loop(tmp_path)
+    for inputs in given:
+        whole(*inputs)
+    first = Loop(tmp_path)
+    for inputs in given[:3]:
+        first(*inputs)
+    text = (tmp_path / "state.bin").read_bytes()[64 + len(first.bytes()) : -32]
+    content = (tmp_path / "state.bin").read_bytes()[:64] + first.bytes() + text
+    (tmp_path / "three.bin").write_bytes(content + hashlib.sha256(content).digest())
+    data = from_portable(tmp_path / "three.bin")
+    assert data.optimizer[0].step == 3 and data.extras["train_step"] == 3
+    checkpoint.save(data, tmp_path / "three")
+    state, module, optimizer = start(tmp_path, "three")
+    for inputs in given[3:6]:
+        module(*inputs)
+        optimizer.step()
+        module.lazy_reset_grad()
+    CheckpointState.save_checkpoint(state, tmp_path / "six", include_optimizer_state=True)
+    to_portable(checkpoint.load(tmp_path / "six"), tmp_path / "six.bin", layout=tmp_path / "state.bin")
+    last = Loop(tmp_path, "six.bin")
+    for inputs in given[6:]:
+        last(*inputs)
+    for (kind, *name), _ in whole.parts.items():
+        np.testing.assert_allclose(last.part(kind, *name), whole.part(kind, *name), rtol=1e-6, atol=1e-6)
+
+
+def test_without_an_optimizer_there_is_no_step(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="portable=True needs an optimizer"):
+        artifacts(tmp_path / "out", optimizer=None)
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_runtime_s_own_format(tmp_path: Path) -> None:
+    artifacts(tmp_path, ort_format=True)
+    assert (tmp_path / "train_step.ort").is_file()
