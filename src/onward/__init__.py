@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from onward.autodiff.check import check_gradient
     from onward.autodiff.gradient import gradient
     from onward.errors import OnwardError
+    from onward.head import replace_head
     from onward.pipeline.load import load
     from onward.train.trainer import Trainer
 
@@ -32,6 +33,7 @@ __all__ = [
     "lora",
     "onnxblock",
     "optim",
+    "replace_head",
 ]
 
 _MODULES = frozenset({"api", "artifacts", "distributed", "export", "lora", "onnxblock", "optim"})
@@ -43,6 +45,7 @@ _ATTRIBUTES = {
     "generate_artifacts": "onward.artifacts",
     "gradient": "onward.autodiff.gradient",
     "load": "onward.pipeline",
+    "replace_head": "onward.head",
 }
 
 

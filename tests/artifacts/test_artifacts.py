@@ -216,7 +216,7 @@ def test_patterns_choose_parameters_and_say_which(
 
 
 def test_nothing_trainable_is_allowed_as_ever(tmp_path: Path) -> None:
-    generate(tmp_path, requires_grad=None, optimizer=None)
+    generate(tmp_path, requires_grad=[], optimizer=None)
     model = onnx.load(tmp_path / "training_model.onnx")
     assert names(model.graph.input) == ["input-0", "labels", "lazy_reset_grad"]
     assert len(model.graph.output) == 1
@@ -420,9 +420,14 @@ REFUSED: list[tuple[str, dict[str, Any], type[Exception], list[str]]] = [
     ("a model of another type", {"model": 3}, RuntimeError,
      ["Please pass in either a string or an ONNX ModelProto for the model."]),
     ("no model file", {"model": "nowhere.onnx"}, RuntimeError, ["no model file at 'nowhere.onnx'"]),
-    ("a loss of another type", {"loss": "mse"}, RuntimeError, ["Unknown loss provided", "str"]),
+    ("a loss of another type", {"loss": 3}, RuntimeError, ["Unknown loss provided", "int"]),
     ("a loss class", {"loss": onnxblock.loss.MSELoss}, RuntimeError, ["Unknown loss provided"]),
-    ("an optimizer of another type", {"optimizer": "adam"}, TypeError, ["Unknown optimizer provided", "str"]),
+    ("an optimizer of another type", {"optimizer": 3}, TypeError, ["Unknown optimizer provided", "int"]),
+    ("a loss of no name", {"loss": "cross_entropie"}, ValueError,
+     ["no loss is called 'cross_entropie'", "mse, cross-entropy", "did you mean 'cross-entropy'?"]),
+    ("an optimizer of no name", {"optimizer": "adamw2"}, ValueError,
+     ["no optimizer is called 'adamw2'", "adamw, sgd", "did you mean 'adamw'?"]),
+    ("batch norm in a third way", {"batch_norm": "eval"}, ValueError, ["batch_norm is 'eval'", "'train', 'frozen'"]),
     ("a name in both lists", {"requires_grad": ALL, "frozen_params": ["fc1.bias"]}, RuntimeError,
      ["cannot be frozen and require gradient computation at the same time", "fc1.bias"]),
     ("outputs not in a list", {"additional_output_names": "output-0"}, RuntimeError,

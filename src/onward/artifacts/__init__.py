@@ -9,10 +9,9 @@ from __future__ import annotations
 from onward.artifacts.generate import (
     ActivationBudget,
     Artifacts,
-    LossType,
-    OptimType,
     build_artifacts,
     generate_artifacts,
 )
+from onward.artifacts.names import LossType, OptimType
 
 __all__ = ["ActivationBudget", "Artifacts", "LossType", "OptimType", "build_artifacts", "generate_artifacts"]

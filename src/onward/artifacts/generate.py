@@ -7,18 +7,18 @@ them, all or none. The names and arguments are those of `onnxruntime.training.ar
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import enum
-import fnmatch
 import json
 import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 import onnx
 import onnx_ir as ir
 
+from onward.artifacts.choose import Choice, choose, constant_vectors, resolve
+from onward.artifacts.names import LossType, OptimType, loss_type, optimizer_type
 from onward.artifacts.portable import portable_step, write_portable
 from onward.artifacts.write import write_artifacts
 from onward.autodiff.recompute.segments import ActivationBudget, Recompute
@@ -29,6 +29,8 @@ from onward.graph.dialect.lower import OLDEST_OUTPUT, lower
 from onward.graph.dialect.normalize import OPSET, normalize
 from onward.graph.gc_paused import gc_paused
 from onward.graph.load import ModelSource, load_model
+from onward.graph.passes.head import HEAD
+from onward.graph.passes.inference_mode import freeze_statistics
 from onward.graph.passes.lora import LoRA, add_adapters
 from onward.onnxblock import loss as loss_blocks
 from onward.onnxblock import optim as optim_blocks
@@ -46,35 +48,10 @@ _log = logging.getLogger("onward")
 _LARGEST_PROTO = 2**31 - 1
 
 
-class LossType(enum.Enum):
-    """The built-in losses."""
-
-    MSELoss = 1
-    CrossEntropyLoss = 2
-    BCEWithLogitsLoss = 3
-    L1Loss = 4
-    NLLLoss = 5
-    HuberLoss = 6
-    SmoothL1Loss = 7
-    KLDivLoss = 8
-
-
-class OptimType(enum.Enum):
-    """The built-in optimizers; `onnxblock.optim` has them with their options."""
-
-    AdamW = 1
-    SGD = 2
-    Adam = 3
-    Adagrad = 4
-    RMSprop = 5
-    Lion = 6
-    Lamb = 7
-    Adafactor = 8
-
-
 _Models = tuple[ir.Model, ir.Model, ir.Model | None, ir.Model | None]
-Loss = LossType | Block | None
-OptimizerChoice = OptimType | Block | Optimizer | None
+Loss = LossType | str | Block | None
+OptimizerChoice = OptimType | str | Block | Optimizer | None
+BatchNorm = Literal["train", "frozen"] | None
 
 
 @dataclasses.dataclass
@@ -133,18 +110,21 @@ def generate_artifacts(
     opset: int | None = None,
     recompute: Recompute = None,
     portable: bool = False,
+    batch_norm: BatchNorm = None,
 ) -> None:
     """Write `training_model.onnx`, `eval_model.onnx`, `optimizer_model.onnx` and `checkpoint`.
 
     `requires_grad` and `frozen_params` take names and patterns (`"encoder.*"`). Without `requires_grad`, the
     parameters that the model itself records as trainable are taken (`onward.export.from_torch` records
-    them). With `lora`, low-rank adapters of the targeted weights train, and what `requires_grad` names
-    besides; the rest stays as it is. The files are in the model's own opset where that has all it takes, else
-    in 21; `opset` asks for one. `recompute` trades time for memory: True, a share of the memory of activations
-    to keep (0.5), bytes ("500MB"), or scopes whose inner values are computed again ("encoder.layer.*").
-    `loss=None` means that the model's first output is the loss. `portable` adds what programs in other
-    languages train with: `train_step.onnx`, `state.bin`, `inference_model.onnx` and its weights
-    (docs/portable.md). All files are written, or none; the directory is made where it is missing.
+    them), or else every float weight that reaches the loss; an empty list trains none. `loss` and `optimizer` may
+    be names: "cross-entropy", "adamw". `batch_norm` is "train" (statistics follow the data) or "frozen" (they stay);
+    by default it is as the model has it, and models that were exported for inference have it frozen. With `lora`,
+    low-rank adapters of the targeted weights train, and what `requires_grad` names besides; the rest stays as it
+    is. The files are in the model's own opset where that has all it takes, else in 21; `opset` asks for one.
+    `recompute` trades time for memory: True, a share of the memory of activations to keep (0.5), bytes ("500MB"),
+    or scopes whose inner values are computed again ("encoder.layer.*"). `loss=None` means that the model's first
+    output is the loss. `portable` adds what programs in other languages train with: `train_step.onnx`, `state.bin`,
+    `inference_model.onnx` and its weights (docs/portable.md). All files are written, or none; the directory is made where it is missing.
 
     >>> import tempfile, onnx.parser
     >>> model = onnx.parser.parse_model('''<ir_version: 10, opset_import: ["": 21]>
@@ -169,6 +149,7 @@ def generate_artifacts(
         opset=opset,
         recompute=recompute,
         portable=portable,
+        batch_norm=batch_norm,
     )
     models = {"training_model": made.training, "eval_model": made.evaluation}
     if made.optimizer is not None:
@@ -209,10 +190,12 @@ def build_artifacts(
     opset: int | None = None,
     recompute: Recompute = None,
     portable: bool = False,
+    batch_norm: BatchNorm = None,
 ) -> Artifacts:
     """Build the artifacts of a forward model in memory; arguments as for `generate_artifacts`."""
+    loss = loss_type(loss) if isinstance(loss, str) else loss
     loss_block = _loss_block(loss)
-    rule = _optimizer_block(optimizer)
+    rule = _optimizer_block(optimizer_type(optimizer) if isinstance(optimizer, str) else optimizer)
     if additional_output_names is not None and not isinstance(additional_output_names, list):
         raise ModelError(
             f"Unknown type provided for additional output names {type(additional_output_names)}. "
@@ -223,10 +206,18 @@ def build_artifacts(
             pass  # refuses a path that is not there
     loaded = load_model(_source(model))
     own = loaded.graph.opset_imports.get("", loaded.graph.opset_imports.get("ai.onnx", OPSET))
+    vectors = constant_vectors(loaded)
     prepared = normalize(loaded)
     adapters = [] if lora is None else add_adapters(prepared, lora)
-    trainable, frozen = _choose(prepared, requires_grad, frozen_params, adapters)
+    given = set(prepared.graph.initializers)
+    _set_batch_norm(prepared, batch_norm)
     (loss_name, *more), prepared = _with_loss(prepared, loss, loss_block, loss_input_names)
+    choice = choose(
+        prepared, requires_grad, frozen_params,
+        loss=loss_name, given=given, adapters=adapters, vectors=vectors,
+    )  # fmt: skip
+    parameter_groups = _say(prepared, choice, parameter_groups)
+    trainable, frozen = choice.trainable, choice.frozen
     extra = [*more, *(additional_output_names or [])]
     graphs = build_training_graphs(
         prepared, loss_name, trainable=trainable, frozen=frozen, outputs=extra, recompute=recompute
@@ -258,6 +249,56 @@ def build_artifacts(
         (graphs.training, graphs.evaluation, optimizer_made, step), own=own, asked=opset
     )
     return Artifacts(training, evaluation, optimizer_made, initial, step, layout)
+
+
+def _set_batch_norm(model: ir.Model, wanted: BatchNorm) -> None:
+    """Let batch norms follow the data, or keep their statistics; and say which, where no one did."""
+    if wanted not in ("train", "frozen", None):
+        raise ValueError(f"batch_norm is {wanted!r}: it is 'train', 'frozen' or None (as the model has it)")
+    nodes = [node for node in model.graph if node.op_type == "BatchNormalization" and node.domain == ""]
+    state = [node for node in nodes if all(v is not None and v.is_initializer() for v in node.inputs[3:5])]
+    if wanted == "train" and not state:
+        _log.warning(
+            "batch_norm='train' changes nothing: the model has no batch norm left (an exporter folds them)"
+        )
+    if wanted == "train":
+        for node in state:
+            node.attributes["training_mode"] = ir.AttrInt64("training_mode", 1)
+    elif wanted == "frozen":
+        freeze_statistics(model)
+    still = [node for node in nodes if not node.attributes.get_int("training_mode", 0)]
+    if wanted is None and still:
+        _log.warning(
+            "%d batch norms keep their running statistics, as in the model; batch_norm='train' lets them follow "
+            "the data",
+            len(still),
+        )
+
+
+def _say(model: ir.Model, choice: Choice, groups: Sequence[ParameterGroup]) -> Sequence[ParameterGroup]:
+    """Say what trains where no one chose, and record how a model that someone else trained is best trained on.
+
+    Its weights are good already: they move a tenth as fast as a new head, and all start slowly.
+    """
+    about = model.metadata_props
+    head = [name for name in json.loads(about.get(HEAD, "[]")) if name in choice.trainable]
+    if choice.by_default:
+        values = sum(
+            tensor.size for name in choice.trainable if (tensor := model.graph.initializers[name].const_value)
+        )
+        _log.warning(
+            "no requires_grad was given and the model records none: all %d float weights train (%s values)",
+            len(choice.trainable), f"{values:,}",
+        )  # fmt: skip
+    if not choice.by_default and not head:
+        return groups
+    about["onward.defaults"] = json.dumps(
+        {"learning_rate": 1e-3 if head else 1e-4, "warmup": 0.1, "clip_norm": 1.0}
+    )
+    body = [name for name in choice.trainable if name not in head]
+    if head and body and not groups:
+        return [ParameterGroup(tuple(body), learning_rate_scale=0.1)]
+    return groups
 
 
 def _in_opset(models: _Models, *, own: int, asked: int | None) -> _Models:
@@ -325,61 +366,6 @@ def _with_loss(
     return apply_block(block, model, names)
 
 
-def _choose(
-    model: ir.Model,
-    requires_grad: Sequence[str] | None,
-    frozen_params: Sequence[str] | None,
-    adapters: Sequence[str],
-) -> tuple[list[str], list[str]]:
-    """The trainable and frozen names, patterns resolved, in the order of the model."""
-    graph = model.graph
-    if requires_grad is None and adapters:
-        requires_grad = []
-    elif requires_grad is None:
-        requires_grad = list(json.loads(model.metadata_props.get("onward.requires_grad", "[]")))
-        if frozen_params is None:
-            recorded = json.loads(model.metadata_props.get("onward.frozen_params", "[]"))
-            frozen_params = [name for name in recorded if name in graph.initializers]
-    base = [name for name in graph.initializers if name not in set(adapters)]
-    candidates = [*base, *(value.name or "" for value in graph.inputs)]
-    trainable = [*adapters, *_resolve(requires_grad, candidates, "requires_grad")]
-    frozen = _resolve(frozen_params or [], base, "frozen_params")
-    both = sorted(set(trainable) & set(frozen))
-    if both:
-        raise ModelError(
-            f"A parameter cannot be frozen and require gradient computation at the same time {both}"
-        )
-    types = {value.name: value.dtype for value in [*graph.initializers.values(), *graph.inputs]}
-    for name in trainable:
-        if types[name] != ir.DataType.FLOAT:
-            raise ModelError(
-                f"'{name}' is {types[name]}: trainable parameters must be float32; freeze it (frozen_params=…)"
-            )
-    return trainable, frozen
-
-
-def _resolve(wanted: Sequence[str], candidates: Sequence[str], argument: str) -> list[str]:
-    if isinstance(wanted, str):
-        raise TypeError(f"{argument} takes a list of names; got the string {wanted!r}: write [{wanted!r}]")
-    known = set(candidates)
-    chosen: dict[str, None] = {}
-    for name in wanted:
-        if name in known:
-            chosen[name] = None
-            continue
-        matches = (
-            [key for key in candidates if fnmatch.fnmatchcase(key, name)] if set(name) & set("*?[") else []
-        )
-        if not matches:
-            near = difflib.get_close_matches(name, candidates, n=3)
-            hint = f"; did you mean {', '.join(repr(n) for n in near)}?" if near else ""
-            kind = "no parameter matches" if set(name) & set("*?[") else "no parameter has that name"
-            raise ModelError(f"Node arg {name} is not found in the graph ({argument}: {kind}{hint})")
-        _log.info("%s: '%s' matches %d: %s", argument, name, len(matches), ", ".join(matches))
-        chosen.update(dict.fromkeys(matches))
-    return [name for name in candidates if name in chosen]
-
-
 def _clipping(block: Block | None) -> Clipping:
     if isinstance(block, optim_blocks.ClipGradNorm):
         return Clipping(norm=block.max_norm)
@@ -394,7 +380,7 @@ def _resolve_groups(groups: Sequence[ParameterGroup], names: Sequence[str]) -> l
     taken: set[str] = set()
     resolved = []
     for group in groups:
-        found = _resolve(group.parameters, names, "parameter_groups")
+        found = resolve(group.parameters, names, "parameter_groups")
         if twice := sorted(taken.intersection(found)):
             raise ModelError(f"parameter_groups: {twice} are in two groups")
         taken.update(found)

@@ -25,7 +25,7 @@ from onward.graph.dialect.rewrite import Expansion, rewrite
 from onward.graph.dialect.saturation import make_unsigned
 from onward.graph.dialect.upgrade import OLDEST, upgrade
 from onward.graph.load import ModelSource, load_model
-from onward.graph.shapes.model import infer_shapes, sharpen
+from onward.graph.shapes.model import drop_contradictions, infer_shapes, sharpen
 
 __all__ = ["OPSET", "normalize"]
 
@@ -64,6 +64,7 @@ def _normalize(model: ir.Model) -> ir.Model:
     _inline(model, version)
     _lift_constants(model)
     _forget_symbols(model)
+    drop_contradictions(model)
     target = max(version, OPSET)
     expansion = functools.partial(_expansion, version=version)
     if version > OPSET or any(expansion(node) is not None for node in model.graph.all_nodes()):

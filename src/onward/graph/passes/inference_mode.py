@@ -14,7 +14,7 @@ from onward.graph.builder import Builder
 from onward.graph.cleanup import remove_unused
 from onward.graph.nodes import subgraphs_of
 
-__all__ = ["to_inference"]
+__all__ = ["freeze_statistics", "to_inference"]
 
 _UNIFORM = ("RandomUniform", "RandomUniformLike")
 
@@ -26,6 +26,15 @@ def to_inference(model: ir.Model, *, keep_dropout: bool = False) -> ir.Model:
     """
     _walk(Builder(model.graph), model.graph, keep_dropout)
     return remove_unused(model)
+
+
+def freeze_statistics(model: ir.Model) -> None:
+    """Let every batch norm of the main graph use its running statistics; nothing else changes."""
+    op = Builder(model.graph)
+    for node in list(model.graph):
+        if node.op_type == "BatchNormalization" and node.attributes.get_int("training_mode", 0):
+            op.before = node
+            _freeze_statistics(op, node)
 
 
 def _walk(op: Builder, graph: ir.Graph, keep_dropout: bool) -> None:

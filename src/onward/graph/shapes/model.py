@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 from collections.abc import Iterator, Sequence
 
 import onnx
@@ -20,8 +21,9 @@ from onward.graph.nodes import subgraphs_of
 from onward.graph.shapes.dims import Dim, dims_of
 from onward.graph.shapes.node import NodeInference
 
-__all__ = ["infer_shapes", "rank_from_lengths", "sharpen", "unknown_ranks"]
+__all__ = ["drop_contradictions", "infer_shapes", "rank_from_lengths", "sharpen", "unknown_ranks"]
 
+_log = logging.getLogger("onward")
 # Tensors up to this many elements can be shapes, axes or pads; larger ones are only a type to inference.
 _SMALL = 1024
 # Each round finds at least one more rank; graphs need two or three.
@@ -37,6 +39,37 @@ def infer_shapes(model: ir.Model) -> None:
         _infer_once(model)
         if not _fill_ranks(model.graph) and not _correct_outputs(model):
             return
+
+
+def drop_contradictions(model: ir.Model) -> None:
+    """Forget shapes that the file declares and its weights do not give; the rest of what it says stays."""
+    try:
+        onnx.shape_inference.infer_shapes(_without_large_tensors(model), strict_mode=True, data_prop=True)
+        return
+    except Exception as error:  # also for what strictness has against other models
+        if "existing shape differ in dimension" not in str(error):
+            return
+    declared = [(v, v.shape) for node in model.graph for v in node.outputs if v.shape is not None]
+    for value, _ in declared:
+        value.shape = None
+    _infer_once(model)
+    wrong = []
+    for value, shape in declared:
+        if value.shape is None or _agree(value.shape, shape):
+            value.shape = shape
+        else:
+            wrong.append(f"'{value.name}' is declared {shape} and is {value.shape}")
+    more = f" (+{len(wrong) - 3} more)" if len(wrong) > 3 else ""
+    _log.warning(
+        "the model declares shapes that contradict its weights; they are dropped: %s%s",
+        "; ".join(wrong[:3]), more,
+    )  # fmt: skip
+
+
+def _agree(one: ir.Shape, other: ir.Shape) -> bool:
+    return one.rank() == other.rank() and all(
+        a == b for a, b in zip(one, other) if isinstance(a, int) and isinstance(b, int)
+    )
 
 
 def _correct_outputs(model: ir.Model) -> bool:

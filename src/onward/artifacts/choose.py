@@ -1,0 +1,178 @@
+"""What trains: the names and patterns asked for, else what the model records, else every weight.
+
+A weight is a float32 initializer with more than one number that is read as data and reaches the loss: running
+statistics, bounds, rates and other settings are not.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import fnmatch
+import json
+import logging
+from collections.abc import Collection, Sequence
+
+import onnx_ir as ir
+
+from onward.errors import ModelError
+from onward.graph.nodes import captured_values, subgraphs_of
+
+__all__ = ["Choice", "choose", "constant_vectors", "resolve"]
+
+_log = logging.getLogger("onward")
+# Inputs that set an operator up; a float initializer there is no weight.
+_SETTINGS = {
+    "BatchNormalization": (3, 4),
+    "Clip": (1, 2),
+    "Dropout": (1,),
+    "Resize": (1, 2),
+    "Pad": (2,),
+    "Range": (0, 1, 2),
+    "OneHot": (2,),
+    "QuantizeLinear": (1, 2),
+    "DequantizeLinear": (1, 2),
+    "NonMaxSuppression": (3, 4),
+    "STFT": (2,),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """Names to train, names to keep as parameters that do not train, and whether no one had said which."""
+
+    trainable: list[str]
+    frozen: list[str]
+    by_default: bool = False
+
+
+def choose(
+    model: ir.Model,
+    requires_grad: Sequence[str] | None,
+    frozen_params: Sequence[str] | None,
+    *,
+    loss: str,
+    given: Collection[str],
+    adapters: Sequence[str] = (),
+    vectors: Collection[str] = (),
+) -> Choice:
+    """The trainable and frozen names, patterns resolved, in the order of the model.
+
+    `given` are the initializers of the model without its loss, `vectors` those that were Constant nodes.
+    """
+    graph = model.graph
+    base = [name for name in graph.initializers if name in given and name not in set(adapters)]
+    frozen = resolve(frozen_params or [], base, "frozen_params")
+    by_default = False
+    if requires_grad is None and adapters:
+        requires_grad = []
+    elif requires_grad is None and "onward.requires_grad" in model.metadata_props:
+        recorded = json.loads(model.metadata_props["onward.requires_grad"])
+        requires_grad = [name for name in recorded if name not in frozen]
+        if frozen_params is None:
+            kept = json.loads(model.metadata_props.get("onward.frozen_params", "[]"))
+            frozen = resolve([name for name in kept if name in graph.initializers], base, "frozen_params")
+    elif requires_grad is None:
+        by_default = True
+        weights = _weights(graph, loss, base, set(vectors))
+        requires_grad = [name for name in weights if name not in frozen]
+        if not requires_grad:
+            raise ModelError(
+                "the model has no weight to train: its parameters must be float32 initializers that reach the loss"
+            )
+        statistics = _statistics(graph)
+        frozen = [name for name in base if name in frozen or name in statistics]
+    candidates = [*base, *(value.name or "" for value in graph.inputs)]
+    trainable = [*adapters, *resolve(requires_grad, candidates, "requires_grad")]
+    both = sorted(set(trainable) & set(frozen))
+    if both:
+        raise ModelError(
+            f"A parameter cannot be frozen and require gradient computation at the same time {both}"
+        )
+    types = {value.name: value.dtype for value in [*graph.initializers.values(), *graph.inputs]}
+    for name in trainable:
+        if types[name] != ir.DataType.FLOAT:
+            raise ModelError(
+                f"'{name}' is {types[name]}: trainable parameters must be float32; freeze it (frozen_params=…)"
+            )
+    return Choice(trainable, frozen, by_default)
+
+
+def resolve(wanted: Sequence[str], candidates: Sequence[str], argument: str) -> list[str]:
+    """Names and patterns as names, in the order of the candidates; an error for what matches none."""
+    if isinstance(wanted, str):
+        raise TypeError(f"{argument} takes a list of names; got the string {wanted!r}: write [{wanted!r}]")
+    known = set(candidates)
+    chosen: dict[str, None] = {}
+    for name in wanted:
+        if name in known:
+            chosen[name] = None
+            continue
+        is_pattern = bool(set(name) & set("*?["))
+        matches = [key for key in candidates if fnmatch.fnmatchcase(key, name)] if is_pattern else []
+        if not matches:
+            near = difflib.get_close_matches(name, candidates, n=3)
+            hint = f"; did you mean {', '.join(repr(n) for n in near)}?" if near else ""
+            kind = "no parameter matches" if is_pattern else "no parameter has that name"
+            raise ModelError(f"Node arg {name} is not found in the graph ({argument}: {kind}{hint})")
+        _log.info("%s: '%s' matches %d: %s", argument, name, len(matches), ", ".join(matches))
+        chosen.update(dict.fromkeys(matches))
+    return [name for name in candidates if name in chosen]
+
+
+def constant_vectors(model: ir.Model) -> set[str]:
+    """Constant nodes that hold no matrix: exporters write settings that way, and weights as initializers."""
+    found = set()
+    for node in model.graph:
+        if node.op_type == "Constant" and node.outputs[0].name:
+            tensor = ir.convenience.get_const_tensor(node.outputs[0])
+            if tensor is not None and len(tensor.shape) < 2:
+                found.add(node.outputs[0].name)
+    return found
+
+
+def _weights(graph: ir.Graph, loss: str, base: Sequence[str], vectors: Collection[str]) -> list[str]:
+    settings = {
+        node.inputs[index]
+        for node in graph.all_nodes()
+        for index in _SETTINGS.get(node.op_type, ())
+        if index < len(node.inputs)
+    }
+    needed = _needed(graph, loss)
+    return [
+        name
+        for name in base
+        if (value := graph.initializers[name]) in needed
+        and value not in settings
+        and name not in vectors
+        and value.dtype == ir.DataType.FLOAT
+        and value.const_value is not None
+        and value.const_value.size > 1
+    ]
+
+
+def _needed(graph: ir.Graph, loss: str) -> set[ir.Value]:
+    """Every value that the loss is made of."""
+    makers = {output.name: node for node in graph for output in node.outputs}
+    todo = [makers[loss].outputs[0]] if loss in makers else []
+    needed: set[ir.Value] = set(todo)
+    while todo:
+        node = todo.pop().producer()
+        if node is None:
+            continue
+        inner = captured_values(node) if subgraphs_of(node) else []
+        for value in [*node.inputs, *inner]:
+            if value is not None and value not in needed:
+                needed.add(value)
+                todo.append(value)
+    return needed
+
+
+def _statistics(graph: ir.Graph) -> set[str]:
+    return {
+        value.name or ""
+        for node in graph
+        if node.op_type == "BatchNormalization"
+        for value in node.inputs[3:5]
+        if value is not None and value.is_initializer()
+    }
