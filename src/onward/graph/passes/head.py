@@ -203,7 +203,7 @@ def _constant_shape(value: ir.Value | None) -> tuple[int, ...] | None:
         return None
     tensor = ir.convenience.get_const_tensor(value)
     if tensor is not None:
-        return tuple(int(dim) for dim in tensor.shape)
+        return tuple(tensor.shape.numpy())
     node = value.producer()
     if node is None:
         return None
@@ -436,12 +436,11 @@ def _open_activation(graph: ir.Graph, output: str, notes: list[str]) -> None:
     source, name = found
     if last is None:
         removed = graph.outputs[index]
-        kind = source.dtype or removed.dtype
         removed.name = None
         identity = ir.Node("", "Identity", [source], num_outputs=1)
         graph.append(identity)
         identity.outputs[0].name = output
-        identity.outputs[0].dtype = kind
+        identity.outputs[0].type = source.type or removed.type
         graph.outputs[index] = identity.outputs[0]
     else:
         last.replace_input_with(0, source)
