@@ -124,7 +124,8 @@ def generate_artifacts(
     `recompute` trades time for memory: True, a share of the memory of activations to keep (0.5), bytes ("500MB"),
     or scopes whose inner values are computed again ("encoder.layer.*"). `loss=None` means that the model's first
     output is the loss. `portable` adds what programs in other languages train with: `train_step.onnx`, `state.bin`,
-    `inference_model.onnx` and its weights (docs/portable.md). All files are written, or none; the directory is made where it is missing.
+    `inference_model.onnx` and its weights (docs/portable.md). All files are written, or none; the directory
+    is made where it is missing.
 
     >>> import tempfile, onnx.parser
     >>> model = onnx.parser.parse_model('''<ir_version: 10, opset_import: ["": 21]>
