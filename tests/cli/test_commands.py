@@ -227,6 +227,27 @@ def test_convert_goes_to_safetensors_and_back(trained: Path, run: Any) -> None:
         np.testing.assert_array_equal(array, two.trainable[name])
 
 
+def test_convert_goes_to_a_state_file_and_back(trained: Path, run: Any) -> None:
+    made = run("artifacts", "model.onnx", "--loss", "cross-entropy", "--portable", "--json").json
+    assert {"train_step.onnx", "state.bin", "inference_model.onnx", "inference_model.bin"} <= made[
+        "files"
+    ].keys()
+    last = max(trained.glob("checkpoint-*"))
+    run("convert", last, "new.bin", "--into", "artifacts/state.bin")
+    run("convert", "new.bin", "again")
+    one, two = checkpoint.load(last), checkpoint.load("again")
+    for name, array in one.trainable.items():
+        np.testing.assert_array_equal(array, two.trainable[name])
+        for slot, state in one.optimizer[0].slots[name].items():
+            np.testing.assert_array_equal(state, two.optimizer[0].slots[name][slot])
+    assert one.optimizer[0].step == two.optimizer[0].step > 0
+    assert one.extras["learning_rate"] == two.extras["learning_rate"]
+    assert (
+        run("inspect", "new.bin", "--json").json["parameters"]
+        == run("inspect", "again", "--json").json["parameters"]
+    )
+
+
 def test_convert_seals_checkpoints_of_the_original(place: Path, run: Any) -> None:
     original = Path(__file__).parents[1] / "checkpoint" / "fixtures" / "original.ckpt"
     run("convert", original, "ours")

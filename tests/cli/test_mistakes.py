@@ -121,6 +121,8 @@ ALONE: list[tuple[str, int, str, str]] = [
     ("artifacts model.onnx -l mse -o new --lora-target w1", 1, "needs --lora RANK", "--lora 8"),
     ("artifacts model.onnx -l mse -o new --prefix ../x", 1, "would lead into another folder", "beginning"),
     ("artifacts model.onnx -l none -o new", 1, "training needs a single number", "--loss"),
+    ("convert run/best new.bin", 1, "needs the layout of its portable step", "--into artifacts/state.bin"),
+    ("convert run/best new.bin --into run/best", 1, "not a state file of a portable step", ""),
     ("check model.onnx -l mse --train z", 1, "--train z: no parameter", "there are"),
     ("check model.onnx -l mse --freeze z", 1, "--freeze z: no parameter", "there are"),
     ("check model.onnx -l none", 1, "training needs a single number", "--loss"),

@@ -2,7 +2,7 @@
 
 from onward.checkpoint.codec import UnsealedCheckpointWarning, decode, encode
 from onward.checkpoint.interchange import from_safetensors, to_safetensors
-from onward.checkpoint.portable import from_portable, to_portable
+from onward.checkpoint.portable import from_portable, is_portable, to_portable
 from onward.checkpoint.state import CheckpointData, NominalTensor, OptimizerGroup, check_property
 from onward.checkpoint.store import (
     Latest,
@@ -26,6 +26,7 @@ __all__ = [
     "encode",
     "from_portable",
     "from_safetensors",
+    "is_portable",
     "load",
     "load_latest",
     "rotate",

@@ -73,7 +73,7 @@ def describe_checkpoint(path: Path) -> dict[str, Any]:
 
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
-        data = checkpoint.load(path)
+        data = checkpoint.from_portable(path) if checkpoint.is_portable(path) else checkpoint.load(path)
     sealed = not any(issubclass(w.category, checkpoint.UnsealedCheckpointWarning) for w in heard)
     parameters = [
         _array(name, array, trains)

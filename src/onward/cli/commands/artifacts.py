@@ -36,6 +36,7 @@ def register(app: typer.Typer) -> None:
             "onward artifacts model.onnx --loss cross-entropy",
             "onward artifacts model.onnx --loss mse --train 'head.*' --optimizer sgd --momentum 0.9 -o out",
             "onward artifacts model.onnx --loss cross-entropy --lora 8 --lora-target 'encoder.*'",
+            "onward artifacts model.onnx --loss cross-entropy --portable      # to train in C++ and others",
         ),
     )(artifacts)
 
@@ -73,6 +74,9 @@ def artifacts(
     nominal: Annotated[
         bool, typer.Option("--nominal", help="Write a checkpoint without values too.")
     ] = False,
+    portable: Annotated[
+        bool, typer.Option("--portable", help="Write a step, a state and a model for other languages too.")
+    ] = False,
 ) -> None:
     """Make training artifacts of an ONNX model: training, eval and optimizer model, and a checkpoint."""
     from onward.artifacts import generate_artifacts
@@ -104,9 +108,10 @@ def artifacts(
             additional_output_names=_extra_outputs(model, loss_input or [], extra_output or []) or None,
             nominal_checkpoint=nominal,
             loss_input_names=loss_input or None,
+            portable=portable,
             **options,
         )
-    _report(output, directory, prefix, str(loss), remark)
+    _report(output, directory, prefix, str(loss), remark, portable=portable)
 
 
 def _extra_outputs(model: Path, loss_input: list[str], wanted: list[str]) -> list[str]:
@@ -122,15 +127,19 @@ def _extra_outputs(model: Path, loss_input: list[str], wanted: list[str]) -> lis
     return [*wanted, *(name for name in outputs if name not in {*wanted, *loss_input})]
 
 
-def _report(output: Output, directory: Path, prefix: str, loss: str, remark: str | None) -> None:
+def _report(
+    output: Output, directory: Path, prefix: str, loss: str, remark: str | None, *, portable: bool
+) -> None:
     from onward import checkpoint
 
     state = checkpoint.load(directory / f"{prefix}checkpoint")
     trained = sum(
         array.size for array in state.trainable.values() if not isinstance(array, checkpoint.NominalTensor)
     )
-    names = [f"{prefix}{name}" for name in ("training_model", "eval_model", "optimizer_model")]
-    files = [directory / f"{name}.onnx" for name in names] + [directory / f"{prefix}checkpoint"]
+    names = ["training_model.onnx", "eval_model.onnx", "optimizer_model.onnx", "checkpoint"]
+    if portable:
+        names += ["train_step.onnx", "state.bin", "inference_model.onnx", "inference_model.bin"]
+    files = [directory / f"{prefix}{name}" for name in names]
     sizes = {file.name: file.stat().st_size for file in files if file.is_file()}
     output.table("", ["file", "size"], [[name, human_size(size)] for name, size in sizes.items()])
     output.line(

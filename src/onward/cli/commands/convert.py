@@ -1,4 +1,4 @@
-"""`onward convert`: checkpoints to and from safetensors, and what onnxruntime-training left behind."""
+"""`onward convert`: checkpoints to and from safetensors and state files, and what onnxruntime-training left behind."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ def register(app: typer.Typer) -> None:
         epilog=examples(
             "onward convert run/best weights.safetensors",
             "onward convert weights.safetensors checkpoint --into artifacts/checkpoint",
+            "onward convert run/best state.bin --into artifacts/state.bin      # for other languages",
+            "onward convert state.bin checkpoint",
             "onward convert old-artifacts artifacts      # of onnxruntime-training",
         ),
     )(convert)
@@ -34,14 +36,17 @@ def convert(
     source: Annotated[
         Path,
         typer.Argument(
-            help="A checkpoint, a .safetensors file, or a folder of artifacts.", show_default=False
+            help="A checkpoint, a state file, a .safetensors file, or a folder of artifacts.",
+            show_default=False,
         ),
     ],
     target: Annotated[Path, typer.Argument(help="What to write.", show_default=False)],
     into: Annotated[
         Path | None,
         typer.Option(
-            "--into", metavar="CHECKPOINT", help="Take names, roles and everything else from this checkpoint."
+            "--into",
+            metavar="CHECKPOINT",
+            help="Take names, roles and everything else from this checkpoint; for a .bin target, this state file.",
         ),
     ] = None,
     freeze: Annotated[
@@ -49,7 +54,7 @@ def convert(
     ] = None,
     prefix: Annotated[str, typer.Option(help="The prefix of the artifacts' file names.")] = "",
 ) -> None:
-    """Convert between checkpoints and safetensors, or bring artifacts of onnxruntime-training over."""
+    """Convert between checkpoints, state files and safetensors, or bring artifacts of onnxruntime-training over."""
     if not source.exists():
         raise CommandError(f"nothing at '{source}'", "is the path right?")
     if source.is_dir():
@@ -67,23 +72,37 @@ def convert(
 def _checkpoint(source: Path, target: Path, *, into: Path | None, freeze: list[str] | None) -> dict[str, Any]:
     from onward import checkpoint
 
+    to_state = target.suffix == ".bin"
+    if to_state and into is None:
+        raise CommandError(
+            "a state file needs the layout of its portable step",
+            "name one of the same artifacts: --into artifacts/state.bin",
+        )
     with warnings.catch_warnings():
         # a checkpoint of the original has no seal, which is what a conversion mends
         warnings.simplefilter("ignore", checkpoint.UnsealedCheckpointWarning)
         if source.suffix == ".safetensors":
-            base = None if into is None else checkpoint.load(into)
+            base = None if into is None else _load(into)
             data = checkpoint.from_safetensors(source, into=base, frozen=freeze)
         else:
-            if into is not None or freeze:
+            if freeze or (into is not None and not to_state):
                 raise CommandError("--into and --freeze are for safetensors sources", "leave them away")
-            data = checkpoint.load(source)
-    if target.suffix == ".safetensors":
+            data = _load(source)
+    if to_state and into is not None:
+        checkpoint.to_portable(data, target, layout=into)
+    elif target.suffix == ".safetensors":
         checkpoint.to_safetensors(data, target)
     else:
         checkpoint.save(data, target)
     size = target.stat().st_size
     text = f"{len(data.trainable)} trainable and {len(data.frozen)} frozen parameters, {human_size(size)}"
     return {"text": text, "trainable": list(data.trainable), "frozen": list(data.frozen), "bytes": size}
+
+
+def _load(path: Path) -> Any:
+    from onward import checkpoint
+
+    return checkpoint.from_portable(path) if checkpoint.is_portable(path) else checkpoint.load(path)
 
 
 def _artifacts(output: Output, source: Path, target: Path, prefix: str) -> dict[str, Any]:
