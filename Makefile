@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-dev
 CORE := $(VENV)/.installed-core
 
-.PHONY: demo web-demo test lint types imports bench docs clean
+.PHONY: demo web-demo test browser lint types imports bench docs clean
 
 demo: $(CORE)
 	$(BIN)/python examples/demo.py
@@ -18,8 +18,14 @@ web/node_modules/.installed: web/package-lock.json
 	npm ci --prefix web --ignore-scripts --no-audit --no-fund
 	@touch $@
 
-test: $(STAMP)
+test: $(STAMP) browser
 	$(BIN)/python -m pytest -n 2
+
+# What tests in a browser need, where npm and a Chromium are there; pytest says at its end what it skipped, and why.
+browser: $(STAMP)
+	@if command -v npm >/dev/null && $(BIN)/python tests/web/browser.py; then \
+		$(MAKE) --no-print-directory --quiet web/node_modules/.installed || echo "npm failed: tests in a browser are skipped"; \
+	fi
 
 lint: $(STAMP)
 	$(BIN)/ruff check src tests benchmarks examples docs/*.py

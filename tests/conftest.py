@@ -1,4 +1,5 @@
-"""For every test: Ctrl-C means what it means in a terminal, and no process outlives the test that started it.
+"""For every test: Ctrl-C means what it means in a terminal, no process outlives the test that started it, and
+what was skipped is said at the end, with what would make it run.
 
 A shell's background job (`nohup make test &`) and some CI runners start programs with SIGINT ignored; Python
 then ignores it too, and so does every child. The handler is set here, so that tests and their children hear it.
@@ -11,6 +12,7 @@ import os
 import signal
 import subprocess
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -90,3 +92,9 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
 def pytest_sessionfinish() -> None:
     for child in Child.started:
         child.end()
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    reasons = Counter(report.longrepr[2] for report in terminalreporter.stats.get("skipped", ()))
+    for reason, count in reasons.most_common():
+        terminalreporter.write_line(f"{count} skipped: {reason.removeprefix('Skipped: ')}")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from web.browser import executable
+from web.browser import NO_CHROMIUM, executable
 
 _FLAGS = [
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
@@ -19,7 +19,7 @@ _FLAGS = [
 BROWSER = executable()
 
 
-@pytest.mark.skipif(BROWSER is None, reason="needs Chromium (Debian: apt-get install chromium)")
+@pytest.mark.skipif(BROWSER is None, reason=NO_CHROMIUM)
 def test_pages_open(trained: Path, run: Any, tmp_path: Path) -> None:
     run("inspect", "artifacts", "--html", "artifacts.html")
     shown = {

@@ -12,6 +12,18 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 MODULES = ROOT / "web" / "node_modules"
 
+NO_CHROMIUM = (
+    "needs Chromium, Chrome or Edge (Debian: apt-get install chromium; elsewhere: set CHROMIUM=path)"
+)
+_NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "microsoft-edge", "chrome")
+_PLACES = (
+    "/Applications/Google Chrome.app/Contents/MacOS/Google Chrome",
+    "/Applications/Chromium.app/Contents/MacOS/Chromium",
+    "/Applications/Microsoft Edge.app/Contents/MacOS/Microsoft Edge",
+    "C:/Program Files/Google/Chrome/Application/chrome.exe",
+    "C:/Program Files (x86)/Microsoft/Edge/Application/msedge.exe",
+)
+
 
 class BrowserError(AssertionError):
     """What the browser answered instead of doing it."""
@@ -20,19 +32,21 @@ class BrowserError(AssertionError):
 def why_not() -> str | None:
     """What is missing for tests in a browser; None where nothing is."""
     if shutil.which("node") is None:
-        return "needs Node.js, which drives the browser"
+        return "needs Node.js with npm, which drives the browser (https://nodejs.org)"
     if executable() is None:
-        return "needs Chromium (Debian: apt-get install chromium)"
+        return NO_CHROMIUM
     if not (MODULES / "playwright-core").is_dir():
-        return "needs npm packages: run npm ci in web/"
+        return "needs npm packages (make test gets them; by hand: npm ci --prefix web --ignore-scripts)"
     return None
 
 
 def executable() -> str | None:
+    """A Chromium, Chrome or Edge: the one that CHROMIUM names, on the path, or where systems put it."""
     named = os.environ.get("CHROMIUM")
-    return (
-        named or shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    )
+    if named:
+        return named
+    found = next(filter(None, map(shutil.which, _NAMES)), None)
+    return found or next((place for place in _PLACES if Path(place).is_file()), None)
 
 
 class Browser:
@@ -76,3 +90,7 @@ class Browser:
             self._process.wait(10)
         except subprocess.TimeoutExpired:
             self._process.kill()
+
+
+if __name__ == "__main__":  # for the Makefile: is there a browser to prepare for?
+    raise SystemExit(executable() is None)
