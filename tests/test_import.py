@@ -32,7 +32,7 @@ MAKING = (
     "onward.onnxblock",
     "onward.losses",
     "onward.optim",
-    "onward.training_graph",
+    "onward.artifacts.training_graph",
 )
 FRONTS = {
     "api": ("import onward.api", ("torch", "transformers", "onnx_ir", "onnx.reference", *MAKING)),

@@ -10,19 +10,22 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 
 from onnxblock.networks import PARAMETERS, forward, model_of, two_layers, values
-from onward import artifacts, onnxblock, optim
+from onward import artifacts, losses, onnxblock, optim
 from onward import files as staging
 from onward.api import CheckpointState, Module, Optimizer
-from onward.artifacts import LossType, OptimType, build_artifacts, generate_artifacts
+from onward.artifacts import Artifacts, LossType, OptimType, build_artifacts, generate_artifacts
 from onward.artifacts import write as artifact_files
 from onward.checkpoint import load
-from onward.errors import UnsupportedOps
+from onward.errors import ModelError, UnsupportedOps
 from onward.graph import save
+from onward.graph.builder import Builder
 from onward.optim.graph import ParameterGroup
+from small_models import classifier
 
 ALL = list(PARAMETERS)
 FOUR = ["checkpoint", "eval_model.onnx", "optimizer_model.onnx", "training_model.onnx"]
@@ -600,3 +603,32 @@ def test_values_handed_out_have_memory_of_their_own(tmp_path: Path) -> None:
         module.copy_buffer_to_parameters(np.zeros_like(expected), trainable_only=False)
     np.testing.assert_array_equal(parameters, expected)
     assert float(loss) == first
+
+
+def serialized(made: Artifacts) -> list[bytes]:
+    return [ir.to_proto(model).SerializeToString() for model in (made.training, made.evaluation)]
+
+
+@pytest.mark.parametrize("loss", ["mse", "cross_entropy", "bce_with_logits", "l1", "huber", "kl_div"])
+def test_a_loss_function_gives_the_files_of_its_type(loss: str) -> None:
+    kinds = {"mse": "MSELoss", "cross_entropy": "CrossEntropyLoss", "bce_with_logits": "BCEWithLogitsLoss"}
+    kinds |= {"l1": "L1Loss", "huber": "HuberLoss", "kl_div": "KLDivLoss"}
+    by_type = build_artifacts(classifier(), requires_grad=["w1"], loss=LossType[kinds[loss]])
+    by_value = build_artifacts(classifier(), requires_grad=["w1"], loss=getattr(losses, loss))
+    assert serialized(by_type) == serialized(by_value)
+
+
+def test_a_loss_of_ones_own_names_its_target() -> None:
+    def scaled(op: Builder, output: ir.Value, wanted: ir.Value) -> ir.Value:
+        return op.Mul(losses.mse(op, output, wanted), 3.0)
+
+    made = build_artifacts(classifier(), requires_grad=["w1"], loss=scaled)
+    wanted = next(value for value in made.training.graph.inputs if value.name == "wanted")
+    assert (wanted.dtype, wanted.shape) == (ir.DataType.FLOAT, ir.Shape(["n", 3]))
+
+
+def test_a_loss_function_that_is_given_too_many_values_says_what_it_takes() -> None:
+    with pytest.raises(ModelError, match=r"'mse' takes prediction, target: 2 values, but 3 are given"):
+        build_artifacts(
+            classifier(), requires_grad=["w1"], loss=losses.mse, loss_input_names=["scores", "x", "x"]
+        )

@@ -1,6 +1,6 @@
 """`generate_artifacts`: a forward model to everything that training needs.
 
-Begin with `generate`: it reads the request, `onward.training_graph` builds the two graphs, `write` puts all files
+Begin with `generate`: it reads the request, `training_graph` builds the two graphs, `write` puts all files
 in place or none. Only `write` touches the disk. Processes that only train never import this package.
 """
 

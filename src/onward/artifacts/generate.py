@@ -10,21 +10,24 @@ import dataclasses
 import json
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Protocol, runtime_checkable
 
 import onnx
 import onnx_ir as ir
 
+from onward import losses
 from onward.artifacts.choose import Choice, choose, constant_vectors, resolve
 from onward.artifacts.names import LossType, OptimType, loss_type, optimizer_type
 from onward.artifacts.portable import portable_step, write_portable
+from onward.artifacts.training_graph import build_training_graphs, producer
 from onward.artifacts.write import write_artifacts
 from onward.autodiff.recompute.segments import ActivationBudget, Recompute
 from onward.checkpoint import CheckpointData, NominalTensor
 from onward.checkpoint.portable import StateLayout
 from onward.errors import ModelError
+from onward.graph.builder import Builder
 from onward.graph.dialect.lower import OLDEST_OUTPUT, lower
 from onward.graph.dialect.normalize import OPSET, normalize
 from onward.graph.gc_paused import gc_paused
@@ -32,14 +35,11 @@ from onward.graph.load import ModelSource, load_model
 from onward.graph.passes.head import HEAD
 from onward.graph.passes.inference_mode import freeze_statistics
 from onward.graph.passes.lora import LoRA, add_adapters
-from onward.onnxblock import loss as loss_blocks
-from onward.onnxblock import optim as optim_blocks
-from onward.onnxblock.base import Block
-from onward.onnxblock.compose import apply_block, optimizer_from_block
-from onward.onnxblock.context import custom_op_library as allow_custom_ops
-from onward.optim.graph import Clipping, ParameterGroup, optimizer_model
+from onward.graph.prune import find_value, values_of
+from onward.losses import LossFunction, target_inputs
+from onward.optim import rules
+from onward.optim.graph import ParameterGroup, optimizer_model
 from onward.optim.rules import Optimizer
-from onward.training_graph import build_training_graphs, producer
 
 __all__ = ["ActivationBudget", "Artifacts", "LossType", "OptimType", "build_artifacts", "generate_artifacts"]
 
@@ -48,9 +48,50 @@ _log = logging.getLogger("onward")
 _LARGEST_PROTO = 2**31 - 1
 
 
+@runtime_checkable
+class LossBlock(Protocol):
+    """What a loss of the user's own offers: every `onnxblock.Block` does."""
+
+    def add_to(self, model: ir.Model, names: Sequence[str]) -> tuple[list[str], ir.Model]:
+        """Build the loss onto a model; returns the names of the results, and the new model."""
+        ...
+
+
+@runtime_checkable
+class OptimizerBlock(Protocol):
+    """What an optimizer of the user's own offers: every `onnxblock.Block` does."""
+
+    def optimizer_model(
+        self, parameters: Mapping[str, ir.TensorProtocol], groups: Sequence[ParameterGroup] = ()
+    ) -> ir.Model:
+        """The optimizer model of these parameters."""
+        ...
+
+
+_LOSSES: dict[LossType, LossFunction] = {
+    LossType.MSELoss: losses.mse,
+    LossType.CrossEntropyLoss: losses.cross_entropy,
+    LossType.BCEWithLogitsLoss: losses.bce_with_logits,
+    LossType.L1Loss: losses.l1,
+    LossType.NLLLoss: losses.nll,
+    LossType.HuberLoss: losses.huber,
+    LossType.SmoothL1Loss: losses.smooth_l1,
+    LossType.KLDivLoss: losses.kl_div,
+}
+# AdamW has the predecessor's defaults here; `onward.optim.adamw` has torch's.
+_OPTIMIZERS: dict[OptimType, Callable[[], Optimizer]] = {
+    OptimType.AdamW: lambda: rules.adamw(eps=1e-6, weight_decay=0.0),
+    OptimType.SGD: rules.sgd,
+    OptimType.Adam: rules.adam,
+    OptimType.Adagrad: rules.adagrad,
+    OptimType.RMSprop: rules.rmsprop,
+    OptimType.Lion: rules.lion,
+    OptimType.Lamb: rules.lamb,
+    OptimType.Adafactor: rules.adafactor,
+}
 _Models = tuple[ir.Model, ir.Model, ir.Model | None, ir.Model | None]
-Loss = LossType | str | Block | None
-OptimizerChoice = OptimType | str | Block | Optimizer | None
+Loss = LossType | str | LossFunction | LossBlock | None
+OptimizerChoice = OptimType | str | Optimizer | OptimizerBlock | None
 BatchNorm = Literal["train", "frozen"] | None
 
 
@@ -194,17 +235,15 @@ def build_artifacts(
     batch_norm: BatchNorm = None,
 ) -> Artifacts:
     """Build the artifacts of a forward model in memory; arguments as for `generate_artifacts`."""
-    loss = loss_type(loss) if isinstance(loss, str) else loss
-    loss_block = _loss_block(loss)
-    rule = _optimizer_block(optimizer_type(optimizer) if isinstance(optimizer, str) else optimizer)
+    add_loss = _chosen_loss(loss)
+    rule = _chosen_optimizer(optimizer)
     if additional_output_names is not None and not isinstance(additional_output_names, list):
         raise ModelError(
             f"Unknown type provided for additional output names {type(additional_output_names)}. "
             "Expected a list of strings."
         )
-    if custom_op_library is not None:
-        with allow_custom_ops(custom_op_library):
-            pass  # refuses a path that is not there
+    if custom_op_library is not None and not Path(custom_op_library).exists():
+        raise ModelError(f"Custom op library path {custom_op_library} does not exist.")
     loaded = load_model(_source(model))
     own = loaded.graph.opset_imports.get("", loaded.graph.opset_imports.get("ai.onnx", OPSET))
     vectors = constant_vectors(loaded)
@@ -212,7 +251,7 @@ def build_artifacts(
     adapters = [] if lora is None else add_adapters(prepared, lora)
     given = set(prepared.graph.initializers)
     _set_batch_norm(prepared, batch_norm)
-    (loss_name, *more), prepared = _with_loss(prepared, loss, loss_block, loss_input_names)
+    (loss_name, *more), prepared = _with_loss(prepared, add_loss, loss_input_names)
     choice = choose(
         prepared, requires_grad, frozen_params,
         loss=loss_name, given=given, adapters=adapters, vectors=vectors,
@@ -223,18 +262,14 @@ def build_artifacts(
     graphs = build_training_graphs(
         prepared, loss_name, trainable=trainable, frozen=frozen, outputs=extra, recompute=recompute
     )
-    shapes = {name: tuple(tensor.shape.numpy()) for name, tensor in graphs.trainable.items()}
     optimizer_made = None
     if rule is not None:
-        groups = _resolve_groups(parameter_groups, list(shapes))
+        groups = _resolve_groups(parameter_groups, list(graphs.trainable))
         if isinstance(rule, Optimizer):
+            shapes = {name: tuple(tensor.shape.numpy()) for name, tensor in graphs.trainable.items()}
             optimizer_made = optimizer_model(rule, shapes, groups=groups)
-        elif isinstance(rule, optim_blocks.OptimizerBlock):
-            optimizer_made = optimizer_model(
-                rule.rule, shapes, clipping=_clipping(rule.clip_grad), groups=groups
-            )
         else:
-            optimizer_made = optimizer_from_block(rule, graphs.trainable)
+            optimizer_made = rule.optimizer_model(graphs.trainable, groups)
         optimizer_made.producer_name, optimizer_made.producer_version = producer()
         optimizer_made.metadata_props["onward.version"] = producer()[1]
     initial = CheckpointData(
@@ -332,49 +367,57 @@ def _source(model: ModelSource) -> ModelSource:
     return model
 
 
-def _loss_block(loss: Loss) -> Block | None:
+def _chosen_loss(loss: Loss) -> LossFunction | LossBlock | None:
+    """The loss as a function over values, a block over names, or None."""
+    if isinstance(loss, str):
+        loss = loss_type(loss)
     if isinstance(loss, LossType):
-        return getattr(loss_blocks, loss.name)()
-    if loss is None or isinstance(loss, Block):
+        return _LOSSES[loss]
+    if loss is None or (callable(loss) and not isinstance(loss, type)):
         return loss
     raise ModelError(
-        f"Unknown loss provided {type(loss)}. Expected a LossType, an instance of a Block subclass, or None."
+        f"Unknown loss provided {type(loss)}. Expected a LossType, a function (op, output, target) -> value, "
+        "an instance of a Block subclass, or None."
     )
 
 
-def _optimizer_block(optimizer: OptimizerChoice) -> Block | Optimizer | None:
+def _chosen_optimizer(optimizer: OptimizerChoice) -> Optimizer | OptimizerBlock | None:
+    if isinstance(optimizer, str):
+        optimizer = optimizer_type(optimizer)
     if isinstance(optimizer, OptimType):
-        return getattr(optim_blocks, optimizer.name)()
-    if optimizer is None or isinstance(optimizer, Block | Optimizer):
+        return _OPTIMIZERS[optimizer]()
+    if optimizer is None or isinstance(optimizer, Optimizer):
+        return optimizer
+    if isinstance(optimizer, OptimizerBlock) and not isinstance(optimizer, type):
         return optimizer
     raise TypeError(
         f"Unknown optimizer provided {type(optimizer)}. "
-        "Expected an OptimType, an instance of a Block subclass, an onward.optim.Optimizer, or None."
+        "Expected an OptimType, an onward.optim.Optimizer, an instance of a Block subclass, or None."
     )
 
 
 def _with_loss(
-    model: ir.Model, loss: Loss, block: Block | None, loss_input_names: Sequence[str] | None
+    model: ir.Model, loss: LossFunction | LossBlock | None, loss_input_names: Sequence[str] | None
 ) -> tuple[list[str], ir.Model]:
     """The names of the loss and of what else its block returned, and the model with the loss."""
-    outputs = [value.name or "" for value in model.graph.outputs]
-    if block is None:
+    graph = model.graph
+    outputs = [value.name or "" for value in graph.outputs]
+    if loss is None:
         if not outputs:
             raise ModelError("the model has no output, so there is no loss to train on")
         return list(loss_input_names or outputs)[:1], model
-    # a built-in loss reads the first output; a block of the user's own gets them all
-    names = list(loss_input_names or (outputs[:1] if isinstance(loss, LossType) else outputs))
-    return apply_block(block, model, names)
-
-
-def _clipping(block: Block | None) -> Clipping:
-    if isinstance(block, optim_blocks.ClipGradNorm):
-        return Clipping(norm=block.max_norm)
-    if isinstance(block, optim_blocks.ClipGradValue):
-        return Clipping(value=block.max_value)
-    if block is None:
-        return Clipping()
-    raise TypeError(f"clip_grad must be a ClipGradNorm or ClipGradValue, got {type(block).__name__}")
+    if isinstance(loss, LossBlock):  # a block gets all outputs
+        return loss.add_to(model, list(loss_input_names or outputs))
+    known = values_of(graph)
+    given = [find_value(graph, name) for name in loss_input_names or outputs[:1]]
+    op = Builder(graph)
+    op.scope = "loss"
+    targets = []
+    for target in target_inputs(loss, given):
+        if target.name not in known:
+            graph.inputs.append(target)
+        targets.append(known.get(target.name or "", target))
+    return [loss(op, *given, *targets).name or ""], model
 
 
 def _resolve_groups(groups: Sequence[ParameterGroup], names: Sequence[str]) -> list[ParameterGroup]:

@@ -21,6 +21,7 @@ from onward.losses.functions import (
     nll,
     reduce,
     smooth_l1,
+    target_inputs,
     triplet_margin,
 )
 
@@ -39,5 +40,6 @@ __all__ = [
     "nll",
     "reduce",
     "smooth_l1",
+    "target_inputs",
     "triplet_margin",
 ]

@@ -6,11 +6,14 @@ numbers, for values and gradients alike.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import inspect
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import onnx_ir as ir
 
+from onward.errors import ModelError
 from onward.graph.builder import Builder
 from onward.losses.ctc import ctc
 
@@ -28,6 +31,7 @@ __all__ = [
     "nll",
     "reduce",
     "smooth_l1",
+    "target_inputs",
     "triplet_margin",
 ]
 
@@ -258,14 +262,14 @@ def gaussian_nll(
 
 
 def cosine_embedding(
-    op: Builder, x: ir.Value, y: ir.Value, label: ir.Value, *, margin: float = 0.0, reduction: str = "mean"
+    op: Builder, x: ir.Value, y: ir.Value, labels: ir.Value, *, margin: float = 0.0, reduction: str = "mean"
 ) -> ir.Value:
-    """1 − cos(x, y) where label is 1, max(0, cos(x, y) − margin) where it is −1"""
+    """1 − cos(x, y) where the label is 1, max(0, cos(x, y) − margin) where it is −1"""
     eps = 1e-12
     xx = op.Add(op.ReduceSum(op.Mul(x, x), [-1], keepdims=0), eps)
     yy = op.Add(op.ReduceSum(op.Mul(y, y), [-1], keepdims=0), eps)
     cosine = op.Div(op.ReduceSum(op.Mul(x, y), [-1], keepdims=0), op.Sqrt(op.Mul(xx, yy)))
-    positive = op.Greater(label, 0)
+    positive = op.Greater(labels, 0)
     each = op.Where(positive, op.Sub(1.0, cosine), op.Relu(op.Sub(cosine, margin)))
     return reduce(op, each, reduction)
 
@@ -325,3 +329,47 @@ def _as_value(op: Builder, weight: Weights, like: ir.Value) -> ir.Value | None:
 
 
 LossFunction = Callable[..., ir.Value]
+
+
+def target_inputs(loss: LossFunction, given: Sequence[ir.Value]) -> list[ir.Value]:
+    """The inputs that a loss needs besides the `given` values: one for each parameter that is left, by its name.
+
+    `labels` are class numbers (int64) and have the shape of the scores without the class axis. Any other target
+    has the type and shape of the first value given.
+
+    >>> scores = ir.Value(name="scores", type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape(["n", 10]))
+    >>> target_inputs(cross_entropy, [scores])
+    [Value(name='labels', type=Tensor(INT64), shape=Shape([SymbolicDim('n')]))]
+    """
+    required = [
+        parameter.name
+        for parameter in inspect.signature(loss).parameters.values()
+        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+        and parameter.default is parameter.empty
+    ][1:]
+    if len(given) > len(required):
+        name = getattr(loss, "__name__", str(loss))
+        raise ModelError(
+            f"the loss '{name}' takes {', '.join(required)}: {len(required)} values, but {len(given)} are given; "
+            "choose the model's outputs that it reads with loss_input_names"
+        )
+    first = given[0]
+    dims = list(first.shape) if first.shape is not None else []
+    function = loss.func if isinstance(loss, functools.partial) else loss
+    made = []
+    for name in required[len(given) :]:
+        shape: Sequence[int | ir.SymbolicDim | str]
+        dtype: ir.DataType | None = ir.DataType.INT64
+        if function is ctc:
+            shape = [dims[1], f"{name}_longest"] if name == "targets" else [dims[1]]
+        elif name == "labels":
+            shape = (
+                dims[:-1] if function is cosine_embedding else dims[:1] + dims[2:] if len(dims) > 1 else []
+            )
+        else:
+            dtype, shape = first.dtype, dims
+        kind = ir.TensorType(dtype) if dtype is not None else None
+        made.append(
+            ir.Value(name=name, type=kind, shape=ir.Shape(shape) if first.shape is not None else None)
+        )
+    return made

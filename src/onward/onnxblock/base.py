@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import onnx
 import onnx_ir as ir
 
+from onward.artifacts.training_graph import build_training_graphs
 from onward.errors import ModelError
 from onward.graph.dialect.normalize import normalize
-from onward.onnxblock.context import current_model
+from onward.onnxblock.context import current_model, empty_base, sharing
 from onward.onnxblock.emit import find_type
-from onward.training_graph import build_training_graphs
+from onward.optim.graph import ParameterGroup
 
 __all__ = ["Block", "ForwardBlock", "TrainingBlock"]
+
+
+# Weights above this size, or in other files, are shown to blocks by name, type and shape only: no block
+# needs the numbers.
+_HEADER_ONLY = 4096
 
 
 class Block(abc.ABC):
@@ -40,6 +47,62 @@ class Block(abc.ABC):
         output = self.build(*args, **kwargs)
         _check(self.base, output)
         return output
+
+    def add_to(self, model: ir.Model, names: Sequence[str]) -> tuple[list[str], ir.Model]:
+        """Build onto a model in the dialect, which is taken over; returns what `build` named, and the new model."""
+        order = list(model.graph.initializers)
+        large = {
+            name: value.const_value
+            for name, value in model.graph.initializers.items()
+            if value.const_value is not None
+            and (value.const_value.nbytes > _HEADER_ONLY or isinstance(value.const_value, ir.ExternalTensor))
+        }
+        for name in large:
+            model.graph.initializers.pop(name)
+        proto = ir.to_proto(model)
+        proto.graph.initializer.extend(_header(name, tensor) for name, tensor in large.items())
+        with sharing(proto):
+            made = self(*names)
+        results = [made] if isinstance(made, str) else list(made)
+        for tensor in [tensor for tensor in proto.graph.initializer if tensor.name in large]:
+            proto.graph.initializer.remove(tensor)
+            proto.graph.input.append(
+                onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims)
+            )
+        composed = normalize(proto)
+        graph = composed.graph
+        for value in [value for value in graph.inputs if value.name in large]:
+            graph.inputs.remove(value)
+            value.const_value = large[value.name or ""]
+            graph.register_initializer(value)
+        for name in [*order, *(name for name in list(graph.initializers) if name not in order)]:
+            if name in graph.initializers:
+                graph.initializers[name] = graph.initializers.pop(name)
+        return results, composed
+
+    def optimizer_model(
+        self, parameters: Mapping[str, ir.TensorProtocol], groups: Sequence[ParameterGroup] = ()
+    ) -> ir.Model:
+        """The optimizer model that this block builds over sequences of parameters and gradients."""
+        if groups:
+            raise ModelError(
+                f"parameter_groups need an update rule; {type(self).__name__} is a block of its own form"
+            )
+        trainable = [_header(name, tensor) for name, tensor in parameters.items()]
+        with empty_base() as accessor:
+            self((trainable, []))
+            model = ir.from_proto(accessor.model)
+        inputs = {value.name for value in model.graph.inputs}
+        if not {"params", "gradients"} <= inputs:
+            raise ModelError(
+                f"the optimizer block {type(self).__name__} must build a graph with the inputs 'params' and "
+                f"'gradients' (sequences of tensors); it has {sorted(name or '' for name in inputs)}"
+            )
+        model.metadata_props["onward.role"] = "optimizer"
+        model.metadata_props["onward.optimizer"] = json.dumps(
+            {"name": type(self).__name__, "sequences": True}
+        )
+        return model
 
     def infer_shapes_on_base(self) -> onnx.ModelProto:
         """The base model with the types and shapes of all its values."""
@@ -118,6 +181,10 @@ class TrainingBlock(Block):
             [ir.serde.serialize_tensor(t) for t in _named(graphs.frozen)],
         )
         return output
+
+
+def _header(name: str, tensor: ir.TensorProtocol) -> onnx.TensorProto:
+    return onnx.TensorProto(name=name, data_type=int(tensor.dtype), dims=tensor.shape.numpy())
 
 
 def _named(tensors: dict[str, ir.TensorProtocol]) -> list[ir.TensorProtocol]:

@@ -273,4 +273,5 @@ def _sequence_square_sum(op: Builder, sequence: ir.Value) -> ir.Value:
 
 def new_label(name: str, dtype: int, dims: Sequence[int | str | None]) -> str:
     """Add an input for labels or targets."""
-    return add_input(name, dtype, dims)
+    add_input(ir.Value(name=name, type=ir.TensorType(ir.DataType(dtype)), shape=ir.Shape(dims)))
+    return name

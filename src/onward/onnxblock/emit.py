@@ -13,7 +13,7 @@ from onward.graph.dialect.normalize import OPSET
 from onward.graph.naming import Namer
 from onward.onnxblock.context import current_model, to_dialect
 
-__all__ = ["add_input", "emit", "find_type", "has_name"]
+__all__ = ["add_input", "emit", "find_type", "has_name", "value_of"]
 
 
 def emit(
@@ -25,7 +25,7 @@ def emit(
     op = Builder(graph)
     op.namer = _namer(model)
     op.scope = scope
-    values = [_value(model, name) for name in names]
+    values = [value_of(name) for name in names]
     graph.inputs.extend(dict.fromkeys(values))
     made = build(op, *values)
     results = [made] if isinstance(made, ir.Value) else list(made)
@@ -50,10 +50,9 @@ def has_name(name: str) -> bool:
     )
 
 
-def add_input(name: str, dtype: int, dims: Sequence[int | str | None]) -> str:
+def add_input(value: ir.Value) -> None:
     """Add an input to the base model."""
-    current_model().graph.input.append(onnx.helper.make_tensor_value_info(name, dtype, list(dims)))
-    return name
+    current_model().graph.input.append(ir.serde.serialize_value(value))
 
 
 def find_type(name: str) -> onnx.TypeProto:
@@ -66,6 +65,18 @@ def find_type(name: str) -> onnx.TypeProto:
     if found is None:
         raise ModelError(f"The provided name {name} is not a graph value info or a graph output.")
     return found
+
+
+def value_of(name: str) -> ir.Value:
+    """A value of the base model, by name: what is known of its type and shape."""
+    if not isinstance(name, str):
+        raise TypeError(f"blocks take the names of values, got {type(name).__name__}")
+    proto = find_type(name)
+    return ir.Value(
+        name=name,
+        type=ir.serde.deserialize_type_proto_for_type(proto),
+        shape=ir.serde.deserialize_type_proto_for_shape(proto),
+    )
 
 
 def _inferred(model: onnx.ModelProto) -> list[onnx.ValueInfoProto]:
@@ -83,17 +94,6 @@ def _written_type(model: onnx.ModelProto, name: str) -> onnx.TypeProto | None:
         if tensor.name == name:
             return onnx.helper.make_tensor_type_proto(tensor.data_type, tensor.dims)
     return None
-
-
-def _value(model: onnx.ModelProto, name: str) -> ir.Value:
-    if not isinstance(name, str):
-        raise TypeError(f"blocks take the names of values, got {type(name).__name__}")
-    proto = find_type(name)
-    return ir.Value(
-        name=name,
-        type=ir.serde.deserialize_type_proto_for_type(proto),
-        shape=ir.serde.deserialize_type_proto_for_shape(proto),
-    )
 
 
 def _opset(model: onnx.ModelProto) -> int:

@@ -6,7 +6,7 @@ them too, and then writes the flat form that Onward's own runtime prefers.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import onnx
@@ -18,6 +18,7 @@ from onward.onnxblock.blocks import total_norm
 from onward.onnxblock.context import current_model
 from onward.onnxblock.emit import emit
 from onward.optim import rules
+from onward.optim.graph import Clipping, ParameterGroup, optimizer_model
 
 __all__ = [
     "SGD",
@@ -114,6 +115,23 @@ class OptimizerBlock(Block):
                 onnx.helper.make_tensor_sequence_value_info(name, onnx.TensorProto.FLOAT, None)
             )
         return final[0]
+
+    def optimizer_model(
+        self, parameters: Mapping[str, ir.TensorProtocol], groups: Sequence[ParameterGroup] = ()
+    ) -> ir.Model:
+        """The flat form of the same rule, which Onward's own runtime prefers."""
+        if isinstance(self.clip_grad, ClipGradNorm):
+            clipping = Clipping(norm=self.clip_grad.max_norm)
+        elif isinstance(self.clip_grad, ClipGradValue):
+            clipping = Clipping(value=self.clip_grad.max_value)
+        elif self.clip_grad is None:
+            clipping = Clipping()
+        else:
+            raise TypeError(
+                f"clip_grad must be a ClipGradNorm or ClipGradValue, got {type(self.clip_grad).__name__}"
+            )
+        shapes = {name: tuple(tensor.shape.numpy()) for name, tensor in parameters.items()}
+        return optimizer_model(self.rule, shapes, clipping=clipping, groups=groups)
 
     def _update(
         self, op: Builder, rate: ir.Value, step: ir.Value, params: ir.Value, grads: ir.Value, *slots: ir.Value
