@@ -93,6 +93,12 @@ ANSWERS: dict[str, tuple[str, list[str], set[str], list[str]]] = {
         {"source", "target", "trainable", "frozen"},
         ["new", "new/checkpoint", "new/eval_model.onnx", "new/optimizer_model.onnx", "new/training_model.onnx"],
     ),
+    "doctor": (
+        "doctor",
+        ["onnxruntime", "CPUExecutionProvider", "instruction sets", "all is well"],
+        {"ok", "versions", "providers", "processor", "threads", "optional_packages"},
+        [],
+    ),
     "lora inject": (
         "lora inject model.onnx new.onnx", ["2 weights adapted", "next: onward artifacts"], {"path", "adapters"},
         ["new.onnx"],

@@ -23,7 +23,7 @@ from onward import checkpoint
 def test_help_lists_every_command_with_examples(run: Any) -> None:
     shown = run("--help").stdout
     commands = "export artifacts check train evaluate infer deploy inspect bench gradcheck convert lora distributed web"
-    for name in commands.split():
+    for name in [*commands.split(), "doctor"]:
         assert name in shown
         assert "onward " + name in run(name, "--help").stdout or name == "lora"
 

@@ -265,6 +265,7 @@ ALONE: list[tuple[str, int, str, str]] = [
     # sources of an export
     ("export file -o new", 1, "'file' is a file", "module:function"),
     ("export ./missing -o new", 1, "no folder './missing'", "path"),
+    ("doctor now", 2, "unexpected extra argument", "onward doctor --help"),
     ("export no_such_module:build -o new.onnx", 1, "there is no module 'no_such_module'", "module:function"),
     ("export os.py:getcwd -o new.onnx", 1, "there is no module 'os.py'", "without .py: os:getcwd"),
     ("export sub/net.py:build -o new.onnx", 1, "is not module:function", "net:build"),

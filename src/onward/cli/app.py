@@ -13,6 +13,7 @@ from onward.cli.commands import (
     convert,
     deploy,
     distributed,
+    doctor,
     evaluate,
     export,
     gradcheck,
@@ -59,5 +60,6 @@ def root(
 
 for _module in (
     export, artifacts, check, train, evaluate, deploy, inspect, bench, gradcheck, convert, lora, distributed, web,
+    doctor,
 ):  # fmt: skip
     _module.register(app)
