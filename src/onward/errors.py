@@ -10,8 +10,7 @@ from pathlib import Path
 
 __all__ = [
     "CheckpointError",
-    "DeviceError",
-    "DeviceMemoryError",
+    "DataError",
     "ExportError",
     "ModelError",
     "NonFiniteError",
@@ -45,14 +44,6 @@ class NonFiniteError(OnwardError):
     """A loss or gradient that is NaN or infinite; parameters were left as they were."""
 
 
-class DeviceError(ModelError):
-    """A device that this machine does not have, or that does not work as it is set up."""
-
-
-class DeviceMemoryError(OnwardError):
-    """A device that has too little memory for a step; parameters were left as they were."""
-
-
 class CheckpointError(OnwardError):
     """A checkpoint that cannot be read or written.
 
@@ -66,3 +57,11 @@ class CheckpointError(OnwardError):
         self.offset = offset
         where = f" ({field}" + (f" at byte {offset}" if offset is not None else "") + ")" if field else ""
         super().__init__(f"checkpoint '{self.path}': {reason}{where}")
+
+
+class DataError(OnwardError, ValueError):
+    """Data that a model cannot be trained on as given; `hint` says what to do."""
+
+    def __init__(self, message: str, hint: str = "") -> None:
+        self.hint = hint
+        super().__init__(message)

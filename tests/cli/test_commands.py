@@ -182,7 +182,7 @@ def test_inspect_knows_what_it_sees(trained: Path, run: Any) -> None:
 
 def test_inspect_writes_a_page(trained: Path, run: Any) -> None:
     for name in ("model.onnx", "artifacts", "run"):
-        run("inspect", name, "--html", "page.html")
+        run("inspect", name, "--html", "page.html", "--overwrite")
         page = Path("page.html").read_text(encoding="utf-8")
         assert page.startswith("<!doctype html>") and "http" not in page
 
@@ -285,7 +285,7 @@ def test_export_takes_a_torch_entry_point(place: Path, run: Any) -> None:
         encoding="utf-8",
     )
     assert "linear.onnx" in run("export", "my_net:build", "-o", "linear.onnx").stdout
-    again = run("export", "my_net:build", "-o", "linear.onnx", "--json").json
+    again = run("export", "my_net:build", "-o", "linear.onnx", "--json", "--overwrite").json
     assert again["files"] == {"linear.onnx": Path("linear.onnx").stat().st_size}
     assert [tensor.name for tensor in onnx.load("linear.onnx").graph.initializer] == ["weight", "bias"]
     assert run("artifacts", "linear.onnx", "-l", "mse", "--json").json["trainable"] == ["weight", "bias"]

@@ -13,7 +13,9 @@ import pytest
 from cli.newcomer import make_data
 from onward.cli.command import CommandError
 from onward.cli.data import load_data
-from onward.cli.match_inputs import InputSpec, fit
+from onward.data.inputs import InputSpec, fit
+from onward.data.read import DataOptions
+from onward.errors import DataError
 
 INPUTS = [
     InputSpec("x", np.dtype(np.float32), (None, 4)),
@@ -189,20 +191,20 @@ BAD: list[tuple[str, Callable[[], list[str]], str]] = [
 
 @pytest.mark.parametrize(("write", "message"), [case[1:] for case in BAD], ids=[case[0] for case in BAD])
 def test_bad_data_is_named(place: Path, write: Callable[[], list[str]], message: str) -> None:
-    with pytest.raises(CommandError) as caught:
+    with pytest.raises((CommandError, DataError)) as caught:
         load_data(write(), INPUTS)
     assert message in str(caught.value)
 
 
 def test_a_class_that_was_not_trained_on_is_refused(place: Path) -> None:
     sources = write_csv_of_words(make_data())
-    with pytest.raises(CommandError, match="the class 'tulip', which the training data had not"):
-        load_data(sources, INPUTS, classes=["iris", "rose"])
+    with pytest.raises(DataError, match="the class 'tulip', which the training data had not"):
+        load_data(sources, INPUTS, DataOptions(classes=["iris", "rose"]))
 
 
 def test_a_map_must_name_what_is_there(place: Path) -> None:
     sources = write_npz(make_data())
-    with pytest.raises(CommandError, match="no input 'y'"):
-        load_data(sources, INPUTS, mapping={"y": "labels"})
-    with pytest.raises(CommandError, match="has no 'z'"):
-        load_data(sources, INPUTS, mapping={"x": "z"})
+    with pytest.raises(DataError, match="no input 'y'"):
+        load_data(sources, INPUTS, DataOptions(mapping={"y": "labels"}))
+    with pytest.raises(DataError, match="has no 'z'"):
+        load_data(sources, INPUTS, DataOptions(mapping={"x": "z"}))

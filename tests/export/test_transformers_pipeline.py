@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from export.tiny_transformers import tiny_pair
+from onward.data import preprocess as signals
 from onward.errors import ExportError, ModelError
 from onward.export import from_transformers
-from onward.pipeline import preprocess as signals
 from onward.pipeline.load import load
 
 TEXT = "the ferry leaves at noon"

@@ -61,7 +61,7 @@ def test_a_run_equals_the_same_run_by_hand(artifacts: Path) -> None:
 
     state, module, optimizer = start(artifacts)
     scheduler = LinearLRScheduler(optimizer, 1, 8, 0.05)
-    optimizer.gradient_scale = 0.5
+    optimizer._gradient_scale = 0.5
     expected = []
     for _ in range(2):
         for index in range(0, 32, 8):
@@ -342,7 +342,7 @@ def test_history_has_a_row_for_each_update_and_each_epoch(artifacts: Path, tmp_p
     assert [row["epoch"] for row in history.epochs] == [1, 2]
     assert set(history.epochs[0]) == set(trainer.columns)
     saved = json.loads((tmp_path / "history.json").read_text())
-    assert saved == {"steps": history.steps, "epochs": history.epochs}
+    assert saved == {"steps": history.steps, "epochs": history.epochs, "range_test": [], "every": 1}
     assert History.load(tmp_path / "history.json") == history
     history.write_csv(tmp_path / "epochs.csv")
     head, *rows = (tmp_path / "epochs.csv").read_text().splitlines()
@@ -462,7 +462,7 @@ def test_progress_shows_on_terminals_only(
 
 def test_impossible_settings_are_refused_before_training(artifacts: Path) -> None:
     for options, message in (
-        ({"accumulation": 0}, "accumulation is 0"), ({"keep": 0}, "keep is 0"), ({"clip_norm": 0}, "clip_norm is 0"),
+        ({"accumulation": 0}, "accumulation is 0"), ({"keep": 0}, "keep is 0"), ({"clip_norm": -1}, "clip_norm is -1"),
         ({"on_nonfinite": "panic"}, "on_nonfinite is 'panic'"), ({"metrics": ["acc"]}, "no metric 'acc'"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=message):

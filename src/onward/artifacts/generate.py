@@ -152,6 +152,7 @@ def generate_artifacts(
     recompute: Recompute = None,
     portable: bool = False,
     batch_norm: BatchNorm = None,
+    metadata: Mapping[str, str] | None = None,
 ) -> None:
     """Write `training_model.onnx`, `eval_model.onnx`, `optimizer_model.onnx` and `checkpoint`.
 
@@ -159,7 +160,8 @@ def generate_artifacts(
     parameters that the model itself records as trainable are taken (`onward.export.from_torch` records
     them), or else every float weight that reaches the loss; an empty list trains none. `loss` and `optimizer` may
     be names: "cross-entropy", "adamw". `batch_norm` is "train" (statistics follow the data) or "frozen" (they stay);
-    by default it is as the model has it, and models that were exported for inference have it frozen. With `lora`,
+    by default it is as the model has it, and models that were exported for inference have it frozen. `metadata` is
+    recorded in the files besides. With `lora`,
     low-rank adapters of the targeted weights train, and what `requires_grad` names besides; the rest stays as it
     is. The files are in the model's own opset where that has all it takes, else in 21; `opset` asks for one.
     `recompute` trades time for memory: True, a share of the memory of activations to keep (0.5), bytes ("500MB"),
@@ -192,6 +194,7 @@ def generate_artifacts(
         recompute=recompute,
         portable=portable,
         batch_norm=batch_norm,
+        metadata=metadata,
     )
     models = {"training_model": made.training, "eval_model": made.evaluation}
     if made.optimizer is not None:
@@ -233,6 +236,7 @@ def build_artifacts(
     recompute: Recompute = None,
     portable: bool = False,
     batch_norm: BatchNorm = None,
+    metadata: Mapping[str, str] | None = None,
 ) -> Artifacts:
     """Build the artifacts of a forward model in memory; arguments as for `generate_artifacts`."""
     add_loss = _chosen_loss(loss)
@@ -250,13 +254,14 @@ def build_artifacts(
     prepared = normalize(loaded)
     adapters = [] if lora is None else add_adapters(prepared, lora)
     given = set(prepared.graph.initializers)
-    _set_batch_norm(prepared, batch_norm)
+    prepared.metadata_props.update(metadata or {})
+    notes = _set_batch_norm(prepared, batch_norm)
     (loss_name, *more), prepared = _with_loss(prepared, add_loss, loss_input_names)
     choice = choose(
         prepared, requires_grad, frozen_params,
         loss=loss_name, given=given, adapters=adapters, vectors=vectors,
     )  # fmt: skip
-    parameter_groups = _say(prepared, choice, parameter_groups)
+    parameter_groups = _record_defaults(prepared, choice, parameter_groups, notes)
     trainable, frozen = choice.trainable, choice.frozen
     extra = [*more, *(additional_output_names or [])]
     graphs = build_training_graphs(
@@ -284,34 +289,36 @@ def build_artifacts(
     training, evaluation, optimizer_made, step = _in_opset(
         (graphs.training, graphs.evaluation, optimizer_made, step), own=own, asked=opset
     )
+    for note in notes:
+        _log.warning(note)
     return Artifacts(training, evaluation, optimizer_made, initial, step, layout)
 
 
-def _set_batch_norm(model: ir.Model, wanted: BatchNorm) -> None:
-    """Let batch norms follow the data, or keep their statistics; and say which, where no one did."""
+def _set_batch_norm(model: ir.Model, wanted: BatchNorm) -> list[str]:
+    """Let batch norms follow the data, or keep their statistics; returns what to say where no one asked."""
     if wanted not in ("train", "frozen", None):
         raise ValueError(f"batch_norm is {wanted!r}: it is 'train', 'frozen' or None (as the model has it)")
     nodes = [node for node in model.graph if node.op_type == "BatchNormalization" and node.domain == ""]
     state = [node for node in nodes if all(v is not None and v.is_initializer() for v in node.inputs[3:5])]
     if wanted == "train" and not state:
-        _log.warning(
-            "batch_norm='train' changes nothing: the model has no batch norm left (an exporter folds them)"
-        )
+        return ["batch_norm='train' changes nothing: the model has no batch norm left (exporters fold them)"]
     if wanted == "train":
         for node in state:
             node.attributes["training_mode"] = ir.AttrInt64("training_mode", 1)
     elif wanted == "frozen":
         freeze_statistics(model)
     still = [node for node in nodes if not node.attributes.get_int("training_mode", 0)]
-    if wanted is None and still:
-        _log.warning(
-            "%d batch norms keep their running statistics, as in the model; batch_norm='train' lets them follow "
-            "the data",
-            len(still),
-        )
+    if wanted is not None or not still:
+        return []
+    return [
+        f"{len(still)} batch norms keep their running statistics, as in the model; batch_norm='train' (--batch-norm "
+        "train) lets them follow the data"
+    ]
 
 
-def _say(model: ir.Model, choice: Choice, groups: Sequence[ParameterGroup]) -> Sequence[ParameterGroup]:
+def _record_defaults(
+    model: ir.Model, choice: Choice, groups: Sequence[ParameterGroup], notes: list[str]
+) -> Sequence[ParameterGroup]:
     """Say what trains where no one chose, and record how a model that someone else trained is best trained on.
 
     Its weights are good already: they move a tenth as fast as a new head, and all start slowly.
@@ -322,10 +329,10 @@ def _say(model: ir.Model, choice: Choice, groups: Sequence[ParameterGroup]) -> S
         values = sum(
             tensor.size for name in choice.trainable if (tensor := model.graph.initializers[name].const_value)
         )
-        _log.warning(
-            "no requires_grad was given and the model records none: all %d float weights train (%s values)",
-            len(choice.trainable), f"{values:,}",
-        )  # fmt: skip
+        notes.append(
+            f"all {len(choice.trainable)} float weights train ({values:,} values): neither requires_grad nor the model "
+            "says which"
+        )
     if not choice.by_default and not head:
         return groups
     about["onward.defaults"] = json.dumps(

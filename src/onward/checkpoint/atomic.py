@@ -237,7 +237,7 @@ def _create(target: Path) -> tuple[IO[bytes], Path]:
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0) | getattr(os, "O_NOFOLLOW", 0)
     for _ in range(100):
         path = temporary_name(target)
-        file = os.fdopen(os.open(path, flags, 0o600), "r+b", buffering=0)
+        file = os.fdopen(os.open(path, flags, 0o666), "r+b", buffering=0)
         try:
             # Another save's sweep may have come between creation and lock: then the file is gone, try again.
             if _lock(file.fileno()) is not False and (os.name == "nt" or os.fstat(file.fileno()).st_nlink):

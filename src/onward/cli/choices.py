@@ -7,6 +7,7 @@ import math
 from typing import Any
 
 __all__ = [
+    "BatchNormChoice",
     "LossChoice",
     "MetricChoice",
     "OptimizerChoice",
@@ -44,6 +45,13 @@ class OptimizerChoice(enum.StrEnum):
     ADAFACTOR = "adafactor"
 
 
+class BatchNormChoice(enum.StrEnum):
+    """What batch norms do with their statistics."""
+
+    TRAIN = "train"
+    FROZEN = "frozen"
+
+
 class ScheduleChoice(enum.StrEnum):
     """Courses of the learning rate."""
 
@@ -75,39 +83,18 @@ class MetricChoice(enum.StrEnum):
     PERPLEXITY = "perplexity"
 
 
-_LOSSES = {
-    LossChoice.MSE: "MSELoss",
-    LossChoice.CROSS_ENTROPY: "CrossEntropyLoss",
-    LossChoice.BCE_WITH_LOGITS: "BCEWithLogitsLoss",
-    LossChoice.L1: "L1Loss",
-    LossChoice.NLL: "NLLLoss",
-    LossChoice.HUBER: "HuberLoss",
-    LossChoice.SMOOTH_L1: "SmoothL1Loss",
-    LossChoice.KL_DIV: "KLDivLoss",
-}
-_OPTIMIZERS = {
-    OptimizerChoice.ADAMW: "AdamW",
-    OptimizerChoice.SGD: "SGD",
-    OptimizerChoice.ADAM: "Adam",
-    OptimizerChoice.ADAGRAD: "Adagrad",
-    OptimizerChoice.RMSPROP: "RMSprop",
-    OptimizerChoice.LION: "Lion",
-    OptimizerChoice.LAMB: "Lamb",
-    OptimizerChoice.ADAFACTOR: "Adafactor",
-}
-
-
 def loss_of(choice: LossChoice) -> Any:
     """The `LossType` of a word, or None for a model whose first output is its loss."""
-    from onward.artifacts import LossType
+    from onward.artifacts.names import loss_type
 
-    return None if choice is LossChoice.NONE else LossType[_LOSSES[choice]]
+    return None if choice is LossChoice.NONE else loss_type(str(choice))
 
 
 def optimizer_of(
     choice: OptimizerChoice, *, weight_decay: float | None = None, momentum: float | None = None
 ) -> Any:
     """The optimizer block of a word, with its options."""
+    from onward.artifacts.names import optimizer_type
     from onward.cli.command import CommandError
     from onward.onnxblock import optim
 
@@ -122,7 +109,7 @@ def optimizer_of(
     if momentum is not None:
         options["momentum"] = momentum
     try:
-        return getattr(optim, _OPTIMIZERS[choice])(**options)
+        return getattr(optim, optimizer_type(str(choice)).name)(**options)
     except TypeError as error:
         names = " or ".join(f"--{name.replace('_', '-')}" for name in options)
         raise CommandError(

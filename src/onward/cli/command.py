@@ -178,7 +178,7 @@ def command(function: Callable[..., Any]) -> Callable[..., Any]:
     def run(*, as_json: bool, quiet: bool, debug: bool, config: Path | None, **options: Any) -> None:
         output = Output(as_json=as_json, quiet=quiet, debug=debug)
         try:
-            with _terminated_as_interrupted(), _own_logging():
+            with _terminated_as_interrupted(), _own_logging(output):
                 code = function(output, **options)
         except (typer.Exit, typer.Abort):
             raise
@@ -244,15 +244,30 @@ def _configure(context: typer.Context, path: Path | None) -> Path | None:
 
 
 @contextlib.contextmanager
-def _own_logging() -> Iterator[None]:
-    """Undo what libraries do to the logging of the whole process when they are imported."""
-    root = logging.getLogger()
-    before, level = list(root.handlers), root.level
+def _own_logging(output: Output) -> Iterator[None]:
+    """Show what Onward says, and undo what libraries do to the logging of the whole process when imported."""
+    root, ours = logging.getLogger(), logging.getLogger("onward")
+    before, level, our_level, handler = list(root.handlers), root.level, ours.level, _Notes(output)
+    ours.addHandler(handler)
+    ours.setLevel(logging.INFO)
     try:
         yield
     finally:
+        ours.removeHandler(handler)
+        ours.setLevel(our_level)
         root.handlers[:] = before
         root.setLevel(level)
+
+
+class _Notes(logging.Handler):
+    """Log records as remarks of a command."""
+
+    def __init__(self, output: Output) -> None:
+        super().__init__()
+        self._output = output
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._output.note(record.getMessage())
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ import errno
 import re
 
 from onward.cli.errors import CommandError
+from onward.errors import DataError
 
 __all__ = ["explain"]
 
@@ -61,8 +62,8 @@ _EXTRAS = {
 
 def explain(error: BaseException) -> tuple[str, str]:
     """What to print about an error: a line, and what to do."""
-    if isinstance(error, CommandError):
-        return _line(str(error)), error.hint
+    if isinstance(error, CommandError | DataError):
+        return _line(str(error)), error.hint or "--debug shows where it happened"
     if isinstance(error, ModuleNotFoundError):
         extra = _EXTRAS.get((error.name or "").split(".")[0])
         hint = (

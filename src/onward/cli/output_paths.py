@@ -4,19 +4,41 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from onward.cli.errors import CommandError
+from onward.cli.model_file import read_model
 
-__all__ = ["file_target", "folder_target", "new_file", "plain_prefix", "require_folder_target"]
+__all__ = [
+    "Overwrite",
+    "file_target",
+    "folder_target",
+    "new_file",
+    "plain_prefix",
+    "refuse_strangers",
+    "require_folder_target",
+]
+
+
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a file that is there already.")]
 
 
 @contextlib.contextmanager
-def file_target(path: Path) -> Iterator[Path]:
-    """A path at which a file can be written; folders made for it go again where the block fails."""
+def file_target(path: Path, *, overwrite: bool = False) -> Iterator[Path]:
+    """A path at which a file can be written; folders made for it go again where the block fails.
+
+    A file that is there already is someone's: it is replaced with `overwrite` only.
+    """
     if path.is_dir():
         raise CommandError(f"'{path}' is a folder, and a file is to be written", "name a file in it")
+    if path.exists() and not overwrite:
+        raise CommandError(
+            f"'{path}' is there already", "replace it with --overwrite, or choose another name"
+        )
     with _parents(path.parent, path):
         yield path
 
@@ -36,12 +58,36 @@ def folder_target(path: Path) -> Iterator[Path]:
         yield path
 
 
+def refuse_strangers(folder: Path, names: Sequence[str], *, ours: str, overwrite: bool) -> None:
+    """Refuse to replace files that Onward did not make; `ours` is the one by which its folders are known."""
+    if overwrite or not folder.is_dir() or is_ours(folder / ours):
+        return
+    there = [name for name in names if (folder / name).exists()]
+    if there:
+        raise CommandError(
+            f"'{folder / there[0]}' is there already, and Onward did not make it",
+            "replace it with --overwrite, or choose another folder",
+        )
+
+
+def is_ours(path: Path) -> bool:
+    """Whether Onward made a file: a model that says so, or the card of an exported folder."""
+    if not path.is_file():
+        return False
+    if path.suffix != ".onnx":
+        return True
+    try:
+        return any(entry.key.startswith("onward.") for entry in read_model(path).metadata_props)
+    except CommandError:
+        return False
+
+
 @contextlib.contextmanager
-def new_file(path: Path) -> Iterator[Path]:
+def new_file(path: Path, *, overwrite: bool = False) -> Iterator[Path]:
     """A place to write a file aside, which takes its name when the block is done; an older one stays till then."""
     from onward.files import staging_folder
 
-    with file_target(path), staging_folder(path.parent) as folder:
+    with file_target(path, overwrite=overwrite), staging_folder(path.parent) as folder:
         yield folder / path.name
         os.replace(folder / path.name, path)
 

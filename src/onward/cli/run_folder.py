@@ -12,10 +12,13 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from onward.cli.errors import CommandError
 from onward.cli.output_paths import folder_target
+
+if TYPE_CHECKING:
+    from onward.data.read import DataOptions
 
 __all__ = ["Found", "begun_run", "clear_run", "find", "read_run", "refuse_earlier_run", "write_run"]
 
@@ -32,9 +35,43 @@ class Found:
     classes: list[str] | None = None
     label: str | None = None
     mapping: list[str] | None = None
+    preprocessing: dict[str, Any] | None = None
+
+    def data_options(
+        self, *, mapping: list[str] | None = None, label: str | None = None, place: Path
+    ) -> DataOptions:
+        """How data is read for what was trained: as it was then, unless a flag says else."""
+        from onward.cli.data import parse_pairs
+        from onward.data.preprocessing import Preprocessing
+        from onward.data.read import DataOptions
+
+        return DataOptions(
+            mapping={**parse_pairs(self.mapping or (), "--map"), **parse_pairs(mapping or (), "--map")},
+            label=label or self.label,
+            classes=self.classes,
+            preprocessing=Preprocessing.from_dict(self.preprocessing, str(place / _RUN))
+            if self.preprocessing
+            else None,
+            near=[place, self.artifacts],
+        )
+
+    def metadata(self) -> dict[str, str]:
+        """What a deployed model says of itself: its classes, and how its input is prepared."""
+        about = {}
+        if self.classes:
+            about["onward.classes"] = json.dumps(self.classes, ensure_ascii=False)
+        if self.preprocessing:
+            about["onward.preprocessing"] = json.dumps(self.preprocessing, sort_keys=True)
+        return about
 
 
-def write_run(folder: Path, artifacts: Path, options: Mapping[str, Any], classes: list[str] | None) -> None:
+def write_run(
+    folder: Path,
+    artifacts: Path,
+    options: Mapping[str, Any],
+    classes: list[str] | None,
+    preprocessing: Mapping[str, Any] | None = None,
+) -> None:
     """Write `run.json`; the place of the artifacts is kept relative where both move together."""
     folder.mkdir(parents=True, exist_ok=True)
     try:
@@ -42,6 +79,8 @@ def write_run(folder: Path, artifacts: Path, options: Mapping[str, Any], classes
     except ValueError:  # another drive on Windows
         place = str(artifacts.resolve())
     document = {"artifacts": Path(place).as_posix(), "options": dict(options), "classes": classes}
+    if preprocessing is not None:
+        document["preprocessing"] = dict(preprocessing)
     temporary = folder / f".{_RUN}.new"
     temporary.write_text(json.dumps(document, indent=2, default=str), encoding="utf-8")
     os.replace(temporary, folder / _RUN)
@@ -68,6 +107,8 @@ def clear_run(folder: Path) -> None:
         "best",
         "best.data",
         "history.json",
+        "log.txt",
+        "tokenizer.json",
         "distributed.json",
         "report.html",
         _RUN,
@@ -87,14 +128,18 @@ def refuse_earlier_run(folder: Path, *, overwrite: bool) -> None:
 
 @contextlib.contextmanager
 def begun_run(
-    folder: Path, artifacts: Path, options: Mapping[str, Any], classes: list[str] | None
+    folder: Path,
+    artifacts: Path,
+    options: Mapping[str, Any],
+    classes: list[str] | None,
+    preprocessing: Mapping[str, Any] | None = None,
 ) -> Iterator[None]:
     """Write `run.json` for the block; where it fails before anything was saved, the folder is as it was."""
     earlier = (folder / _RUN).read_bytes() if (folder / _RUN).is_file() else None
     with folder_target(folder):
         was_there = folder.is_dir()
         try:
-            write_run(folder, artifacts, options, classes)
+            write_run(folder, artifacts, options, classes, preprocessing)
             yield
         except BaseException:  # an interrupt too
             if not any(folder.glob("checkpoint-*")):
@@ -135,6 +180,7 @@ def find(place: Path, checkpoint: str | None = None, *, prefix: str = "") -> Fou
         classes=run.get("classes"),
         label=options.get("label"),
         mapping=options.get("mapping"),
+        preprocessing=run.get("preprocessing"),
     )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from onward.cli.match_inputs import InputSpec
+from onward.data.inputs import InputSpec
 
 __all__ = ["random_inputs"]
 

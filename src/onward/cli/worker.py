@@ -48,7 +48,10 @@ def main(options: dict[str, Any]) -> int:
 
 def _train(options: dict[str, Any], stop: threading.Event) -> int | None:
     """Train; the number of updates where a signal stopped it, all of them saved."""
+    import numpy as np
+
     from onward.cli.data import load_data, parse_pairs
+    from onward.data.read import DataOptions
     from onward.distributed import DistributedError, RunnerSettings, ShardedArrays, TrainingRunner
 
     artifacts, directory = Path(options["artifacts"]), Path(options["directory"])
@@ -60,11 +63,12 @@ def _train(options: dict[str, Any], stop: threading.Event) -> int | None:
         nonlocal classes
         if not sources:
             return None
-        loaded = load_data(sources, specs, mapping=mapping, label=options["label"], classes=classes)
+        given = DataOptions(mapping=mapping, label=options["label"], classes=classes)
+        loaded = load_data(sources, specs, given)
         classes = loaded.classes
         if loaded.arrays is None:
             return loaded.value
-        arrays = list(loaded.arrays.values())
+        arrays = [np.asarray(array) for array in loaded.arrays.values()]
         return ShardedArrays(*arrays, batch_size=options["batch_size"], shuffle=shuffle, seed=options["seed"])
 
     runner = TrainingRunner(
@@ -100,9 +104,8 @@ def _train(options: dict[str, Any], stop: threading.Event) -> int | None:
 
 def user_inputs(model: Path) -> list[Any]:
     """The inputs of a training model that data is for."""
-    from onward.cli.match_inputs import specs_of
     from onward.cli.model_file import read_model
-    from onward.graph.passes.specialize import BUFFER, RESET
+    from onward.data.inputs import specs_of
 
     proto = read_model(model)
     about = {entry.key: entry.value for entry in proto.metadata_props}
@@ -114,7 +117,8 @@ def user_inputs(model: Path) -> list[Any]:
     return [
         spec
         for spec in specs_of(proto.graph)
-        if spec.name not in {*parameters, RESET, random} and not spec.name.endswith(BUFFER)
+        if spec.name not in {*parameters, "lazy_reset_grad", random}
+        and not spec.name.endswith("_grad.accumulation.buffer")
     ]
 
 

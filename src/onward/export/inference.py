@@ -58,6 +58,7 @@ def for_inference(
     atol: float = 1e-5,
     external_data: bool | None = None,
     opset: int | None = None,
+    metadata: Mapping[str, str] | None = None,
 ) -> InferenceExport:
     """Export a trained model for inference and prove it: the file's outputs equal the evaluation model's.
 
@@ -65,7 +66,8 @@ def for_inference(
     the model's shapes without them); a difference above the tolerances raises `ParityError` and leaves an
     older file as it was. `quantize_to` is "int8", "int8-tensor", "int4", "int8-weights" or "fp16"; its effect
     is measured and reported, not judged. `external_data` puts the weights into a file of their own; `opset`
-    writes the model in an older one, where its operators have the same meaning there.
+    writes the model in an older one, where its operators have the same meaning there. `metadata` is written into
+    the file besides: the names of its classes, say.
 
     >>> written = for_inference("out/eval_model.onnx", "out/checkpoint", ["scores"], "model.onnx")
     >>> written.parity.passed
@@ -75,6 +77,7 @@ def for_inference(
     target = Path(path)
     scheme = scheme_name(quantize_to)
     model = inference_model(eval_model, data, outputs)
+    model.metadata_props.update(metadata or {})
     if opset is not None:
         from onward.graph.dialect.lower import lower
 

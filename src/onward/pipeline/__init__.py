@@ -1,10 +1,12 @@
-"""Run an exported Hugging Face folder without torch: text, images or sound in; labels, vectors or text out.
+"""Run an exported folder or a deployed file without torch: text, images, sound or rows in; labels, vectors or text out.
 
-Begin with `load`. `preprocess` turns images and sound into arrays, `postprocess` turns output arrays into results.
+Begin with `load`. `classifier` answers from one file that `onward deploy` wrote. `postprocess` turns output arrays
+into results; `onward.data` turns images and sound into arrays.
 """
 
 from __future__ import annotations
 
+from onward.pipeline.classifier import Classifier
 from onward.pipeline.load import Pipeline, load
 
-__all__ = ["Pipeline", "load"]
+__all__ = ["Classifier", "Pipeline", "load"]

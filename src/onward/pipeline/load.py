@@ -14,9 +14,11 @@ from typing import Any
 
 import numpy as np
 
+from onward.data import preprocess
 from onward.errors import ModelError
 from onward.export.huggingface.folder import CARD, MODEL, read_card
-from onward.pipeline import postprocess, preprocess
+from onward.pipeline import postprocess
+from onward.pipeline.classifier import Classifier, load_file
 
 __all__ = ["Pipeline", "load"]
 
@@ -28,8 +30,10 @@ def load(
     *,
     providers: Sequence[str] = ("CPUExecutionProvider",),
     session_options: Any = None,
-) -> Pipeline:
-    """Load a folder that `from_transformers` wrote; call the result with text, images or sound.
+) -> Pipeline | Classifier:
+    """Load a folder that `from_transformers` wrote, or a model file that `onward deploy` wrote.
+
+    Call the result with text, images, sound or rows of a table.
 
     >>> import onward
     >>> embed = onward.load("embedder")
@@ -37,6 +41,8 @@ def load(
     (16,)
     """
     path = Path(folder)
+    if path.is_file():
+        return load_file(path, providers=providers, session_options=session_options)
     card = read_card(path)
     if card["task"] not in _ANSWERS:
         raise ModelError(

@@ -5,24 +5,19 @@ from __future__ import annotations
 import os
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import onnx
 import onnxruntime as ort
 
 from onward.errors import ModelError
-from onward.runtime.devices import Device
 from onward.runtime.sessions import make_session
 
 __all__ = ["session_beside"]
 
 
 def session_beside(
-    model: onnx.ModelProto,
-    path: str,
-    *,
-    device: Device,
-    options: ort.SessionOptions | None,
-    capture: bool = False,
+    model: onnx.ModelProto, path: str, *, providers: list[Any], options: ort.SessionOptions | None
 ) -> ort.InferenceSession:
     """Load a changed model as if it lay where `path` does; the file made for that is removed at once."""
     try:
@@ -35,7 +30,6 @@ def session_beside(
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(model.SerializeToString())
-        what = f"training model '{path}'"
-        return make_session(name, device=device, options=options, what=what, capture=capture)
+        return make_session(name, providers=providers, options=options, what=f"training model '{path}'")
     finally:
         os.unlink(name)

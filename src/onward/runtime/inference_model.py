@@ -65,8 +65,8 @@ def inference_model(
             near = difflib.get_close_matches(name, known, n=3)
             hint = f" Did you mean {', '.join(repr(n) for n in near)}?" if near else ""
             raise ModelError(
-                f"Expected graph output for inference graph {name} could not be found. "
-                f"Please regenerate the eval graph.{hint}"
+                f"Expected graph output for inference graph {name} could not be found: the eval model has no value of "
+                f"that name.{hint}"
             )
     prune(model, list(dict.fromkeys(outputs)))
     ir.external_data.load_to_model(model)  # files beside the eval model are not beside the new one

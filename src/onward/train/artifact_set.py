@@ -6,7 +6,7 @@ import dataclasses
 import json
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import onnx
 
@@ -31,6 +31,8 @@ class ArtifactFiles:
     optimizer: ModelFile | None
     state: Path | CheckpointData
     outputs: list[str]
+    # how a model that others trained is best trained on: learning_rate, warmup, clip_norm
+    defaults: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def load_checkpoint(self) -> CheckpointData:
         """The initial state."""
@@ -65,7 +67,7 @@ def find_artifacts(artifacts: str | os.PathLike[str] | Artifacts, prefix: str = 
         evaluation=evaluation if evaluation.is_file() else None,
         optimizer=optimizer if optimizer.is_file() else None,
         state=state,
-        outputs=_outputs(read_model(training, "training")),
+        **_about(read_model(training, "training")),
     )
 
 
@@ -83,10 +85,15 @@ def _in_memory(artifacts: Artifacts) -> ArtifactFiles:
         evaluation=proto(artifacts.evaluation),
         optimizer=proto(artifacts.optimizer),
         state=artifacts.checkpoint,
-        outputs=_outputs(training),
+        **_about(training),
     )
 
 
-def _outputs(model: onnx.ModelProto) -> list[str]:
+def _about(model: onnx.ModelProto) -> dict[str, Any]:
     about = {entry.key: entry.value for entry in model.metadata_props}
-    return list(json.loads(about.get("onward.outputs", "[]")))
+    defaults = json.loads(about.get("onward.defaults", "{}"))
+    known = ("learning_rate", "warmup", "clip_norm")
+    return {
+        "outputs": list(json.loads(about.get("onward.outputs", "[]"))),
+        "defaults": {name: float(value) for name, value in defaults.items() if name in known},
+    }

@@ -19,7 +19,9 @@ __all__ = [
     "ArrayBatches",
     "Batch",
     "Batches",
+    "Rows",
     "StreamBatches",
+    "Transform",
     "batch_weight",
     "make_batches",
     "sample_count",
@@ -27,6 +29,35 @@ __all__ = [
 
 Batch = list[Any]
 Source = Iterable[Any] | Callable[..., Iterable[Any]]
+# changes a batch in training: augmentation, say
+Transform = Callable[[Batch, np.random.Generator], Batch]
+
+
+class Rows:
+    """An array whose rows are made when they are asked for: pictures in files, say."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, rows: Any) -> np.ndarray:
+        if isinstance(rows, tuple):
+            return self[rows[0]][(slice(None), *rows[1:])]
+        chosen = np.arange(len(self))[rows]
+        return self.read(chosen) if chosen.ndim else self.read(chosen[None])[0]
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.asarray(self.read(np.arange(len(self))), dtype)
+
+    def read(self, rows: np.ndarray) -> np.ndarray:
+        """The rows of these numbers."""
+        raise NotImplementedError
+
+    def part(self, rows: np.ndarray) -> Rows:
+        """Some of the rows, still unread."""
+        raise NotImplementedError
 
 
 class Batches:
@@ -40,6 +71,10 @@ class Batches:
     def epoch(self, number: int, *, skip: int = 0) -> Iterator[Batch]:
         """The batches of an epoch, without the first `skip`."""
         raise NotImplementedError
+
+    def rows(self, number: int, index: int) -> np.ndarray | None:
+        """The rows of the data that a batch of an epoch is made of, where that is known."""
+        return None
 
     def require(self, epochs: int) -> None:
         """An error where the data does not last for so many epochs."""
@@ -55,12 +90,13 @@ class ArrayBatches(Batches):
 
     def __init__(
         self,
-        arrays: Sequence[np.ndarray],
+        arrays: Sequence[np.ndarray | Rows],
         *,
         batch_size: int,
         shuffle: bool,
         seed: int,
         drop_last: bool = False,
+        transform: Transform | None = None,
     ) -> None:
         if batch_size <= 0:
             raise ValueError(f"batch_size is {batch_size}: it must be positive")
@@ -74,17 +110,29 @@ class ArrayBatches(Batches):
             raise ValueError("the arrays are empty")
         self._arrays = list(arrays)
         self._size, self._shuffle, self._seed = min(batch_size, self.samples), shuffle, seed
+        self._transform = transform
         whole, rest = divmod(self.samples, self._size)
         self.count = whole + (1 if rest and not drop_last else 0)
 
     def epoch(self, number: int, *, skip: int = 0) -> Iterator[Batch]:
-        order = np.arange(self.samples)
-        if self._shuffle:
-            np.random.default_rng([self._seed, number]).shuffle(order)
+        order = self._order(number)
         assert self.count is not None
         for index in range(skip, self.count):
             chosen = order[index * self._size : (index + 1) * self._size]
-            yield [np.ascontiguousarray(array[chosen]) for array in self._arrays]
+            batch = [np.ascontiguousarray(array[chosen]) for array in self._arrays]
+            if self._transform is not None:
+                # a generator of its own for every batch: a resumed run draws the same numbers
+                batch = self._transform(batch, np.random.default_rng([self._seed, number, index, 1]))
+            yield batch
+
+    def rows(self, number: int, index: int) -> np.ndarray:
+        return self._order(number)[index * self._size : (index + 1) * self._size]
+
+    def _order(self, number: int) -> np.ndarray:
+        order = np.arange(self.samples)
+        if self._shuffle:
+            np.random.default_rng([self._seed, number]).shuffle(order)
+        return order
 
 
 class StreamBatches(Batches):
@@ -125,6 +173,7 @@ def make_batches(
     shuffle: bool = False,
     seed: int = 0,
     given: Sequence[str] = (),
+    transform: Transform | None = None,
 ) -> Batches:
     """Batches of whatever `data` is, for a model with these inputs.
 
@@ -141,17 +190,21 @@ def make_batches(
     if _is_array(data):
         data = (data,)
     if isinstance(data, Mapping):
-        data = [np.asarray(_as_input(_by_name(data, name))) for name in names]
+        data = [_whole(_by_name(data, name)) for name in names]
     if isinstance(data, tuple | list) and data and all(_is_array(item) for item in data):
         if len(data) == len(given):
             data = [data[given.index(name)] for name in names]
         if len(data) == len(names):
-            arrays = [np.asarray(_as_input(item)) for item in data]
-            return ArrayBatches(arrays, batch_size=batch_size, shuffle=shuffle, seed=seed)
+            arrays = [_whole(item) for item in data]
+            return ArrayBatches(
+                arrays, batch_size=batch_size, shuffle=shuffle, seed=seed, transform=transform
+            )
         if len(names) > 1:
             raise ValueError(
                 f"the model takes {len(names)} inputs ({', '.join(names)}), the data has {len(data)}"
             )
+    if transform is not None:
+        raise TypeError("transform needs arrays: change the batches where they are made")
     if not isinstance(data, str | bytes) and (callable(data) or isinstance(data, Iterable)):
         return StreamBatches(cast("Source", data), names, given)
     raise TypeError(
@@ -215,6 +268,10 @@ def _is_array(item: Any) -> bool:
     if isinstance(item, ort.OrtValue):
         return len(item.shape()) > 0
     return hasattr(item, "shape") and hasattr(item, "dtype") and len(item.shape) > 0
+
+
+def _whole(item: Any) -> np.ndarray | Rows:
+    return item if isinstance(item, Rows) else np.asarray(_as_input(item))
 
 
 def _as_input(item: Any) -> Any:

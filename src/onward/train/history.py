@@ -9,7 +9,9 @@ import os
 from pathlib import Path
 from typing import Any
 
-__all__ = ["History"]
+__all__ = ["MOST_STEPS", "History"]
+
+MOST_STEPS = 4000
 
 
 @dataclasses.dataclass
@@ -24,6 +26,19 @@ class History:
 
     steps: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     epochs: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    # the trial by which learning_rate="auto" was found
+    range_test: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+
+    # beyond some thousand, only steps whose number this divides are kept
+    every: int = 1
+
+    def log(self, row: dict[str, Any]) -> None:
+        """Add a step; a long run keeps every other one, then every fourth and so on, so that its log stays small."""
+        if row["step"] % self.every == 0:
+            self.steps.append(row)
+        if len(self.steps) > MOST_STEPS:
+            self.every *= 2
+            self.steps = [row for row in self.steps if row["step"] % self.every == 0]
 
     def last(self, name: str) -> Any:
         """The newest value of a column of `epochs`."""
@@ -60,6 +75,11 @@ class History:
             return cls()
         try:
             found = json.loads(path.read_text(encoding="utf-8"))
-            return cls(steps=list(found["steps"]), epochs=list(found["epochs"]))
+            return cls(
+                steps=list(found["steps"]),
+                epochs=list(found["epochs"]),
+                range_test=list(found.get("range_test", ())),
+                every=max(1, int(found.get("every", 1))),
+            )
         except (ValueError, KeyError, TypeError):
             return cls()  # a log is not worth failing a resume for

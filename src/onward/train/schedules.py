@@ -16,7 +16,7 @@ from onward.api import (
     StepLRScheduler,
 )
 
-__all__ = ["SCHEDULES", "Schedule", "make_schedule", "schedule_name"]
+__all__ = ["SCHEDULES", "Schedule", "make_schedule", "require_schedule", "schedule_name"]
 
 Schedule = str | Callable[[Optimizer, int | None], LRScheduler]
 SCHEDULES = ("constant", "linear", "cosine", "step", "one-cycle", "polynomial")
@@ -28,10 +28,7 @@ def make_schedule(
     """The scheduler of a run of `total` updates; warmup counts them, or is a share of them when below 1."""
     if not isinstance(schedule, str):
         return schedule(optimizer, total)
-    if schedule not in SCHEDULES:
-        near = difflib.get_close_matches(schedule, SCHEDULES, n=1)
-        hint = f"; did you mean '{near[0]}'?" if near else ""
-        raise ValueError(f"no schedule '{schedule}': there are {', '.join(SCHEDULES)}{hint}")
+    require_schedule(schedule)
     if warmup < 0:
         raise ValueError(f"warmup is {warmup}: it must not be negative")
     if total is None and (schedule != "constant" or 0 < warmup < 1):
@@ -53,6 +50,14 @@ def make_schedule(
             optimizer, rate, total_step_count=total, power=2.0, warmup_step_count=steps
         )
     return OneCycleLRScheduler(optimizer, rate, total_step_count=total)
+
+
+def require_schedule(schedule: Schedule) -> None:
+    """Refuse a name that no schedule has, with those that there are."""
+    if isinstance(schedule, str) and schedule not in SCHEDULES:
+        near = difflib.get_close_matches(schedule, SCHEDULES, n=1)
+        hint = f"; did you mean '{near[0]}'?" if near else ""
+        raise ValueError(f"no schedule '{schedule}': there are {', '.join(SCHEDULES)}{hint}")
 
 
 def schedule_name(schedule: Schedule) -> str:

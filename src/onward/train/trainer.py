@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import os
 import time
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import onnxruntime as ort
@@ -18,21 +19,22 @@ import onnxruntime as ort
 from onward import checkpoint
 from onward.api import CheckpointState, LRScheduler, Module, Optimizer
 from onward.api.module import NonFinitePolicy
-from onward.errors import ModelError, OnwardError
-from onward.runtime.devices import DeviceLike
+from onward.errors import ModelError, NonFiniteError, OnwardError
 from onward.runtime.environment import environment
 from onward.runtime.step import EvaluationStep
 from onward.train.artifact_set import ArtifactFiles, find_artifacts
-from onward.train.batches import Batch, Batches, batch_weight, make_batches, sample_count
+from onward.train.batches import Batch, Batches, Transform, batch_weight, make_batches, sample_count
 from onward.train.callbacks import Callback, Progress, improves
 from onward.train.evaluation import evaluate
 from onward.train.history import History
 from onward.train.interrupt import DeferredInterrupt
+from onward.train.lock import run_lock
 from onward.train.metrics import Metric, find_metrics
 from onward.train.prediction import predict
 from onward.train.progress import Place
+from onward.train.range_test import range_test
 from onward.train.report import list_files, render_report
-from onward.train.schedules import Schedule, make_schedule, schedule_name
+from onward.train.schedules import Schedule, make_schedule, require_schedule, schedule_name
 
 if TYPE_CHECKING:
     from onward.artifacts import Artifacts
@@ -50,6 +52,10 @@ class Trainer:
     `warmup` counts steps, or is a share of them when below 1. `accumulation` adds up the gradients of so many
     batches for one update. `metrics` are names or functions: see `onward.train.metrics`.
 
+    Artifacts of a model that others have trained record how to train it on: a low `learning_rate`, `warmup` and
+    `clip_norm`. They hold where nothing else is said (0 turns warm-up and clipping off); otherwise the rate is 1e-3.
+    `learning_rate="auto"` finds one by a short trial on a copy of the model: see `onward.train.range_test`.
+
     >>> import numpy as np
     >>> rng = np.random.default_rng(0)
     >>> x, labels = rng.normal(size=(64, 4)).astype("float32"), rng.integers(0, 3, 64)
@@ -64,15 +70,15 @@ class Trainer:
         artifacts: str | os.PathLike[str] | Artifacts,
         *,
         output_directory: str | os.PathLike[str] | None = None,
-        learning_rate: float = 1e-3,
+        learning_rate: float | Literal["auto"] | None = None,
         schedule: Schedule = "constant",
-        warmup: float = 0,
+        warmup: float | None = None,
         accumulation: int = 1,
         clip_norm: float | None = None,
         metrics: Sequence[str | Metric] | Mapping[str, str | Metric] = (),
         callbacks: Sequence[Callback] = (),
         seed: int = 0,
-        device: DeviceLike = "cpu",
+        device: str = "cpu",
         session_options: ort.SessionOptions | None = None,
         on_nonfinite: NonFinitePolicy = "raise",
         keep: int = 2,
@@ -82,11 +88,21 @@ class Trainer:
         for name, value in (("accumulation", accumulation), ("keep", keep)):
             if value < 1:
                 raise ValueError(f"{name} is {value}: it must be 1 or more")
-        if clip_norm is not None and not clip_norm > 0:
-            raise ValueError(f"clip_norm is {clip_norm}: it must be positive")
+        if clip_norm is not None and not clip_norm >= 0:
+            raise ValueError(f"clip_norm is {clip_norm}: it must be positive, or 0 for none")
+        if isinstance(learning_rate, str) and learning_rate != "auto":
+            raise ValueError(f"learning_rate is '{learning_rate}': it is a number or 'auto'")
+        require_schedule(schedule)
         self._files: ArtifactFiles = find_artifacts(artifacts, prefix)
+        defaults = self._files.defaults
+        rate = defaults.get("learning_rate", 1e-3) if learning_rate is None else learning_rate
+        # found by trial when training begins
+        self._find_rate, learning_rate = rate == "auto", 1e-3 if isinstance(rate, str) else float(rate)
+        self._lenient_warmup = warmup is None
+        warmup = float(defaults.get("warmup", 0.0)) if warmup is None else warmup
+        clip_norm = (defaults.get("clip_norm") if clip_norm is None else clip_norm) or None
         self.output_directory = None if output_directory is None else Path(output_directory)
-        self.learning_rate, self._schedule, self._warmup = learning_rate, schedule, warmup
+        self.learning_rate, self._schedule, self._warmup = learning_rate, schedule, float(warmup)
         self.accumulation, self._clip_norm, self._keep = accumulation, clip_norm, keep
         self._metrics = find_metrics(metrics)
         self._callbacks = [*callbacks, *([Progress()] if progress else [])]
@@ -134,6 +150,7 @@ class Trainer:
         save_every: int | None = None,
         log_every: int = 1,
         best_metric: str | None = None,
+        transform: Transform | None = None,
     ) -> History:
         """Train for some epochs and return the history; a resumed run counts those that it has done.
 
@@ -141,24 +158,51 @@ class Trainer:
         (a torch DataLoader, a list), or a function that returns one (of the epoch, if it takes an argument).
         `save_every` counts updates; at the end of each epoch a checkpoint is written in any case. The best
         epoch by `best_metric` (default: the evaluation loss, or the training loss without evaluation data) is
-        kept as `best`. Ctrl-C stops between two batches and saves; a second `fit` trains on.
+        kept as `best`. `transform` changes each training batch (`onward.data.augment`). Ctrl-C stops between two
+        batches and saves; a second `fit` trains on.
         """
         for name, count in (("epochs", epochs), ("log_every", log_every), ("save_every", save_every or 1)):
             if count < 1:
                 raise ValueError(f"{name} is {count}: it must be 1 or more")
-        names = self.module.input_names()
         metric = best_metric or ("eval_loss" if eval_data is not None else "loss")
         self.columns = ["epoch", "step", "loss", "learning_rate", "seconds", "samples_per_second"]
         if eval_data is not None:
             self.columns += ["eval_loss", *self._metrics]
         if metric not in self.columns:
             raise KeyError(f"best_metric is '{metric}', the epochs have {', '.join(self.columns)}")
+        if self.output_directory is not None:
+            self.output_directory.mkdir(parents=True, exist_ok=True)
+        with run_lock(self.output_directory):
+            return self._fit(
+                train_data, eval_data, epochs=epochs, batch_size=batch_size, shuffle=shuffle, resume=resume,
+                save_every=save_every, log_every=log_every, metric=metric, transform=transform,
+            )  # fmt: skip
+
+    def _fit(
+        self,
+        train_data: Any,
+        eval_data: Any,
+        *,
+        epochs: int,
+        batch_size: int,
+        shuffle: bool,
+        resume: bool,
+        save_every: int | None,
+        log_every: int,
+        metric: str,
+        transform: Transform | None,
+    ) -> History:
+        names = self.module.input_names()
         resumed = self._begin(resume)
-        batches = make_batches(train_data, names, batch_size=batch_size, shuffle=shuffle, seed=self._seed)
+        batches = make_batches(
+            train_data, names, batch_size=batch_size, shuffle=shuffle, seed=self._seed, transform=transform
+        )
         evaluation = None if eval_data is None else make_batches(eval_data, names, batch_size=batch_size)
         for source in (batches, evaluation):
             if source is not None:
                 source.require(epochs)
+        if self._find_rate:
+            self._choose_rate(batches, resumed=resumed)
         settings = {
             "epochs": epochs, "batch size": batch_size, "accumulation": self.accumulation, "seed": self._seed,
             "learning rate": self.learning_rate, "schedule": schedule_name(self._schedule),
@@ -166,6 +210,7 @@ class Trainer:
         }  # fmt: skip
         self._place.change_settings(settings, resumed=resumed)
         self._save_every, self._log_every, self._interrupt = save_every, log_every, DeferredInterrupt()
+        self._batches = batches
         self._make_schedule(batches, epochs)
         try:
             if not any([callback.on_start(self) for callback in self._callbacks]):  # noqa: C419 - each is called
@@ -206,9 +251,44 @@ class Trainer:
     def _make_schedule(self, batches: Batches, epochs: int) -> None:
         steps = None if batches.count is None else -(-batches.count // self.accumulation) * epochs
         self.total_steps = None if steps is None else self._place.first_step + steps
+        warmup = 0.0 if steps is None and self._lenient_warmup else self._warmup
         self._scheduler: LRScheduler = make_schedule(
-            self._schedule, self.optimizer, self.learning_rate, total=steps, warmup=self._warmup
+            self._schedule, self.optimizer, self.learning_rate, total=steps, warmup=warmup
         )
+
+    def _choose_rate(self, batches: Batches, *, resumed: bool) -> None:
+        """The learning rate of "auto": that of the run that is resumed, or one found by trial on a copy."""
+        known = self._place.settings.get("learning rate")
+        if resumed and isinstance(known, float):
+            self.learning_rate = known
+            return
+        if batches.once:
+            raise ValueError(
+                "learning_rate='auto' reads the data once before training: pass arrays or a list"
+            )
+        state, module, optimizer = self.state, self.module, self.optimizer
+        self._build(CheckpointState(self._files.load_checkpoint()), seed=self._seed)
+
+        def learn(batch: Batch, rate: float) -> float:
+            self.optimizer.set_learning_rate(rate)
+            results = self.module(*batch)
+            self.optimizer.step()
+            self.module.lazy_reset_grad()
+            return float(np.asarray(results[0] if isinstance(results, tuple) else results).reshape(-1)[0])
+
+        try:
+            found, rows = range_test(learn, batches)
+        finally:
+            self.state, self.module, self.optimizer, self._evaluation = state, module, optimizer, None
+        self.learning_rate = found or self._files.defaults.get("learning_rate", 1e-3)
+        self.history.range_test = rows
+        if found is None:
+            warnings.warn(
+                f"no learning rate between 1e-6 and 1 made the loss fall in a short trial: {self.learning_rate:g} is "
+                "taken. Are the labels right, and the data as the model expects it?",
+                UserWarning,
+                stacklevel=5,
+            )
 
     def _run(self, batches: Batches, evaluation: Batches | None, epochs: int, metric: str) -> None:
         place = self._place
@@ -243,7 +323,7 @@ class Trainer:
             if row is None:
                 continue
             if place.step % self._log_every == 0:
-                self.history.steps.append(row)
+                self.history.log(row)
             seconds = max(time.perf_counter() - self._epoch_started, 1e-9)
             shown = {**row, "samples_per_second": self._epoch_samples / seconds}
             answers = [callback.on_step(self, shown) for callback in self._callbacks]
@@ -258,19 +338,49 @@ class Trainer:
         place, module = self._place, self.module
         place.batch += 1
         self._epoch_samples += sample_count(batch)
-        weight = batch_weight(module.plan, batch)
+        weight = batch_weight(module._step.plan, batch)
         if weight == 0:  # no label that counts: no loss and no gradient
             return
         if place.weights and place.weights[-1] != weight:
             # what is there counts in units of the next batch
-            module.memory.gradients.whole.scale(place.weights[-1] / weight)
-        results = module(*batch)
+            module._gradients.vector[:] *= np.float32(place.weights[-1] / weight)
+        try:
+            results = module(*batch)
+        except (ValueError, NonFiniteError) as error:
+            raise self._with_row(error, batch) from error
         loss = float(np.asarray(results[0] if isinstance(results, tuple) else results).reshape(-1)[0])
         place.add(loss, weight)
 
+    def _with_row(self, error: Exception, batch: Batch) -> Exception:
+        """The same error, with the row of the data instead of the place in a shuffled batch."""
+        rows = self._batches.rows(self._place.epoch, self._place.batch - 1)
+        plan = self.module._step.plan
+        if rows is None:
+            return error
+        if isinstance(error, NonFiniteError):
+            for name, value in zip(plan.inputs, batch):
+                array = np.asarray(value)
+                if array.dtype.kind == "f" and not np.isfinite(array).all():
+                    row = rows[int(np.argwhere(~np.isfinite(array))[0][0])]
+                    return NonFiniteError(
+                        f"{error}; '{name}' itself is not finite in row {row} of the training data (from 0)"
+                    )
+            return error
+        for index, classes, ignored in plan.labels:
+            labels = np.asarray(batch[index])
+            bad = (labels < 0) | (labels >= classes)
+            bad &= labels != ignored if ignored is not None else True
+            if bad.any():
+                where = np.argwhere(bad)[0]
+                return ValueError(
+                    f"'{plan.inputs[index]}' has label {labels[tuple(where)]} in row {rows[int(where[0])]} of the "
+                    f"training data (from 0): the model has {classes} classes, so labels are 0 to {classes - 1}"
+                )
+        return error
+
     def _update(self) -> dict[str, Any]:
         place, optimizer = self._place, self.optimizer
-        optimizer.gradient_scale = place.weights[-1] / sum(place.weights)
+        optimizer._gradient_scale = place.weights[-1] / sum(place.weights)
         rate = optimizer.get_learning_rate()
         optimizer.step()
         self.module.lazy_reset_grad()
@@ -321,7 +431,7 @@ class Trainer:
         names = list(dict.fromkeys(outputs or self._files.outputs))
         found = predict(
             self._eval_model(), self.state.to_data(), names, data,
-            batch_size=batch_size, given=self.module.input_names(), device=self.module.device, options=self._options,
+            batch_size=batch_size, given=self.module.input_names(), options=self._options,
         )  # fmt: skip
         return found[names[0]] if outputs is None and len(names) == 1 else found
 
@@ -357,7 +467,7 @@ class Trainer:
             raise ModelError("the artifacts have no optimizer model: generate them with optimizer=…")
         self.optimizer = Optimizer(self._files.optimizer, self.module)
         if self._clip_norm is not None:
-            self.optimizer.clip_norm = self._clip_norm
+            self.optimizer._updater.clip_norm = self._clip_norm
         self._evaluation: EvaluationStep | None = None
 
     def _eval_model(self) -> Any:
@@ -368,10 +478,10 @@ class Trainer:
     def _evaluator(self) -> EvaluationStep:
         if self._evaluation is None:
             step = EvaluationStep(
-                self._eval_model(), device=self.module.device, options=self._options,
+                self._eval_model(), device=self._device, options=self._options,
                 outputs=self._files.outputs if self._metrics else (),
             )  # fmt: skip
-            step.attach(self.module.memory)
+            step.attach({**self.module._parameters.views, **self.module._frozen})
             self._evaluation = step
         return self._evaluation
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import typer
 
 from onward.cli.advice import advice
-from onward.cli.choices import LossChoice, OptimizerChoice, loss_of, optimizer_of
+from onward.cli.choices import BatchNormChoice, LossChoice, OptimizerChoice, loss_of, optimizer_of
 from onward.cli.command import CommandError, Output, command, examples, human_size
-from onward.cli.output_paths import folder_target, plain_prefix
-from onward.cli.trainable import choose_parameters
+from onward.cli.model_file import read_model
+from onward.cli.output_paths import Overwrite, folder_target, plain_prefix, refuse_strangers
 
 __all__ = ["register"]
 
@@ -20,6 +20,15 @@ Loss = Annotated[
     LossChoice,
     typer.Option("--loss", "-l", help="The loss; 'none' if the model's first output already is it."),
 ]
+LossOrNone = Annotated[
+    LossChoice | None,
+    typer.Option(
+        "--loss", "-l",
+        help="The loss; 'none' if the model's first output already is it. With --classes, cross-entropy by default.",
+    ),
+]  # fmt: skip
+# losses that take scores, not probabilities
+_SCORES = (LossChoice.CROSS_ENTROPY, LossChoice.BCE_WITH_LOGITS)
 Train = Annotated[
     list[str] | None,
     typer.Option("--train", metavar="NAME", help="Train these; patterns such as 'encoder.*' count."),
@@ -33,6 +42,7 @@ def register(app: typer.Typer) -> None:
     app.command(
         "artifacts",
         epilog=examples(
+            "onward artifacts model.onnx --classes 5      # a published model, for classes of your own",
             "onward artifacts model.onnx --loss cross-entropy",
             "onward artifacts model.onnx --loss mse --train 'head.*' --optimizer sgd --momentum 0.9 -o out",
             "onward artifacts model.onnx --loss cross-entropy --lora 8 --lora-target 'encoder.*'",
@@ -45,7 +55,24 @@ def register(app: typer.Typer) -> None:
 def artifacts(
     output: Output,
     model: Model,
-    loss: Loss,
+    loss: LossOrNone = None,
+    classes: Annotated[
+        str | None,
+        typer.Option(
+            "--classes",
+            "-c",
+            metavar="NUMBER|NAMES|FOLDER",
+            help="Replace the head: so many classes, their names (cat,dog), or a folder with one folder for each.",
+        ),
+    ] = None,
+    head: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="The layer to replace, or the value to put a new one on."),
+    ] = None,
+    batch_norm: Annotated[
+        BatchNormChoice | None,
+        typer.Option(help="Let statistics follow the data, or keep them; by default as in the model."),
+    ] = None,
     directory: Annotated[
         Path, typer.Option("--output", "-o", metavar="FOLDER", help="Where to write; made if missing.")
     ] = Path("artifacts"),
@@ -77,29 +104,45 @@ def artifacts(
     portable: Annotated[
         bool, typer.Option("--portable", help="Write a step, a state and a model for other languages too.")
     ] = False,
+    overwrite: Overwrite = False,
 ) -> None:
     """Make training artifacts of an ONNX model: training, eval and optimizer model, and a checkpoint."""
     from onward.artifacts import generate_artifacts
 
-    choice = choose_parameters(model, train=train or (), freeze=freeze or (), adapted=lora is not None)
-    plain_prefix(prefix)
-    remark = advice(model, loss, loss_input or ())
+    read_model(model)
+    if loss is None and classes is None:
+        raise CommandError("which loss?", f"choose one with --loss: {', '.join(LossChoice)}")
+    if head is not None and classes is None:
+        raise CommandError("--head needs --classes", "for example --classes 5")
+    loss = loss or LossChoice.CROSS_ENTROPY
+    files = ["training_model.onnx", "eval_model.onnx", "optimizer_model.onnx", "checkpoint"]
+    refuse_strangers(
+        directory, [f"{plain_prefix(prefix)}{name}" for name in files],
+        ours=f"{prefix}training_model.onnx", overwrite=overwrite,
+    )  # fmt: skip
+    remark = advice(model, loss, loss_input or ()) if classes is None else None
     if remark:
         output.note(remark)
-    trainable = choice.trainable
-    options: dict[str, Any] = {}
+    trainable = list(train) if train else None
+    options: dict[str, Any] = {"metadata": _what_the_model_wants(model)}
     if lora is not None:
         from onward.lora import LoRA
 
-        options = {"lora": LoRA(rank=lora, alpha=2.0 * lora, targets=lora_target or "*")}
+        options |= {"lora": LoRA(rank=lora, alpha=2.0 * lora, targets=lora_target or "*")}
         trainable = list(train or ())  # the adapters, and what was asked for by name
     elif lora_target:
         raise CommandError("--lora-target needs --lora RANK", "for example --lora 8")
+    source: Any = str(model)
+    if classes is not None:
+        from onward import replace_head
+
+        source = replace_head(model, classes=_classes(classes), head=head, scores=loss in _SCORES)
     with folder_target(directory), output.working("differentiating"):
         generate_artifacts(
-            str(model),
+            source,
             requires_grad=trainable,
-            frozen_params=choice.frozen,
+            frozen_params=list(freeze) if freeze else None,
+            batch_norm=None if batch_norm is None else cast("Any", str(batch_norm)),
             loss=loss_of(loss),
             optimizer=optimizer_of(optimizer, weight_decay=weight_decay, momentum=momentum),
             artifact_directory=directory,
@@ -111,7 +154,59 @@ def artifacts(
             portable=portable,
             **options,
         )
-    _report(output, directory, prefix, str(loss), remark, portable=portable)
+        _keep_tokenizer(model, directory)
+    _report(output, directory, prefix, str(loss), remark, portable=portable, classes=classes)
+
+
+def _classes(text: str) -> int | list[str]:
+    """`5`, `cat,dog,bird`, or a folder with one folder for each class."""
+    if text.isdigit():
+        return int(text)
+    if Path(text).is_dir():
+        names = sorted(
+            path.name for path in Path(text).iterdir() if path.is_dir() and not path.name.startswith(".")
+        )
+        if not names:
+            raise CommandError(
+                f"'{text}' has no folder for a class", "folders name classes: pictures/cat, pictures/dog"
+            )
+        return names
+    names = [name.strip() for name in text.split(",")]
+    if not all(names):
+        raise CommandError(f"--classes '{text}' has an empty name", "for example --classes cat,dog,bird")
+    return names
+
+
+def _what_the_model_wants(model: Path) -> dict[str, str]:
+    """How pictures are prepared for a model, where it or a file beside it says so."""
+    import json
+
+    from onward.data.inputs import specs_of
+    from onward.data.preprocessing import KEY, Preprocessing, beside, known_image_settings
+
+    proto = read_model(model)
+    about = {entry.key: entry.value for entry in proto.metadata_props}
+    settings = beside(model)
+    if not settings and "onward.export" in about:  # a model that `onward export` made
+        settings = known_image_settings(json.loads(about["onward.export"]).get("processor") or {})
+    pictures = [spec for spec in specs_of(proto.graph) if spec.dims is not None and len(spec.dims) == 4]
+    if not settings or len(pictures) != 1:
+        return {}
+    return {KEY: Preprocessing("image", pictures[0].name, settings).to_json()}
+
+
+def _keep_tokenizer(model: Path, directory: Path) -> None:
+    """The tokenizer beside a model goes with its artifacts."""
+    import shutil
+
+    source = model.parent / "tokenizer.json"
+    takes = {value.name for value in read_model(model).graph.input}
+    if (
+        source.is_file()
+        and "input_ids" in takes
+        and source.resolve() != (directory / "tokenizer.json").resolve()
+    ):
+        shutil.copyfile(source, directory / "tokenizer.json")
 
 
 def _extra_outputs(model: Path, loss_input: list[str], wanted: list[str]) -> list[str]:
@@ -128,7 +223,14 @@ def _extra_outputs(model: Path, loss_input: list[str], wanted: list[str]) -> lis
 
 
 def _report(
-    output: Output, directory: Path, prefix: str, loss: str, remark: str | None, *, portable: bool
+    output: Output,
+    directory: Path,
+    prefix: str,
+    loss: str,
+    remark: str | None,
+    *,
+    portable: bool,
+    classes: str | None,
 ) -> None:
     from onward import checkpoint
 
@@ -145,7 +247,8 @@ def _report(
     output.line(
         f"{trained:,} values of {len(state.trainable)} parameters train, {len(state.frozen)} parameters are frozen"
     )
-    output.line(f"next: onward train {directory} --data YOUR.npz")
+    data = classes if classes is not None and Path(classes).is_dir() else "YOUR_DATA"
+    output.line(f"next: onward train {directory} --data {data} --hold-out 0.2 --metric accuracy --epochs 5")
     output.result(
         {
             "directory": directory,

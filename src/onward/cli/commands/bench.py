@@ -122,7 +122,8 @@ def _inputs_of(artifacts: Any, prefix: str, names: list[str]) -> tuple[list[Any]
     """What the training model takes from the user, and how many classes its labels have."""
     import onnx
 
-    from onward.cli.match_inputs import input_specs, specs_of
+    from onward.cli.data import input_specs
+    from onward.data.inputs import specs_of
 
     if isinstance(artifacts, Path):
         path = artifacts / f"{prefix}training_model.onnx"

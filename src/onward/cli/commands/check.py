@@ -11,7 +11,7 @@ from onward.cli.advice import advice
 from onward.cli.choices import LossChoice, OptimizerChoice, loss_of, optimizer_of
 from onward.cli.command import CommandError, Output, command, examples, human_size
 from onward.cli.commands.artifacts import Freeze, Loss, Model, Optimizer, Train
-from onward.cli.trainable import choose_parameters
+from onward.cli.model_file import read_model
 
 __all__ = ["register"]
 
@@ -45,7 +45,7 @@ def check(
     from onward.cli.memory_estimate import footprint
     from onward.errors import UnsupportedOps
 
-    choice = choose_parameters(model, train=train or (), freeze=freeze or ())
+    read_model(model)
     remark = advice(model, loss)
     if remark:
         output.note(remark)
@@ -54,8 +54,8 @@ def check(
         with output.working("differentiating"):
             made = build_artifacts(
                 str(model),
-                requires_grad=choice.trainable,
-                frozen_params=choice.frozen,
+                requires_grad=list(train) if train else None,
+                frozen_params=list(freeze) if freeze else None,
                 loss=loss_of(loss),
                 optimizer=optimizer_of(optimizer),
             )

@@ -10,7 +10,7 @@ import typer
 
 from onward.cli.command import CommandError, Output, command, examples, human_size
 from onward.cli.model_file import read_model
-from onward.cli.output_paths import file_target, folder_target, plain_prefix
+from onward.cli.output_paths import Overwrite, file_target, folder_target, plain_prefix
 from onward.cli.run_folder import read_run
 
 __all__ = ["register"]
@@ -53,6 +53,7 @@ def convert(
         list[str] | None, typer.Option("--freeze", metavar="NAME", help="Parameters that do not train.")
     ] = None,
     prefix: Annotated[str, typer.Option(help="The prefix of the artifacts' file names.")] = "",
+    overwrite: Overwrite = False,
 ) -> None:
     """Convert between checkpoints, state files and safetensors, or bring artifacts of onnxruntime-training over."""
     if not source.exists():
@@ -63,7 +64,7 @@ def convert(
         with folder_target(target), output.working("converting"):
             found = _artifacts(output, source, target, plain_prefix(prefix))
     else:
-        with file_target(target):
+        with file_target(target, overwrite=overwrite):
             found = _checkpoint(source, target, into=into, freeze=freeze)
     output.line(f"{target}: {found['text']}")
     output.result({"source": source, "target": target, **found})

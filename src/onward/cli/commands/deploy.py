@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,7 +11,7 @@ import typer
 from onward.cli.choices import QuantizeChoice
 from onward.cli.command import CommandError, Output, command, examples, human_size
 from onward.cli.model_file import read_model
-from onward.cli.output_paths import file_target, plain_prefix
+from onward.cli.output_paths import Overwrite, file_target, plain_prefix
 from onward.cli.run_folder import find
 
 __all__ = ["forward_outputs", "register"]
@@ -21,8 +22,8 @@ def register(app: typer.Typer) -> None:
     app.command(
         "deploy",
         epilog=examples(
-            "onward deploy run model.onnx",
-            "onward deploy run model-int8.onnx --quantize int8 --data digits.npz",
+            "onward deploy run trained.onnx",
+            "onward deploy run trained-int8.onnx --quantize int8 --data digits.npz",
             "onward deploy artifacts embeddings.onnx --checkpoint run/best --outputs hidden",
         ),
     )(deploy)
@@ -32,7 +33,7 @@ def register(app: typer.Typer) -> None:
 def deploy(
     output: Output,
     run: Annotated[Path, typer.Argument(help="The folder of a run, or of artifacts.", show_default=False)],
-    model: Annotated[Path, typer.Argument(help="The file to write.")] = Path("model.onnx"),
+    model: Annotated[Path, typer.Argument(help="The file to write.")] = Path("trained.onnx"),
     checkpoint: Annotated[
         str | None, typer.Option("--checkpoint", "-c", help="'best', 'latest' or a file; best by default.")
     ] = None,
@@ -57,6 +58,7 @@ def deploy(
         bool, typer.Option("--external-data", help="Put weights into a file beside it.")
     ] = False,
     prefix: Annotated[str, typer.Option(help="The prefix of the artifacts' file names.")] = "",
+    overwrite: Overwrite = False,
 ) -> None:
     """Export a trained model for inference; its outputs are compared with those of the eval model first."""
     from onward.export import for_inference
@@ -70,16 +72,27 @@ def deploy(
         raise CommandError(
             "the model has no output besides its loss", "name values of its graph with --outputs"
         )
-    inputs = _inputs(found, eval_model, names, data, mapping, samples) if data else None
-    with file_target(model), output.working("exporting and comparing"):
+    inputs = _inputs(found, run, eval_model, names, data, mapping, samples) if data else None
+    tokenizer = _tokenizer(found, run)
+    beside = model.with_name(f"{model.stem}.tokenizer.json")
+    if tokenizer is not None and beside.exists() and not overwrite:
+        raise CommandError(
+            f"'{beside}' is there already", "replace it with --overwrite, or choose another name"
+        )
+    with file_target(model, overwrite=overwrite), output.working("exporting and comparing"):
         made = for_inference(
             str(eval_model), found.checkpoint, names, model,
             quantize_to=None if quantize is None else str(quantize),
             inputs=inputs, rtol=rtol, atol=atol, external_data=external_data or None,
+            metadata=found.metadata(),
         )  # fmt: skip
+        if tokenizer is not None:
+            shutil.copyfile(tokenizer, beside)
     output.line(
         f"{made.path}: {human_size(made.size)}, outputs {', '.join(names)}, weights of {found.checkpoint}"
     )
+    if found.classes:
+        output.line(f"classes: {', '.join(found.classes)}")
     if made.parity is not None:
         output.line(f"parity with the eval model: {str(made.parity).splitlines()[0]}")
     else:
@@ -91,6 +104,7 @@ def deploy(
             "path": made.path,
             "bytes": made.size,
             "outputs": names,
+            "classes": found.classes,
             "checkpoint": found.checkpoint,
             "parity": None if made.parity is None else made.parity.to_dict(),
             "quantization": None if made.quantization is None else made.quantization.to_dict(),
@@ -107,21 +121,36 @@ def forward_outputs(eval_model: Path) -> list[str]:
     return json.loads(about.get("onward.outputs", "[]")) or [value.name for value in proto.graph.output[1:]]
 
 
+def _tokenizer(found: Any, run: Path) -> Path | None:
+    """The tokenizer of a model that was trained on texts."""
+    from onward.data.text import find_tokenizer
+
+    if not found.preprocessing or found.preprocessing.get("kind") != "text":
+        return None
+    return find_tokenizer(run, found.artifacts)
+
+
 def _inputs(
-    found: Any, eval_model: Path, names: list[str], data: list[str], mapping: list[str] | None, samples: int
+    found: Any,
+    run: Path,
+    eval_model: Path,
+    names: list[str],
+    data: list[str],
+    mapping: list[str] | None,
+    samples: int,
 ) -> dict[str, Any]:
     """The samples to compare on, for the inputs that the outputs need."""
-    from onward.cli.data import load_data, parse_pairs
-    from onward.cli.match_inputs import input_specs
+    import numpy as np
+
+    from onward.cli.data import input_specs, load_data
 
     state_names = _parameter_names(eval_model)
     specs = [spec for spec in input_specs(str(eval_model)) if spec.name not in state_names]
-    pairs = {**parse_pairs(found.mapping or (), "--map"), **parse_pairs(mapping or (), "--map")}
-    loaded = load_data(data, specs, mapping=pairs, label=found.label, classes=found.classes)
+    loaded = load_data(data, specs, found.data_options(mapping=mapping, place=run))
     if loaded.arrays is None:
         raise CommandError("--data takes files here, not a function", "save some samples as .npz")
     labels = _labels_only(eval_model, names)
-    return {name: array[:samples] for name, array in loaded.arrays.items() if name not in labels}
+    return {name: np.asarray(array[:samples]) for name, array in loaded.arrays.items() if name not in labels}
 
 
 def _parameter_names(model: Path) -> set[str]:

@@ -124,6 +124,7 @@ def _check_data(artifacts: Path, options: Mapping[str, Any]) -> tuple[list[str] 
     """
     from onward.cli.data import is_entry, load_data, parse_pairs
     from onward.cli.worker import user_inputs
+    from onward.data.read import DataOptions
 
     mapping = parse_pairs(options["mapping"] or (), "--map")
     specs = user_inputs(artifacts / "training_model.onnx")
@@ -131,7 +132,8 @@ def _check_data(artifacts: Path, options: Mapping[str, Any]) -> tuple[list[str] 
     def read(sources: Sequence[str], classes: list[str] | None) -> tuple[list[str] | None, int | None]:
         if len(sources) == 1 and is_entry(sources[0]):
             return classes, None
-        loaded = load_data(sources, specs, mapping=mapping, label=options["label"], classes=classes)
+        given = DataOptions(mapping=mapping, label=options["label"], classes=classes)
+        loaded = load_data(sources, specs, given)
         return loaded.classes, loaded.samples
 
     classes, samples = read(options["data"] or (), None)

@@ -13,7 +13,7 @@ from onward.cli.choices import MetricChoice
 from onward.cli.command import CommandError, Output, command, examples
 from onward.cli.commands.train import DataOption, LabelOption, MapOption
 from onward.cli.model_file import read_model
-from onward.cli.output_paths import new_file
+from onward.cli.output_paths import Overwrite, new_file
 from onward.cli.run_folder import find
 
 __all__ = ["register"]
@@ -55,8 +55,7 @@ def evaluate(
 
     from onward import Trainer
     from onward import checkpoint as checkpoints
-    from onward.cli.data import load_data, parse_pairs
-    from onward.cli.match_inputs import input_specs
+    from onward.cli.data import input_specs, load_data
 
     found = find(run, checkpoint, prefix=prefix)
     trainer = Trainer(
@@ -68,9 +67,7 @@ def evaluate(
     loaded = load_data(
         data or (),
         input_specs(model, trainer.module.input_names()),
-        mapping={**parse_pairs(found.mapping or (), "--map"), **parse_pairs(mapping or (), "--map")},
-        label=label or found.label,
-        classes=found.classes,
+        found.data_options(mapping=mapping, label=label, place=run),
     )
     for note in loaded.notes:
         output.note(note)
@@ -102,6 +99,8 @@ def infer(
     mapping: MapOption = None,
     label: LabelOption = None,
     batch_size: Annotated[int, typer.Option("--batch-size", "-b", min=1)] = 256,
+    top_k: Annotated[int, typer.Option("--top-k", "-k", min=1, help="So many labels for each sample.")] = 1,
+    overwrite: Overwrite = False,
 ) -> None:
     """Run a model on data and print, or write, its outputs."""
     if answers is not None and answers.suffix not in (".npz", ".csv"):
@@ -111,20 +110,31 @@ def infer(
     if text:
         return _answer_text(output, model, text)
     with contextlib.ExitStack() as stack:
-        file = None if answers is None else stack.enter_context(new_file(answers))
-        found, inputs = _run_model(output, model, data, outputs, mapping, label, batch_size)
+        file = None if answers is None else stack.enter_context(new_file(answers, overwrite=overwrite))
+        found, inputs, classes = _run_model(output, model, data, outputs, mapping, label, batch_size)
+        labels = _labels(found, classes, top_k)
         if file is not None:
-            _write(file, found)
+            _write(file, found, labels)
     if answers is not None:
         output.line(
             f"{answers}: " + ", ".join(f"{name} {list(array.shape)}" for name, array in found.items())
+        )
+    elif labels is not None:
+        rows = [
+            [index, *(f"{one['label']} {one['score']:.1%}" for one in best)]
+            for index, best in enumerate(labels[:20])
+        ]
+        output.table(
+            f"{inputs} samples", ["sample", *("label" if k == 0 else "" for k in range(len(labels[0])))], rows
         )
     else:
         for name, array in found.items():
             rows = [[index, _short(row)] for index, row in enumerate(array[:10])]
             output.table(f"{name} {list(array.shape)}", ["sample", "value"], rows)
     shown = {name: list(array.shape) for name, array in found.items()}
-    whole = {} if answers is not None else {"values": found}
+    whole: dict[str, Any] = {} if answers is not None else {"values": found}
+    if labels is not None:
+        whole["labels"] = labels if top_k > 1 else [best[0] for best in labels]
     output.result({"samples": inputs, "outputs": shown, "file": answers, **whole})
     return None
 
@@ -132,15 +142,35 @@ def infer(
 def _answer_text(output: Output, folder: Path, texts: list[str]) -> None:
     from onward import load
 
-    if not folder.is_dir():
+    if not folder.is_dir() and not _reads_texts(folder):
         raise CommandError(
-            f"--text needs a folder that `onward export` wrote, not '{folder}'", "or use --data"
+            f"--text needs a folder that `onward export` wrote, or a model that was trained on texts, not '{folder}'",
+            "or use --data",
         )
-    pipeline = load(folder)
+    pipeline: Any = load(folder)
     answers = [pipeline(text) for text in texts]
     for text, answer in zip(texts, answers):
         output.line(f"{text!r}: {_short(answer)}")
-    output.result({"task": pipeline.task, "answers": answers})
+    output.result({"task": getattr(pipeline, "task", "text-classification"), "answers": answers})
+
+
+def _reads_texts(model: Path) -> bool:
+    from onward.data.preprocessing import KEY, Preprocessing
+
+    about = {entry.key: entry.value for entry in read_model(model).metadata_props}
+    return KEY in about and Preprocessing.from_json(about[KEY], str(model)).kind == "text"
+
+
+def _labels(
+    found: dict[str, Any], classes: list[str] | None, top_k: int
+) -> list[list[dict[str, Any]]] | None:
+    """The likeliest classes of every sample, where the model has classes and its first output scores them."""
+    from onward.pipeline.classifier import answer_labels
+
+    scores = next(iter(found.values()))
+    if classes is None or scores.ndim != 2 or scores.shape[1] != len(classes):
+        return None
+    return [answer[:top_k] for answer in answer_labels(scores, classes, top_k=None)]
 
 
 def _run_model(
@@ -151,16 +181,16 @@ def _run_model(
     mapping: list[str] | None,
     label: str | None,
     batch_size: int,
-) -> tuple[dict[str, Any], int]:
+) -> tuple[dict[str, Any], int, list[str] | None]:
     import tempfile
 
     import numpy as np
     import onnxruntime as ort
 
-    from onward.cli.data import load_data, parse_pairs
-    from onward.cli.match_inputs import input_specs
+    from onward.cli.data import input_specs, load_data, parse_pairs
+    from onward.data.read import DataOptions
 
-    pairs, classes = parse_pairs(mapping or (), "--map"), None
+    options_of = DataOptions(mapping=parse_pairs(mapping or (), "--map"), label=label)
     with tempfile.TemporaryDirectory(prefix="onward-") as folder:
         path = model
         if model.is_dir():
@@ -168,10 +198,10 @@ def _run_model(
                 path = model / "model.onnx"
             else:
                 found = find(model)
-                pairs, classes = {**parse_pairs(found.mapping or (), "--map"), **pairs}, found.classes
-                label = label or found.label
+                options_of = found.data_options(mapping=mapping, label=label, place=model)
                 path = _exported(found, Path(folder) / "model.onnx", outputs)
-        read_model(path)
+        if options_of.preprocessing is None and options_of.classes is None:
+            options_of = _own_options(path, options_of)
         options = ort.SessionOptions()
         options.log_severity_level = 3
         try:
@@ -190,7 +220,7 @@ def _run_model(
                     f"did you mean '{near[0]}'?" if near else f"it has {', '.join(known)}",
                 )
         specs = input_specs(str(path))
-        loaded = load_data(data or (), specs, mapping=pairs, label=label, classes=classes)
+        loaded = load_data(data or (), specs, options_of)
         for note in loaded.notes:
             output.note(note)
         if loaded.arrays is None:
@@ -198,7 +228,8 @@ def _run_model(
         count = loaded.samples or 0
         parts = [
             session.run(
-                names, {name: array[start : start + batch_size] for name, array in loaded.arrays.items()}
+                names,
+                {n: np.asarray(array[start : start + batch_size]) for n, array in loaded.arrays.items()},
             )
             for start in output.track(range(0, count, batch_size), "inference")
         ]
@@ -206,7 +237,22 @@ def _run_model(
             name: np.concatenate([np.atleast_1d(np.asarray(part[i])) for part in parts])
             for i, name in enumerate(names)
         }
-    return joined, count
+    return joined, count, None if options_of.classes is None else list(options_of.classes)
+
+
+def _own_options(model: Path, given: Any) -> Any:
+    """What a deployed model says of its classes and its input."""
+    import dataclasses
+
+    from onward.data.preprocessing import KEY, Preprocessing
+    from onward.pipeline.classifier import classes_of, find_tokenizer_of
+
+    about = {entry.key: entry.value for entry in read_model(model).metadata_props}
+    done = Preprocessing.from_json(about[KEY], str(model)) if KEY in about else None
+    tokenizer = find_tokenizer_of(model, done) if done is not None and done.kind == "text" else None
+    return dataclasses.replace(
+        given, classes=classes_of(about, str(model)), preprocessing=done, tokenizer=tokenizer
+    )
 
 
 def _exported(found: Any, path: Path, outputs: list[str] | None) -> Path:
@@ -218,13 +264,17 @@ def _exported(found: Any, path: Path, outputs: list[str] | None) -> Path:
     return path
 
 
-def _write(path: Path, arrays: dict[str, Any]) -> None:
+def _write(path: Path, arrays: dict[str, Any], labels: list[list[dict[str, Any]]] | None) -> None:
     import csv
 
     import numpy as np
 
+    best = [] if labels is None else [answer[0] for answer in labels]
     if path.suffix == ".npz":
-        np.savez(path, **arrays)
+        named = (
+            {"label": np.asarray([one["label"] for one in best])} if best and "label" not in arrays else {}
+        )
+        np.savez(path, **{**arrays, **named})
         return
     flat = {name: array.reshape(len(array), -1) for name, array in arrays.items()}
     header = [
@@ -234,8 +284,11 @@ def _write(path: Path, arrays: dict[str, Any]) -> None:
     ]
     with open(path, "w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
-        writer.writerow(header)
-        writer.writerows(np.concatenate(list(flat.values()), axis=1).tolist())
+        rows = np.concatenate(list(flat.values()), axis=1).tolist()
+        writer.writerow([*header, *(["label", "probability"] if best else [])])
+        writer.writerows(
+            [*row, *((one["label"], one["score"]) if best else ())] for row, one in zip(rows, best or rows)
+        )
 
 
 def _short(value: Any) -> str:

@@ -11,7 +11,7 @@ import typer
 
 from onward.cli.choices import QuantizeChoice
 from onward.cli.command import CommandError, Output, command, examples, human_size
-from onward.cli.output_paths import file_target, folder_target
+from onward.cli.output_paths import Overwrite, file_target, folder_target, refuse_strangers
 
 __all__ = ["register"]
 
@@ -60,6 +60,7 @@ def export(
     pooling: Annotated[str | None, typer.Option(help="Hugging Face: mean, cls or max.")] = None,
     opset: Annotated[int | None, typer.Option(help="The ONNX opset.")] = None,
     check: Annotated[bool, typer.Option("--check/--no-check", help="Compare outputs with torch's.")] = True,
+    overwrite: Overwrite = False,
 ) -> None:
     """Export a model to ONNX, its outputs compared with the original's."""
     from onward.cli.data import is_entry
@@ -76,7 +77,12 @@ def export(
     os.environ.setdefault("TQDM_DISABLE", "1")
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")
     one_file = is_entry(source) or (target.suffix == ".onnx" and not artifacts)
-    place = file_target(target) if one_file else folder_target(target)
+    if not one_file and target.is_dir():
+        names = [path.name for path in target.iterdir() if not path.name.startswith(".")]
+        refuse_strangers(
+            target, names, ours="training_model.onnx" if artifacts else "onward.json", overwrite=overwrite
+        )
+    place = file_target(target, overwrite=overwrite) if one_file else folder_target(target)
     with place, output.working("exporting and comparing"):
         if is_entry(source):
             _from_torch(source, target, training=training is not False, check=check, **options)

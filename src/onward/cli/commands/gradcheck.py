@@ -47,7 +47,7 @@ def gradcheck(
 ) -> None:
     """Compare a model's gradients with finite differences in float64, and with onnxruntime's float32."""
     from onward import check_gradient
-    from onward.cli.match_inputs import input_specs
+    from onward.cli.data import input_specs
     from onward.cli.samples import random_inputs
 
     if not rtol + atol > 0:
@@ -76,8 +76,8 @@ def gradcheck(
 
 def _read_point(path: Path, specs: Mapping[str, Any]) -> dict[str, Any]:
     """The arrays of a file, in the types and shapes of the inputs that they are for."""
-    from onward.cli.data import read_arrays
-    from onward.cli.match_inputs import fit
+    from onward.data.inputs import fit
+    from onward.data.read import read_arrays
 
     point = {}
     for name, array in read_arrays(path).items():

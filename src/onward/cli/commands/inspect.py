@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from onward.cli.command import Output, command, examples, human_size
-from onward.cli.output_paths import new_file
+from onward.cli.output_paths import Overwrite, new_file
 
 __all__ = ["register"]
 
@@ -34,6 +34,7 @@ def inspect(
     html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write a page instead.")] = None,
     all_parameters: Annotated[bool, typer.Option("--all", "-a", help="Show every parameter.")] = False,
     prefix: Annotated[str, typer.Option(help="The prefix of the artifacts' file names.")] = "",
+    overwrite: Overwrite = False,
 ) -> None:
     """Show what a file or folder holds; checkpoints are verified on the way."""
     from onward.cli.file_contents import describe
@@ -42,7 +43,7 @@ def inspect(
     if html is not None:
         from onward.cli.inspect_page import render_page
 
-        with new_file(html) as file:
+        with new_file(html, overwrite=overwrite) as file:
             file.write_text(render_page(found), encoding="utf-8")
     output.result(found)
     if html is not None:

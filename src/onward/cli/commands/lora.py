@@ -10,7 +10,7 @@ import typer
 
 from onward.cli.command import CommandError, Output, command, examples, human_size
 from onward.cli.model_file import read_model
-from onward.cli.output_paths import file_target, new_file
+from onward.cli.output_paths import Overwrite, file_target, new_file
 
 __all__ = ["register"]
 
@@ -45,6 +45,7 @@ def inject(
         float, typer.Option(min=0, max=0.99, help="Of the adapters' input, in training.")
     ] = 0.0,
     seed: Annotated[int, typer.Option(min=0, help="Of the adapters' first values.")] = 0,
+    overwrite: Overwrite = False,
 ) -> None:
     """Add adapters to a model, which computes what it did before."""
     from onward.lora import LoRA, apply_lora
@@ -52,7 +53,7 @@ def inject(
     if not math.isfinite(alpha):
         raise CommandError(f"--alpha is {alpha}: it must be a finite number", "for example --alpha 16")
     read_model(model)
-    with output.working("adapting"), new_file(target) as file:
+    with output.working("adapting"), new_file(target, overwrite=overwrite) as file:
         made = apply_lora(
             str(model), LoRA(rank=rank, alpha=alpha, targets=targets or "*", dropout=dropout, seed=seed)
         )
@@ -68,12 +69,13 @@ def extract(
     output: Output,
     checkpoint: Annotated[Path, typer.Argument(help="A checkpoint with adapters.", show_default=False)],
     target: Annotated[Path, typer.Argument(help="A .safetensors file or a checkpoint.", show_default=False)],
+    overwrite: Overwrite = False,
 ) -> None:
     """Write the adapters of a checkpoint alone."""
     from onward import checkpoint as checkpoints
     from onward.lora import extract_lora, save_lora
 
-    with file_target(target):
+    with file_target(target, overwrite=overwrite):
         data = checkpoints.load(checkpoint)
         names = list(extract_lora(data).trainable)
         save_lora(data, target)
@@ -90,6 +92,7 @@ def merge(
         bool,
         typer.Option("--dequantize", help="Make adapted quantized weights float, so that they merge too."),
     ] = False,
+    overwrite: Overwrite = False,
 ) -> None:
     """Add adapters to the weights: the same outputs from a smaller, faster model."""
     from onward.lora import merge_lora
@@ -99,7 +102,7 @@ def merge(
             f"'{model}' has no adapters to merge",
             "deploy a run of adapters first: onward deploy run adapted.onnx",
         )
-    with output.working("merging"), new_file(target) as file:
+    with output.working("merging"), new_file(target, overwrite=overwrite) as file:
         made = merge_lora(str(model), dequantize=dequantize)
         _save(made, file)
     left = _adapters(made)

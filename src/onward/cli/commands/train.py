@@ -2,25 +2,47 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import math
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from onward.cli.choices import MetricChoice, ScheduleChoice
 from onward.cli.command import CommandError, Output, command, examples
+from onward.cli.model_file import read_model
 from onward.cli.output_paths import plain_prefix, require_folder_target
 from onward.cli.run_folder import begun_run, clear_run, read_run, refuse_earlier_run
 
+if TYPE_CHECKING:
+    from onward.data.read import DataOptions
+
 __all__ = ["register"]
+
+
+def _rate(text: Any) -> Any:
+    """A learning rate, or "auto"."""
+    if text is None or text == "auto":
+        return text
+    try:
+        rate = float(text)
+    except ValueError:
+        rate = -1.0
+    if not (math.isfinite(rate) and rate >= 0):
+        raise typer.BadParameter(f"'{text}' is not a learning rate: it is a number, 0 or more, or 'auto'")
+    return rate
+
 
 DataOption = Annotated[
     list[str] | None,
     typer.Option(
         "--data", "-d", metavar="[INPUT=]PATH",
-        help="Training data: .npz, .npy, .csv, .parquet, .safetensors, a folder of images, or module:function.",
+        help="Training data: .npz, .npy, .csv, .jsonl, .parquet, .safetensors, a folder of images or WAV files, "
+        "or module:function.",
     ),
 ]  # fmt: skip
 MapOption = Annotated[
@@ -64,17 +86,67 @@ def train(
     directory: Annotated[
         Path, typer.Option("--output", "-o", metavar="FOLDER", help="Where the run is kept.")
     ] = Path("run"),
+    normalize: Annotated[
+        str | None,
+        typer.Option(
+            metavar="imagenet|half|none|MEAN,STD", help="Images: bring pixels to this mean and deviation."
+        ),
+    ] = None,
+    resize: Annotated[
+        int | None, typer.Option(min=1, help="Images: the shorter side, before --crop.")
+    ] = None,
+    crop: Annotated[int | None, typer.Option(min=1, help="Images: cut this square from the middle.")] = None,
+    augment: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--augment", metavar="NAME[=HOW]", help="Images: flip, crop, colour, mixup; also flip,crop=0.2."
+        ),
+    ] = None,
+    standardize: Annotated[
+        bool, typer.Option("--standardize", help="Tables: bring columns to mean 0 and deviation 1.")
+    ] = False,
+    text_column: Annotated[
+        str | None,
+        typer.Option("--text-column", metavar="COLUMN", help="The column of a table that has texts."),
+    ] = None,
+    tokenizer: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="A tokenizer.json, where none is beside the model.")
+    ] = None,
+    max_length: Annotated[
+        int | None, typer.Option(min=1, help="Texts: cut them after so many tokens.")
+    ] = None,
+    sample_rate: Annotated[
+        int | None, typer.Option(min=1, help="WAV files: the rate that the model takes.")
+    ] = None,
     epochs: Annotated[int, typer.Option("--epochs", "-e", min=1, help="Passes over the data, in all.")] = 1,
     batch_size: Annotated[int, typer.Option("--batch-size", "-b", min=1, help="Samples per batch.")] = 32,
     learning_rate: Annotated[
-        float, typer.Option("--learning-rate", "--lr", min=0, help="The highest learning rate.")
-    ] = 1e-3,
+        str | None,
+        typer.Option(
+            "--learning-rate",
+            "--lr",
+            metavar="RATE|auto",
+            parser=_rate,
+            help="The highest learning rate; 'auto' finds one by a short trial. "
+            "By default what the artifacts say, or 0.001.",
+        ),
+    ] = None,
     schedule: Annotated[
         ScheduleChoice, typer.Option(help="The course of the learning rate.")
     ] = ScheduleChoice.CONSTANT,
-    warmup: Annotated[float, typer.Option(min=0, help="Warm-up: updates, or a share of all if below 1.")] = 0,
+    warmup: Annotated[
+        float | None,
+        typer.Option(
+            min=0, help="Warm-up: updates, or a share of all if below 1; by default what the artifacts say."
+        ),
+    ] = None,
     accumulation: Annotated[int, typer.Option(min=1, help="Batches per update.")] = 1,
-    clip_norm: Annotated[float | None, typer.Option(help="Clip gradients to this norm.")] = None,
+    clip_norm: Annotated[
+        float | None,
+        typer.Option(
+            min=0, help="Clip gradients to this norm, 0 for none; by default what the artifacts say."
+        ),
+    ] = None,
     metric: Annotated[
         list[MetricChoice] | None, typer.Option("--metric", "-m", help="Compute when evaluating.")
     ] = None,
@@ -108,6 +180,9 @@ def train(
         "metric": [str(name) for name in metric or []], "best": best, "patience": patience,
         "save_every": save_every, "keep": keep, "seed": seed, "no_shuffle": no_shuffle, "prefix": prefix,
         "tensorboard": None if tensorboard is None else str(tensorboard),
+        "normalize": normalize, "resize": resize, "crop": crop, "augment": augment, "standardize": standardize,
+        "text_column": text_column, "tokenizer": None if tokenizer is None else str(tokenizer),
+        "max_length": max_length, "sample_rate": sample_rate,
     }  # fmt: skip
     artifacts, directory, options = _continue_or_begin(
         context, artifacts, directory, options, resume=resume, overwrite=overwrite
@@ -161,7 +236,7 @@ def _refuse_others(artifacts: Path, options: Mapping[str, Any]) -> None:
             f"'{artifacts}' is a run, not a folder of artifacts",
             f"go on with: onward train {artifacts} --resume",
         )
-    for name in ("learning_rate", "warmup", "clip_norm", "hold_out"):
+    for name in ("warmup", "clip_norm", "hold_out"):
         if options[name] is not None and not math.isfinite(options[name]):
             raise CommandError(
                 f"--{name.replace('_', '-')} is {options[name]}: it must be a finite number",
@@ -179,8 +254,9 @@ def _fit(
     replace: bool,
 ) -> dict[str, Any]:
     from onward import Trainer
-    from onward.cli.data import hold_out, load_data, parse_pairs
-    from onward.cli.match_inputs import input_specs
+    from onward.cli.data import input_specs, load_data, parse_pairs
+    from onward.data.read import blame_data, check_labels, prepare, split
+    from onward.errors import NonFiniteError
     from onward.train.callbacks import Callback, EarlyStopping
 
     mapping = parse_pairs(options["mapping"] or (), "--map")
@@ -199,7 +275,7 @@ def _fit(
     trainer = Trainer(
         artifacts,
         output_directory=directory,
-        learning_rate=options["learning_rate"],
+        learning_rate=_rate(options["learning_rate"]),
         schedule=options["schedule"],
         warmup=options["warmup"],
         accumulation=options["accumulation"],
@@ -213,23 +289,33 @@ def _fit(
     )
     model = str(artifacts / f"{options['prefix']}training_model.onnx")
     inputs = input_specs(model, trainer.module.input_names())
-    loaded = load_data(options["data"] or (), inputs, mapping=mapping, label=options["label"])
+    given = _data_options(artifacts, directory, options, mapping, model)
+    loaded = load_data(options["data"] or (), inputs, given)
+    check_labels(loaded, json.loads(_about(model).get("onward.labels", "{}")))
+    whole, evaluation = loaded, None
+    if options["eval_data"]:
+        same = dataclasses.replace(given, classes=loaded.classes)
+        evaluation = load_data(options["eval_data"], inputs, same)
+    elif options["hold_out"] is not None:
+        loaded, evaluation = split(loaded, options["hold_out"], seed=options["seed"])
+        loaded.notes = whole.notes
+    prepare(loaded, [] if evaluation is None else [evaluation], standardize=options["standardize"])
     for note in loaded.notes:
         output.note(note)
-    evaluation = None
-    if options["eval_data"]:
-        evaluation = load_data(
-            options["eval_data"], inputs, mapping=mapping, label=options["label"], classes=loaded.classes
-        )
-    elif options["hold_out"] is not None:
-        loaded, evaluation = hold_out(loaded, options["hold_out"], seed=options["seed"])
     if (options["metric"] or options["best"]) and evaluation is None:
         raise CommandError(
             "--metric and --best need data to evaluate on", "add --eval-data FILE or --hold-out 0.1"
         )
     if replace:
         clear_run(directory)  # only now, when all that was asked for is there
-    with begun_run(directory, artifacts, options, loaded.classes):
+    done = loaded.preprocessing
+    kept = None if done is None else {"kind": done.kind, "input": done.input, **done.settings}
+    with begun_run(directory, artifacts, options, loaded.classes, kept):
+        if (
+            loaded.tokenizer is not None
+            and loaded.tokenizer.resolve() != (directory / "tokenizer.json").resolve()
+        ):
+            shutil.copyfile(loaded.tokenizer, directory / "tokenizer.json")
         try:
             trainer.fit(
                 loaded.value,
@@ -240,7 +326,10 @@ def _fit(
                 resume=resume,
                 save_every=options["save_every"],
                 best_metric=options["best"],
+                transform=_augmentation(options, inputs, loaded),
             )
+        except NonFiniteError as error:
+            raise blame_data(error, whole) from error
         except KeyboardInterrupt:
             if not any(directory.glob("checkpoint-*")):
                 raise
@@ -253,6 +342,41 @@ def _fit(
         "steps": trainer.step,
         "samples": loaded.samples,
     }
+
+
+def _about(model: str) -> dict[str, str]:
+    return {entry.key: entry.value for entry in read_model(Path(model)).metadata_props}
+
+
+def _data_options(
+    artifacts: Path, directory: Path, options: Mapping[str, Any], mapping: Mapping[str, str], model: str
+) -> DataOptions:
+    """How the data is read: by flags, or as the artifacts say that the model wants it."""
+    from onward.data.preprocessing import KEY, Preprocessing, image_settings
+    from onward.data.read import DataOptions
+
+    about = _about(model)
+    classes = json.loads(about["onward.classes"]) if "onward.classes" in about else None
+    return DataOptions(
+        mapping=mapping,
+        label=options["label"],
+        classes=classes,
+        preprocessing=Preprocessing.from_json(about[KEY], model) if KEY in about else None,
+        image=image_settings(normalize=options["normalize"], resize=options["resize"], crop=options["crop"]),
+        text_column=options["text_column"],
+        tokenizer=None if options["tokenizer"] is None else Path(options["tokenizer"]),
+        max_length=options["max_length"],
+        sampling_rate=options["sample_rate"],
+        near=[artifacts, directory],
+    )
+
+
+def _augmentation(options: Mapping[str, Any], inputs: Any, loaded: Any) -> Any:
+    if not options["augment"]:
+        return None
+    from onward.data.augment import make_augmentation
+
+    return make_augmentation(options["augment"], inputs, loaded)
 
 
 def _report(output: Output, directory: Path, summary: Mapping[str, Any]) -> None:
@@ -269,7 +393,7 @@ def _report(output: Output, directory: Path, summary: Mapping[str, Any]) -> None
             f"best: epoch {best['epoch']} with {best['metric'].replace('_', ' ')} {best['value']:.4g}"
         )
     output.line(f"report: {directory / 'report.html'}")
-    output.line(f"next: onward deploy {directory} model.onnx")
+    output.line(f"next: onward deploy {directory} trained.onnx")
     output.result({"directory": directory, "report": directory / "report.html", **summary})
 
 

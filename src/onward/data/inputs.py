@@ -5,17 +5,16 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from onward.cli.command import CommandError
-from onward.cli.model_file import read_model
+from onward.errors import DataError
+from onward.train.batches import Rows
 
 _MOST = 5  # arrays among which to look for the ones that fit
 
-__all__ = ["InputSpec", "fit", "input_specs", "specs_of"]
+__all__ = ["InputSpec", "fit", "specs_of"]
 
 
 @dataclass(frozen=True)
@@ -34,11 +33,6 @@ class InputSpec:
     def is_integer(self) -> bool:
         """Whether it takes whole numbers, as labels are."""
         return self.dtype.kind in "iu"
-
-
-def input_specs(model: str, names: Sequence[str] | None = None) -> list[InputSpec]:
-    """The inputs of a model file, all or those of these names, in that order."""
-    return specs_of(read_model(Path(model)).graph, names)
 
 
 def specs_of(graph: Any, names: Sequence[str] | None = None) -> list[InputSpec]:
@@ -61,24 +55,24 @@ def specs_of(graph: Any, names: Sequence[str] | None = None) -> list[InputSpec]:
 
 
 def fit(
-    arrays: Mapping[str, np.ndarray],
+    arrays: Mapping[str, Any],
     inputs: Sequence[InputSpec],
     *,
     mapping: Mapping[str, str] | None = None,
     where: str = "the data",
-) -> tuple[dict[str, np.ndarray], list[str]]:
+) -> tuple[dict[str, Any], list[str]]:
     """Arrays for all inputs, in their types and shapes, and remarks on what was assumed."""
     mapping = mapping or {}
     if not arrays:
-        raise CommandError(f"'{where}' has no array", "is it the right file?")
+        raise DataError(f"'{where}' has no array", "is it the right file?")
     known = {spec.name for spec in inputs}
     for name, array_name in mapping.items():
         if name not in known:
-            raise CommandError(
+            raise DataError(
                 f"--map {name}={array_name}: the model has no input '{name}'", f"it takes {_list(inputs)}"
             )
         if array_name not in arrays:
-            raise CommandError(
+            raise DataError(
                 f"--map {name}={array_name}: the data has no '{array_name}'", f"it has {', '.join(arrays)}"
             )
     chosen = {spec.name: mapping.get(spec.name, spec.name) for spec in inputs}
@@ -90,26 +84,29 @@ def fit(
         for spec, name in zip(open_inputs, _guess(arrays, open_inputs, spare, where)):
             chosen[spec.name] = name
             notes.append(f"taking '{name}' of the data as the model's '{spec.name}'")
-    fitted = {spec.name: _shaped(arrays[chosen[spec.name]], spec, chosen[spec.name]) for spec in inputs}
+    fitted = {
+        spec.name: array
+        if isinstance(array := arrays[chosen[spec.name]], Rows)
+        else _shaped(array, spec, chosen[spec.name])
+        for spec in inputs
+    }
     sizes = {name: len(array) for name, array in fitted.items()}
     if len(set(sizes.values())) > 1:
         counts = ", ".join(f"{name} {size}" for name, size in sizes.items())
-        raise CommandError(
-            f"the arrays have different numbers of samples: {counts}", "one row for each sample"
-        )
+        raise DataError(f"the arrays have different numbers of samples: {counts}", "one row for each sample")
     if 0 in sizes.values():
-        raise CommandError(f"'{where}' has no sample", "is it the right file?")
+        raise DataError(f"'{where}' has no sample", "is it the right file?")
     return fitted, notes
 
 
 def _guess(
-    arrays: Mapping[str, np.ndarray], inputs: Sequence[InputSpec], spare: Sequence[str], where: str
+    arrays: Mapping[str, Any], inputs: Sequence[InputSpec], spare: Sequence[str], where: str
 ) -> tuple[str, ...]:
     """The one assignment of spare arrays that fits; the order of the file decides if none is left over."""
     problem = f"'{where}' has no {' and no '.join(repr(spec.name) for spec in inputs)}, which the model takes"
     hint = f"it has {', '.join(arrays)}: say which is which with --map INPUT=ARRAY"
     if not len(inputs) <= len(spare) <= _MOST:
-        raise CommandError(problem, hint)
+        raise DataError(problem, hint)
     fitting = [
         order
         for order in itertools.permutations(spare, len(inputs))
@@ -118,20 +115,22 @@ def _guess(
     if len(fitting) == 1 or (fitting and len(spare) == len(inputs)):
         return fitting[0]
     if fitting:
-        raise CommandError(f"{problem}, and several arrays could be it", hint)
+        raise DataError(f"{problem}, and several arrays could be it", hint)
     reasons = [
         f"'{name}' as '{spec.name}': {reason}"
         for name, spec in zip(spare, inputs)
         if (reason := _why_not(arrays[name], spec))
     ]
-    raise CommandError(f"{problem}, and the others do not fit ({'; '.join(reasons)})", hint)
+    raise DataError(f"{problem}, and the others do not fit ({'; '.join(reasons)})", hint)
 
 
-def _why_not(array: np.ndarray, spec: InputSpec) -> str | None:
+def _why_not(array: Any, spec: InputSpec) -> str | None:
+    if isinstance(array, Rows):
+        return "it is made of files for another input"
     try:
         # the first rows are enough to see whether types and shapes go together
         _shaped(array[:64] if array.ndim else array, spec, "it")
-    except CommandError as error:
+    except DataError as error:
         return str(error)
     return None
 
@@ -139,9 +138,9 @@ def _why_not(array: np.ndarray, spec: InputSpec) -> str | None:
 def _shaped(array: np.ndarray, spec: InputSpec, name: str) -> np.ndarray:
     """The array in the type and shape of an input, where that loses nothing."""
     if array.ndim == 0:
-        raise CommandError(f"'{name}' is a single number", "data has one row for each sample")
+        raise DataError(f"'{name}' is a single number", "data has one row for each sample")
     if array.dtype.kind not in "biuf":
-        raise CommandError(f"'{name}' is {array.dtype}, not numbers", f"'{spec.name}' takes {spec}")
+        raise DataError(f"'{name}' is {array.dtype}, not numbers", f"'{spec.name}' takes {spec}")
     array = _typed(array, spec, name)
     dims = spec.dims
     if dims is None or _agrees(array.shape, dims):
@@ -152,7 +151,7 @@ def _shaped(array: np.ndarray, spec: InputSpec, name: str) -> np.ndarray:
     fixed = int(np.prod([dim for dim in rest if dim is not None]))
     if not unknown and per_row == fixed:
         return array.reshape(len(array), *(dim or 0 for dim in rest))
-    raise CommandError(
+    raise DataError(
         f"'{name}' has shape {list(array.shape)}, the input '{spec.name}' takes {spec}",
         "change the data, or say which array is which with --map INPUT=ARRAY",
     )
@@ -164,10 +163,10 @@ def _typed(array: np.ndarray, spec: InputSpec, name: str) -> np.ndarray:
     if spec.is_integer and array.dtype.kind == "f":
         whole = array.astype(spec.dtype)
         if not np.array_equal(whole, array):
-            raise CommandError(f"'{name}' has fractions, the input '{spec.name}' takes {spec}")
+            raise DataError(f"'{name}' has fractions, the input '{spec.name}' takes {spec}")
         return whole
     if spec.dtype.kind == "b" and not np.isin(array, (0, 1)).all():
-        raise CommandError(f"'{name}' is not only 0 and 1, the input '{spec.name}' takes {spec}")
+        raise DataError(f"'{name}' is not only 0 and 1, the input '{spec.name}' takes {spec}")
     return array.astype(spec.dtype)
 
 

@@ -1,0 +1,163 @@
+"""What is done to pictures, texts, tables or sounds before a model sees them, as data.
+
+It is written into a run and into the metadata of a deployed model, so that `onward infer` and `onward.load` do
+the same as training did. Settings of pictures have the names that Hugging Face's image processors use. Files come
+from outside: everything is checked when it is read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from onward.errors import DataError
+
+__all__ = ["KEY", "NORMALIZATIONS", "Preprocessing", "beside", "image_settings", "known_image_settings"]
+
+# where a model's metadata has it
+KEY = "onward.preprocessing"
+NORMALIZATIONS: Mapping[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
+    "imagenet": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
+    "half": ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5)),  # −1 to 1
+}
+_KINDS = ("image", "text", "table", "sound")
+_IMAGE = {
+    "do_resize": bool, "size": (dict, int), "resample": int, "do_center_crop": bool, "crop_size": (dict, int),
+    "do_rescale": bool, "rescale_factor": (float, int), "do_normalize": bool, "image_mean": list,
+    "image_std": list, "channels": int, "layout": str,
+}  # fmt: skip
+_SETTINGS: Mapping[str, Mapping[str, Any]] = {
+    "image": _IMAGE,
+    "text": {"tokenizer": str, "max_length": int, "pad_id": int, "column": (str, type(None))},
+    "table": {"columns": list, "fill": list, "mean": list, "scale": list},
+    "sound": {"sampling_rate": int, "length": int, "layout": str},
+}
+_LARGEST_SIDE = 1 << 14
+
+
+@dataclasses.dataclass(frozen=True)
+class Preprocessing:
+    """The kind of data, the model's input that it is for, and the settings of that kind.
+
+    >>> Preprocessing.from_json(Preprocessing("sound", "wave", {"sampling_rate": 16000}).to_json()).kind
+    'sound'
+    """
+
+    kind: str
+    input: str
+    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def to_json(self) -> str:
+        """As text, for metadata."""
+        return json.dumps({"kind": self.kind, "input": self.input, **self.settings}, sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str, where: str = "the model") -> Preprocessing:
+        """Read what `to_json` wrote; an error for anything else."""
+        try:
+            found = json.loads(text)
+        except ValueError as error:
+            raise DataError(
+                f"{where}: its preprocessing is not valid JSON ({error})", "deploy it again"
+            ) from error
+        return cls.from_dict(found, where)
+
+    @classmethod
+    def from_dict(cls, found: Any, where: str = "the model") -> Preprocessing:
+        """The same of a dict, such as `run.json` has."""
+        if (
+            not isinstance(found, dict)
+            or found.get("kind") not in _KINDS
+            or not isinstance(found.get("input"), str)
+        ):
+            raise DataError(
+                f"{where}: its preprocessing is none that this version knows",
+                "deploy it again with this version",
+            )
+        settings = {key: value for key, value in found.items() if key not in ("kind", "input")}
+        known = _SETTINGS[found["kind"]]
+        for key, value in settings.items():
+            if key not in known or not isinstance(value, known[key]) or not _finite(value):
+                raise DataError(f"{where}: its preprocessing has a wrong '{key}'", "deploy it again")
+        _check_sizes(settings, where)
+        return cls(found["kind"], found["input"], settings)
+
+
+def beside(model: Path) -> dict[str, Any]:
+    """The settings of a `preprocessor_config.json` beside a model, those that are known; empty where there is none."""
+    path = model.parent / "preprocessor_config.json"
+    if not path.is_file():
+        return {}
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise DataError(f"'{path}' cannot be read: {error}", "mend it, or remove it") from error
+    if not isinstance(found, dict):
+        raise DataError(f"'{path}' holds no settings", "mend it, or remove it")
+    return known_image_settings(found)
+
+
+def known_image_settings(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of an image processor's settings that are understood here."""
+    return {k: v for k, v in found.items() if k in _IMAGE and isinstance(v, _IMAGE[k]) and _finite(v)}
+
+
+def image_settings(
+    *, normalize: str | None = None, resize: int | None = None, crop: int | None = None
+) -> dict[str, Any]:
+    """Settings from what people ask for: "imagenet", "none", one number or "mean,std" each for all channels or three.
+
+    >>> image_settings(normalize="0.5,0.25")["image_std"]
+    [0.25, 0.25, 0.25]
+    """
+    settings: dict[str, Any] = {}
+    if normalize == "none":
+        settings["do_normalize"] = False
+    elif normalize is not None:
+        mean, spread = _normalization(normalize)
+        settings |= {"do_normalize": True, "image_mean": list(mean), "image_std": list(spread)}
+    if resize is not None:
+        settings |= {"do_resize": True, "size": {"shortest_edge": resize}}
+    if crop is not None:
+        settings |= {"do_center_crop": True, "crop_size": {"height": crop, "width": crop}}
+    return settings
+
+
+def _normalization(text: str) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    if text in NORMALIZATIONS:
+        return NORMALIZATIONS[text]
+    try:
+        numbers = [float(part) for part in text.split(",")]
+    except ValueError:
+        numbers = []
+    if len(numbers) == 2:
+        numbers = [numbers[0]] * 3 + [numbers[1]] * 3
+    if len(numbers) != 6 or not all(map(math.isfinite, numbers)) or min(numbers[3:]) <= 0:
+        raise DataError(
+            f"no normalization '{text}'",
+            "it is imagenet, half, none, or numbers: mean,std or three means and three positive standard deviations",
+        )
+    return tuple(numbers[:3]), tuple(numbers[3:])
+
+
+def _finite(value: Any) -> bool:
+    if isinstance(value, list):
+        return all(isinstance(item, str) or _finite(item) for item in value)
+    if isinstance(value, dict):
+        return all(_finite(item) for item in value.values())
+    return not isinstance(value, int | float) or math.isfinite(value)
+
+
+def _check_sizes(settings: Mapping[str, Any], where: str) -> None:
+    """Sizes that no one means: a file must not make us allocate what it likes."""
+    for key in ("size", "crop_size"):
+        sides = settings.get(key, {})
+        for side in [sides] if isinstance(sides, int) else sides.values():
+            if not isinstance(side, int) or not 0 < side <= _LARGEST_SIDE:
+                raise DataError(f"{where}: its preprocessing has the {key} {side}", "deploy it again")
+    if not 0 <= settings.get("length", 0) <= 1 << 28 or not 0 <= settings.get("max_length", 0) <= 1 << 20:
+        raise DataError(f"{where}: its preprocessing has a wrong length", "deploy it again")

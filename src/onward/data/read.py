@@ -1,0 +1,298 @@
+"""Files to arrays for a model's inputs, with the names of classes and what was done on the way.
+
+Knows file formats by their endings and how to say what is wrong with a file. `read_data` reads, `split` keeps some
+samples for evaluation, `prepare` fits what is learned from the training samples alone and applies it to both.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from onward.data.images import PICTURES, read_images
+from onward.data.inputs import InputSpec, fit
+from onward.data.preprocessing import Preprocessing
+from onward.data.sound import SOUNDS, read_sounds
+from onward.data.tables import TABLES, apply_table, assemble, fit_table, read_table
+from onward.data.text import find_tokenizer, read_texts, takes_tokens
+from onward.errors import DataError, NonFiniteError
+from onward.train.batches import Rows
+
+__all__ = [
+    "FORMATS",
+    "Data",
+    "DataOptions",
+    "blame_data",
+    "check_labels",
+    "prepare",
+    "read_arrays",
+    "read_data",
+    "split",
+]
+
+FORMATS = (
+    ".npz, .npy, .csv, .jsonl, .parquet, .safetensors, a folder of images or WAV files, or module:function"
+)
+
+
+@dataclasses.dataclass
+class Data:
+    """What was read: arrays in the order of the model's inputs, or whatever a function returned."""
+
+    arrays: dict[str, Any] | None
+    program: Any = None
+    classes: list[str] | None = None
+    preprocessing: Preprocessing | None = None
+    features: tuple[str, list[str]] | None = None
+    tokenizer: Path | None = None
+    notes: list[str] = dataclasses.field(default_factory=list)
+
+    @property
+    def value(self) -> Any:
+        """What `Trainer.fit` takes."""
+        return self.program if self.arrays is None else self.arrays
+
+    @property
+    def samples(self) -> int | None:
+        """How many samples there are, where known."""
+        return None if self.arrays is None else len(next(iter(self.arrays.values())))
+
+
+@dataclasses.dataclass(frozen=True)
+class DataOptions:
+    """What a user, an earlier run or a deployed model says about data."""
+
+    mapping: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    label: str | None = None
+    classes: Sequence[str] | None = None
+    # what training did, where this is not training
+    preprocessing: Preprocessing | None = None
+    image: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    text_column: str | None = None
+    tokenizer: Path | None = None
+    max_length: int | None = None
+    sampling_rate: int | None = None
+    # folders in which a tokenizer may lie
+    near: Sequence[Path] = ()
+
+
+def read_data(
+    sources: Sequence[tuple[str | None, Path]], inputs: Sequence[InputSpec], options: DataOptions
+) -> Data:
+    """Read (name of the input or None, path) sources for a model with these inputs."""
+    if not sources:
+        raise DataError("no data was given", f"name it with --data: {FORMATS}")
+    arrays: dict[str, Any] = {}
+    found = Data({})
+    for name, path in sources:
+        if path.is_dir() or path.suffix.lower() in PICTURES | SOUNDS:
+            _read_folder(path, name, inputs, options, arrays, found)
+        elif path.suffix.lower() in TABLES:
+            _read_table(path, inputs, options, arrays, found)
+        else:
+            arrays |= read_arrays(path, name)
+    found.arrays, notes = fit(
+        arrays, inputs, mapping=options.mapping, where=", ".join(str(path) for _, path in sources)
+    )
+    found.notes += notes
+    if found.classes is None and options.classes is not None:
+        found.classes = list(options.classes)
+    return found
+
+
+def _read_folder(
+    path: Path, name: str | None, inputs: Sequence[InputSpec], options: DataOptions, arrays: dict, found: Data
+) -> None:
+    sounds = path.suffix.lower() in SOUNDS or (
+        path.is_dir()
+        and any(path.rglob("*.wav"))
+        and not any(p.suffix.lower() in PICTURES for p in path.rglob("*"))
+    )
+    earlier = options.preprocessing
+    if sounds:
+        given: dict[str, Any] = dict(earlier.settings) if earlier and earlier.kind == "sound" else {}
+        if options.sampling_rate:
+            given["sampling_rate"] = options.sampling_rate
+        made = read_sounds(path, inputs, name=name, classes=options.classes, settings=given)
+    else:
+        given = dict(earlier.settings) if earlier and earlier.kind == "image" else {}
+        made = read_images(
+            path, inputs, name=name, classes=options.classes, settings={**given, **options.image}
+        )
+        if not (given or options.image) and made.preprocessing.settings["do_rescale"]:
+            found.notes.append("pixels go from 0 to 1; --normalize imagenet if the model wants it so")
+    arrays |= made.arrays
+    found.classes, found.preprocessing = made.classes, made.preprocessing
+
+
+def _read_table(
+    path: Path, inputs: Sequence[InputSpec], options: DataOptions, arrays: dict, found: Data
+) -> None:
+    columns = read_table(path)
+    earlier = options.preprocessing
+    if takes_tokens(inputs) and "input_ids" not in columns:
+        settings = earlier.settings if earlier and earlier.kind == "text" else {}
+        tokenizer = options.tokenizer or find_tokenizer(*options.near)
+        tokens, left, made = read_texts(
+            columns, inputs, tokenizer, label=options.label, where=str(path),
+            column=options.text_column or settings.get("column"),
+            max_length=options.max_length or settings.get("max_length"),
+        )  # fmt: skip
+        arrays |= tokens
+        found.preprocessing, found.tokenizer = made, tokenizer
+        found.notes.append(f"texts are in column '{made.settings['column']}'")
+        columns = {name: columns[name] for name in left}
+        inputs = [spec for spec in inputs if spec.name not in tokens]
+        if not inputs:
+            return
+        # text and label are what there is: other columns are not features
+        label = options.label or (list(columns)[-1] if columns else None)
+        columns = {name: columns[name] for name in columns if name == label}
+        inputs = inputs[-1:]
+        if columns and label is not None:
+            column = columns.pop(label)
+            columns[inputs[0].name] = column
+    features = earlier.settings.get("columns") if earlier and earlier.kind == "table" else None
+    table = assemble(
+        columns, inputs, label=options.label, classes=options.classes, where=str(path), features=features
+    )
+    arrays |= table.arrays
+    found.classes = table.classes or found.classes
+    found.features = table.features
+    found.notes += table.notes
+    if earlier is not None and earlier.kind == "table" and earlier.input in arrays:
+        arrays[earlier.input] = apply_table(arrays[earlier.input], earlier.settings)
+        found.preprocessing, found.features = earlier, None
+
+
+def split(data: Data, share: float, *, seed: int) -> tuple[Data, Data]:
+    """A training and an evaluation part, the same for the same seed; every class is in both where it can be."""
+    if not 0 < share < 1:
+        raise DataError(f"--hold-out is {share}: it is a share of the samples", "for example --hold-out 0.1")
+    if data.arrays is None or data.samples is None:
+        raise DataError("--hold-out needs arrays, not a function", "give --eval-data instead")
+    count = round(share * data.samples)
+    if not 0 < count < data.samples:
+        raise DataError(
+            f"--hold-out {share} of {data.samples} samples leaves nothing on one side", "choose another share"
+        )
+    order = np.random.default_rng(seed).permutation(data.samples)
+    parts = []
+    for chosen in (np.sort(order[count:]), np.sort(order[:count])):
+        arrays = {
+            name: array.part(chosen) if isinstance(array, Rows) else array[chosen]
+            for name, array in data.arrays.items()
+        }
+        parts.append(dataclasses.replace(data, arrays=arrays, notes=[]))
+    return parts[0], parts[1]
+
+
+def prepare(train: Data, others: Sequence[Data], *, standardize: bool = False) -> None:
+    """Fit on the training samples what has to be learned, and do it to all; changes them in place."""
+    if train.arrays is None or train.features is None:
+        if standardize:
+            raise DataError("--standardize is for tables", "leave it away")
+        return
+    name = train.features[0]
+    values = train.arrays[name]
+    holes = [data for data in (train, *others) if data.arrays is not None and _has_holes(data.arrays[name])]
+    if not standardize and not holes:
+        train.preprocessing = Preprocessing("table", name, _columns_only(train.features[1], values))
+        return
+    made, notes = fit_table(train.arrays, train.features, standardize=standardize)
+    train.notes += notes
+    for data in (train, *others):
+        if data.arrays is not None:
+            kind = data.arrays[name].dtype
+            array = apply_table(data.arrays[name], made.settings)
+            data.arrays[name] = array if kind.kind != "f" else array.astype(kind)
+            data.preprocessing = made
+
+
+def _columns_only(columns: list[str], values: np.ndarray) -> dict[str, Any]:
+    return {"columns": columns, "fill": [float(x) for x in np.asarray(values, np.float64).mean(axis=0)]}
+
+
+def _has_holes(array: np.ndarray) -> bool:
+    return array.dtype.kind == "f" and bool(np.isnan(array).any())
+
+
+def read_arrays(path: Path, name: str | None = None) -> dict[str, np.ndarray]:
+    """The arrays of a .npz, .npy or .safetensors file by their names; `name` is that of the only one."""
+    if not path.is_file():
+        raise DataError(f"no data at '{path}'", f"data is {FORMATS}")
+    kind = path.suffix.lower()
+    try:
+        if kind == ".npz":
+            with np.load(path, allow_pickle=False) as file:
+                arrays = {key: file[key] for key in file.files}
+        elif kind == ".npy":
+            arrays = {name or path.stem: np.load(path, allow_pickle=False)}
+        elif kind == ".safetensors":
+            from onward.checkpoint import from_safetensors
+
+            arrays = {key: np.asarray(value) for key, value in from_safetensors(path).parameters().items()}
+        else:
+            raise DataError(f"'{path}' has an unknown ending", f"data is {FORMATS}")
+    except DataError:
+        raise
+    except (ValueError, OSError, EOFError) as error:
+        what = "holds Python objects, which are not loaded" if "pickle" in str(error) else str(error)
+        raise DataError(f"cannot read '{path}': {what}", "is the file whole, and of that format?") from error
+    except Exception as error:  # a damaged zip raises errors of its own
+        if type(error).__name__ != "BadZipFile":
+            raise
+        raise DataError(f"cannot read '{path}': {error}", "is the file whole?") from error
+    if name is not None and kind != ".npy":
+        if len(arrays) != 1:
+            raise DataError(
+                f"'{path}' has {len(arrays)} arrays, so it cannot be '{name}' alone",
+                "leave the name away and rename arrays with --map INPUT=ARRAY",
+            )
+        arrays = {name: next(iter(arrays.values()))}
+    return arrays
+
+
+def check_labels(data: Data, ranges: Mapping[str, Mapping[str, Any]]) -> None:
+    """Refuse class numbers that the model has no class for, by their row; and names of more classes than it has."""
+    if data.arrays is None:
+        return
+    for name, entry in ranges.items():
+        labels, count, ignored = data.arrays.get(name), int(entry["classes"]), entry.get("ignore_index")
+        if data.classes is not None and len(data.classes) != count:
+            names = ", ".join(data.classes[:8]) + (", …" if len(data.classes) > 8 else "")
+            raise DataError(
+                f"the data has {len(data.classes)} classes ({names}), the model {count}",
+                f"make artifacts with a head for them: onward artifacts MODEL --classes {len(data.classes)}",
+            )
+        if labels is None:
+            continue
+        bad = (np.asarray(labels) < 0) | (np.asarray(labels) >= count)
+        if ignored is not None:
+            bad &= np.asarray(labels) != ignored
+        if bad.any():
+            where = np.argwhere(bad)[0]
+            raise DataError(
+                f"row {int(where[0])} of the data (from 0): '{name}' has label {labels[tuple(where)]}, and the model "
+                f"has {count} classes, so labels are 0 to {count - 1}",
+                "mend the data, or make artifacts with another head: onward artifacts MODEL --classes NUMBER",
+            )
+
+
+def blame_data(error: NonFiniteError, data: Data) -> Exception:
+    """A loss or gradient that is not finite: the row of the data that is to blame, where one is."""
+    for name, array in (data.arrays or {}).items():
+        if isinstance(array, Rows) or array.dtype.kind != "f" or np.isfinite(array).all():
+            continue
+        row = int(np.argwhere(~np.isfinite(array))[0][0])
+        rows = len(np.unique(np.argwhere(~np.isfinite(array))[:, 0]))
+        more = f" (and {rows - 1} more)" if rows > 1 else ""
+        text = str(error).split("; '")[0]
+        return DataError(
+            f"{text}: row {row}{more} of '{name}' in the data is not finite", "mend these rows, or drop them"
+        )
+    return error

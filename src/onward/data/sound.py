@@ -1,0 +1,138 @@
+"""Sounds: WAV files in one folder for each class, as waves of one rate and length."""
+
+from __future__ import annotations
+
+import wave
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from onward.data.images import class_files
+from onward.data.inputs import InputSpec
+from onward.data.preprocessing import Preprocessing
+from onward.errors import DataError
+from onward.train.batches import Rows
+
+__all__ = ["SOUNDS", "Waves", "fit_wave", "read_sounds", "read_wave", "sound_input"]
+
+SOUNDS = frozenset({".wav"})
+_RATE = 16000
+
+
+@dataclass
+class Sounds:
+    """Waves and, where folders name classes and the model takes labels, their numbers."""
+
+    arrays: dict[str, Any]
+    classes: list[str] | None
+    preprocessing: Preprocessing
+
+
+class Waves(Rows):
+    """WAV files as an array of waves of one length."""
+
+    def __init__(
+        self, files: Sequence[Path], settings: Mapping[str, Any], *, dtype: Any = np.float32
+    ) -> None:
+        self.files, self.settings, self.dtype = list(files), dict(settings), np.dtype(dtype)
+        self.shape = (len(self.files), *self.read(np.asarray([0]))[0].shape)
+
+    def read(self, rows: np.ndarray) -> np.ndarray:
+        return np.stack([fit_wave(*read_wave(self.files[row]), self.settings) for row in rows]).astype(
+            self.dtype
+        )
+
+    def part(self, rows: np.ndarray) -> Waves:
+        return Waves([self.files[row] for row in rows], self.settings, dtype=self.dtype)
+
+
+def read_sounds(
+    folder: Path,
+    inputs: Sequence[InputSpec],
+    *,
+    name: str | None = None,
+    classes: Sequence[str] | None = None,
+    settings: Mapping[str, Any] | None = None,
+) -> Sounds:
+    """All WAV files of a folder, or one file, for the model's input of waves."""
+    found, labels, known = class_files(folder, inputs, SOUNDS, "sound", classes=classes)
+    spec, layout, length = sound_input(inputs, name)
+    made = {"sampling_rate": _RATE, **(settings or {}), "layout": layout}
+    if length is not None:
+        made["length"] = length
+    elif "length" not in made:
+        made["length"] = max(len(fit_wave(*read_wave(path), {**made, "layout": "T"})) for path in found)
+    arrays: dict[str, Any] = {spec.name: Waves(found, made, dtype=spec.dtype)}
+    if labels is not None:
+        arrays[labels[0]] = labels[1]
+    return Sounds(arrays, known, Preprocessing("sound", spec.name, made))
+
+
+def sound_input(inputs: Sequence[InputSpec], name: str | None) -> tuple[InputSpec, str, int | None]:
+    """The input that takes waves, where its time is, and how long it must be."""
+    for spec in inputs:
+        if spec.dtype.kind != "f" or spec.dims is None or (name is not None and spec.name != name):
+            continue
+        if len(spec.dims) == 2:
+            return spec, "T", spec.dims[1]
+        if len(spec.dims) == 3 and spec.dims[1] == 1:
+            return spec, "1T", spec.dims[2]
+        if len(spec.dims) == 3 and spec.dims[2] == 1:
+            return spec, "T1", spec.dims[1]
+    raise DataError(
+        "WAV files need a model with an input of waves: [batch, time], [batch, 1, time] or [batch, time, 1]",
+        "make spectrograms or other features first, and give them as .npz",
+    )
+
+
+def read_wave(path: Any) -> tuple[np.ndarray, int]:
+    """The samples of a WAV file from −1 to 1, all channels averaged, and their rate."""
+    try:
+        with wave.open(str(path), "rb") as file:
+            width, channels, rate = file.getsampwidth(), file.getnchannels(), file.getframerate()
+            data = file.readframes(file.getnframes())
+    except (wave.Error, EOFError, OSError) as error:
+        raise DataError(
+            f"cannot read the sound '{path}': {error}", "WAV with whole numbers is understood"
+        ) from error
+    if not data:
+        raise DataError(f"'{path}' has no sound in it", "remove it")
+    if width == 1:
+        samples = (np.frombuffer(data, np.uint8).astype(np.float32) - 128) / 128
+    elif width == 2:
+        samples = np.frombuffer(data, "<i2").astype(np.float32) / 2**15
+    elif width == 3:
+        parts = np.frombuffer(data[: len(data) // 3 * 3], np.uint8).reshape(-1, 3).astype(np.int32)
+        whole = (parts[:, 0] << 8 | parts[:, 1] << 16 | parts[:, 2] << 24) >> 8
+        samples = whole.astype(np.float32) / 2**23
+    else:
+        samples = np.frombuffer(data, "<i4").astype(np.float32) / 2**31
+    return samples[: len(samples) // channels * channels].reshape(-1, channels).mean(axis=1), rate
+
+
+def fit_wave(samples: np.ndarray, rate: int, settings: Mapping[str, Any]) -> np.ndarray:
+    """A wave in the rate and length of a model: resampled, cut in the middle or followed by silence."""
+    wanted = settings.get("sampling_rate", rate)
+    if rate != wanted:
+        samples = _resample(samples, rate, wanted)
+    length = settings.get("length")
+    if length:
+        start = max(0, (len(samples) - length) // 2)
+        samples = samples[start : start + length]
+        samples = np.pad(samples, (0, length - len(samples)))
+    layout = settings.get("layout", "T")
+    samples = samples.astype(np.float32)
+    return samples[None] if layout == "1T" else samples[:, None] if layout == "T1" else samples
+
+
+def _resample(samples: np.ndarray, rate: int, wanted: int) -> np.ndarray:
+    """Another rate through the spectrum: what the new rate cannot hold is left out, so that nothing aliases."""
+    count = max(1, round(len(samples) * wanted / rate))
+    spectrum = np.fft.rfft(samples)
+    kept = min(len(spectrum), count // 2 + 1)
+    made = np.zeros(count // 2 + 1, spectrum.dtype)
+    made[:kept] = spectrum[:kept]
+    return (np.fft.irfft(made, count) * (count / len(samples))).astype(np.float32)

@@ -1,0 +1,98 @@
+"""One process at a time writes a run: the second is told who holds it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+from onward.errors import OnwardError
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
+
+__all__ = ["run_lock"]
+
+_NAME = ".lock"
+
+
+@contextlib.contextmanager
+def run_lock(folder: Path | None) -> Iterator[None]:
+    """Hold a run's folder for the block; an error that names the holder where another process does.
+
+    The system lets go of the lock when a process ends, however it ends. Where a file system has no locks, none is held.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder, run_lock(Path(folder)):
+    ...     sorted(path.name for path in Path(folder).iterdir())
+    ['.lock']
+    """
+    if folder is None:
+        yield
+        return
+    path = folder / _NAME
+    with open(path, "a+", encoding="utf-8") as file:
+        if not _take(file):
+            raise OnwardError(
+                f"'{folder}' is being written by {_holder(path)}: wait for it, or choose another folder"
+            )
+        file.seek(0)
+        file.truncate()
+        json.dump(
+            {"process": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%F %T")}, file
+        )
+        file.flush()
+        try:
+            yield
+        finally:
+            file.seek(0)
+            file.truncate()
+            _release(file)
+    with contextlib.suppress(OSError):
+        path.unlink()
+
+
+def _holder(path: Path) -> str:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        return f"process {int(found['process'])} on {found['host']}, since {found['since']}"
+    except (OSError, ValueError, KeyError, TypeError):
+        return "another process"
+
+
+def _take(file: IO[str]) -> bool:
+    if fcntl is not None:
+        try:
+            fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+        return True
+    import msvcrt
+
+    try:
+        file.seek(1 << 30)  # far behind the text, which stays readable for others
+        msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)  # type: ignore[attr-defined]
+    except OSError:
+        return False
+    return True
+
+
+def _release(file: IO[str]) -> None:
+    if fcntl is not None:
+        with contextlib.suppress(OSError):
+            fcntl.flock(file.fileno(), fcntl.LOCK_UN)
+        return
+    import msvcrt
+
+    with contextlib.suppress(OSError):
+        file.seek(1 << 30)
+        msvcrt.locking(file.fileno(), msvcrt.LK_UNLCK, 1)  # type: ignore[attr-defined]
