@@ -15,6 +15,7 @@ import pytest
 from graph.running import MICROSOFT, node_model, run
 from onward.graph.dialect.normalize import normalize
 from onward.graph.dialect.saturation import integer_products, make_unsigned
+from onward.lora import LoRA, apply_lora
 
 RANDOM = np.random.default_rng(0)
 K, N = 12, 6
@@ -213,3 +214,19 @@ def test_a_weight_that_something_else_reads_keeps_its_name_and_type() -> None:
     assert held["w"] == onnx.TensorProto.INT8 and held["w_unsigned"] == onnx.TensorProto.UINT8
     y, t = run(changed, {"a": np.full((1, 2), 255, np.uint8)})
     assert y.tolist() == [[255 * 253]] and t.tolist() == [[127], [126]]
+
+
+def test_adapters_over_an_int8_base_are_right_on_this_cpu() -> None:
+    """As a plain session runs it, this base is wrong by its own size on a CPU without 8-bit dot products."""
+    weight = np.full((8, 3), 127, np.int8)
+    model = onnx.parser.parse_model(
+        QUANTIZED_PAIR.format(kind="uint8", zero=120, product="y = MatMul(d, w)", axis=1)
+    )
+    model.graph.initializer.append(onnx.numpy_helper.from_array(weight, "weight"))
+    adapted = apply_lora(model, LoRA(rank=2))  # B starts at zero: the base's own outputs
+    assert {"weight", "weight.lora_a", "weight.lora_b"} <= {
+        tensor.name for tensor in adapted.graph.initializer
+    }
+    x = np.full((2, 8), 2.0, np.float32)
+    expected = np.full((2, 8), 2.0) @ (weight * np.array([0.01, 0.02, 0.03]))
+    np.testing.assert_allclose(optimized(adapted, {"x": x}), expected, rtol=1e-5)
