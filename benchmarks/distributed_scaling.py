@@ -82,7 +82,7 @@ def timed_rank(rank: int, world: int, port: int, folder: str, batch: int, update
             times.append(time.perf_counter() - start)
             work.append(time.process_time() - busy)
             sent = getattr(runner._comm, "sent", 0) - before
-        size = runner._engine.module._gradients.vector.nbytes  # type: ignore[union-attr]
+        size = runner._engine.module.memory.gradients.vector.nbytes  # type: ignore[union-attr]
         results.put((rank, times[3:], work[3:], sent, size))
 
 

@@ -75,7 +75,7 @@ def steps(width: int, batch: int) -> dict[str, float]:
             module(x, labels)
 
         whole()
-        bound = module._step._bound[True]
+        bound = module.step._bound[True]
         native = bound.binding._iobinding
 
         def bare() -> None:

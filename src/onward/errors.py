@@ -11,6 +11,8 @@ from pathlib import Path
 __all__ = [
     "CheckpointError",
     "DataError",
+    "DeviceError",
+    "DeviceMemoryError",
     "ExportError",
     "ModelError",
     "NonFiniteError",
@@ -42,6 +44,14 @@ class ParityError(ExportError):
 
 class NonFiniteError(OnwardError):
     """A loss or gradient that is NaN or infinite; parameters were left as they were."""
+
+
+class DeviceError(ModelError):
+    """A device that this machine does not have, or that does not work as it is set up."""
+
+
+class DeviceMemoryError(OnwardError):
+    """A device that has too little memory for a step; parameters were left as they were."""
 
 
 class CheckpointError(OnwardError):

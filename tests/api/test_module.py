@@ -281,7 +281,7 @@ def test_a_device_that_the_runtime_lacks_is_named(folder: Path) -> None:
 
 @pytest.mark.parametrize("device", ["tpu", "", "cpu:x"])
 def test_an_unknown_device_is_a_bad_value(folder: Path, device: str) -> None:
-    with pytest.raises(ValueError, match="choose one of cpu, cuda"):
+    with pytest.raises(ValueError, match="choose one of auto, cpu, cuda"):
         load(folder, device=device)
 
 
@@ -291,7 +291,7 @@ def test_session_options_are_the_users(folder: Path) -> None:
     options.execution_mode = ort.ExecutionMode.ORT_PARALLEL
     _, module = load(folder, session_options=options)
     module(*batch())
-    used = module._step._bound[True].session.get_session_options()
+    used = module.step._bound[True].session.get_session_options()
     assert used.intra_op_num_threads == 1 and used.execution_mode == ort.ExecutionMode.ORT_PARALLEL
     _, default = load(folder)
     np.testing.assert_array_equal(module.eval()(*batch())[1], default.eval()(*batch())[1])

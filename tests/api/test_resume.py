@@ -104,7 +104,9 @@ def saved(tmp_path: Path) -> tuple[Path, Path]:
 def test_the_environment_is_recorded(saved: tuple[Path, Path]) -> None:
     found = json.loads(str(CheckpointState.load_checkpoint(saved[1])._data.extras["environment"]))
     assert found["onnxruntime"] == ort.__version__ and found["numpy"] == np.__version__
-    assert found["threads"] >= 1 and set(found) == {"onward", "onnxruntime", "numpy", "machine", "threads"}
+    assert found["threads"] >= 1 and set(found) == {
+        "onward", "onnxruntime", "numpy", "machine", "vectors", "threads",
+    }  # fmt: skip
 
 
 def test_the_same_environment_says_nothing(saved: tuple[Path, Path]) -> None:
@@ -113,7 +115,7 @@ def test_the_same_environment_says_nothing(saved: tuple[Path, Path]) -> None:
         start(*saved)
 
 
-@pytest.mark.parametrize("key", ["onward", "onnxruntime", "numpy", "machine"])
+@pytest.mark.parametrize("key", ["onward", "onnxruntime", "numpy", "machine", "vectors"])
 def test_another_version_is_warned_of(saved: tuple[Path, Path], key: str) -> None:
     folder, path = saved
     state = CheckpointState.load_checkpoint(path)

@@ -39,10 +39,10 @@ def train(
         "losses": history.losses,
         "evaluations": list(history.evaluations.values()),
         "final": final,
-        "parameters": module._parameters.vector[
-            : sum(v.size for v in module._parameters.views.values())
+        "parameters": module.memory.parameters.vector[
+            : sum(v.size for v in module.memory.parameters.views.values())
         ].copy(),
-        "by_name": {name: view.copy() for name, view in module._parameters.views.items()},
+        "by_name": {name: view.copy() for name, view in module.memory.parameters.views.items()},
         "norm": runner.optimizer.gradient_norm,
         "sent": getattr(runner._comm, "sent", 0),
     }
@@ -168,10 +168,10 @@ def average_statistics(folder: str, arrays: tuple, how: str) -> dict[str, np.nda
     """The statistics before and after ranks agree on them."""
     with TrainingRunner(RunnerSettings(artifacts=folder, statistics=how, timeout=20)) as runner:
         runner.run(ShardedArrays(*arrays, batch_size=8))
-        frozen = runner._engine.module._frozen
-        before = {name: array.copy() for name, array in frozen.items()}
+        frozen = runner._engine.module.memory.frozen
+        before = {name: tensor.read().copy() for name, tensor in frozen.items()}
         runner.end_training()
-        return {"before": before, "after": {name: array.copy() for name, array in frozen.items()}}
+        return {"before": before, "after": {name: tensor.read().copy() for name, tensor in frozen.items()}}
 
 
 @pytest.mark.parametrize("how", ["average", "rank0"])

@@ -260,10 +260,10 @@ def skip_one(folder: str) -> tuple[int, bytes]:
     """An update that only one rank has to skip."""
     comm = connect(timeout=10)
     runner = _start(comm, artifacts=folder, on_nonfinite="skip")
-    before = runner._engine.module._parameters.vector.tobytes()
+    before = runner._engine.module.memory.parameters.vector.tobytes()
     skipped = runner.run(_only_on(0, _not_finite)).skipped
     comm.close()
-    return skipped, before == runner._engine.module._parameters.vector.tobytes()
+    return skipped, before == runner._engine.module.memory.parameters.vector.tobytes()
 
 
 def test_all_ranks_skip_an_update_that_one_has_to_skip(tmp_path):

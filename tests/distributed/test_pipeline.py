@@ -34,7 +34,7 @@ def train(
             "losses": history.losses,
             "final": final,
             "norm": runner.optimizer.gradient_norm,
-            "gradients": {name: view.copy() for name, view in module._gradients.views.items()},
+            "gradients": {name: view.copy() for name, view in module.memory.gradients.views.items()},
         }
 
 

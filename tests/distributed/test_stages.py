@@ -15,6 +15,8 @@ from onward.api import CheckpointState, Module
 from onward.distributed import RunnerSettings
 from onward.distributed.stages.models import Blueprint, StageModel, StageStep, draw_blueprint
 from onward.export import from_torch
+from onward.runtime.devices import Device
+from onward.runtime.memory import ModelMemory
 from onward.runtime.plan import SEED
 
 Arrays = dict[str, np.ndarray]
@@ -43,12 +45,15 @@ def make_stages(blueprint: Blueprint, folder: Path) -> tuple[list[StageStep], li
     state = CheckpointState.load_checkpoint(folder / "checkpoint")
     steps, gradients = [], []
     for index in range(len(blueprint.training)):
-        step = StageStep(blueprint, index, device="cpu", options=None)
-        values = {name: state.parameters[name].data for name in step.plan.parameters}
-        frozen = {name: value for name, value in values.items() if name not in step.plan.trainable}
-        trainable = {name: values[name] for name in step.plan.trainable}
-        gradients.append({name: np.zeros_like(value) for name, value in trainable.items()})
-        step.attach(trainable, frozen, gradients[-1])
+        step = StageStep(blueprint, index, device=Device("cpu"), options=None)
+        memory = ModelMemory(step.plan, Device("cpu"))
+        for name in step.plan.parameters:
+            if name in step.plan.trainable:
+                memory[name].write(state.parameters[name].data)
+            else:
+                memory.add_frozen(name, state.parameters[name].data)
+        gradients.append(memory.gradients.views)
+        step.attach(memory)
         steps.append(step)
     return steps, gradients
 
@@ -70,7 +75,7 @@ def test_four_stages_make_the_loss_and_the_gradients_of_the_whole(name, tmp_path
     loss = module(*feeds)
     blueprint = draw_blueprint(RunnerSettings(artifacts=tmp_path, pipeline_parallel_size=4))
     steps, gradients = make_stages(blueprint, tmp_path)
-    given = {**dict(zip(module.input_names(), feeds)), SEED: module._step._seed.copy()}
+    given = {**dict(zip(module.input_names(), feeds)), SEED: module.step._seed.read().copy()}
 
     received, made = received_by(blueprint.training, lambda i, values: steps[i].forward(values), given)
     np.testing.assert_allclose(made[steps[-1].loss], loss, rtol=1e-6)
@@ -80,8 +85,8 @@ def test_four_stages_make_the_loss_and_the_gradients_of_the_whole(name, tmp_path
         arriving = {name: passed.get(name, np.zeros_like(value)) for name, value in values.items()}
         step.commit_statistics()
 
-    largest = np.abs(module._gradients.vector).max()
-    for parameter, expected in module._gradients.views.items():
+    largest = np.abs(module.memory.gradients.vector).max()
+    for parameter, expected in module.memory.gradients.views.items():
         total = sum(own[parameter] for own in gradients if parameter in own)
         np.testing.assert_allclose(total, expected, rtol=0, atol=1e-6 * largest, err_msg=parameter)
 

@@ -18,8 +18,8 @@ from onward import onnxblock, optim
 from onward.graph.save import write_model
 from onward.optim.graph import Clipping, ParameterGroup, optimizer_model
 from onward.optim.rules import Optimizer
-from onward.runtime.flat import FlatBuffer
-from onward.runtime.update import make_updater
+from onward.runtime.memory import FlatBuffer
+from onward.runtime.optimizers import make_updater
 
 STEPS = 100
 SHAPES = {"layer.weight": (7, 5), "layer.bias": (7,), "conv.weight": (3, 2, 3, 3), "scale": (1,)}

@@ -54,7 +54,7 @@ def gradient(state: CheckpointState) -> np.ndarray:
 def test_every_step_equals_that_of_a_new_module(kind: str, tied: bool, tmp_path: Path) -> None:
     folder = write(tmp_path, ids=kind, tied=tied)
     state, module = start(folder)
-    assert bool(module._step._bound[True].rows) != tied
+    assert bool(module.step._bound[True].rows) != tied
     for seed in range(4):
         module(*batch(seed, kind))
         module.lazy_reset_grad()

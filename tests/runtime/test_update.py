@@ -16,9 +16,9 @@ from onward.artifacts import OptimType
 from onward.onnxblock import optim
 from onward.optim import adamw as AdamW
 from onward.optim.graph import ParameterGroup, optimizer_model
-from onward.runtime import flat_update
-from onward.runtime.flat import FlatBuffer
-from onward.runtime.update import make_updater
+from onward.runtime.memory import FlatBuffer
+from onward.runtime.optimizers import flat as flat_update
+from onward.runtime.optimizers import make_updater
 from small_models import batch, start, write_classifier
 
 SHAPES = {"a": (7, 9), "b": (5,), "c": (40, 3), "d": (1,)}

@@ -61,7 +61,7 @@ def test_a_run_equals_the_same_run_by_hand(artifacts: Path) -> None:
 
     state, module, optimizer = start(artifacts)
     scheduler = LinearLRScheduler(optimizer, 1, 8, 0.05)
-    optimizer._gradient_scale = 0.5
+    optimizer.gradient_scale = 0.5
     expected = []
     for _ in range(2):
         for index in range(0, 32, 8):

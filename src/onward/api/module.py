@@ -6,6 +6,7 @@ by their inputs and outputs; what each is for is in the files' metadata.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
@@ -18,29 +19,46 @@ import onnxruntime as ort
 from onward.api.inputs import check_labels, prepare
 from onward.api.state import CheckpointState
 from onward.checkpoint import CheckpointData, NominalTensor
-from onward.errors import ModelError, NonFiniteError, OnwardError
+from onward.errors import DeviceMemoryError, ModelError, NonFiniteError, OnwardError
+from onward.runtime.devices import DeviceLike, find_device
 from onward.runtime.environment import environment, warn_if_changed
-from onward.runtime.flat import FlatBuffer
+from onward.runtime.memory import HostTensor, ModelMemory, onnx_type
+from onward.runtime.plan import Plan
 from onward.runtime.sessions import ModelFile
-from onward.runtime.step import EvaluationStep, TrainingStep
+from onward.runtime.step import EvaluationStep, Step, TrainingStep
 
-__all__ = ["Module", "NonFinitePolicy"]
+__all__ = ["Module", "NonFinitePolicy", "RunState"]
 
 NonFinitePolicy = Literal["raise", "skip", "ignore"]
 _LOAD_FIRST = "The state is nominal: it has no parameter values. Please load the model parameters first."
 _PATIENCE = 10
 
 
+@dataclasses.dataclass
+class RunState:
+    """Where a run is: what the seed of the next step follows from, and what was wrong since the last update."""
+
+    seed: int
+    steps: int = 0
+    skipped_in_a_row: int = 0
+    invalid: str | None = None
+
+
 class Module:
     """A model that trains.
 
-    The models are paths, or models in memory (bytes or ModelProto). `on_nonfinite` says what to do about a
-    loss or gradient that is not finite: raise (parameters keep their values), skip that update, or ignore it.
+    The models are paths, or models in memory (bytes or ModelProto). `device` is "cpu", "cuda", "cuda:1", "auto"
+    or a `Device` with options; parameters, gradients and optimizer state live there. `on_nonfinite` says what
+    to do about a loss or gradient that is not finite: raise (parameters keep their values), skip that update, or
+    ignore it.
     `seed` makes dropout reproducible; without it the one in the checkpoint continues, or 0.
 
     `module(x, labels)` runs a training step after `train()` (the default) and evaluates after `eval()`; it
     returns the loss, or a tuple of the loss and the additional outputs. Numpy in gives numpy out; OrtValues
     give OrtValues.
+
+    For engines over it: `memory` is all that training reads and writes, `step` runs the training model (one of
+    your own may be given), `run_state` says where the run is, `parts` lets the buffers divide into equal shares.
     """
 
     def __init__(
@@ -48,11 +66,13 @@ class Module:
         train_model_uri: ModelFile,
         state: CheckpointState,
         eval_model_uri: ModelFile | None = None,
-        device: str = "cpu",
+        device: DeviceLike = "cpu",
         session_options: ort.SessionOptions | None = None,
         *,
         on_nonfinite: NonFinitePolicy = "raise",
         seed: int | None = None,
+        step: Step | None = None,
+        parts: int = 1,
     ) -> None:
         if not isinstance(state, CheckpointState):
             raise TypeError(f"Module takes a CheckpointState, got {type(state).__name__}")
@@ -64,52 +84,57 @@ class Module:
             )
         self.training = True
         self.on_nonfinite: NonFinitePolicy = on_nonfinite
+        self.device = find_device(device)
         self._state = state
         # 0 is the runtime's word for as many as there are
-        self._threads = (session_options.intra_op_num_threads if session_options else 0) or None
-        self._step = self._make_step(train_model_uri, device, session_options)
+        self.threads = (session_options.intra_op_num_threads if session_options else 0) or None
+        self.step: Step = step or TrainingStep(train_model_uri, device=self.device, options=session_options)
         self._evaluation = (
             None
             if eval_model_uri is None
-            else EvaluationStep(eval_model_uri, device=device, options=session_options)
+            else EvaluationStep(eval_model_uri, device=self.device, options=session_options)
         )
         self._eval_uri = eval_model_uri
-        plan = self._step.plan
-        self._parameters = self._make_buffer({name: plan.shapes[name] for name in plan.trainable})
-        self._gradients = self._make_buffer({name: plan.shapes[name] for name in plan.trainable})
-        self._frozen: dict[str, np.ndarray] = {}
+        self.memory = ModelMemory(self.plan, self.device, parts=parts)
         self._loaded = not state._data.nominal
         self._adopt(state._data)
         self._check_evaluation()
-        self._step.attach(self._parameters.views, self._frozen, self._gradients.views)
-        if self._evaluation is not None:
-            self._evaluation.attach({**self._parameters.views, **self._frozen})
         self._options = session_options
         self._environment: str | None = None
         self._reset = True
-        self._statistics_before: dict[str, np.ndarray] = {}
         extras = state._data.extras
         warn_if_changed(extras.get("environment"), session_options)
-        self._bad_in_a_row = int(extras.get("skipped_in_a_row", 0))
-        self._invalid: str | None = str(extras["invalid"]) if extras.get("invalid") else None
-        self._seed = int(extras.get("seed", 0)) if seed is None else seed
-        self._steps = int(extras.get("train_step", 0))
+        self.run_state = RunState(
+            seed=int(extras.get("seed", 0)) if seed is None else seed,
+            steps=int(extras.get("train_step", 0)),
+            skipped_in_a_row=int(extras.get("skipped_in_a_row", 0)),
+            invalid=str(extras["invalid"]) if extras.get("invalid") else None,
+        )
         self._optimizer: Any = None
+        self.attach()
         for name, array in state._data.accumulation.items():
-            if name in self._gradients.views:
-                np.copyto(self._gradients.views[name], array)
+            if name in self.memory.gradients.tensors:
+                self.memory.gradients.tensors[name].write(array)
                 self._reset = False
         if not self._reset:
-            self._step.gradients_changed()
+            self.step.gradients_changed()
         state._module = self
 
-    def _make_step(self, uri: ModelFile, device: str, options: ort.SessionOptions | None) -> TrainingStep:
-        """What runs the training model; a pipeline stage has its own."""
-        return TrainingStep(uri, device=device, options=options)
+    @property
+    def plan(self) -> Plan:
+        """The names, shapes and roles of what the training model takes and gives."""
+        return self.step.plan
 
-    def _make_buffer(self, shapes: dict[str, tuple[int, ...]]) -> FlatBuffer:
-        """The memory of parameters or gradients; ranks that share the work need it in equal parts."""
-        return FlatBuffer(shapes)
+    @property
+    def is_loaded(self) -> bool:
+        """Whether the parameters have values: those of a nominal checkpoint must be loaded first."""
+        return self._loaded
+
+    def attach(self) -> None:
+        """Bind the sessions to the memory; again, when it has been laid out anew."""
+        self.step.attach(self.memory)
+        if self._evaluation is not None:
+            self._evaluation.attach(self.memory)
 
     # ---- running ---------------------------------------------------------------------------------
 
@@ -119,8 +144,8 @@ class Module:
             raise OnwardError(_LOAD_FIRST)
         if not self.training:
             return self._evaluate(inputs)
-        feeds, as_numpy = prepare(self._step.plan, inputs)
-        check_labels(self._step.plan, feeds)
+        feeds, as_numpy = prepare(self.step.plan, inputs)
+        check_labels(self.step.plan, feeds)
         return self._train(feeds, as_numpy)
 
     def train(self, mode: bool = True) -> Module:
@@ -138,33 +163,35 @@ class Module:
         self._reset = True
 
     def _train(self, feeds: list, as_numpy: bool) -> Any:
-        guarded = self.on_nonfinite != "ignore"
+        guarded, run, memory = self.on_nonfinite != "ignore", self.run_state, self.memory
         if self._reset:
-            self._invalid = None
-            if guarded and self._step.following:
-                self._statistics_before = {n: self._frozen[n].copy() for n in self._step.following}
-        results = self._step.run(feeds, reset=self._reset, seed=self._seed, step=self._steps + 1)
-        self._steps += 1
+            run.invalid = None
+            if guarded and memory.statistics:
+                memory.keep()
+        try:
+            results = self.step.run(feeds, reset=self._reset, seed=run.seed, step=run.steps + 1)
+        except DeviceMemoryError:
+            self._discard()  # gradients may be half written
+            raise
+        run.steps += 1
         self._reset = False
         problem = self._find_problem(results[0]) if guarded else None
-        if problem is None:
-            self._step.commit_statistics()
-        else:
-            self._refuse(f"{problem} at training step {self._steps}")
+        if problem is not None:
+            self.refuse(f"{problem} at training step {run.steps}")
+        elif memory.statistics:
+            memory.commit()
         return _hand_out(results, as_numpy)
 
     def _find_problem(self, loss: np.ndarray) -> str | None:
         if not math.isfinite(loss.item()):
             return f"the loss is {loss.reshape(-1)[0]}"
-        for name, array in self._step.following.items():
-            # a variance can overflow while the normalized values, and so the loss, stay finite
-            if not np.isfinite(array).all():
-                return f"the batch-norm statistic '{name}' is not finite"
-        return None
+        # a variance can overflow while the normalized values, and so the loss, stay finite
+        name = self.memory.first_nonfinite_statistic() if self.memory.statistics else None
+        return None if name is None else f"the batch-norm statistic '{name}' is not finite"
 
-    def _refuse(self, problem: str) -> None:
+    def refuse(self, problem: str) -> None:
         """Something is not finite: nothing may be updated from this step, nor from those it was added to."""
-        self._invalid = problem
+        self.run_state.invalid = problem
         if self.on_nonfinite == "raise":
             self._discard()
             raise NonFiniteError(
@@ -172,24 +199,24 @@ class Module:
                 "on_nonfinite='skip'"
             )
 
-    def _take_invalid(self) -> str | None:
+    def take_invalid(self) -> str | None:
         """What was wrong since the last update, if anything; ten bad updates in a row are an error."""
-        problem, self._invalid = self._invalid, None
+        run = self.run_state
+        problem, run.invalid = run.invalid, None
         if problem is None:
-            self._bad_in_a_row = 0
+            run.skipped_in_a_row = 0
             return None
-        self._bad_in_a_row += 1
+        run.skipped_in_a_row += 1
         self._discard()
-        if self._bad_in_a_row >= _PATIENCE:
-            self._invalid = problem
+        if run.skipped_in_a_row >= _PATIENCE:
+            run.invalid = problem
             raise NonFiniteError(f"{_PATIENCE} updates in a row were skipped; the last one because {problem}")
         return problem
 
     def _discard(self) -> None:
         """Forget the gradients, and what the steps that made them did to batch-norm statistics."""
         self._reset = True
-        for name, array in self._statistics_before.items():
-            np.copyto(self._frozen[name], array)
+        self.memory.restore()
 
     def _evaluate(self, inputs: Sequence[Any]) -> Any:
         if self._evaluation is None:
@@ -205,15 +232,16 @@ class Module:
     def get_parameters_size(self, trainable_only: bool = True) -> int:
         """How many numbers the parameters have."""
         return sum(
-            int(np.prod(self._step.plan.shapes[name], dtype=np.int64)) for name in self._order(trainable_only)
+            int(np.prod(self.plan.shapes[name], dtype=np.int64)) for name in self._order(trainable_only)
         )
 
     def get_contiguous_parameters(self, trainable_only: bool = False) -> ort.OrtValue:
         """All parameters in one float32 vector, in the order of the training model's inputs."""
         if not self._loaded:
             raise OnwardError(_LOAD_FIRST)
+        arrays = self.memory.arrays()
         parts = [
-            np.ravel(self._view(name)).astype(np.float32, copy=False) for name in self._order(trainable_only)
+            np.ravel(arrays[name]).astype(np.float32, copy=False) for name in self._order(trainable_only)
         ]
         whole = np.concatenate(parts) if parts else np.zeros(0, np.float32)
         return _owned(whole)
@@ -235,9 +263,10 @@ class Module:
         vector = vector.reshape(-1)
         start = 0
         for name in self._order(trainable_only):
-            view = self._view(name)
-            np.copyto(view, vector[start : start + view.size].reshape(view.shape), casting="unsafe")
-            start += view.size
+            tensor = self.memory[name]
+            size = math.prod(tensor.shape)
+            tensor.write(vector[start : start + size].reshape(tensor.shape))
+            start += size
         if not self._loaded:
             self._loaded = True
             self._state._data.nominal = False
@@ -258,26 +287,24 @@ class Module:
 
     def input_names(self) -> list[str]:
         """The names of the inputs that a call takes, in order."""
-        return list(self._active().plan.inputs)
+        return list(self.active.plan.inputs)
 
     def output_names(self) -> list[str]:
         """The names of what a call returns, the loss first."""
-        return list(self._active().plan.outputs)
+        return list(self.active.plan.outputs)
 
-    def _active(self) -> TrainingStep | EvaluationStep:
-        return self._step if self.training or self._evaluation is None else self._evaluation
+    @property
+    def active(self) -> Step | EvaluationStep:
+        """What the next call runs."""
+        return self.step if self.training or self._evaluation is None else self._evaluation
 
     def _order(self, trainable_only: bool) -> list[str]:
-        plan = self._step.plan
-        return [name for name in plan.parameters if not trainable_only or name in self._parameters.views]
-
-    def _view(self, name: str) -> np.ndarray:
-        found = self._parameters.views.get(name)
-        return self._frozen[name] if found is None else found
+        trainable = self.memory.parameters.spans
+        return [name for name in self.plan.parameters if not trainable_only or name in trainable]
 
     def _adopt(self, data: CheckpointData) -> None:
         """Move the state's parameters into the buffers that the sessions read."""
-        plan = self._step.plan
+        plan, memory = self.plan, self.memory
         given = {**data.trainable, **data.frozen}
         missing = [name for name in plan.parameters if name not in given]
         if missing:
@@ -288,18 +315,18 @@ class Module:
         for name in plan.parameters:
             value = given[name]
             if isinstance(value, NominalTensor):
-                if name not in self._parameters.views:
-                    self._frozen[name] = np.zeros(plan.shapes[name], plan.dtypes[name])
+                if name not in memory.parameters.spans:
+                    memory.add_frozen(name, np.zeros(plan.shapes[name], plan.dtypes[name]))
                 continue
             if tuple(value.shape) != tuple(plan.shapes[name]):
                 raise OnwardError(
                     f"parameter '{name}' has shape {tuple(value.shape)} in the checkpoint and "
                     f"{tuple(plan.shapes[name])} in the training model: do they belong together?"
                 )
-            if name in self._parameters.views:
-                np.copyto(self._parameters.views[name], value)
+            if name in memory.parameters.spans:
+                memory.parameters.tensors[name].write(value)
             else:
-                self._frozen[name] = np.array(value, order="C", copy=True)
+                memory.add_frozen(name, value)
         if self._loaded:
             self._publish()
 
@@ -307,7 +334,7 @@ class Module:
         """The eval model reads the same parameters, or some of them."""
         if self._evaluation is None:
             return
-        known, plan = self._step.plan.shapes, self._evaluation.plan
+        known, plan = self.plan.shapes, self._evaluation.plan
         for name in plan.parameters:
             if known.get(name) != plan.shapes[name]:
                 other = f"has {known[name]}" if name in known else "does not know it"
@@ -317,25 +344,28 @@ class Module:
                 )
 
     def _publish(self) -> None:
-        """The state shows what the sessions train."""
+        """The state shows what the sessions train: the memory itself on the host, else nothing but its type."""
         for group in (self._state._data.trainable, self._state._data.frozen):
             for name in group:
-                if name in self._parameters.views or name in self._frozen:
-                    group[name] = self._view(name)
+                if name in self.memory:
+                    tensor = self.memory[name]
+                    on_host = isinstance(tensor, HostTensor)
+                    group[name] = tensor.array if on_host else NominalTensor(onnx_type(tensor.dtype))
 
     def _describe_progress(self, data: CheckpointData) -> None:
         """Add to a checkpoint what a resumed run needs to go on as if it had not stopped."""
-        data.extras["seed"] = self._seed
-        data.extras["train_step"] = self._steps
+        run = self.run_state
+        data.extras["seed"] = run.seed
+        data.extras["train_step"] = run.steps
         if self._environment is None:  # reading versions takes a millisecond: once is enough
             self._environment = json.dumps(environment(self._options))
         data.extras["environment"] = self._environment
-        if self._bad_in_a_row:
-            data.extras["skipped_in_a_row"] = self._bad_in_a_row
-        if self._invalid is not None:
-            data.extras["invalid"] = self._invalid
+        if run.skipped_in_a_row:
+            data.extras["skipped_in_a_row"] = run.skipped_in_a_row
+        if run.invalid is not None:
+            data.extras["invalid"] = run.invalid
         if not self._reset:
-            data.accumulation = dict(self._gradients.views)
+            data.accumulation = self.memory.gradients.arrays()
         if self._optimizer is not None:
             self._optimizer._describe_progress(data)
         else:

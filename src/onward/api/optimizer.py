@@ -11,32 +11,33 @@ import numpy as np
 from onward.api.module import Module
 from onward.checkpoint import CheckpointData, OptimizerGroup
 from onward.errors import OnwardError
+from onward.runtime.optimizers import Updater, make_updater, wanted_order
 from onward.runtime.sessions import ModelFile
-from onward.runtime.update import Updater, make_updater
 
 if TYPE_CHECKING:
     from onward.api.schedulers import LRScheduler
 
-__all__ = ["Optimizer", "squared_norm"]
-
-# Some gradient rules clamp infinities to the largest float32: a norm beyond this is one of those.
-_OVERFLOW = 1e60
+__all__ = ["Optimizer"]
 
 
 class Optimizer:
     """Updates the trainable parameters of a module from its gradients.
 
     `step()` leaves the gradients as they are: call `module.lazy_reset_grad()` after it, as ever.
+    `gradient_scale` multiplies the gradients of the following steps, `clip_norm` then limits their norm.
     """
 
     def __init__(self, optimizer_uri: ModelFile, module: Module) -> None:
         if not isinstance(module, Module):
             raise TypeError(f"Optimizer takes a Module, got {type(module).__name__}")
         self._module = module
+        memory = module.memory
+        if not memory.parameters.on_host and memory.arrange(wanted_order(optimizer_uri, memory.parameters)):
+            module.attach()
         self._updater = self._make_updater(optimizer_uri)
         self._initial_rate = 1e-3
         self._scheduler: LRScheduler | None = None
-        self._gradient_scale = 1.0
+        self.gradient_scale = 1.0
         self.gradient_norm: float | None = None
         self.set_learning_rate(1e-3)
         self._restore(module._state._data)
@@ -44,31 +45,41 @@ class Optimizer:
 
     def _make_updater(self, uri: ModelFile) -> Updater:
         """What runs the optimizer model; a rank may keep the state of its share of the parameters only."""
-        module = self._module
-        return make_updater(uri, module._parameters, module._gradients, threads=module._threads)
+        memory = self._module.memory
+        return make_updater(uri, memory.parameters, memory.gradients, threads=self._module.threads)
 
     def step(self) -> bool:
         """Update the parameters; False where a gradient was not finite and the update was skipped."""
         module = self._module
-        if not module._loaded:
+        if not module.is_loaded:
             raise OnwardError(
                 "The state is nominal: it has no parameter values. Please load the model parameters first."
             )
-        scale = self._gradient_scale
-        if self._updater.clip_norm is not None or module.on_nonfinite != "ignore":
+        scale = self.gradient_scale
+        if self.clip_norm is not None or module.on_nonfinite != "ignore":
             norm = self._norm() * scale
             self.gradient_norm = norm
             if module.on_nonfinite != "ignore":
-                if module._invalid is None and not math.isfinite(norm):
-                    module._refuse(self._blame())
-                elif module._invalid is not None and module.on_nonfinite == "raise":
-                    module._refuse(module._invalid)  # its error was caught and passed over
-                if module._take_invalid() is not None:
+                invalid = module.run_state.invalid
+                if invalid is None and not math.isfinite(norm):
+                    module.refuse(self._blame())
+                elif invalid is not None and module.on_nonfinite == "raise":
+                    module.refuse(invalid)  # its error was caught and passed over
+                if module.take_invalid() is not None:
                     return False
-            if self._updater.clip_norm is not None:
-                scale *= min(self._updater.clip_norm / (norm + 1e-6), 1.0)
+            if self.clip_norm is not None:
+                scale *= min(self.clip_norm / (norm + 1e-6), 1.0)
         self._updater.run(scale)
         return True
+
+    @property
+    def clip_norm(self) -> float | None:
+        """The norm to which gradients are clipped; None leaves them as they are."""
+        return self._updater.clip_norm
+
+    @clip_norm.setter
+    def clip_norm(self, value: float | None) -> None:
+        self._updater.clip_norm = value
 
     def set_learning_rate(self, learning_rate: float) -> None:
         """Set the learning rate of the following steps."""
@@ -83,13 +94,15 @@ class Optimizer:
 
     def _norm(self) -> float:
         """‖g‖ over all gradients; ranks that share the work add up theirs."""
-        return math.sqrt(squared_norm(self._module._gradients.vector))
+        return math.sqrt(self._module.memory.gradients.whole.squared_norm())
 
     def _blame(self) -> str:
-        names = [n for n, view in self._module._gradients.views.items() if not np.isfinite(view).all()]
+        names = [
+            n for n, array in self._module.memory.gradients.arrays().items() if not np.isfinite(array).all()
+        ]
         more = f" (+{len(names) - 1} more)" if len(names) > 1 else ""
         which = f"of '{names[0]}'{more} " if names else ""
-        return f"the gradient {which}is not finite at training step {self._module._steps}"
+        return f"the gradient {which}is not finite at training step {self._module.run_state.steps}"
 
     def _restore(self, data: CheckpointData) -> None:
         for group in data.optimizer:
@@ -101,7 +114,7 @@ class Optimizer:
 
     def _check_slots(self, group: OptimizerGroup) -> None:
         """Another optimizer's state is of no use; half of it would train on silently."""
-        kept = self._updater.slots_by_parameter()
+        kept = self._updater.slot_tensors()
         wanted = {slot for slots in kept.values() for slot in slots}
         found = {slot for name, slots in group.slots.items() if name in kept for slot in slots}
         if group.step and wanted != found:
@@ -121,17 +134,3 @@ class Optimizer:
         data.extras["learning_rate"] = self.get_learning_rate()
         if self._scheduler is not None:
             data.extras["scheduler"] = self._scheduler.to_json()
-
-
-def squared_norm(vector: np.ndarray) -> float:
-    """Σg², infinite where a gradient is not finite or beyond all reason.
-
-    >>> squared_norm(np.array([3, 4], np.float32))
-    25.0
-    """
-    square = float(np.dot(vector, vector))
-    if not math.isfinite(square):  # it overflows float32 before it is really infinite
-        square = float(np.sum(np.square(vector, dtype=np.float64)))
-        if square > _OVERFLOW:
-            return math.inf
-    return square

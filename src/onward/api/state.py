@@ -154,9 +154,15 @@ class CheckpointState:
     def to_data(self, *, include_optimizer_state: bool = False) -> CheckpointData:
         """The state as plain data, as it would be saved; arrays are not copied."""
         data = self._data
+        trainable, frozen = data.trainable, data.frozen
+        if self._module is not None and not data.nominal:
+            held = self._module.memory.arrays()  # on the host, the memory itself
+            trainable, frozen = (
+                {n: held.get(n, v) for n, v in group.items()} for group in (trainable, frozen)
+            )
         saved = CheckpointData(
-            trainable=data.trainable,
-            frozen=data.frozen,
+            trainable=trainable,
+            frozen=frozen,
             properties=dict(data.properties),
             nominal=data.nominal,
         )
@@ -182,6 +188,8 @@ class CheckpointState:
     def _array(self, name: str) -> np.ndarray:
         found = self._data.trainable.get(name)
         value = self._data.frozen[name] if found is None else found
+        if self._module is not None and not self._data.nominal and name in self._module.memory:
+            return self._module.memory[name].read()
         if isinstance(value, NominalTensor):
             raise OnwardError(
                 f"The state is nominal: it has no value for '{name}'. Please load the parameter states first."
@@ -189,7 +197,8 @@ class CheckpointState:
         return value
 
     def _assign(self, name: str, value: np.ndarray) -> None:
-        current = self._array(name)
+        tensor = None if self._module is None else self._module.memory[name]
+        current = self._array(name) if tensor is None else tensor
         array = np.asarray(value)
         if array.shape != current.shape:
             raise OnwardError(
@@ -200,18 +209,18 @@ class CheckpointState:
             raise OnwardError(
                 f"Parameter data type mismatch. Expected: {current.dtype}, Got: {array.dtype} (parameter '{name}')"
             )
-        if self._module is None:
+        if tensor is None:
             group = self._data.trainable if name in self._data.trainable else self._data.frozen
             group[name] = array.copy()
         else:
-            np.copyto(current, array)
+            tensor.write(array)
 
     def _gradient(self, name: str) -> np.ndarray | None:
         if name not in self._data.trainable:
             return None
         if self._module is None:
             return np.zeros_like(self._array(name))
-        return self._module._gradients.views[name].copy()
+        return self._module.memory.gradients.tensors[name].read().copy()
 
 
 def _braces(shape: tuple[int, ...]) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
@@ -20,10 +21,10 @@ from onward.distributed.agreement import same_everywhere
 from onward.distributed.comm import Communicator
 from onward.distributed.settings import RunnerSettings
 from onward.distributed.sharding import ShardedOptimizer, bounds_of
-from onward.runtime.flat import FlatBuffer
+from onward.runtime.memory import ModelMemory, exchanged
 from onward.runtime.plan import Plan
 
-__all__ = ["DataParallel", "Replica", "Report", "session_options", "weight_of"]
+__all__ = ["DataParallel", "Report", "reconcile", "session_options", "weight_of"]
 
 # Seeds of neighbouring ranks must not meet those of neighbouring steps.
 _RANK_STRIDE = 0x5851F42D4C957F2D
@@ -39,24 +40,6 @@ class Report:
     failure: Exception | None = None
 
 
-class Replica(Module):
-    """A module whose buffers divide into equal parts, one for each rank."""
-
-    def __init__(self, parameters: RunnerSettings, state: CheckpointState, *, parts: int) -> None:
-        self._parts = parts
-        super().__init__(
-            parameters.training_model,
-            state,
-            parameters.eval_model,
-            parameters.device,
-            session_options(parameters),
-            on_nonfinite=parameters.on_nonfinite,
-        )
-
-    def _make_buffer(self, shapes: dict[str, tuple[int, ...]]) -> FlatBuffer:
-        return FlatBuffer(shapes, parts=self._parts)
-
-
 class DataParallel:
     """The engine of data-parallel training on one rank; `backward` and `evaluate` do not communicate."""
 
@@ -65,9 +48,17 @@ class DataParallel:
         sharded = parameters.shard_optimizer and comm.world > 1
         data.extras.setdefault("seed", parameters.seed)
         self.state = CheckpointState(data)
-        self.module = Replica(parameters, self.state, parts=comm.world if sharded else 1)
-        self._base_seed = self.module._seed
-        self.module._seed = (self._base_seed + comm.rank * _RANK_STRIDE) % (1 << 63)
+        self.module = Module(
+            parameters.training_model,
+            self.state,
+            parameters.eval_model,
+            parameters.device,
+            session_options(parameters),
+            on_nonfinite=parameters.on_nonfinite,
+            parts=comm.world if sharded else 1,  # buffers that divide into equal shares, one for each rank
+        )
+        self._base_seed = self.module.run_state.seed
+        self.module.run_state.seed = (self._base_seed + comm.rank * _RANK_STRIDE) % (1 << 63)
         self.optimizer: Optimizer = (
             ShardedOptimizer(parameters.optimizer_model, self.module, comm)
             if sharded
@@ -77,7 +68,7 @@ class DataParallel:
     @property
     def input_names(self) -> Sequence[str]:
         """What a batch consists of."""
-        return self.module._step.plan.inputs
+        return self.module.plan.inputs
 
     def backward(
         self, batches: Sequence[Sequence[Any]], *, step: int, failure: Exception | None = None
@@ -87,46 +78,47 @@ class DataParallel:
         if failure is not None:
             return report
         module = self.module
-        gradients = module._gradients.vector
+        gradients, run = module.memory.gradients.whole, module.run_state
         before = 0.0
         try:
             module.train()
             module.lazy_reset_grad()
             for index, batch in enumerate(batches):
-                weight = self._weigh(module._step.plan, batch)
+                weight = self._weigh(module.plan, batch)
                 if weight == 0:
                     continue
                 if before not in (0.0, weight):  # what is there counts in units of the next batch
-                    gradients *= np.float32(before / weight)
+                    gradients.scale(before / weight)
                 before = weight
-                module._steps = step + index
+                run.steps = step + index
                 result = module(*batch)
                 loss = result[0] if isinstance(result, tuple) else result
                 report.loss += float(np.reshape(loss, -1)[0]) * weight
                 report.weight += weight
             if before == 0:
-                gradients[:] = 0
+                gradients.fill(0)
             elif before != 1:
-                gradients *= np.float32(before)
-            report.invalid, module._invalid = module._invalid, None
+                gradients.scale(before)
+            report.invalid, run.invalid = run.invalid, None
         except Exception as error:
             report.failure = error
-        module._steps = step + len(batches)
+        run.steps = step + len(batches)
         return report
 
     def update(self, *, weight: float, invalid: str | None) -> bool:
         """Reduce the gradients and apply them; collective. False where the update was skipped."""
         module, settings = self.module, self._settings
         if invalid is not None:
-            module._invalid = invalid
-            return module._take_invalid() is None
-        if isinstance(self.optimizer, ShardedOptimizer):
-            vector = module._gradients.vector
-            self._comm.reduce_scatter(vector, bounds_of(vector, self._comm.world), compress=settings.compress)
-        else:
-            self._comm.all_reduce(module._gradients.vector, compress=settings.compress)
-        module._step.gradients_changed()
-        self.optimizer._gradient_scale = 1.0 / weight if settings.loss_reduction == "mean" else 1.0
+            module.run_state.invalid = invalid
+            return module.take_invalid() is None
+        with exchanged(module.memory.gradients.whole) as vector:
+            if isinstance(self.optimizer, ShardedOptimizer):
+                bounds = bounds_of(vector.size, self._comm.world)
+                self._comm.reduce_scatter(vector, bounds, compress=settings.compress)
+            else:
+                self._comm.all_reduce(vector, compress=settings.compress)
+        module.step.gradients_changed()
+        self.optimizer.gradient_scale = 1.0 / weight if settings.loss_reduction == "mean" else 1.0
         done = self.optimizer.step()
         module.lazy_reset_grad()
         return done
@@ -136,7 +128,7 @@ class DataParallel:
         report, module = Report(), self.module.eval()
         try:
             for batch in batches:
-                weight = self._weigh(module._active().plan, batch)
+                weight = self._weigh(module.active.plan, batch)
                 if weight == 0:
                     continue
                 result = module(*batch)
@@ -149,12 +141,7 @@ class DataParallel:
 
     def reconcile(self) -> None:
         """Give all ranks the same statistics and make sure of the same parameters; collective."""
-        module = self.module
-        moving = {
-            name: module._frozen[name] for name in module._step.plan.statistics if name in module._frozen
-        }
-        reconcile_statistics(self._comm, moving, how=self._settings.statistics)
-        same_everywhere(self._comm, [module._parameters.vector, *moving.values()])
+        reconcile(self._comm, self.module.memory, how=self._settings.statistics)
 
     def gather(self, *, include_optimizer_state: bool) -> CheckpointData | None:
         """The whole state on rank 0, None elsewhere; collective. Arrays are not copied."""
@@ -176,23 +163,23 @@ class DataParallel:
         return weight_of(plan, batch, self._settings)
 
 
-def reconcile_statistics(comm: Communicator, moving: dict[str, np.ndarray], *, how: str) -> None:
-    """Replace batch-norm statistics by the mean over the ranks, or by rank 0's.
+def reconcile(comm: Communicator, memory: ModelMemory, *, how: str) -> None:
+    """Replace batch-norm statistics by the mean over the ranks, or by rank 0's; make sure of the same parameters.
 
     Statistics are linear in what each batch adds, so the mean needs to be taken only where it is looked at.
     """
-    if not moving or comm.world == 1:
-        return
-    flat = np.concatenate([np.ravel(array).astype(np.float32) for array in moving.values()])
-    if how == "rank0":
-        comm.broadcast(flat)
-    else:
-        comm.all_reduce(flat)
-        flat /= np.float32(comm.world)
-    start = 0
-    for array in moving.values():
-        np.copyto(array, flat[start : start + array.size].reshape(array.shape), casting="unsafe")
-        start += array.size
+    for part in memory.statistics if comm.world > 1 else ():
+        with exchanged(part.whole) as array:
+            flat = array.astype(np.float32)
+            if how == "rank0":
+                comm.broadcast(flat)
+            else:
+                comm.all_reduce(flat)
+                flat /= np.float32(comm.world)
+            np.copyto(array, flat, casting="unsafe")
+    with ExitStack() as stack:
+        tensors = [memory.parameters.whole, *(part.whole for part in memory.statistics)]
+        same_everywhere(comm, [stack.enter_context(exchanged(tensor)) for tensor in tensors])
 
 
 def weight_of(plan: Plan, batch: Sequence[Any], parameters: RunnerSettings) -> float:

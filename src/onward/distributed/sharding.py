@@ -7,25 +7,26 @@ reduction adds in the same order.
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from onward.api import Module, Optimizer
-from onward.api.optimizer import squared_norm
 from onward.checkpoint import CheckpointData, OptimizerGroup
 from onward.distributed.comm import Communicator
 from onward.distributed.errors import DistributedError
-from onward.runtime.flat import FlatBuffer
+from onward.runtime.memory import FlatBuffer, exchanged
+from onward.runtime.optimizers import ElementwiseUpdater, Slots, Updater, make_updater
 from onward.runtime.sessions import ModelFile
-from onward.runtime.update import FlatUpdater, Slots, Updater, make_updater
 
 __all__ = ["ShardedOptimizer", "bounds_of"]
 
 
-def bounds_of(vector: np.ndarray, world: int) -> list[int]:
+def bounds_of(size: int, world: int) -> list[int]:
     """Where each rank's equal part of a flat buffer begins, and the end."""
-    share, rest = divmod(vector.size, world)
+    share, rest = divmod(size, world)
     if rest:
-        raise AssertionError(f"{vector.size} does not divide into {world} equal parts")
+        raise AssertionError(f"{size} does not divide into {world} equal parts")
     return [rank * share for rank in range(world + 1)]
 
 
@@ -34,21 +35,22 @@ class ShardedOptimizer(Optimizer):
 
     def __init__(self, optimizer_uri: ModelFile, module: Module, comm: Communicator) -> None:
         self._comm = comm
-        self._bounds = bounds_of(module._parameters.vector, comm.world)
+        self._bounds = bounds_of(math.prod(module.memory.parameters.whole.shape), comm.world)
         super().__init__(optimizer_uri, module)
 
     def step(self) -> bool:
         """Update this rank's share, then exchange the parameters."""
         done = super().step()
         if done:
-            self._comm.all_gather(self._module._parameters.vector, self._bounds)
+            with exchanged(self._module.memory.parameters.whole) as vector:
+                self._comm.all_gather(vector, self._bounds)
         return done
 
     def gather_slots(self) -> Slots | None:
         """The whole state, on rank 0 (None elsewhere); collective."""
         updater = self._updater
-        assert isinstance(updater, FlatUpdater)
-        shapes = {name: view.shape for name, view in self._module._parameters.views.items()}
+        assert isinstance(updater, ElementwiseUpdater)
+        shapes = self._module.memory.parameters.shapes
         whole = {slot: FlatBuffer(shapes, parts=self._comm.world) for slot in updater.slot_vectors()}
         for slot, own in updater.slot_vectors().items():
             for source in range(self._comm.world):
@@ -65,10 +67,10 @@ class ShardedOptimizer(Optimizer):
 
     def _make_updater(self, uri: ModelFile) -> Updater:
         start, stop = self._bounds[self._comm.rank : self._comm.rank + 2]
-        module = self._module
-        parameters, gradients = (flat.part(start, stop) for flat in (module._parameters, module._gradients))
-        updater = make_updater(uri, parameters, gradients, threads=module._threads)
-        if not isinstance(updater, FlatUpdater):
+        memory = self._module.memory
+        parameters, gradients = (flat.part(start, stop) for flat in (memory.parameters, memory.gradients))
+        updater = make_updater(uri, parameters, gradients, threads=self._module.threads)
+        if not isinstance(updater, ElementwiseUpdater):
             raise DistributedError(
                 "shard_optimizer needs an optimizer that treats each number alone (AdamW, SGD, …); this one looks "
                 "at whole parameters: use shard_optimizer=False"
@@ -76,8 +78,9 @@ class ShardedOptimizer(Optimizer):
         return updater
 
     def _norm(self) -> float:
-        own = self._module._gradients.vector[slice(*self._bounds[self._comm.rank : self._comm.rank + 2])]
-        square = np.array([squared_norm(own)], np.float64)
+        start, stop = self._bounds[self._comm.rank : self._comm.rank + 2]
+        own = self._module.memory.gradients.whole.view(start, [stop - start])
+        square = np.array([own.squared_norm()], np.float64)
         self._comm.all_reduce(square)
         return float(np.sqrt(square[0]))
 
@@ -94,5 +97,5 @@ class ShardedOptimizer(Optimizer):
     def _share(self, name: str, array: np.ndarray) -> np.ndarray:
         """What this rank keeps of a parameter's state."""
         start, stop = self._bounds[self._comm.rank : self._comm.rank + 2]
-        first, last = self._module._parameters.spans.get(name, (0, 0))
+        first, last = self._module.memory.parameters.spans.get(name, (0, 0))
         return np.ravel(array)[max(first, start) - first : max(min(last, stop) - first, 0)]

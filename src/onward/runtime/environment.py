@@ -14,6 +14,8 @@ from importlib import metadata
 import numpy as np
 import onnxruntime as ort
 
+from onward.runtime.processor import vectors
+
 __all__ = ["EnvironmentWarning", "environment", "processors", "warn_if_changed"]
 
 
@@ -22,7 +24,7 @@ class EnvironmentWarning(UserWarning):
 
 
 def environment(options: ort.SessionOptions | None) -> dict[str, str | int]:
-    """Versions, machine and threads.
+    """Versions, machine, instructions and threads.
 
     >>> environment(None)["onnxruntime"] == ort.__version__
     True
@@ -37,6 +39,7 @@ def environment(options: ort.SessionOptions | None) -> dict[str, str | int]:
         "onnxruntime": ort.__version__,
         "numpy": np.__version__,
         "machine": f"{platform.system()} {platform.machine()}",
+        "vectors": vectors(),
         "threads": chosen or processors(),
     }
 

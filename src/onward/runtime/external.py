@@ -5,19 +5,24 @@ from __future__ import annotations
 import os
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import onnx
 import onnxruntime as ort
 
 from onward.errors import ModelError
+from onward.runtime.devices import Device
 from onward.runtime.sessions import make_session
 
 __all__ = ["session_beside"]
 
 
 def session_beside(
-    model: onnx.ModelProto, path: str, *, providers: list[Any], options: ort.SessionOptions | None
+    model: onnx.ModelProto,
+    path: str,
+    *,
+    device: Device,
+    options: ort.SessionOptions | None,
+    capture: bool = False,
 ) -> ort.InferenceSession:
     """Load a changed model as if it lay where `path` does; the file made for that is removed at once."""
     try:
@@ -30,6 +35,7 @@ def session_beside(
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(model.SerializeToString())
-        return make_session(name, providers=providers, options=options, what=f"training model '{path}'")
+        what = f"training model '{path}'"
+        return make_session(name, device=device, options=options, what=what, capture=capture)
     finally:
         os.unlink(name)

@@ -12,7 +12,7 @@ import re
 import subprocess
 from pathlib import Path
 
-__all__ = ["INSTRUCTION_SETS", "instruction_sets", "integer_products"]
+__all__ = ["INSTRUCTION_SETS", "instruction_sets", "integer_products", "vectors"]
 
 # Ours: the names in /proc/cpuinfo on x86 and ARM, of sysctl on a Mac, and in numpy's table.
 INSTRUCTION_SETS: dict[str, frozenset[str]] = {
@@ -53,8 +53,17 @@ def integer_products() -> str:
     best = next((name for name in _DOT_PRODUCTS if name in sets), None)
     if best is not None:
         return best
-    widest = next((name for name in ("AVX512F", "AVX2", "NEON") if name in sets), None)
-    return "unknown instructions" if widest is None else f"{widest}, no 8-bit dot products"
+    return f"{vectors()}, no 8-bit dot products" if sets else "unknown instructions"
+
+
+def vectors() -> str:
+    """The widest vectors of floats here, by which the last digits of sums may differ.
+
+    >>> vectors() in {"AVX512F", "AVX2", "SVE", "NEON", "baseline"}
+    True
+    """
+    sets = instruction_sets()
+    return next((name for name in ("AVX512F", "AVX2", "SVE", "NEON") if name in sets), "baseline")
 
 
 def _flags() -> frozenset[str]:

@@ -11,9 +11,10 @@ from typing import Any
 import onnx
 import onnxruntime as ort
 
-from onward.errors import ModelError
+from onward.errors import DeviceError, ModelError
+from onward.runtime.devices import CPU, Device
 
-__all__ = ["ModelFile", "make_session", "providers_for", "read_model", "run_bound", "unwanted_fusions"]
+__all__ = ["ModelFile", "make_session", "read_model", "run_bound", "unwanted_fusions"]
 
 # every reference to external data is spelled with this key
 _LOCATION = b"location"
@@ -24,34 +25,6 @@ _STOP_SPINNING = "session.force_spinning_stop"
 # On the CPU provider the operator that it makes takes four times as long as those that it replaces.
 _SLOW_ON_CPU = ["SkipLayerNormFusion"]
 _LARGE = 1 << 18
-_PROVIDERS = {
-    "cpu": "CPUExecutionProvider",
-    "cuda": "CUDAExecutionProvider",
-    "rocm": "ROCMExecutionProvider",
-    "dml": "DmlExecutionProvider",
-    "coreml": "CoreMLExecutionProvider",
-    "openvino": "OpenVINOExecutionProvider",
-}
-
-
-def providers_for(device: str) -> list[Any]:
-    """The execution providers of a device, the CPU last; an error where the runtime lacks it.
-
-    >>> providers_for("cpu")
-    ['CPUExecutionProvider']
-    """
-    kind, _, number = device.lower().partition(":")
-    if kind not in _PROVIDERS or not (number == "" or number.isdecimal()):
-        raise ValueError(f"device is '{device}': choose one of {', '.join(_PROVIDERS)}, or cuda:1 and so on")
-    wanted, available = _PROVIDERS[kind], ort.get_available_providers()
-    if wanted not in available:
-        raise ModelError(
-            f"device='{device}' needs onnxruntime's {wanted}, which the installed onnxruntime {ort.__version__} "
-            f"does not have (it has {', '.join(available)}); install a package that has it, or use device='cpu'"
-        )
-    if kind == "cpu":
-        return [wanted]
-    return [(wanted, {"device_id": number}) if number else wanted, "CPUExecutionProvider"]
 
 
 def read_model(source: ModelFile, role: str) -> onnx.ModelProto:
@@ -116,11 +89,16 @@ def _parse(data: bytes, where: str) -> onnx.ModelProto:
 def make_session(
     model: onnx.ModelProto | bytes | str,
     *,
-    providers: list[Any],
+    device: Device | None = None,
     options: ort.SessionOptions | None = None,
     what: str = "model",
+    capture: bool = False,
 ) -> ort.InferenceSession:
-    """Load a model; a path where it has external data, else a proto or its bytes."""
+    """Load a model on a device (the CPU): a path where it has external data, else a proto or its bytes.
+
+    `capture` asks for a session whose first run is recorded and replayed by those that follow.
+    """
+    device = device or Device("cpu")
     source = model.SerializeToString() if isinstance(model, onnx.ModelProto) else model
     chosen: Any = options or ort.SessionOptions()
     if options is None:
@@ -130,16 +108,23 @@ def make_session(
     if not isinstance(model, onnx.ModelProto) or _reads(model) > _LARGE:
         _rest_between_runs(chosen)
     try:
-        return ort.InferenceSession(
+        providers = device.providers(capture=capture)
+        session = ort.InferenceSession(
             source, chosen, providers=providers, disabled_optimizers=unwanted_fusions(providers)
         )
     except Exception as error:
         raise ModelError(f"onnxruntime cannot load the {what}: {error}") from error
+    if session.get_providers()[0] != device.provider:
+        raise DeviceError(
+            f"onnxruntime would run the {what} on {session.get_providers()[0]} and not on device='{device}': "
+            "see what it printed above, and `onward doctor`"
+        )
+    return session
 
 
 def unwanted_fusions(providers: Sequence[Any]) -> list[str]:
     """Names of the runtime's optimizers that make a model slower on these providers."""
-    return _SLOW_ON_CPU if list(providers) == [_PROVIDERS["cpu"]] else []
+    return _SLOW_ON_CPU if list(providers) == [CPU] else []
 
 
 def _reads(model: onnx.ModelProto) -> int:

@@ -1,181 +1,92 @@
-"""One training step and one evaluation, bound to buffers: nothing is copied that need not be."""
+"""One training step and one evaluation, bound to the memory of training: nothing is copied that need not be."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import numpy as np
 import onnx
 import onnxruntime as ort
 
+from onward.errors import ModelError
+from onward.graph.passes.batch_norm import expand_batch_norm
+from onward.graph.passes.known_shapes import specialize_shapes
 from onward.graph.passes.row_gradients import scatter_in_place
-from onward.graph.passes.specialize import BUFFER, OUT, RESET, specialize_reset
+from onward.graph.passes.specialize import BUFFER, OUT, specialize_reset
+from onward.runtime.bound import Bound, DeviceBound, bind
+from onward.runtime.devices import Device
 from onward.runtime.external import session_beside
+from onward.runtime.memory import ModelMemory, Tensor, make_tensor
 from onward.runtime.plan import SEED, Plan, read_plan
-from onward.runtime.sessions import ModelFile, make_session, providers_for, read_model, run_bound
+from onward.runtime.sessions import ModelFile, make_session, read_model
 
-__all__ = ["EvaluationStep", "TrainingStep", "with_outputs"]
+__all__ = ["EvaluationStep", "Step", "TrainingStep", "with_outputs"]
+
+# Sessions made for the shapes of a batch that are kept, and how often a shape must come to replace one of them.
+_KEPT, _OFTEN = 4, 8
 
 
-# Bytes of an input up to which copying it takes less time than binding it.
-_SMALL = 1 << 14
+class Step(Protocol):
+    """What a module needs of whatever runs its training model."""
 
+    plan: Plan
 
-class _Bound:
-    """A session with its binding: fixed tensors bound once, the user's inputs at every run."""
+    def attach(self, memory: ModelMemory) -> None:
+        """Give the step its memory; also when the memory has been laid out anew."""
+        ...
 
-    def __init__(
-        self, session: ort.InferenceSession, plan: Plan, rows: Mapping[str, str] | None = None
-    ) -> None:
-        self.session = session
-        # parameters of whose gradients a run writes some rows only, by the output that says which
-        self.rows = rows or {}
-        self.written: dict[str, np.ndarray] = {}
-        self.binding = session.io_binding()
-        self._native = self.binding._iobinding
-        self._names = [value.name for value in session.get_outputs()]
-        self._inputs = {value.name for value in session.get_inputs()}
-        self._own = [(i, name) for i, name in enumerate(plan.inputs) if name in self._inputs]
-        self._landings: list[np.ndarray | None] = [None] * len(plan.inputs)
-        self._fresh: list[str] = []
-        self._fixed: dict[str, np.ndarray] = {}
-        self._given: dict[str, np.ndarray] = {}
-        self._plan = plan
-        self._positions: list[int] = []
-        # gradients of the user's own inputs are not kept, so they are never added up either
-        self._empty = {n: f"{n}{BUFFER}" for n in plan.input_gradients if f"{n}{BUFFER}" in self._inputs}
+    def run(self, feeds: list[Any], *, reset: bool, seed: int, step: int) -> list[np.ndarray]:
+        """The loss and the additional outputs; gradients land in their buffers."""
+        ...
 
-    def bind_input(self, name: str, array: np.ndarray) -> None:
-        if name in self._inputs:
-            self._given[name] = array
-            self.binding.bind_ortvalue_input(name, ort.OrtValue.ortvalue_from_numpy(_contiguous(array)))
-
-    def bind_output(self, name: str, array: np.ndarray) -> None:
-        self._fixed[name] = array
-        kind = array.dtype.type
-        self.binding.bind_output(name, "cpu", 0, kind, list(array.shape), _contiguous(array).ctypes.data)
-
-    def finish(self, returned: list[str]) -> None:
-        """Outputs that are not bound to memory get new memory at every run."""
-        self._fresh = [name for name in self._names if name not in self._fixed]
-        for name in self._fresh:
-            self.binding.bind_output(name, "cpu")
-        bound = [*self._fixed, *self._fresh]  # results come in the order of binding
-        self._positions = [bound.index(name) if name in self._fresh else -1 for name in returned]
-        self._returned = returned
-
-    def run(self, feeds: list[Any]) -> list[np.ndarray]:
-        for index, name in self._own:
-            value, landing = feeds[index], self._landings[index]
-            if (
-                landing is not None
-                and type(value) is np.ndarray
-                and value.shape == landing.shape
-                and value.dtype == landing.dtype
-            ):
-                landing[...] = value
-            elif type(value) is np.ndarray and value.dtype == np.object_:
-                return self._run_copying(feeds)
-            else:
-                self._bind_own(index, name, value)
-        if self._empty:
-            for name, value in self._zeros(feeds).items():
-                self.binding.bind_cpu_input(name, value)
-        for name in self._fresh:
-            self.binding.bind_output(name, "cpu")
-        try:
-            run_bound(self.session, self._native)
-        except Exception as error:
-            raise _explain(error, self._plan, feeds) from error
-        made = self.binding.get_outputs() if self._fresh else []
-        if self.rows:
-            start = len(self._fixed)
-            self.written = {
-                parameter: made[start + self._fresh.index(output)].numpy()
-                for parameter, output in self.rows.items()
-            }
-        return [
-            self._fixed[name].copy() if position < 0 else made[position].numpy()
-            for name, position in zip(self._returned, self._positions)
-        ]
-
-    def _bind_own(self, index: int, name: str, value: Any) -> None:
-        """Bind a user's input; a small one by way of memory that stays bound, as copying is the faster then."""
-        if isinstance(value, ort.OrtValue):
-            self._landings[index] = None
-            self.binding.bind_ortvalue_input(name, value)
-            return
-        landing = value.copy() if value.nbytes <= _SMALL else None
-        self._landings[index] = landing
-        self.binding.bind_cpu_input(name, value if landing is None else landing)
-
-    def _zeros(self, feeds: list[Any]) -> dict[str, np.ndarray]:
-        shapes = {
-            name: value.shape() if isinstance(value, ort.OrtValue) else value.shape
-            for name, value in zip(self._plan.inputs, feeds)
-        }
-        return {buffer: np.zeros(shapes[name], np.float32) for name, buffer in self._empty.items()}
-
-    def _run_copying(self, feeds: list[Any]) -> list[np.ndarray]:
-        """The same without a binding, which cannot hold strings."""
-        own = {
-            name: v.numpy() if isinstance(v, ort.OrtValue) else v for name, v in zip(self._plan.inputs, feeds)
-        }
-        given = {
-            **self._given,
-            **self._zeros(feeds),
-            **{name: value for name, value in own.items() if name in self._inputs},
-        }
-        try:
-            made: dict[str, Any] = dict(zip(self._names, self.session.run(self._names, given)))
-        except Exception as error:
-            raise _explain(error, self._plan, feeds) from error
-        for name, array in self._fixed.items():
-            np.copyto(array, made[name])
-        self.written = {parameter: made[output] for parameter, output in self.rows.items()}
-        return [made[name] for name in self._returned]
+    def gradients_changed(self) -> None:
+        """Say that something else than a step wrote into the memory of gradients."""
+        ...
 
 
 class TrainingStep:
-    """The training model, specialised for replacing and (when first needed) for adding up gradients."""
+    """The training model, specialised for replacing and (when first needed) for adding up gradients.
+
+    On a device, also for the shapes of the batch: the sessions of the last few shapes are kept, others run in
+    one session for all shapes.
+    """
 
     def __init__(
-        self, source: ModelFile, *, device: str = "cpu", options: ort.SessionOptions | None = None
+        self, source: ModelFile, *, device: Device, options: ort.SessionOptions | None = None
     ) -> None:
         self._model = read_model(source, "training")
         self._path = _describe(source)
         self.plan = read_plan(self._model, self._path)
-        self._providers = providers_for(device)
-        self._options = options
-        self._bound: dict[bool, _Bound] = {}
-        self._seed = np.zeros(1, np.int64)
+        self._device, self._options = device, options
+        self._specializes = device.memory == "device"
+        self._bound: dict[bool, Bound] = {}
+        self._by_shape: OrderedDict[tuple, Bound] = OrderedDict()
+        self._seen: Counter[tuple] = Counter()
+        self._unfit: set[tuple] = set()
 
-    def attach(
-        self,
-        parameters: Mapping[str, np.ndarray],
-        frozen: Mapping[str, np.ndarray],
-        gradients: Mapping[str, np.ndarray],
-    ) -> None:
+    def attach(self, memory: ModelMemory) -> None:
         """Give the step its memory."""
-        self._parameters, self._frozen, self._gradients = parameters, frozen, gradients
-        self._following = {
-            name: np.empty_like(frozen[name]) for name in self.plan.statistics if name in frozen
-        }
-        self._bound[True] = self._bind(reset=True)
+        self._memory = memory
+        self._seed: Tensor = make_tensor(self._device, np.zeros(1, np.int64))
+        self._bound.clear()
+        self._by_shape.clear()
+        if not self._specializes:
+            self._bound[True] = self._bind(reset=True)
         # rows of each gradient that are not zero, where that is known; memory is given full of zeros
-        self._written: dict[str, list[np.ndarray]] = {name: [] for name in self._bound[True].rows}
+        self._written: dict[str, list[np.ndarray]] = {
+            name: [] for bound in self._bound.values() for name in bound.rows
+        }
 
     def run(self, feeds: list[Any], *, reset: bool, seed: int, step: int) -> list[np.ndarray]:
         """The loss and the additional outputs; gradients land in their buffers."""
-        if reset not in self._bound:
-            self._bound[reset] = self._bind(reset=reset)
+        bound = self._find(feeds, reset)
         if self.plan.random:
             # an odd multiplier spreads neighbouring seeds and steps over all 64 bits
             mixed = (seed * 0x9E3779B97F4A7C15 + step * 0xD1B54A32D192ED03) & 0xFFFFFFFFFFFFFFFF
-            self._seed[0] = mixed - (1 << 64) if mixed >= 1 << 63 else mixed
-        bound = self._bound[reset]
+            self._seed.write(np.array([mixed - (1 << 64) if mixed >= 1 << 63 else mixed], np.int64))
         if not bound.rows:
             self._written = {}
             return bound.run(feeds)
@@ -190,43 +101,83 @@ class TrainingStep:
         """Say that something else than a step wrote into the memory of gradients."""
         self._written = {}
 
+    def sessions(self) -> list[ort.InferenceSession]:
+        """The sessions that have been made so far."""
+        return [bound.session for bound in [*self._bound.values(), *self._by_shape.values()]]
+
+    def _find(self, feeds: list[Any], reset: bool) -> Bound:
+        """The session for these inputs."""
+        if self._specializes:
+            shapes = {name: _shape(value) for name, value in zip(self.plan.inputs, feeds)}
+            key = (reset, *shapes.values())
+            if key in self._by_shape:
+                self._by_shape.move_to_end(key)
+                return self._by_shape[key]
+            self._seen[key] += 1
+            if key not in self._unfit and (len(self._by_shape) < _KEPT or self._seen[key] > _OFTEN):
+                try:
+                    bound = self._bind(reset=reset, shapes=shapes)
+                except (
+                    ModelError
+                ):  # shapes that the model does not take: the session for all says so when it runs
+                    self._unfit.add(key)
+                else:
+                    if len(self._by_shape) >= _KEPT:
+                        self._by_shape.popitem(last=False)
+                    self._by_shape[key] = bound
+                    return bound
+        if reset not in self._bound:
+            self._bound[reset] = self._bind(reset=reset)
+        return self._bound[reset]
+
     def _clear(self, name: str, written: list[np.ndarray] | None) -> list[np.ndarray]:
+        gradient = self._memory.gradients.views[name]
         if written is None:
-            self._gradients[name][...] = 0
+            gradient[...] = 0
         else:
             for rows in written:
-                self._gradients[name][rows.reshape(-1)] = 0
+                gradient[rows.reshape(-1)] = 0
         return []
 
-    @property
-    def following(self) -> dict[str, np.ndarray]:
-        """What the last run computed for each batch-norm statistic, to be taken over or not."""
-        return self._following
-
-    def commit_statistics(self) -> None:
-        """Take over the batch-norm statistics that the last run computed."""
-        for name, following in self._following.items():
-            np.copyto(self._frozen[name], following)
-
-    def _bind(self, *, reset: bool) -> _Bound:
-        special = specialize_reset(self._model, reset=reset)
-        rows = scatter_in_place(special)
-        session = _open(special, self._path, "training model", self._providers, self._options)
-        bound = _Bound(session, self.plan, rows)
-        for name, array in {**self._parameters, **self._frozen}.items():
-            bound.bind_input(name, array)
-        for name, array in self._gradients.items():
-            bound.bind_input(f"{name}{BUFFER}", array)
-            bound.bind_output(f"{name}{OUT}", array)
-        for name, array in self._following.items():
-            bound.bind_output(f"{name}.next", array)
+    def _bind(self, *, reset: bool, shapes: dict[str, tuple[int, ...]] | None = None) -> Bound:
+        model, rows = specialize_reset(self._model, reset=reset), None
+        if self._device.memory == "host":
+            rows = scatter_in_place(model)
+        if self._device.memory == "device":
+            expand_batch_norm(model)
+        if shapes is not None:
+            known = {name: tuple(shape) for name, shape in shapes.items()}
+            known |= {f"{n}{BUFFER}": known[n] for n in self.plan.input_gradients}
+            specialize_shapes(model, known)
+        capture = shapes is not None and self._device.captures
+        bound = self._open(model, rows, capture=capture)
+        if isinstance(bound, DeviceBound) and capture and not _can_capture(bound):
+            bound = self._open(model, rows, capture=False)
+        memory = self._memory
+        for name, tensor in memory.tensors().items():
+            bound.bind_input(name, tensor)
+        for name, tensor in memory.gradients.tensors.items():
+            bound.bind_input(f"{name}{BUFFER}", tensor)
+            bound.bind_output(f"{name}{OUT}", tensor)
+        for name, tensor in memory.following_tensors().items():
+            bound.bind_output(f"{name}.next", tensor)
         bound.bind_input(SEED, self._seed)
-        bound.bind_input(RESET, np.array([reset]))
-        loss = next(v for v in session.get_outputs() if v.name == self.plan.outputs[0])
+        loss = next(v for v in bound.session.get_outputs() if v.name == self.plan.outputs[0])
         kind = {"tensor(double)": np.float64, "tensor(float16)": np.float16}.get(loss.type, np.float32)
-        bound.bind_output(loss.name, np.zeros([int(d) for d in loss.shape], kind))
+        bound.bind_output(loss.name, make_tensor(self._device, np.zeros([int(d) for d in loss.shape], kind)))
         bound.finish(self.plan.outputs)
         return bound
+
+    def _open(self, model: onnx.ModelProto, rows: dict[str, str] | None, *, capture: bool) -> Bound:
+        """A session for the model; one that records runs where it can, else a plain one."""
+        try:
+            session = _open(model, self._path, "training model", self._device, self._options, capture=capture)
+        except ModelError:
+            if not capture:
+                raise
+            capture = False  # the runtime refuses to record what does not run on the device as a whole
+            session = _open(model, self._path, "training model", self._device, self._options)
+        return bind(session, self.plan, self._device, rows=rows, capture=capture)
 
 
 class EvaluationStep:
@@ -236,7 +187,7 @@ class EvaluationStep:
         self,
         source: ModelFile,
         *,
-        device: str = "cpu",
+        device: Device,
         options: ort.SessionOptions | None = None,
         outputs: Sequence[str] = (),
     ) -> None:
@@ -245,21 +196,21 @@ class EvaluationStep:
         if outputs:
             self._model = with_outputs(self._model, outputs)
         self.plan = read_plan(self._model, self._path)
-        self._providers = providers_for(device)
-        self._options = options
-        self._bound: _Bound | None = None
+        self._device, self._options = device, options
+        self._bound: Bound | None = None
 
-    def attach(self, parameters: Mapping[str, np.ndarray]) -> None:
+    def attach(self, memory: ModelMemory) -> None:
         """Give the evaluation its parameters; its session is made when first needed."""
-        self._parameters = parameters
+        self._memory = memory
+        self._bound = None
 
     def run(self, feeds: list[Any]) -> list[np.ndarray]:
         """The loss and the additional outputs."""
         if self._bound is None:
-            session = _open(self._model, self._path, "eval model", self._providers, self._options)
-            self._bound = _Bound(session, self.plan)
-            for name, array in self._parameters.items():
-                self._bound.bind_input(name, array)
+            session = _open(self._model, self._path, "eval model", self._device, self._options)
+            self._bound = bind(session, self.plan, self._device)
+            for name, tensor in self._memory.tensors().items():
+                self._bound.bind_input(name, tensor)
             self._bound.finish(self.plan.outputs)
         return self._bound.run(feeds)
 
@@ -273,29 +224,32 @@ def with_outputs(model: onnx.ModelProto, names: Sequence[str]) -> onnx.ModelProt
     return wider
 
 
+def _can_capture(bound: DeviceBound) -> bool:
+    """Whether a run has nothing that changes from one to the next but numbers at fixed addresses."""
+    if not bound.capture or bound.inputs_on_host:
+        return False
+    outputs = bound.session.get_outputs()
+    return all(isinstance(dim, int) for value in outputs for dim in value.shape)
+
+
+def _shape(value: Any) -> tuple[int, ...]:
+    return tuple(value.shape()) if isinstance(value, ort.OrtValue) else value.shape
+
+
 def _describe(source: ModelFile) -> str:
     return os.fspath(source) if isinstance(source, str | os.PathLike) else "model in memory"
 
 
 def _open(
-    model: onnx.ModelProto, path: str, role: str, providers: list[Any], options: ort.SessionOptions | None
+    model: onnx.ModelProto,
+    path: str,
+    role: str,
+    device: Device,
+    options: ort.SessionOptions | None,
+    *,
+    capture: bool = False,
 ) -> ort.InferenceSession:
     if any(tensor.data_location == onnx.TensorProto.EXTERNAL for tensor in model.graph.initializer):
         # the runtime finds external data beside the file that it loads
-        return session_beside(model, path, providers=providers, options=options)
-    return make_session(model, providers=providers, options=options, what=f"{role} '{path}'")
-
-
-def _contiguous(array: np.ndarray) -> np.ndarray:
-    """The runtime silently copies an array that is not contiguous, and then trains the copy: refuse."""
-    if not array.flags.c_contiguous:
-        raise AssertionError("a tensor bound to a session must be contiguous")
-    return array
-
-
-def _explain(error: Exception, plan: Plan, feeds: list[Any]) -> Exception:
-    given = []
-    for name, value in zip(plan.inputs, feeds):
-        shape = value.shape() if isinstance(value, ort.OrtValue) else value.shape
-        given.append(f"{name} {list(shape)}")
-    return ValueError(f"the step failed on inputs {', '.join(given)}: {error}")
+        return session_beside(model, path, device=device, options=options, capture=capture)
+    return make_session(model, device=device, options=options, what=f"{role} '{path}'", capture=capture)

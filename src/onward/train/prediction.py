@@ -11,6 +11,7 @@ import onnxruntime as ort
 
 from onward.api.inputs import convert
 from onward.checkpoint import CheckpointData
+from onward.runtime.devices import Device
 from onward.runtime.sessions import ModelFile, make_session
 from onward.train.batches import make_batches
 from onward.train.evaluation import join
@@ -26,6 +27,7 @@ def predict(
     *,
     batch_size: int,
     given: Sequence[str],
+    device: Device | None = None,
     options: ort.SessionOptions | None,
 ) -> dict[str, np.ndarray]:
     """The named values of the eval model's graph; `given` is the order of data that has labels as well."""
@@ -33,7 +35,7 @@ def predict(
 
     model = inference_model.inference_model(eval_model, state, names)
     proto = onnx.load_model_from_string(inference_model.to_bytes(model))
-    session = make_session(proto, providers=["CPUExecutionProvider"], options=options)
+    session = make_session(proto, device=device, options=options)
     kinds = {
         value.name: np.dtype(onnx.helper.tensor_dtype_to_np_dtype(value.type.tensor_type.elem_type))
         for value in proto.graph.input

@@ -20,6 +20,7 @@ from onward import checkpoint
 from onward.api import CheckpointState, LRScheduler, Module, Optimizer
 from onward.api.module import NonFinitePolicy
 from onward.errors import ModelError, NonFiniteError, OnwardError
+from onward.runtime.devices import DeviceLike
 from onward.runtime.environment import environment
 from onward.runtime.step import EvaluationStep
 from onward.train.artifact_set import ArtifactFiles, find_artifacts
@@ -78,7 +79,7 @@ class Trainer:
         metrics: Sequence[str | Metric] | Mapping[str, str | Metric] = (),
         callbacks: Sequence[Callback] = (),
         seed: int = 0,
-        device: str = "cpu",
+        device: DeviceLike = "cpu",
         session_options: ort.SessionOptions | None = None,
         on_nonfinite: NonFinitePolicy = "raise",
         keep: int = 2,
@@ -338,12 +339,12 @@ class Trainer:
         place, module = self._place, self.module
         place.batch += 1
         self._epoch_samples += sample_count(batch)
-        weight = batch_weight(module._step.plan, batch)
+        weight = batch_weight(module.plan, batch)
         if weight == 0:  # no label that counts: no loss and no gradient
             return
         if place.weights and place.weights[-1] != weight:
             # what is there counts in units of the next batch
-            module._gradients.vector[:] *= np.float32(place.weights[-1] / weight)
+            module.memory.gradients.whole.scale(place.weights[-1] / weight)
         try:
             results = module(*batch)
         except (ValueError, NonFiniteError) as error:
@@ -380,7 +381,7 @@ class Trainer:
 
     def _update(self) -> dict[str, Any]:
         place, optimizer = self._place, self.optimizer
-        optimizer._gradient_scale = place.weights[-1] / sum(place.weights)
+        optimizer.gradient_scale = place.weights[-1] / sum(place.weights)
         rate = optimizer.get_learning_rate()
         optimizer.step()
         self.module.lazy_reset_grad()
@@ -431,7 +432,7 @@ class Trainer:
         names = list(dict.fromkeys(outputs or self._files.outputs))
         found = predict(
             self._eval_model(), self.state.to_data(), names, data,
-            batch_size=batch_size, given=self.module.input_names(), options=self._options,
+            batch_size=batch_size, given=self.module.input_names(), device=self.module.device, options=self._options,
         )  # fmt: skip
         return found[names[0]] if outputs is None and len(names) == 1 else found
 
@@ -467,7 +468,7 @@ class Trainer:
             raise ModelError("the artifacts have no optimizer model: generate them with optimizer=…")
         self.optimizer = Optimizer(self._files.optimizer, self.module)
         if self._clip_norm is not None:
-            self.optimizer._updater.clip_norm = self._clip_norm
+            self.optimizer.clip_norm = self._clip_norm
         self._evaluation: EvaluationStep | None = None
 
     def _eval_model(self) -> Any:
@@ -478,10 +479,10 @@ class Trainer:
     def _evaluator(self) -> EvaluationStep:
         if self._evaluation is None:
             step = EvaluationStep(
-                self._eval_model(), device=self._device, options=self._options,
+                self._eval_model(), device=self.module.device, options=self._options,
                 outputs=self._files.outputs if self._metrics else (),
             )  # fmt: skip
-            step.attach({**self.module._parameters.views, **self.module._frozen})
+            step.attach(self.module.memory)
             self._evaluation = step
         return self._evaluation
 

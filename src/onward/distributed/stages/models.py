@@ -22,9 +22,10 @@ from onward.distributed.stages.split import Split, follow, split_graph
 from onward.graph.dialect.normalize import normalize
 from onward.graph.extract import extract
 from onward.graph.prune import prune, values_of
+from onward.runtime.devices import Device
+from onward.runtime.memory import ModelMemory, exchanged
 from onward.runtime.plan import SEED, Plan, read_plan
-from onward.runtime.sessions import make_session, providers_for, read_model
-from onward.runtime.step import TrainingStep
+from onward.runtime.sessions import make_session, read_model
 
 __all__ = ["Blueprint", "StageModel", "StageStep", "draw_blueprint"]
 
@@ -142,15 +143,15 @@ def _parameters_by_stage(
     return [[name for name in plan.parameters if name in names] for names in read]
 
 
-class StageStep(TrainingStep):
+class StageStep:
     """Runs one stage; `Module` sees it as the step of a model that has this stage's parameters."""
 
     def __init__(
-        self, blueprint: Blueprint, stage: int, *, device: str, options: ort.SessionOptions | None
+        self, blueprint: Blueprint, stage: int, *, device: Device, options: ort.SessionOptions | None
     ) -> None:
         self.plan = blueprint.plan_of(stage)
         self._options = options
-        self._providers = providers_for(device)
+        self._device = device
         self.training = blueprint.training[stage]
         self.evaluation = None if blueprint.evaluation is None else blueprint.evaluation[stage]
         self.last = stage == len(blueprint.training) - 1
@@ -169,23 +170,27 @@ class StageStep(TrainingStep):
         backward, _, _ = vector_jacobian(self.training.model, of=of, wrt=wrt)
         self._backward = self._session(backward)
 
-    def attach(
-        self,
-        parameters: Mapping[str, np.ndarray],
-        frozen: Mapping[str, np.ndarray],
-        gradients: Mapping[str, np.ndarray],
-    ) -> None:
+    def attach(self, memory: ModelMemory) -> None:
         """Give the stage its memory."""
-        self._parameters, self._frozen, self._gradients = parameters, frozen, gradients
-        self._following: dict[str, np.ndarray] = {}
+        self._memory = memory
         self.forget_statistics()
+
+    def run(self, feeds: list[Any], *, reset: bool, seed: int, step: int) -> list[np.ndarray]:
+        """Not for a stage alone: micro-batches flow through all of them."""
+        raise DistributedError("a stage of a pipeline trains with the others: use TrainingRunner")
 
     def gradients_changed(self) -> None:
         """Nothing to note: a stage adds to whatever its gradients hold."""
 
     def forget_statistics(self) -> None:
         """Begin again from the statistics that were committed."""
-        self._following = {name: self._frozen[name].copy() for name in self.plan.statistics}
+        frozen = self._memory.frozen
+        self._following = {name: frozen[name].read().copy() for name in self.plan.statistics}
+
+    def commit_statistics(self) -> None:
+        """Take over the statistics that the micro-batches since then have computed."""
+        for name, array in self._following.items():
+            self._memory.frozen[name].write(array)
 
     def forward(self, given: Mapping[str, np.ndarray], *, move: bool = True) -> dict[str, np.ndarray]:
         """What the stage makes of a micro-batch (with the loss, if it is the last); statistics move on."""
@@ -206,9 +211,9 @@ class StageStep(TrainingStep):
         made = self._run(self._backward, [f"{name}_grad" for name in self._wrt], feeds)
         passed: dict[str, np.ndarray] = {}
         for name in self._wrt:
-            if name in self._gradients:
-                total = self._gradients[name]
-                np.add(total, made[f"{name}_grad"], out=total)
+            if name in self._memory.gradients.tensors:
+                with exchanged(self._memory.gradients.tensors[name]) as total:
+                    np.add(total, made[f"{name}_grad"], out=total)
             else:
                 passed[name] = made[f"{name}_grad"]
         for name in self.training.sent:  # what only passes through: its gradient does, too
@@ -223,9 +228,7 @@ class StageStep(TrainingStep):
             return {}
         if self._eval_session is None:
             self._eval_session = self._session(self.evaluation.model)
-        return self._run(
-            self._eval_session, self.evaluation.made, {**self._parameters, **self._frozen, **given}
-        )
+        return self._run(self._eval_session, self.evaluation.made, {**self._memory.arrays(), **given})
 
     @property
     def loss(self) -> str:
@@ -233,10 +236,10 @@ class StageStep(TrainingStep):
         return self._loss
 
     def _state(self) -> dict[str, np.ndarray]:
-        return {**self._parameters, **self._frozen, **self._following}
+        return {**self._memory.arrays(), **self._following}
 
     def _session(self, model: onnx.ModelProto) -> ort.InferenceSession:
-        return make_session(model, providers=self._providers, options=self._options, what="pipeline stage")
+        return make_session(model, device=self._device, options=self._options, what="pipeline stage")
 
     def _run(
         self, session: ort.InferenceSession, names: Sequence[str], feeds: Mapping[str, np.ndarray]

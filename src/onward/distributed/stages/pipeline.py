@@ -16,41 +16,23 @@ import numpy as np
 
 from onward.api import CheckpointState, Module, Optimizer
 from onward.api.inputs import check_labels, prepare
-from onward.api.optimizer import squared_norm
 from onward.checkpoint import CheckpointData
-from onward.distributed.agreement import same_everywhere
 from onward.distributed.comm import Communicator, LocalCommunicator, TorchCommunicator
-from onward.distributed.data_parallel import Report, reconcile_statistics, session_options, weight_of
+from onward.distributed.data_parallel import Report, reconcile, session_options, weight_of
 from onward.distributed.errors import DistributedError, OtherStageFailed
 from onward.distributed.settings import Grid, RunnerSettings
 from onward.distributed.stages.gather import gather_state
-from onward.distributed.stages.models import Blueprint, StageStep, draw_blueprint
+from onward.distributed.stages.models import StageStep, draw_blueprint
 from onward.distributed.stages.packing import layout_of
 from onward.distributed.stages.schedule import Flow, Micro, key_of
 from onward.errors import ModelError, NonFiniteError, OnwardError
+from onward.runtime.devices import find_device
+from onward.runtime.memory import exchanged
+from onward.runtime.optimizers import ElementwiseUpdater, Updater
 from onward.runtime.plan import SEED
 from onward.runtime.sessions import ModelFile
-from onward.runtime.update import FlatUpdater, Updater
 
 __all__ = ["PipelineParallel"]
-
-
-class _StageModule(Module):
-    """The part of a module that one stage is."""
-
-    def __init__(
-        self, settings: RunnerSettings, state: CheckpointState, blueprint: Blueprint, stage: int
-    ) -> None:
-        self._made = StageStep(blueprint, stage, device=settings.device, options=session_options(settings))
-        super().__init__(
-            settings.training_model,
-            state,
-            session_options=session_options(settings),
-            on_nonfinite=settings.on_nonfinite,
-        )
-
-    def _make_step(self, uri: ModelFile, device: str, options: Any) -> StageStep:
-        return self._made
 
 
 class _StageOptimizer(Optimizer):
@@ -62,7 +44,7 @@ class _StageOptimizer(Optimizer):
 
     def _make_updater(self, uri: ModelFile) -> Updater:
         updater = super()._make_updater(uri)
-        if not isinstance(updater, FlatUpdater):
+        if not isinstance(updater, ElementwiseUpdater):
             raise DistributedError(
                 "a pipeline needs an optimizer that treats each number alone (AdamW, SGD, …): this one looks at "
                 "whole parameters of all stages"
@@ -70,8 +52,8 @@ class _StageOptimizer(Optimizer):
         return updater
 
     def _norm(self) -> float:
-        views = self._module._gradients.views
-        square = np.array([sum(squared_norm(np.ravel(views[name])) for name in self._owned)], np.float64)
+        tensors = self._module.memory.gradients.tensors
+        square = np.array([sum(tensors[name].squared_norm() for name in self._owned)], np.float64)
         self._pipe.all_reduce(square)
         return float(np.sqrt(square[0]))
 
@@ -99,8 +81,17 @@ class PipelineParallel:
             frozen={name: value for name, value in data.frozen.items() if name in own},
             optimizer=list(data.optimizer),
         )
-        self.module = _StageModule(settings, CheckpointState(kept), blueprint, grid.stage)
-        self._step = self.module._made
+        options, device = session_options(settings), find_device(settings.device)
+        self._step = StageStep(blueprint, grid.stage, device=device, options=options)
+        self._state = CheckpointState(kept)
+        self.module = Module(
+            settings.training_model,
+            self._state,
+            device=device,
+            session_options=options,
+            on_nonfinite=settings.on_nonfinite,
+            step=self._step,
+        )
         owned = [n for n in self._step.plan.trainable if blueprint.owner[n] == grid.stage]
         self.optimizer: Optimizer = _StageOptimizer(settings.optimizer_model, self.module, self._pipe, owned)
         self._order = (list(data.trainable), list(data.frozen))
@@ -126,12 +117,12 @@ class PipelineParallel:
         report.failure = self._differs(report.failure, [key_of(micros) for micros in work])
         if report.failure is not None:
             return report
-        self.module._gradients.vector[:] = 0
+        self.module.memory.gradients.whole.fill(0)
         self._step.forget_statistics()
         for micros in work:
             if micros:
                 self._take(micros, report)
-        self.module._steps = step + len(batches)
+        self.module.run_state.steps = step + len(batches)
         report.failure, self._flow.failure = self._flow.failure, None
         return report
 
@@ -139,12 +130,13 @@ class PipelineParallel:
         """Reduce over copies and over stages that share parameters, and apply; collective."""
         module, settings = self.module, self._settings
         if invalid is not None:
-            module._invalid = invalid
-            return module._take_invalid() is None
-        self._replicas.all_reduce(module._gradients.vector, compress=settings.compress)
+            module.run_state.invalid = invalid
+            return module.take_invalid() is None
+        with exchanged(module.memory.gradients.whole) as vector:
+            self._replicas.all_reduce(vector, compress=settings.compress)
         self._add_shared()
         self._step.commit_statistics()
-        self.optimizer._gradient_scale = 1.0 / weight if settings.loss_reduction == "mean" else 1.0
+        self.optimizer.gradient_scale = 1.0 / weight if settings.loss_reduction == "mean" else 1.0
         return self.optimizer.step()
 
     def _cut(self, batch: Sequence[Any], step: int) -> list[Micro]:
@@ -198,7 +190,7 @@ class PipelineParallel:
             report.loss += loss * micro.weight
             report.weight += micro.weight
             if self._settings.on_nonfinite != "ignore" and not np.isfinite(loss):
-                report.invalid = f"the loss is {loss} at training step {self.module._steps + 1}"
+                report.invalid = f"the loss is {loss} at training step {self.module.run_state.steps + 1}"
                 if self._settings.on_nonfinite == "raise":
                     self._flow.failure = NonFiniteError(f"{report.invalid}; parameters are unchanged")
 
@@ -209,12 +201,12 @@ class PipelineParallel:
             return
         shapes = [self._blueprint.plan.shapes[name] for name in names]
         layout = layout_of(names, [np.dtype(np.float32)] * len(names), shapes)
-        own = self.module._gradients.views
-        vector = layout.pack({name: own[name] for name in names if name in own})
+        own = self.module.memory.gradients.tensors
+        vector = layout.pack({name: own[name].read() for name in names if name in own})
         self._pipe.all_reduce(vector)
         for name, total in layout.unpack(vector).items():
             if name in own:
-                np.copyto(own[name], total)
+                own[name].write(total)
 
     # ---- evaluation and state ----------------------------------------------------------------------
 
@@ -251,9 +243,7 @@ class PipelineParallel:
 
     def reconcile(self) -> None:
         """The same statistics and parameters on all copies of a stage; collective."""
-        moving = {name: self.module._frozen[name] for name in self._step.plan.statistics}
-        reconcile_statistics(self._replicas, moving, how=self._settings.statistics)
-        same_everywhere(self._replicas, [self.module._parameters.vector, *moving.values()])
+        reconcile(self._replicas, self.module.memory, how=self._settings.statistics)
 
     def gather(self, *, include_optimizer_state: bool) -> CheckpointData | None:
         """The state of all stages on rank 0, None elsewhere; collective."""
@@ -261,7 +251,7 @@ class PipelineParallel:
             self._comm,
             self._grid,
             self._blueprint,
-            self.module._state.to_data(include_optimizer_state=include_optimizer_state),
+            self._state.to_data(include_optimizer_state=include_optimizer_state),
         )
         if data is None:
             return None

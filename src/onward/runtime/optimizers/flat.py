@@ -17,11 +17,11 @@ import onnxruntime as ort
 
 from onward.graph.passes.multiply_add import as_rows, fuse_multiply_add
 from onward.graph.passes.scalars import ScalarProgram, split_scalars, to_single, without_scaling
-from onward.runtime.flat import FlatBuffer
+from onward.runtime.memory import FlatBuffer, Tensor
+from onward.runtime.optimizers.base import Slots, Updater
 from onward.runtime.sessions import make_session, run_bound
-from onward.runtime.updater import Slots, Updater
 
-__all__ = ["FlatUpdater"]
+__all__ = ["SCALARS", "ElementwiseUpdater", "HostUpdater", "group_of", "runs_of", "settings_of"]
 
 # Elements of one run: few enough that temporaries stay in the cache, many enough that a run's overhead is small.
 _LEAST, _MOST = 1 << 16, 1 << 18
@@ -29,7 +29,7 @@ _LEAST, _MOST = 1 << 16, 1 << 18
 _PIECE = 1 << 13
 
 
-_SCALARS = ("learning_rate", "step", "gradient_scale", "weight_decay")
+SCALARS = ("learning_rate", "step", "gradient_scale", "weight_decay")
 
 
 class _Setting:
@@ -118,8 +118,36 @@ class _Share:
         run_bound(self._session, binding)
 
 
-class FlatUpdater(Updater):
-    """Applies an elementwise optimizer model to blocks of the parameters, on several threads."""
+class ElementwiseUpdater(Updater):
+    """A rule that treats each number alone, over all parameters as one vector."""
+
+    def __init__(self, options: dict, parameters: FlatBuffer, gradients: FlatBuffer) -> None:
+        super().__init__(options["clip_norm"])
+        self._parameters, self._gradients = parameters, gradients
+        self._slots = {
+            name: FlatBuffer(parameters.shapes, device=parameters.device) for name in options["slots"]
+        }
+
+    def slot_tensors(self) -> dict[str, dict[str, Tensor]]:
+        return {
+            parameter: {name: flat.tensors[parameter] for name, flat in self._slots.items()}
+            for parameter in self._parameters.spans
+        }
+
+    def slots_by_parameter(self) -> Slots:
+        arrays = {name: flat.arrays() for name, flat in self._slots.items()}
+        return {
+            parameter: {name: array[parameter] for name, array in arrays.items()}
+            for parameter in self._parameters.spans
+        }
+
+    def slot_vectors(self) -> dict[str, np.ndarray]:
+        """Each slot of all parameters as one vector."""
+        return {name: flat.whole.read() for name, flat in self._slots.items()}
+
+
+class HostUpdater(ElementwiseUpdater):
+    """Applies an elementwise optimizer model to blocks of the parameters, on several threads of the CPU."""
 
     def __init__(
         self,
@@ -130,21 +158,15 @@ class FlatUpdater(Updater):
         *,
         threads: int = 1,
     ) -> None:
-        super().__init__(options["clip_norm"])
-        self._parameters, self._gradients = parameters, gradients
-        self._slots = {
-            name: FlatBuffer({key: view.shape for key, view in parameters.views.items()})
-            for name in options["slots"]
-        }
-        self._program, plain = split_scalars(model, _SCALARS)
+        super().__init__(options, parameters, gradients)
+        self._program, plain = split_scalars(model, SCALARS)
         self._models = {True: as_rows(plain), False: as_rows(without_scaling(plain))}
         if platform.machine().lower() in ("x86_64", "amd64"):
             for scaled, variant in self._models.items():
-                self._program, self._models[scaled] = fuse_multiply_add(variant, self._program, _SCALARS)
-        self._settings = [_Setting(1.0, options["weight_decay"], self._program.results)]
-        for group in options["groups"]:
-            decay = options["weight_decay"] if group["weight_decay"] is None else group["weight_decay"]
-            self._settings.append(_Setting(group["learning_rate_scale"], decay, self._program.results))
+                self._program, self._models[scaled] = fuse_multiply_add(variant, self._program, SCALARS)
+        self._settings = [
+            _Setting(scale, decay, self._program.results) for scale, decay in settings_of(options)
+        ]
         rests = parameters.vector.size > _LEAST and _rests(model, options["slots"])
         self._blocks = list(self._cut(options, rests, threads))
         # a thread must have a few blocks to do before it is worth waking
@@ -173,30 +195,10 @@ class FlatUpdater(Updater):
             if any(flat.vector[block.start : block.stop].any() for flat in self._slots.values()):
                 block.wake()
 
-    def slots_by_parameter(self) -> Slots:
-        return {
-            parameter: {name: flat.views[parameter] for name, flat in self._slots.items()}
-            for parameter in self._parameters.views
-        }
-
-    def slot_vectors(self) -> dict[str, np.ndarray]:
-        """Each slot of all parameters as one vector."""
-        return {name: flat.vector for name, flat in self._slots.items()}
-
     def _cut(self, options: dict, rests: bool, threads: int) -> Iterable[_Block]:
         """Runs of parameters that share their settings, in blocks; what may rest has no broken pieces."""
         size = min(max(self._parameters.vector.size // (8 * threads) // _PIECE * _PIECE, _LEAST), _MOST)
-        of_parameter = {n: i + 1 for i, group in enumerate(options["groups"]) for n in group["parameters"]}
-        names = list(self._parameters.spans)
-        starts = [self._parameters.spans[name][0] for name in names]
-        runs: list[list[int]] = []
-        for name, start, stop in zip(names, starts, [*starts[1:], self._parameters.vector.size]):
-            index = of_parameter.get(name, 0)
-            if runs and runs[-1][2] == index:
-                runs[-1][1] = stop
-            else:
-                runs.append([start, stop, index])
-        for start, stop, index in runs:
+        for start, stop, index in runs_of(options, self._parameters):
             setting = self._settings[index]
             resting = rests and setting.decay == 0.0
             even = start + (stop - start) // _PIECE * _PIECE if resting else stop
@@ -234,6 +236,38 @@ class FlatUpdater(Updater):
         return binding._iobinding
 
 
+def settings_of(options: dict) -> list[tuple[float, float]]:
+    """The learning rate's factor and the weight decay: of parameters in no group, then of each group."""
+    decays = [group["weight_decay"] for group in options["groups"]]
+    default = options["weight_decay"]
+    return [
+        (1.0, default),
+        *(
+            (group["learning_rate_scale"], default if decay is None else decay)
+            for group, decay in zip(options["groups"], decays)
+        ),
+    ]
+
+
+def group_of(options: dict) -> dict[str, int]:
+    """The place among the settings of each parameter that is in a group."""
+    return {name: i + 1 for i, group in enumerate(options["groups"]) for name in group["parameters"]}
+
+
+def runs_of(options: dict, parameters: FlatBuffer) -> list[tuple[int, int, int]]:
+    """Stretches of the vector that share their settings: start, stop, and the place of the settings."""
+    of_parameter = group_of(options)
+    starts = [start for start, _ in parameters.spans.values()]
+    runs: list[tuple[int, int, int]] = []
+    for name, start, stop in zip(parameters.spans, starts, [*starts[1:], parameters.whole.shape[0]]):
+        index = of_parameter.get(name, 0)
+        if runs and runs[-1][2] == index:
+            runs[-1] = (runs[-1][0], stop, index)
+        else:
+            runs.append((start, stop, index))
+    return runs
+
+
 def _stretches(start: int, stop: int, size: int) -> list[tuple[int, int]]:
     return [(first, min(first + size, stop)) for first in range(start, stop, size)]
 
@@ -263,4 +297,4 @@ def _single_threaded(data: bytes) -> ort.InferenceSession:
     options.intra_op_num_threads = 1
     options.inter_op_num_threads = 1
     options.log_severity_level = 3
-    return make_session(data, providers=["CPUExecutionProvider"], options=options, what="optimizer model")
+    return make_session(data, options=options, what="optimizer model")

@@ -1,4 +1,4 @@
-"""What every optimizer form has in common: the scalars of an update and the state's way in and out."""
+"""What every form of an optimizer model has in common: scalars of an update, and the state's way in and out."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ import abc
 import numpy as np
 
 from onward.errors import OnwardError
+from onward.runtime.memory import Tensor
 
 __all__ = ["Slots", "Updater"]
 
-# State tensors by parameter and slot.
+# The numbers of the state by parameter and slot.
 Slots = dict[str, dict[str, np.ndarray]]
 
 
@@ -48,23 +49,30 @@ class Updater(abc.ABC):
     def load(self, step: int, slots: Slots) -> None:
         """Take over the state of an earlier run."""
         self._step[0] = step
-        for parameter, state in self.slots_by_parameter().items():
-            for name, array in state.items():
+        for parameter, state in self.slot_tensors().items():
+            for name, tensor in state.items():
                 if parameter in slots and name in slots[parameter]:
-                    _copy_state(array, slots[parameter][name], parameter, name)
+                    _copy_state(tensor, slots[parameter][name], parameter, name)
 
     @abc.abstractmethod
     def _apply(self) -> None: ...
 
     @abc.abstractmethod
+    def slot_tensors(self) -> dict[str, dict[str, Tensor]]:
+        """The state's tensors, by parameter and slot."""
+
     def slots_by_parameter(self) -> Slots:
-        """The state tensors themselves, by parameter and slot."""
+        """The state's numbers, by parameter and slot; on the host the memory itself."""
+        return {
+            parameter: {slot: tensor.read() for slot, tensor in state.items()}
+            for parameter, state in self.slot_tensors().items()
+        }
 
 
-def _copy_state(target: np.ndarray, saved: np.ndarray, parameter: str, slot: str) -> None:
+def _copy_state(target: Tensor, saved: np.ndarray, parameter: str, slot: str) -> None:
     if saved.shape != target.shape:
         raise OnwardError(
             f"the checkpoint's {slot} of '{parameter}' has shape {saved.shape}, the optimizer keeps {target.shape}: "
             "was it saved with another optimizer?"
         )
-    np.copyto(target, saved)
+    target.write(saved)

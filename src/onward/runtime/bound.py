@@ -1,0 +1,296 @@
+"""Sessions bound to the memory of training: fixed tensors once, the user's inputs at every run.
+
+`HostBound` reads and writes numpy memory in place; where a provider copies what it is given at the binding, it
+binds anew at every run. `DeviceBound` keeps everything at fixed addresses of a device, so that a run can be
+recorded and replayed.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import onnxruntime as ort
+
+from onward.errors import DeviceMemoryError
+from onward.graph.passes.specialize import BUFFER
+from onward.runtime.devices import Device
+from onward.runtime.memory import DeviceTensor, Tensor
+from onward.runtime.plan import Plan
+from onward.runtime.sessions import run_bound
+
+__all__ = ["Bound", "DeviceBound", "HostBound", "bind", "inputs_on_host", "preserve"]
+
+# Bytes of an input up to which copying it takes less time than binding it.
+_SMALL = 1 << 14
+_TYPES = {
+    "tensor(float)": np.float32, "tensor(double)": np.float64, "tensor(float16)": np.float16,
+    "tensor(int64)": np.int64, "tensor(int32)": np.int32, "tensor(int16)": np.int16, "tensor(int8)": np.int8,
+    "tensor(uint64)": np.uint64, "tensor(uint32)": np.uint32, "tensor(uint16)": np.uint16,
+    "tensor(uint8)": np.uint8, "tensor(bool)": np.bool_,
+}  # fmt: skip
+
+
+def bind(
+    session: ort.InferenceSession,
+    plan: Plan,
+    device: Device,
+    *,
+    rows: Mapping[str, str] | None = None,
+    capture: bool = False,
+) -> Bound:
+    """The way that fits where the memory is."""
+    if device.memory == "device":
+        return DeviceBound(session, plan, device, capture=capture)
+    return HostBound(session, plan, rows=rows, copied=device.memory == "copied")
+
+
+class Bound(abc.ABC):
+    """A session with its binding. `rows` are parameters of whose gradients a run writes some rows only."""
+
+    rows: Mapping[str, str]
+    written: dict[str, np.ndarray]
+
+    def __init__(self, session: ort.InferenceSession, plan: Plan) -> None:
+        self.session, self._plan = session, plan
+        self.rows, self.written = {}, {}
+        self.binding: Any = session.io_binding()
+        self._native = self.binding._iobinding
+        self._outputs = {value.name: value for value in session.get_outputs()}
+        self._inputs = {value.name for value in session.get_inputs()}
+        self._own = [(i, name) for i, name in enumerate(plan.inputs) if name in self._inputs]
+        self._given: dict[str, Tensor] = {}
+        self._fixed: dict[str, Tensor] = {}
+        self._fresh: list[str] = []
+        self._positions: list[int] = []
+        self._returned: list[str] = []
+        # gradients of the user's own inputs are not kept, so they are never added up either
+        self._empty = {n: f"{n}{BUFFER}" for n in plan.input_gradients if f"{n}{BUFFER}" in self._inputs}
+
+    def bind_input(self, name: str, tensor: Tensor) -> None:
+        """Let the session read a tensor, if it has an input of that name."""
+        if name in self._inputs:
+            self._given[name] = tensor
+            tensor.bind_input(self.binding, name)
+
+    def bind_output(self, name: str, tensor: Tensor) -> None:
+        """Let the session write a tensor."""
+        self._fixed[name] = tensor
+        tensor.bind_output(self.binding, name)
+
+    def finish(self, returned: list[str]) -> None:
+        """Outputs that are not bound to memory get new memory at every run."""
+        self._fresh = [name for name in self._outputs if name not in self._fixed]
+        for name in self._fresh:
+            self.binding.bind_output(name, "cpu")
+        bound = [*self._fixed, *self._fresh]  # results come in the order of binding
+        self._positions = [bound.index(name) if name in self._fresh else -1 for name in returned]
+        self._returned = returned
+
+    @abc.abstractmethod
+    def run(self, feeds: list[Any]) -> list[np.ndarray]:
+        """Run with the user's inputs; what the plan returns."""
+
+    def _results(self, made: list[Any]) -> list[np.ndarray]:
+        return [
+            self._fixed[name].read().copy() if position < 0 else made[position].numpy()
+            for name, position in zip(self._returned, self._positions)
+        ]
+
+    def _zeros(self, feeds: list[Any]) -> dict[str, np.ndarray]:
+        shapes = {name: tuple(_shape(value)) for name, value in zip(self._plan.inputs, feeds)}
+        return {buffer: np.zeros(shapes[name], np.float32) for name, buffer in self._empty.items()}
+
+
+class HostBound(Bound):
+    """Bound to numpy memory; `copied` where the provider keeps a copy of what is bound."""
+
+    def __init__(
+        self,
+        session: ort.InferenceSession,
+        plan: Plan,
+        *,
+        rows: Mapping[str, str] | None = None,
+        copied: bool = False,
+    ) -> None:
+        super().__init__(session, plan)
+        self.rows = rows or {}
+        self._copied = copied
+        self._landings: list[np.ndarray | None] = [None] * len(plan.inputs)
+
+    def run(self, feeds: list[Any]) -> list[np.ndarray]:
+        if self._copied:
+            for name, tensor in self._given.items():
+                tensor.bind_input(self.binding, name)
+        for index, name in self._own:
+            value, landing = feeds[index], self._landings[index]
+            if (
+                landing is not None
+                and type(value) is np.ndarray
+                and value.shape == landing.shape
+                and value.dtype == landing.dtype
+            ):
+                landing[...] = value
+            elif type(value) is np.ndarray and value.dtype == np.object_:
+                return self._run_copying(feeds)
+            else:
+                self._bind_own(index, name, value)
+        if self._empty:
+            for name, value in self._zeros(feeds).items():
+                self.binding.bind_cpu_input(name, value)
+        for name in self._fresh:
+            self.binding.bind_output(name, "cpu")
+        try:
+            run_bound(self.session, self._native)
+        except Exception as error:
+            raise _explain(error, self._plan, feeds) from error
+        made = self.binding.get_outputs() if self._fresh else []
+        if self.rows:
+            start = len(self._fixed)
+            self.written = {
+                parameter: made[start + self._fresh.index(output)].numpy()
+                for parameter, output in self.rows.items()
+            }
+        return self._results(made)
+
+    def _bind_own(self, index: int, name: str, value: Any) -> None:
+        """Bind a user's input; a small one by way of memory that stays bound, as copying is the faster then."""
+        if isinstance(value, ort.OrtValue):
+            self._landings[index] = None
+            self.binding.bind_ortvalue_input(name, value)
+            return
+        landing = value.copy() if value.nbytes <= _SMALL and not self._copied else None
+        self._landings[index] = landing
+        self.binding.bind_cpu_input(name, value if landing is None else landing)
+
+    def _run_copying(self, feeds: list[Any]) -> list[np.ndarray]:
+        """The same without a binding, which cannot hold strings."""
+        own = {name: _array(value) for name, value in zip(self._plan.inputs, feeds)}
+        given = {
+            **{name: tensor.read() for name, tensor in self._given.items()},
+            **self._zeros(feeds),
+            **{name: value for name, value in own.items() if name in self._inputs},
+        }
+        names = list(self._outputs)
+        try:
+            made: dict[str, Any] = dict(zip(names, self.session.run(names, given)))
+        except Exception as error:
+            raise _explain(error, self._plan, feeds) from error
+        for name, tensor in self._fixed.items():
+            tensor.write(made[name])
+        self.written = {parameter: made[output] for parameter, output in self.rows.items()}
+        return [made[name] for name in self._returned]
+
+
+class DeviceBound(Bound):
+    """Bound to addresses of a device; with `capture`, every run but the first replays that one."""
+
+    def __init__(
+        self, session: ort.InferenceSession, plan: Plan, device: Device, *, capture: bool = False
+    ) -> None:
+        super().__init__(session, plan)
+        self._device, self.capture = device, capture
+        # what a session reads in the host's memory, it copies when it is bound: bind those at every run
+        known = inputs_on_host(session, device)
+        self.inputs_on_host: set[str] = known or set()
+        self._rebinds = known is None  # a runtime that does not tell: all of them
+        self._landings: dict[str, DeviceTensor] = {}
+        self._captured = False
+
+    def finish(self, returned: list[str]) -> None:
+        if self.capture:  # a recorded run writes where it wrote when it was recorded
+            for name, value in self._outputs.items():
+                if name not in self._fixed:
+                    shape, kind = [int(dim) for dim in value.shape], np.dtype(_TYPES[value.type])
+                    self.bind_output(name, DeviceTensor.allocate(self._device, shape, kind))
+        super().finish(returned)
+
+    def run(self, feeds: list[Any]) -> list[np.ndarray]:
+        for index, name in self._own:
+            self._put(name, feeds[index])
+        for name, value in (self._zeros(feeds) if self._empty else {}).items():
+            self._put(name, value)
+        for name, tensor in self._given.items():
+            if name in self.inputs_on_host:
+                self.binding.bind_cpu_input(name, tensor.read())
+            elif self._rebinds:
+                tensor.bind_input(self.binding, name)
+        for name in self._fresh:
+            self.binding.bind_output(name, "cpu")
+        try:
+            if self.capture and not self._captured:
+                self._capture()
+            else:
+                run_bound(self.session, self._native)
+        except Exception as error:
+            raise _explain(error, self._plan, feeds) from error
+        return self._results(self.binding.get_outputs() if self._fresh else [])
+
+    def _put(self, name: str, value: Any) -> None:
+        """Copy a user's input to where the session reads it."""
+        if isinstance(value, ort.OrtValue) and not self.capture and value.device_name() == self._device.kind:
+            self._landings.pop(name, None)
+            self.binding.bind_ortvalue_input(name, value)
+            return
+        array = _array(value)
+        if array.dtype == np.object_:
+            raise ValueError(f"input '{name}' has strings, which only the CPU reads: train with device='cpu'")
+        if name in self.inputs_on_host:
+            self.binding.bind_cpu_input(name, array)
+            return
+        landing = self._landings.get(name)
+        fits = landing is not None and landing.shape == array.shape and landing.dtype == array.dtype
+        if landing is None or not fits:
+            landing = self._landings[name] = DeviceTensor.allocate(self._device, array.shape, array.dtype)
+        landing.write(array)
+        if not fits or self._rebinds:
+            landing.bind_input(self.binding, name)
+
+    def _capture(self) -> None:
+        """The first run of a recording executes more than once: bring back what it adds to in between."""
+        changed = preserve(tensor for name, tensor in self._fixed.items() if self._is_read(tensor))
+        run_bound(self.session, self._native)
+        self._captured = True
+        if changed:
+            for tensor, before in changed:
+                tensor.write(before)
+            run_bound(self.session, self._native)
+
+    def _is_read(self, tensor: Tensor) -> bool:
+        return any(other is tensor for other in self._given.values())
+
+
+def preserve(tensors: Iterable[Tensor]) -> list[tuple[Tensor, np.ndarray]]:
+    """Copies of tensors on the host, to be written back."""
+    return [(tensor, tensor.read().copy()) for tensor in tensors]
+
+
+def inputs_on_host(session: ort.InferenceSession, device: Device) -> set[str] | None:
+    """Inputs that the session reads in the host's memory; None where it does not say."""
+    if device.kind == "cpu":
+        return set()
+    infos = getattr(session, "get_input_memory_infos", None)  # onnxruntime 1.23
+    if infos is None:
+        return None
+    return {value.name for value, info in zip(session.get_inputs(), infos()) if info.name == "Cpu"}
+
+
+def _shape(value: Any) -> Any:
+    return value.shape() if isinstance(value, ort.OrtValue) else value.shape
+
+
+def _array(value: Any) -> np.ndarray:
+    return value.numpy() if isinstance(value, ort.OrtValue) else value
+
+
+def _explain(error: Exception, plan: Plan, feeds: list[Any]) -> Exception:
+    given = ", ".join(f"{name} {list(_shape(value))}" for name, value in zip(plan.inputs, feeds))
+    text = str(error)
+    if "Failed to allocate memory" in text or "out of memory" in text.lower():
+        return DeviceMemoryError(
+            f"the device has too little memory for a step on inputs {given}: {text.splitlines()[0]}. Parameters are "
+            "unchanged; lower the batch size (and accumulate gradients), or generate the artifacts with recompute=…"
+        )
+    return ValueError(f"the step failed on inputs {given}: {error}")

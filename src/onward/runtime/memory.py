@@ -1,0 +1,547 @@
+"""Memory of training: tensors on the host or on a device, and what is done to them outside of a step.
+
+A `Tensor` says where numbers lie and how a session is bound to them; a `FlatBuffer` is many tensors in one
+vector; `ModelMemory` is all that a model's training reads and writes. Nothing else in Onward knows addresses.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+
+from onward.runtime.devices import Device
+from onward.runtime.plan import Plan
+
+__all__ = [
+    "DeviceTensor",
+    "FlatBuffer",
+    "HostTensor",
+    "ModelMemory",
+    "Tensor",
+    "exchanged",
+    "make_tensor",
+    "onnx_type",
+    "squared_norm",
+]
+
+# Views start at multiples of this many elements, so that each is aligned to a cache line.
+_ALIGN = 16
+# Some gradient rules clamp infinities to the largest float32: a norm beyond this is one of those.
+_OVERFLOW = 1e60
+_OPSET = 18
+
+
+class Tensor(Protocol):
+    """Numbers somewhere: read and written from the host, bound to sessions where they lie."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape."""
+        ...
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Its type."""
+        ...
+
+    def read(self) -> np.ndarray:
+        """The numbers: on the host the memory itself, from a device a copy."""
+        ...
+
+    def write(self, array: np.ndarray) -> None:
+        """Replace the numbers, of the same shape; values are converted to the tensor's type."""
+        ...
+
+    def view(self, start: int, shape: Sequence[int]) -> Tensor:
+        """A part of a vector, from an element on, in another shape; the same memory."""
+        ...
+
+    def copy_from(self, other: Tensor) -> None:
+        """Take over the numbers of a tensor of the same kind, shape and type."""
+        ...
+
+    def fill(self, value: float) -> None:
+        """Set every number of a float32 vector."""
+        ...
+
+    def scale(self, factor: float) -> None:
+        """Multiply a float32 vector by a number."""
+        ...
+
+    def squared_norm(self) -> float:
+        """Σx² of a float32 vector, infinite where a number is not finite or beyond all reason."""
+        ...
+
+    def is_finite(self) -> bool:
+        """Whether no number is NaN or infinite."""
+        ...
+
+    def bind_input(self, binding: Any, name: str) -> None:
+        """Let a session read it; `binding` is the runtime's own."""
+        ...
+
+    def bind_output(self, binding: Any, name: str) -> None:
+        """Let a session write it."""
+        ...
+
+
+class HostTensor:
+    """A contiguous numpy array."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        if not array.flags.c_contiguous:
+            # the runtime silently copies an array that is not contiguous, and then trains the copy
+            raise AssertionError("a tensor bound to a session must be contiguous")
+        self.array = array
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.array.shape
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.array.dtype
+
+    def read(self) -> np.ndarray:
+        return self.array
+
+    def write(self, array: np.ndarray) -> None:
+        np.copyto(self.array, array, casting="unsafe")
+
+    def view(self, start: int, shape: Sequence[int]) -> HostTensor:
+        return HostTensor(self.array[start : start + math.prod(shape)].reshape(tuple(shape)))
+
+    def copy_from(self, other: Tensor) -> None:
+        np.copyto(self.array, other.read())
+
+    def fill(self, value: float) -> None:
+        self.array[...] = value
+
+    def scale(self, factor: float) -> None:
+        self.array *= np.float32(factor)
+
+    def squared_norm(self) -> float:
+        return squared_norm(self.array.reshape(-1))
+
+    def is_finite(self) -> bool:
+        return bool(np.isfinite(self.array).all())
+
+    def bind_input(self, binding: Any, name: str) -> None:
+        array = self.array
+        if array.dtype.isbuiltin == 1:
+            binding.bind_ortvalue_input(name, ort.OrtValue.ortvalue_from_numpy(array))
+        else:
+            binding.bind_input(
+                name, "cpu", 0, _element_type(array.dtype), list(array.shape), array.ctypes.data
+            )
+
+    def bind_output(self, binding: Any, name: str) -> None:
+        array = self.array
+        kind = _element_type(array.dtype)
+        binding.bind_output(name, "cpu", 0, kind, list(array.shape), array.ctypes.data)
+
+
+class DeviceTensor:
+    """Memory of a device by its address; an OrtValue of bytes owns it."""
+
+    def __init__(
+        self, device: Device, owner: ort.OrtValue, address: int, shape: Sequence[int], dtype: np.dtype
+    ) -> None:
+        self._device, self._owner, self._address = device, owner, address
+        self._shape, self._dtype = tuple(shape), np.dtype(dtype)
+        self._reduction: tuple[Any, Any, np.ndarray] | None = None
+
+    @classmethod
+    def allocate(cls, device: Device, shape: Sequence[int], dtype: np.dtype) -> DeviceTensor:
+        """New memory, of any content."""
+        size = max(1, math.prod(shape) * np.dtype(dtype).itemsize)
+        owner = ort.OrtValue.ortvalue_from_shape_and_type([size], np.uint8, device.kind, device.number)
+        return cls(device, owner, owner.data_ptr(), shape, dtype)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self._shape
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self._dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Its size in bytes."""
+        return math.prod(self._shape) * self._dtype.itemsize
+
+    def read(self) -> np.ndarray:
+        array = np.empty(self._shape, self._dtype)
+        if self.nbytes:
+            kernel = _kernel(self._device, "copy")
+            binding = kernel.io_binding()
+            self._bind_bytes(binding.bind_input, "x")
+            binding.bind_output("y", "cpu", 0, np.uint8, [self.nbytes], array.ctypes.data)
+            kernel.run_with_iobinding(binding)
+        return array
+
+    def write(self, array: np.ndarray) -> None:
+        given = np.ascontiguousarray(np.broadcast_to(array, self._shape), dtype=self._dtype)
+        if not self.nbytes:
+            return
+        data = given.reshape(-1).view(np.uint8)
+        if self._address == self._owner.data_ptr() and self.nbytes == self._owner.tensor_size_in_bytes():
+            self._owner.update_inplace(data)
+            return
+        device = self._device
+        staged = ort.OrtValue.ortvalue_from_numpy(data, device.kind, device.number)
+        self._run("copy", "x", lambda binding: binding.bind_ortvalue_input("x", staged))
+
+    def view(self, start: int, shape: Sequence[int]) -> DeviceTensor:
+        address = self._address + start * self._dtype.itemsize
+        return DeviceTensor(self._device, self._owner, address, shape, self._dtype)
+
+    def copy_from(self, other: Tensor) -> None:
+        if not isinstance(other, DeviceTensor):
+            self.write(other.read())
+        elif self.nbytes:
+            self._run("copy", "x", lambda binding: other._bind_bytes(binding.bind_input, "x"))
+
+    def fill(self, value: float) -> None:
+        self._elementwise("fill", value)
+
+    def scale(self, factor: float) -> None:
+        self._elementwise("scale", factor)
+
+    def squared_norm(self) -> float:
+        square = self._reduce("norm")
+        return square if math.isfinite(square) else squared_norm(self.read().reshape(-1))
+
+    def is_finite(self) -> bool:
+        if self._dtype != np.float32:
+            return bool(np.isfinite(self.read()).all())
+        return math.isfinite(self._reduce("zero"))
+
+    def bind_input(self, binding: Any, name: str) -> None:
+        device = self._device
+        binding.bind_input(
+            name, device.kind, device.number, _element_type(self._dtype), list(self._shape), self._address
+        )
+
+    def bind_output(self, binding: Any, name: str) -> None:
+        device = self._device
+        binding.bind_output(
+            name, device.kind, device.number, _element_type(self._dtype), list(self._shape), self._address
+        )
+
+    def _bind_bytes(self, bind: Any, name: str) -> None:
+        bind(name, self._device.kind, self._device.number, np.uint8, [self.nbytes], self._address)
+
+    def _run(self, kernel: str, name: str, bind: Any) -> None:
+        session = _kernel(self._device, kernel)
+        binding = session.io_binding()
+        bind(binding)
+        self._bind_bytes(binding.bind_output, "y")
+        session.run_with_iobinding(binding)
+
+    def _elementwise(self, kernel: str, number: float) -> None:
+        """Change a vector in place by one number."""
+        if not self.nbytes:
+            return
+        session, device = _kernel(self._device, kernel), self._device
+        binding = session.io_binding()
+        flat = DeviceTensor(device, self._owner, self._address, [math.prod(self._shape)], self._dtype)
+        flat.bind_input(binding, "x")
+        value = np.full(1, number, np.float32)
+        binding.bind_ortvalue_input("s", ort.OrtValue.ortvalue_from_numpy(value, device.kind, device.number))
+        flat.bind_output(binding, "y")
+        session.run_with_iobinding(binding)
+
+    def _reduce(self, kernel: str) -> float:
+        """One number of a vector; its binding is kept, since every update asks for the norm."""
+        if not self.nbytes:
+            return 0.0
+        if self._reduction is None or self._reduction[0] is not _kernel(self._device, kernel):
+            session, result = _kernel(self._device, kernel), np.zeros(1, np.float32)
+            binding = session.io_binding()
+            flat = DeviceTensor(
+                self._device, self._owner, self._address, [math.prod(self._shape)], self._dtype
+            )
+            flat.bind_input(binding, "x")
+            binding.bind_output("y", "cpu", 0, np.float32, [1], result.ctypes.data)
+            self._reduction = (session, binding, result)
+        session, binding, result = self._reduction
+        session.run_with_iobinding(binding)
+        return float(result[0])
+
+
+class FlatBuffer:
+    """One vector with a named view for each tensor; float32 on the host unless asked otherwise.
+
+    >>> flat = FlatBuffer({"w": (2, 3), "b": (3,)})
+    >>> flat.views["w"][:] = 1
+    >>> flat.vector.sum()
+    np.float32(6.0)
+    """
+
+    def __init__(
+        self,
+        shapes: Mapping[str, Sequence[int]],
+        *,
+        parts: int = 1,
+        device: Device | None = None,
+        dtype: np.dtype | type = np.float32,
+    ) -> None:
+        self.device = device or Device("cpu")
+        self.spans: dict[str, tuple[int, int]] = {}
+        end = 0
+        for name, shape in shapes.items():
+            size = math.prod(shape)
+            self.spans[name] = (end, end + size)
+            end += -(-size // _ALIGN) * _ALIGN
+        # divisible into equal parts, each aligned
+        count = -(-end // (_ALIGN * parts)) * _ALIGN * parts
+        self.whole: Tensor = _vector(self.device, count, np.dtype(dtype))
+        self.tensors: dict[str, Tensor] = {
+            name: self.whole.view(start, shapes[name]) for name, (start, _) in self.spans.items()
+        }
+
+    @property
+    def on_host(self) -> bool:
+        """Whether it is made of numpy arrays."""
+        return isinstance(self.whole, HostTensor)
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of each tensor."""
+        return {name: tensor.shape for name, tensor in self.tensors.items()}
+
+    @property
+    def vector(self) -> np.ndarray:
+        """The whole as numpy: the memory itself; on the host only."""
+        if not isinstance(self.whole, HostTensor):
+            raise AssertionError(f"memory of {self.device} has no numpy vector")
+        return self.whole.array
+
+    @functools.cached_property
+    def views(self) -> dict[str, np.ndarray]:
+        """Each tensor as numpy: the memory itself; on the host only."""
+        return {n: tensor.array for n, tensor in self.tensors.items() if isinstance(tensor, HostTensor)}
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Every tensor's numbers: the memory itself on the host, else one copy of the whole, in parts."""
+        if self.on_host:
+            return dict(self.views)
+        whole = self.whole.read()
+        return {
+            name: whole[start:stop].reshape(self.tensors[name].shape)
+            for name, (start, stop) in self.spans.items()
+        }
+
+    def part(self, start: int, stop: int) -> FlatBuffer:
+        """The same memory from `start` to `stop` (multiples of 16): what lies there of each tensor, flat.
+
+        >>> flat = FlatBuffer({"w": (20,), "b": (3,)})
+        >>> flat.part(16, 48).shapes
+        {'w': (4,), 'b': (3,)}
+        """
+        if start % _ALIGN or stop % _ALIGN:
+            raise ValueError(f"a part begins and ends at multiples of {_ALIGN}, not at {start} and {stop}")
+        part = FlatBuffer({}, device=self.device, dtype=self.whole.dtype)
+        for name, (first, last) in self.spans.items():
+            begin, end = max(first, start), min(last, stop)
+            if begin < end:
+                part.spans[name] = (begin - start, end - start)
+                part.tensors[name] = self.whole.view(begin, [end - begin])
+        end = max((last for _, last in part.spans.values()), default=0)
+        part.whole = self.whole.view(start, [-(-end // _ALIGN) * _ALIGN])
+        return part
+
+
+class ModelMemory:
+    """What a model's training reads and writes: parameters, their gradients, and tensors that are kept.
+
+    Batch-norm statistics are among the kept ones. A step writes what follows them elsewhere; `commit` takes
+    that over, `keep` and `restore` bring back what was there before.
+    """
+
+    def __init__(self, plan: Plan, device: Device, *, parts: int = 1) -> None:
+        self.device = device
+        self._parts = parts
+        trainable = {name: plan.shapes[name] for name in plan.trainable}
+        statistics = {n: (plan.shapes[n], plan.dtypes[n]) for n in plan.statistics if n in plan.parameters}
+        self.parameters = FlatBuffer(trainable, parts=parts, device=device)
+        self.gradients = FlatBuffer(trainable, parts=parts, device=device)
+        kinds = dict.fromkeys(dtype for _, dtype in statistics.values())
+
+        def flat() -> list[FlatBuffer]:
+            return [
+                FlatBuffer(
+                    {n: s for n, (s, own) in statistics.items() if own == kind}, device=device, dtype=kind
+                )
+                for kind in kinds
+            ]
+
+        self.statistics, self.following = flat(), flat()
+        self._before: list[FlatBuffer] = []
+        self._new_before = flat
+        self.frozen: dict[str, Tensor] = {n: t for part in self.statistics for n, t in part.tensors.items()}
+
+    def add_frozen(self, name: str, array: np.ndarray) -> None:
+        """Keep a tensor that is not trained."""
+        if name in self.frozen:
+            self.frozen[name].write(array)
+        else:
+            self.frozen[name] = make_tensor(self.device, array)
+
+    def __getitem__(self, name: str) -> Tensor:
+        found = self.parameters.tensors.get(name)
+        return self.frozen[name] if found is None else found
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.parameters.tensors or name in self.frozen
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Every tensor that a model reads, by name."""
+        return {**self.parameters.tensors, **self.frozen}
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Their numbers; on the host the memory itself."""
+        return {**self.parameters.arrays(), **{name: tensor.read() for name, tensor in self.frozen.items()}}
+
+    def following_tensors(self) -> dict[str, Tensor]:
+        """Where a step writes what follows each statistic."""
+        return {name: tensor for part in self.following for name, tensor in part.tensors.items()}
+
+    def commit(self) -> None:
+        """Take over the statistics that the last step computed."""
+        _copy(self.statistics, self.following)
+
+    def keep(self) -> None:
+        """Remember the statistics as they are."""
+        if self.statistics and not self._before:
+            self._before = self._new_before()
+        _copy(self._before, self.statistics)
+
+    def restore(self) -> None:
+        """Bring back the statistics that were kept, if any were."""
+        if self._before:
+            _copy(self.statistics, self._before)
+
+    def first_nonfinite_statistic(self) -> str | None:
+        """The name of a statistic that the last step made NaN or infinite."""
+        for part in self.following:
+            if not part.whole.is_finite():
+                return next((n for n, array in part.arrays().items() if not np.isfinite(array).all()), "?")
+        return None
+
+    def arrange(self, order: Iterable[str]) -> bool:
+        """Lay out parameters and gradients in an order; False where they lie so already. Bindings must be renewed."""
+        order = list(order)
+        if order == list(self.parameters.spans):
+            return False
+        for kind in ("parameters", "gradients"):
+            old: FlatBuffer = getattr(self, kind)
+            held, shapes = old.arrays(), old.shapes
+            new = FlatBuffer({name: shapes[name] for name in order}, parts=self._parts, device=self.device)
+            for name, array in held.items():
+                new.tensors[name].write(array)
+            setattr(self, kind, new)
+        return True
+
+
+def make_tensor(device: Device, array: np.ndarray) -> Tensor:
+    """A tensor of these numbers, in memory of its own."""
+    if device.memory != "device":
+        return HostTensor(np.array(array, order="C", copy=True))
+    tensor = DeviceTensor.allocate(device, array.shape, array.dtype)
+    tensor.write(array)
+    return tensor
+
+
+@contextmanager
+def exchanged(tensor: Tensor) -> Iterator[np.ndarray]:
+    """A tensor's numbers to change from outside: the memory itself on the host, else a round trip."""
+    array = tensor.read()
+    yield array
+    if not isinstance(tensor, HostTensor):
+        tensor.write(array)
+
+
+def squared_norm(vector: np.ndarray) -> float:
+    """Σg², infinite where a gradient is not finite or beyond all reason.
+
+    >>> squared_norm(np.array([3, 4], np.float32))
+    25.0
+    """
+    square = float(np.dot(vector, vector))
+    if not math.isfinite(square):  # it overflows float32 before it is really infinite
+        square = float(np.sum(np.square(vector, dtype=np.float64)))
+        if square > _OVERFLOW:
+            return math.inf
+    return square
+
+
+def _copy(targets: Sequence[FlatBuffer], sources: Sequence[FlatBuffer]) -> None:
+    for target, source in zip(targets, sources):
+        target.whole.copy_from(source.whole)
+
+
+def _vector(device: Device, count: int, dtype: np.dtype) -> Tensor:
+    """A vector of zeros that begins at a cache line."""
+    if device.memory == "device":
+        tensor = DeviceTensor.allocate(device, [count], dtype)
+        tensor.write(np.zeros(count, dtype))
+        return tensor
+    raw = np.zeros(count + _ALIGN, dtype)
+    offset = (-raw.ctypes.data // dtype.itemsize) % _ALIGN
+    return HostTensor(raw[offset : offset + count])
+
+
+def _element_type(dtype: np.dtype) -> Any:
+    """What a binding calls a type: those that numpy itself has, by that; others by ONNX's number."""
+    if dtype.kind in "fiub" and dtype.isbuiltin == 1:
+        return dtype.type
+    return onnx_type(dtype)
+
+
+def onnx_type(dtype: np.dtype) -> int:
+    """ONNX's number of a type.
+
+    >>> onnx_type(np.dtype(np.float32))
+    1
+    """
+    return int(onnx.helper.np_dtype_to_tensor_dtype(dtype))
+
+
+@functools.cache
+def _kernel(device: Device, name: str) -> ort.InferenceSession:
+    """A session of one or two operators on a device."""
+    make, value = onnx.helper.make_node, onnx.helper.make_tensor_value_info
+    kind = onnx.TensorProto.UINT8 if name == "copy" else onnx.TensorProto.FLOAT
+    number = [value("s", onnx.TensorProto.FLOAT, [1])] if name in ("fill", "scale") else []
+    constants: list[onnx.TensorProto] = []
+    if name == "copy":
+        nodes = [make("Identity", ["x"], ["y"])]
+    elif name == "scale":
+        nodes = [make("Mul", ["x", "s"], ["y"])]
+    elif name == "fill":
+        constants = [onnx.helper.make_tensor("yes", onnx.TensorProto.BOOL, [1], [True])]
+        nodes = [make("Where", ["yes", "s", "x"], ["y"])]
+    elif name == "norm":
+        nodes = [make("ReduceSumSquare", ["x"], ["y"], keepdims=1)]
+    else:  # 0·x is 0, or NaN where x is not finite
+        constants = [onnx.helper.make_tensor("none", onnx.TensorProto.FLOAT, [1], [0.0])]
+        nodes = [make("Mul", ["x", "none"], ["m"]), make("ReduceSum", ["m"], ["y"], keepdims=1)]
+    size = 1 if name in ("norm", "zero") else "n"
+    graph = onnx.helper.make_graph(
+        nodes, name, [value("x", kind, ["n"]), *number], [value("y", kind, [size])], constants
+    )
+    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", _OPSET)], ir_version=8)
+    options = ort.SessionOptions()
+    options.log_severity_level = 3
+    options.intra_op_num_threads = 1
+    return ort.InferenceSession(model.SerializeToString(), options, providers=device.providers())

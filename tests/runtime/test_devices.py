@@ -1,0 +1,515 @@
+"""Training on a device: the same numbers, states and errors as on the CPU.
+
+Everything runs in the device's way over the CPU provider's memory, and on CUDA where there is one.
+"""
+
+from __future__ import annotations
+
+import weakref
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+
+from onward.api import CheckpointState
+from onward.artifacts import OptimType, generate_artifacts
+from onward.errors import DeviceError, DeviceMemoryError, NonFiniteError
+from onward.graph.passes.batch_norm import expand_batch_norm
+from onward.onnxblock import optim
+from onward.optim.graph import ParameterGroup
+from onward.runtime import bound, devices, step
+from onward.runtime.devices import Device, find_device
+from onward.runtime.memory import DeviceTensor, FlatBuffer, make_tensor
+from onward.train.trainer import Trainer
+from small_models import (
+    batch,
+    load,
+    one_thread,
+    snapshot,
+    start,
+    write_classifier,
+    write_normalized,
+)  # fmt: skip
+
+EMULATED = Device("cpu", memory="device")
+COPIED = Device("cpu", memory="copied")
+HAS_CUDA = "CUDAExecutionProvider" in ort.get_available_providers() and devices._problem("cuda", 0) is None
+CUDA = pytest.param(
+    Device("cuda"),
+    marks=[
+        pytest.mark.cuda,
+        pytest.mark.skipif(not HAS_CUDA, reason="needs onnxruntime-gpu and a GPU that it can use"),
+    ],
+    id="cuda",
+)
+ALL = [pytest.param(EMULATED, id="device memory"), pytest.param(COPIED, id="copied"), CUDA]
+MEMORY = [pytest.param(EMULATED, id="device memory"), CUDA]
+
+
+def tolerance(device: Device) -> dict[str, float]:
+    """Other kernels round otherwise; a session for one shape may add in another order; else to the bit."""
+    if device.kind == "cuda":
+        return {"rtol": 2e-5, "atol": 2e-6}
+    return {"rtol": 1e-6, "atol": 1e-7} if device.memory == "device" else {"rtol": 0, "atol": 0}
+
+
+def train(
+    folder: Path, device: Device, steps: int = 6, *, accumulate: int = 1, **options: Any
+) -> tuple[list[float], CheckpointState]:
+    """The losses of some updates, each of `accumulate` batches, and the state after them."""
+    state, module, optimizer = start(folder, device=device, **options)
+    optimizer.set_learning_rate(0.05)
+    losses = []
+    for index in range(steps):
+        for part in range(accumulate):
+            results = module(*batch(10 * index + part, size=4 + index % 3))
+            losses.append(float(np.ravel(results[0] if isinstance(results, tuple) else results)[0]))
+        optimizer.gradient_scale = 1 / accumulate
+        assert optimizer.step()
+        module.lazy_reset_grad()
+    return losses, state
+
+
+def same(found: CheckpointState, expected: CheckpointState, device: Device) -> None:
+    for name, parameter in expected.parameters:
+        np.testing.assert_allclose(
+            found.parameters[name].data, parameter.data, err_msg=name, **tolerance(device)
+        )
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "AdamW": optim.AdamW(weight_decay=0.1),
+    "SGD": optim.SGD(momentum=0.9),
+    "clipped": optim.AdamW(clip_grad=optim.ClipGradNorm(0.1)),
+    "Lamb": OptimType.Lamb,
+    "Adafactor": OptimType.Adafactor,
+}
+
+
+@pytest.mark.parametrize("device", ALL)
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_training_equals_the_cpus(name: str, accumulate: int, device: Device, tmp_path: Path) -> None:
+    folder = write_classifier(tmp_path, dropout=0.25, optimizer=OPTIMIZERS[name])
+    losses, state = train(folder, device, accumulate=accumulate)
+    expected, other = train(folder, Device("cpu"), accumulate=accumulate)
+    np.testing.assert_allclose(losses, expected, **tolerance(device))
+    same(state, other, device)
+    assert len(set(losses)) == len(losses)  # training moves
+
+
+@pytest.mark.parametrize("device", ALL)
+def test_batch_norm_and_its_statistics(device: Device, tmp_path: Path) -> None:
+    folder = write_normalized(tmp_path)
+    losses, state = train(folder, device)
+    expected, other = train(folder, Device("cpu"))
+    # on a device batch norm is written in other operators, so the sums may be in another order
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    for name, parameter in other.parameters:
+        np.testing.assert_allclose(
+            state.parameters[name].data, parameter.data, rtol=1e-4, atol=1e-6, err_msg=name
+        )
+    assert not np.array_equal(state.parameters["mean"].data, np.zeros(8))
+
+
+@pytest.mark.parametrize("device", ALL)
+def test_groups_of_parameters(device: Device, tmp_path: Path) -> None:
+    groups = [
+        ParameterGroup(("b1", "b2"), weight_decay=0.0),
+        ParameterGroup(("w2",), learning_rate_scale=0.1),
+    ]
+    folder = write_classifier(tmp_path, parameter_groups=groups)
+    losses, state = train(folder, device)
+    expected, other = train(folder, Device("cpu"))
+    np.testing.assert_allclose(losses, expected, **tolerance(device))
+    same(state, other, device)
+
+
+@pytest.mark.parametrize("device", ALL)
+def test_parameters_are_read_and_written_where_they_lie(device: Device, tmp_path: Path) -> None:
+    state, module, optimizer = start(write_normalized(tmp_path), device=device)
+    x, labels = batch()
+    module(x, labels)
+    gradient = state.parameters["w1"].grad
+    assert gradient is not None and np.abs(gradient).max() > 0
+    before = state.parameters["w2"].data
+    optimizer.step()
+    assert not np.array_equal(state.parameters["w2"].data, before)
+    state.parameters["w2"] = np.zeros_like(before)
+    state.parameters["mean"] = np.full(8, 2.5, np.float32)
+    np.testing.assert_array_equal(state.parameters["w2"].data, 0)
+    module.eval()
+    np.testing.assert_allclose(module(x, labels), np.log(3), rtol=1e-6)
+    vector = module.get_contiguous_parameters().numpy()
+    assert (vector == 2.5).sum() == 8
+    module.copy_buffer_to_parameters(vector * 2, trainable_only=False)
+    np.testing.assert_array_equal(state.parameters["mean"].data, np.full(8, 5.0))
+
+
+@pytest.mark.parametrize("device", ALL)
+@pytest.mark.parametrize("first_on_cpu", [True, False])
+def test_a_checkpoint_goes_on_on_another_device(device: Device, first_on_cpu: bool, tmp_path: Path) -> None:
+    folder = write_classifier(tmp_path, dropout=0.25)
+    chain = [Device("cpu"), device] if first_on_cpu else [device, Device("cpu")]
+
+    def run(devices: list[Device]) -> CheckpointState:
+        checkpoint: str | Path = "checkpoint"
+        for part, where in enumerate(devices):
+            state, module, optimizer = start(folder, checkpoint, device=where)
+            for index in range(3):
+                module(*batch(3 * part + index))
+                optimizer.step()
+                module.lazy_reset_grad()
+            module(*batch(99))  # a gradient that waits for its update
+            checkpoint = tmp_path / f"saved-{part}"
+            CheckpointState.save_checkpoint(state, checkpoint, include_optimizer_state=True)
+        return CheckpointState.load_checkpoint(checkpoint)
+
+    found, expected = run(chain), run([Device("cpu"), Device("cpu")])
+    same(found, expected, device)
+    for name, slots in expected._data.optimizer[0].slots.items():
+        for slot, array in slots.items():
+            np.testing.assert_allclose(
+                found._data.optimizer[0].slots[name][slot], array, **tolerance(device), err_msg=name
+            )
+        np.testing.assert_allclose(
+            found._data.accumulation[name], expected._data.accumulation[name], **tolerance(device)
+        )
+
+
+@pytest.mark.parametrize("device", ALL)
+@pytest.mark.parametrize("policy", ["raise", "skip"])
+def test_what_is_not_finite_changes_nothing(policy: Any, device: Device, tmp_path: Path) -> None:
+    state, module, optimizer = start(write_normalized(tmp_path), device=device, on_nonfinite=policy)
+    module(*batch())
+    optimizer.step()
+    module.lazy_reset_grad()
+    before = snapshot(state)
+    x, labels = batch(1)
+    x[0, 0] = np.inf
+    if policy == "raise":
+        with pytest.raises(NonFiniteError, match="is nan at training step 2"):
+            module(x, labels)
+    else:
+        module(x, labels)
+        assert not optimizer.step()
+    assert snapshot(state) == before
+    module(*batch(2))
+    assert optimizer.step() and snapshot(state) != before
+
+
+@pytest.mark.parametrize("device", ALL)
+def test_a_gradient_that_is_not_finite_is_blamed_by_name(device: Device, tmp_path: Path) -> None:
+    state, module, optimizer = start(write_classifier(tmp_path), device=device)
+    module(*batch())
+    gradients = module.memory.gradients
+    broken = gradients.tensors["b1"].read().copy()
+    broken[0] = np.nan
+    gradients.tensors["b1"].write(broken)
+    before = snapshot(state)
+    with pytest.raises(NonFiniteError, match="gradient of 'b1' is not finite"):
+        optimizer.step()
+    assert snapshot(state) == before
+
+
+@pytest.mark.parametrize("device", ALL)
+def test_a_trainer_evaluates_exports_and_resumes(device: Device, tmp_path: Path) -> None:
+    folder = write_classifier(tmp_path / "artifacts")
+    x, labels = batch(size=24)
+    options: dict[str, Any] = {"session_options": one_thread(), "progress": False, "metrics": ["accuracy"]}
+    trainer = Trainer(folder, device=device, output_directory=tmp_path / "run", **options)
+    trainer.fit((x, labels), (x, labels), epochs=2, batch_size=5)
+    again = Trainer(folder, device=device, output_directory=tmp_path / "run", **options)
+    again.fit((x, labels), (x, labels), epochs=3, batch_size=5, resume=True)
+    straight = Trainer(folder, **options)
+    straight.fit((x, labels), (x, labels), epochs=3, batch_size=5)
+    same(again.state, straight.state, device)
+    assert again.history.epochs[-1]["eval_loss"] == pytest.approx(
+        straight.history.epochs[-1]["eval_loss"], rel=1e-5
+    )
+    np.testing.assert_allclose(again.predict(x), straight.predict(x), rtol=1e-4, atol=1e-5)
+    again.export(tmp_path / "model.onnx")
+    answer = ort.InferenceSession(tmp_path / "model.onnx").run(["scores"], {"x": x})[0]
+    np.testing.assert_allclose(answer, straight.predict(x), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("device", MEMORY)
+def test_sessions_for_shapes_are_few_and_the_last_ones(
+    device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step, "_KEPT", 2)
+    monkeypatch.setattr(step, "_OFTEN", 3)
+    folder = write_classifier(tmp_path)
+    _, module = load(folder, device=device)
+    _, reference = load(folder)
+    sizes = [3, 4, 5, 3, 5, 6, 5, 5, 5, 4]
+    for index, size in enumerate(sizes):
+        for one in (module, reference):
+            one.lazy_reset_grad()
+        loss, expected = module(*batch(index, size))[0], reference(*batch(index, size))[0]
+        np.testing.assert_allclose(loss, expected, **tolerance(device))
+    kept = [key[1][0] for key in module.step._by_shape]
+    assert kept == [5, 4] or set(kept) == {5, 3}  # 5 came often enough to replace what was used longest ago
+    assert len(module.step.sessions()) == 3  # and one for all other shapes
+
+
+@pytest.mark.parametrize("device", MEMORY)
+def test_ortvalues_and_additional_outputs(device: Device, tmp_path: Path) -> None:
+    folder = write_classifier(tmp_path)
+    _, module = load(folder, device=device)
+    _, reference = load(folder)
+    x, labels = batch()
+    for _ in range(3):
+        given = [ort.OrtValue.ortvalue_from_numpy(a, device.kind, device.number) for a in (x, labels)]
+        loss, scores = module(*given)
+        expected = reference(x, labels)
+        assert isinstance(loss, ort.OrtValue)
+        np.testing.assert_allclose(loss.numpy(), expected[0], **tolerance(device))
+        np.testing.assert_allclose(scores.numpy(), expected[1], **tolerance(device))
+
+
+@pytest.mark.parametrize("device", MEMORY)
+def test_strings_need_the_cpu(device: Device, tmp_path: Path) -> None:
+    text = """net (string[n] word, float[n, 2] x) => (float loss) {
+        i = StringNormalizer (word)  y = Mul (x, w)  loss = ReduceMean <keepdims = 0> (y) }"""
+    model = onnx.parser.parse_model('<ir_version: 10, opset_import: ["": 18]>' + text)
+    model.graph.initializer.append(onnx.numpy_helper.from_array(np.ones(2, np.float32), "w"))
+    model.graph.output.append(onnx.helper.make_tensor_value_info("i", onnx.TensorProto.STRING, ["n"]))
+    generate_artifacts(
+        model, requires_grad=["w"], optimizer=OptimType.SGD, artifact_directory=tmp_path,
+        additional_output_names=["i"],
+    )  # fmt: skip
+    _, module = load(tmp_path, device=device)
+    with pytest.raises(ValueError, match="has strings, which only the CPU reads"):
+        module(np.array(["a", "b"], object), np.ones((2, 2), np.float32))
+
+
+@pytest.mark.parametrize("device", MEMORY)
+def test_too_little_memory_names_what_to_lower(
+    device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state, module, optimizer = start(write_normalized(tmp_path), device=device)
+    module(*batch())
+    optimizer.step()
+    module.lazy_reset_grad()
+    before = snapshot(state)
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("Failed to allocate memory for requested buffer of size 1099511627776")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(bound, "run_bound", fail)
+        with pytest.raises(DeviceMemoryError, match=r"size 1099511627776.*lower the batch size"):
+            module(*batch())
+    assert snapshot(state) == before
+    module(*batch())
+    assert optimizer.step()
+
+
+# ---- recording -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", MEMORY)
+def test_recorded_runs_equal_plain_ones(
+    device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Recording executes a run more than once; over the CPU provider that is made to happen here."""
+    monkeypatch.setattr(step, "_KEPT", 8)  # every session is for one shape, and recorded
+    folder = write_classifier(tmp_path, dropout=0.25)
+    plain, one = train(folder, Device(device.kind, memory=device.memory, graphs=False), accumulate=2)
+    if device.kind == "cpu":
+        monkeypatch.setattr(Device, "captures", property(lambda self: self.memory == "device"))
+        real = bound.run_bound
+        recorded_ones = weakref.WeakSet[ort.InferenceSession]()
+
+        def twice_at_first(session: ort.InferenceSession, binding: Any) -> None:
+            real(session, binding)
+            if session not in recorded_ones:
+                recorded_ones.add(session)
+                real(session, binding)
+
+        monkeypatch.setattr(bound, "run_bound", twice_at_first)
+    recorded, other = train(folder, device, accumulate=2)
+    assert recorded == plain
+    assert snapshot(one) == snapshot(other)
+
+
+def test_an_update_is_recorded_without_a_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from onward.runtime.optimizers import device as device_updates
+
+    folder = write_classifier(tmp_path)
+    _, plain = train(folder, EMULATED)
+    monkeypatch.setattr(Device, "captures", property(lambda self: self.memory == "device"))
+    recorded: list[Any] = []
+    real = device_updates._Bound._run_all
+
+    def run_all(self: Any) -> None:
+        if not self._recorded:
+            recorded.append(self)
+            real(self)
+        real(self)
+
+    monkeypatch.setattr(device_updates._Bound, "_run_all", run_all)
+    _, other = train(folder, EMULATED)
+    assert recorded and snapshot(plain) == snapshot(other)
+
+
+# ---- memory --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", MEMORY)
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, np.int64, np.int8, np.bool_, "bfloat16"])
+def test_tensors_of_every_type(dtype: Any, device: Device) -> None:
+    import ml_dtypes
+
+    kind = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+    array = (np.arange(15).reshape(3, 5) % 2).astype(kind)
+    tensor = make_tensor(device, array)
+    np.testing.assert_array_equal(tensor.read(), array)
+    tensor.write(array[::-1])
+    np.testing.assert_array_equal(tensor.read(), array[::-1])
+    assert tensor.read().dtype == kind
+
+
+@pytest.mark.parametrize("device", MEMORY)
+def test_what_is_done_to_vectors(device: Device) -> None:
+    flat = FlatBuffer({"a": (3, 4), "b": (5,), "none": (0,)}, device=device)
+    assert isinstance(flat.whole, DeviceTensor) and not flat.on_host
+    assert not flat.whole.read().any()
+    flat.tensors["a"].write(np.full((3, 4), 2.0))
+    flat.tensors["b"].write(np.arange(5))
+    flat.whole.scale(0.5)
+    np.testing.assert_array_equal(flat.arrays()["b"], np.arange(5) / 2)
+    assert flat.whole.squared_norm() == pytest.approx(12 + 7.5)
+    assert flat.tensors["none"].squared_norm() == 0 and flat.tensors["none"].read().size == 0
+    part = flat.part(16, 32)
+    assert part.shapes == {"b": (5,)}
+    part.whole.fill(3.0)
+    np.testing.assert_array_equal(flat.tensors["b"].read(), 3)
+    np.testing.assert_array_equal(flat.tensors["a"].read(), 1)
+    assert flat.whole.is_finite()
+    flat.tensors["b"].write(np.array([1, np.nan, 0, 0, 0]))
+    assert not flat.whole.is_finite() and not np.isfinite(flat.whole.squared_norm())
+    flat.whole.fill(0.0)
+    assert flat.whole.squared_norm() == 0
+    flat.tensors["b"].write(np.full(5, 1e25))  # whose square is too large for float32
+    assert flat.whole.squared_norm() == pytest.approx(5e50)
+
+
+def test_copied_memory_is_bound_at_every_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A provider may copy what it is given when that is bound: a stand-in binds copies."""
+    from onward.runtime.memory import HostTensor
+
+    real = HostTensor.bind_input
+    kept = []
+
+    def bind_a_copy(self: HostTensor, binding: Any, name: str) -> None:
+        kept.append(HostTensor(self.array.copy()))
+        real(kept[-1], binding, name)
+
+    folder = write_normalized(tmp_path)
+    expected, _ = train(folder, Device("cpu"))
+    monkeypatch.setattr(HostTensor, "bind_input", bind_a_copy)
+    losses, _ = train(folder, COPIED)
+    np.testing.assert_allclose(losses, expected, rtol=1e-6)
+
+
+# ---- choosing ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "words"),
+    [
+        ("gpu", ValueError, "choose one of auto, cpu, cuda"),
+        ("cuda:x", ValueError, "choose one of"),
+        ("cuda:-1", ValueError, "choose one of"),
+        ("openvino", DeviceError, "OpenVINOExecutionProvider.*does not have"),
+        ("cuda:77", DeviceError, "cannot be used"),
+    ],
+)
+def test_a_device_that_is_not_there(name: str, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        find_device(name)
+
+
+def test_auto_takes_what_works() -> None:
+    assert find_device("auto") == Device("cuda" if HAS_CUDA else "cpu")
+
+
+def test_a_session_that_falls_back_to_the_cpu_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As onnxruntime does where a library of CUDA is missing: it prints that, and goes on without."""
+    folder = write_classifier(tmp_path)
+    monkeypatch.setattr(devices, "_problem", lambda kind, number: None)
+    monkeypatch.setattr(Device, "providers", lambda self, capture=False: [devices.CPU])
+    with pytest.raises(DeviceError, match="on CPUExecutionProvider and not on device='coreml'"):
+        load(folder, device=Device("coreml"))
+
+
+def test_a_provider_that_does_not_start_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Fallen:
+        def __init__(self, *_: Any, **__: Any) -> None: ...
+
+        def get_providers(self) -> list[str]:
+            return [devices.CPU]
+
+    monkeypatch.setattr(
+        devices.ort, "get_available_providers", lambda: ["CUDAExecutionProvider", devices.CPU]
+    )
+    monkeypatch.setattr(devices.ort, "InferenceSession", Fallen)
+    devices._problem.cache_clear()
+    try:
+        with pytest.raises(DeviceError, match=r"could not start its CUDAExecutionProvider.*cuDNN 9"):
+            find_device("cuda:3")
+        assert find_device("auto") == Device("cpu")
+    finally:
+        devices._problem.cache_clear()
+
+
+# ---- models for CUDA -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("opset", [15, 17, 18])
+@pytest.mark.parametrize("shape", [(6, 4), (3, 4, 5), (2, 4, 3, 5)])
+def test_batch_norm_in_other_operators(shape: tuple[int, ...], opset: int, momentum: float) -> None:
+    dims = ", ".join(["n", *map(str, shape[1:])])
+    model = onnx.parser.parse_model(
+        f"""<ir_version: 8, opset_import: ["": {opset}]>
+        net (float[{dims}] x, float[4] s, float[4] b, float[4] mean, float[4] var)
+          => (float[{dims}] y, float[4] m, float[4] v) {{
+            y, m, v = BatchNormalization <training_mode = 1, momentum = {momentum}> (x, s, b, mean, var) }}"""
+    )
+    other = onnx.ModelProto()
+    other.CopyFrom(model)
+    expand_batch_norm(other)
+    assert not any(a.name == "training_mode" and a.i for node in other.graph.node for a in node.attribute)
+    onnx.checker.check_model(other, full_check=True)
+    rng = np.random.default_rng(0)
+    feeds = {"x": rng.normal(3, 2, shape), **{n: rng.uniform(0.5, 2, 4) for n in ("s", "b", "mean", "var")}}
+    feeds = {name: array.astype(np.float32) for name, array in feeds.items()}
+
+    def run(model: onnx.ModelProto) -> Any:
+        return ort.InferenceSession(model.SerializeToString()).run(None, feeds)
+
+    for found, expected in zip(run(other), run(model)):
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not HAS_CUDA, reason="needs onnxruntime-gpu and a GPU that it can use")
+@pytest.mark.parametrize("make", [write_classifier, write_normalized])
+def test_every_node_runs_on_the_gpu_and_is_recorded(make: Any, tmp_path: Path) -> None:
+    folder = make(tmp_path)
+    options = one_thread()
+    options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
+    _, module = load(folder, device="cuda", session_options=options)
+    module(*batch())
+    (made,) = module.step._by_shape.values()
+    assignments = made.session.get_provider_graph_assignment_info()
+    on_cpu = [n.op_type for part in assignments if part.ep_name == devices.CPU for n in part.get_nodes()]
+    assert not on_cpu and made.capture
