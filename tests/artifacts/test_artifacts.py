@@ -567,6 +567,28 @@ def test_external_data_gives_the_same_artifacts(tmp_path: Path) -> None:
     assert files(tmp_path / "external") == files(tmp_path / "inside")
 
 
+def test_constants_in_external_data_are_written_beside_the_artifacts_once(tmp_path: Path) -> None:
+    table = RNG.normal(size=(500, 4)).astype(np.float32)
+    text = "(int64[N] ids) => (float[N, 3] y) { e = Gather(table, ids)  f = Mul(e, small)  y = MatMul(f, w) }"
+    model = model_of(text, table=table, small=np.ones(4, np.float32), w=np.ones((4, 3), np.float32))
+    source = tmp_path / "source"
+    source.mkdir()
+    onnx.save(model, source / "m.onnx", save_as_external_data=True, location="m.bin", size_threshold=0)
+    folder = tmp_path / "artifacts"
+    generate(folder, source / "m.onnx", requires_grad=["w"], prefix="p_")
+    assert sorted(files(folder)) == sorted([*(f"p_{name}" for name in FOUR), "p_constants.data"])
+    assert (folder / "p_constants.data").stat().st_size == table.nbytes
+    (source / "m.bin").unlink()
+    state = CheckpointState.load_checkpoint(folder / "p_checkpoint")
+    module = Module(folder / "p_training_model.onnx", state, folder / "p_eval_model.onnx")
+    ids = np.asarray([3, 499, 7, 0, 12])
+    trained = module(ids, LABELS)
+    np.testing.assert_allclose(module.eval()(ids, LABELS), trained, rtol=1e-6)
+    module.export_model_for_inferencing(tmp_path / "inference.onnx", ["y"])
+    (got,) = ort.InferenceSession(tmp_path / "inference.onnx").run(None, {"ids": ids})
+    np.testing.assert_allclose(got, table[ids] @ np.ones((4, 3)), rtol=1e-5)
+
+
 def test_models_past_the_limit_of_protobuf_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The limit is lowered: constants of 2000 numbers stand for two gigabytes."""
     monkeypatch.setattr(save, "EXTERNAL_THRESHOLD", 4000)
@@ -576,7 +598,7 @@ def test_models_past_the_limit_of_protobuf_train(tmp_path: Path, monkeypatch: py
     onnx.save(model, tmp_path / "m.onnx", save_as_external_data=True, location="m.bin", size_threshold=0)
     folder = tmp_path / "artifacts"
     generate(folder, tmp_path / "m.onnx", requires_grad=["w"])
-    assert sorted(files(folder)) == sorted([*FOUR, "eval_model.onnx.data", "training_model.onnx.data"])
+    assert sorted(files(folder)) == sorted([*FOUR, "constants.data"])
     module = module_of(folder)
     optimizer = Optimizer(folder / "optimizer_model.onnx", module)
     ids = np.asarray([3, 499, 7, 0, 12])

@@ -208,6 +208,7 @@ def generate_artifacts(
         Path(artifact_directory) if artifact_directory is not None else Path.cwd(),
         {f"{prefix}{name}": made_model for name, made_model in models.items()},
         {f"{prefix}{name}": data for name, data in checkpoints.items()},
+        data_name=f"{prefix}constants.data",
         ort_format=ort_format,
         custom_op_library=custom_op_library,
         more=lambda folder: _write_portable(folder, prefix, made),

@@ -11,7 +11,7 @@ import onnx_ir as ir
 from onward.checkpoint import CheckpointData, save
 from onward.errors import ModelError
 from onward.files import place, staging_folder
-from onward.graph.save import write_model
+from onward.graph.save import constants_beside, write_model
 
 __all__ = ["write_artifacts"]
 
@@ -21,12 +21,14 @@ def write_artifacts(
     models: Mapping[str, ir.Model],
     checkpoints: Mapping[str, CheckpointData],
     *,
+    data_name: str = "constants.data",
     ort_format: bool = False,
     custom_op_library: str | os.PathLike[str] | None = None,
     more: Callable[[Path], object] | None = None,
 ) -> list[Path]:
     """Write `{name}.onnx` for each model and `{name}` for each checkpoint; returns the files.
 
+    Constants that lie in files beside the model that they came from go to `data_name`, once for all models.
     Everything is written into a temporary folder inside the directory first, where `more` adds files, then
     moved; old files are put back if a move fails.
     """
@@ -34,10 +36,11 @@ def write_artifacts(
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with staging_folder(directory) as staging:
-            for name, model in models.items():
-                write_model(model, staging / f"{name}.onnx")
-                if ort_format:
-                    _write_ort(staging / f"{name}.onnx", custom_op_library)
+            with constants_beside(list(models.values()), staging, data_name):
+                for name, model in models.items():
+                    write_model(model, staging / f"{name}.onnx", external=False)
+                    if ort_format:
+                        _write_ort(staging / f"{name}.onnx", custom_op_library)
             for name, data in checkpoints.items():
                 save(data, staging / name)
             if more is not None:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import onnx_ir as ir
 
-__all__ = ["EXTERNAL_THRESHOLD", "initializer_bytes", "write_model"]
+__all__ = ["EXTERNAL_THRESHOLD", "constants_beside", "initializer_bytes", "write_model"]
 
 # protobuf ends at 2 GiB for the whole message; the graph itself needs some of it
 EXTERNAL_THRESHOLD = 1800 * 2**20
+# smaller tensors stay in the model: a reference to them would be as long
+_SMALLEST_OUTSIDE = 1024
 
 
 def initializer_bytes(model: ir.Model) -> int:
@@ -38,8 +42,51 @@ def write_model(
         return [target]
     location = data_name or f"{target.name}.data"
     tensors = {name: value.const_value for name, value in model.graph.initializers.items()}
-    ir.save(model, target, external_data=location, size_threshold_bytes=1024)
+    ir.save(model, target, external_data=location, size_threshold_bytes=_SMALLEST_OUTSIDE)
     # saving points the model's tensors at the new file, which the caller is about to move
     for name, tensor in tensors.items():
         model.graph.initializers[name].const_value = tensor
     return [target, target.with_name(location)]
+
+
+@contextlib.contextmanager
+def constants_beside(models: Sequence[ir.Model], folder: Path, name: str) -> Iterator[None]:
+    """Within it, models that are saved in `folder` refer to one file there for what they read from elsewhere.
+
+    Constants that come from another model's external data, or are too many for a protobuf message, are written
+    to the file `name`, each once however many of the models hold it. Where there are none, no file is made.
+    """
+    moved = [
+        value
+        for model in models
+        for value in model.graph.initializers.values()
+        if isinstance(value.const_value, ir.ExternalTensor)
+        or (value.const_value is not None and initializer_bytes(model) > EXTERNAL_THRESHOLD)
+    ]
+    held = [(value, value.const_value) for value in moved]
+    large: dict[object, ir.TensorProtocol] = {
+        _identity(tensor): tensor
+        for _, tensor in held
+        if tensor is not None and tensor.nbytes >= _SMALLEST_OUTSIDE
+    }
+    try:
+        if large:
+            written = ir.external_data.convert_tensors_to_external(list(large.values()), folder, name)
+            new = dict(zip(large, written))
+        for value, tensor in held:
+            assert tensor is not None
+            if (key := _identity(tensor)) in large:
+                value.const_value = new[key]
+            else:
+                value.const_value = ir.tensor(tensor.numpy().copy(), dtype=tensor.dtype, name=tensor.name)
+        yield
+    finally:
+        for value, tensor in held:
+            value.const_value = tensor
+
+
+def _identity(tensor: ir.TensorProtocol) -> object:
+    """Equal for two tensors that are the same numbers in the same place."""
+    if isinstance(tensor, ir.ExternalTensor):
+        return os.fspath(tensor.path), tensor.offset, tensor.nbytes, tensor.dtype
+    return id(tensor)
