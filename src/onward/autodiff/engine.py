@@ -17,7 +17,7 @@ from onward.autodiff import registry
 from onward.autodiff.sequences import add_sequences
 from onward.errors import UnsupportedOps
 from onward.graph.builder import Builder
-from onward.graph.nodes import captured_values, subgraphs_of
+from onward.graph.nodes import captured_values, stops_gradient, subgraphs_of
 
 __all__ = [
     "DifferentiableBuilder",
@@ -192,7 +192,7 @@ def find_path(graph: ir.Graph, targets: Set[ir.Value], wrt: Iterable[ir.Value]) 
     order: list[tuple[ir.Node, list[ir.Value]]] = []
     quantized: set[ir.Value] = set()  # integers that stand for real numbers
     for node in graph:
-        if registry.is_constant(node.op_type, node.domain):
+        if registry.is_constant(node.op_type, node.domain) or stops_gradient(node):
             continue
         values = [value for value in node.inputs if value in reached]
         if subgraphs_of(node):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
 
 import numpy as np
@@ -17,6 +16,7 @@ from onward.graph.dialect.normalize import normalize
 from onward.graph.gc_paused import gc_paused
 from onward.graph.load import ModelSource
 from onward.graph.passes.running_stats import make_statistics_explicit
+from onward.graph.prune import find_value, find_values
 from onward.graph.shapes.bodies import infer_graph
 
 __all__ = ["add_gradients", "find_value", "gradient", "vector_jacobian"]
@@ -51,7 +51,7 @@ def gradient(
     if wrt is None:
         sources = [value for value in graph.inputs if is_differentiable(value)]
     else:
-        sources = [find_value(graph, name) for name in ([wrt] if isinstance(wrt, str) else wrt)]
+        sources = find_values(graph, [wrt] if isinstance(wrt, str) else wrt)
     _require_real([target, *sources])
     if not sources:
         raise ModelError(
@@ -78,16 +78,8 @@ def vector_jacobian(
     graph = prepared.graph
     op = DifferentiableBuilder(graph)
     make_statistics_explicit(op)
-    targets = (
-        [v for v in graph.outputs if is_differentiable(v)]
-        if of is None
-        else [find_value(graph, n) for n in of]
-    )
-    sources = (
-        [v for v in graph.inputs if is_differentiable(v)]
-        if wrt is None
-        else [find_value(graph, n) for n in wrt]
-    )
+    targets = [v for v in graph.outputs if is_differentiable(v)] if of is None else find_values(graph, of)
+    sources = [v for v in graph.inputs if is_differentiable(v)] if wrt is None else find_values(graph, wrt)
     targets, sources = list(dict.fromkeys(targets)), list(dict.fromkeys(sources))
     _require_real([*targets, *sources])
     names = [v.name or "" for v in targets], [v.name or "" for v in sources]
@@ -141,19 +133,6 @@ def add_gradients(
     infer_graph(op)
     found = backward(op, cotangents, wrt)
     return {value: zeros(op, value) if dx is None else dx for value, dx in found.items()}
-
-
-def find_value(graph: ir.Graph, name: str) -> ir.Value:
-    """The input, initializer or intermediate of a graph with this name."""
-    values: dict[str, ir.Value] = {value.name or "": value for value in graph.inputs}
-    values.update(dict(graph.initializers.items()))
-    for node in graph:
-        values.update({output.name or "": output for output in node.outputs})
-    if name not in values:
-        near = difflib.get_close_matches(name, values, n=3)
-        hint = f"; did you mean {', '.join(repr(n) for n in near)}?" if near else ""
-        raise ModelError(f"'{name}' is not found in the graph{hint}")
-    return values[name]
 
 
 def _one(op: DifferentiableBuilder, target: ir.Value) -> ir.Value:

@@ -280,6 +280,7 @@ def _copy_node(op: DifferentiableBuilder, node: ir.Node, known: dict[ir.Value, i
         attributes,
         num_outputs=len(node.outputs),
         name=op.namer(node.name or node.op_type),
+        metadata_props=dict(node.metadata_props),
     )
     for value, original in zip(copy.outputs, node.outputs):
         if original.name:

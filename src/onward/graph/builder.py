@@ -17,7 +17,7 @@ import onnx_ir as ir
 
 from onward.errors import ModelError
 from onward.graph.naming import Namer
-from onward.graph.nodes import SMALL, key_of
+from onward.graph.nodes import SMALL, computation_key, key_of
 from onward.graph.shapes.node import NodeInference, find_schema
 from onward.graph.shapes.symbolic import Symbols
 
@@ -310,7 +310,7 @@ class Builder:
 
     def _remember(self, node: ir.Node, key: tuple | None = None) -> None:
         if self._known is not None:
-            key = key or key_of(node.op_type, node.domain, node.inputs, node.attributes, len(node.outputs))
+            key = key or computation_key(node)
             if key is not None:
                 self._known.setdefault(key, tuple(node.outputs))
 

@@ -15,7 +15,7 @@ import onnx_ir.passes.common as passes
 
 from onward.graph.dialect.pads import spell_out_pads
 from onward.graph.evaluate import COMPUTABLE, compute
-from onward.graph.nodes import computation_key, subgraphs_of
+from onward.graph.nodes import GRADIENT, computation_key, subgraphs_of
 
 __all__ = [
     "finish",
@@ -70,7 +70,24 @@ def finish(model: ir.Model) -> ir.Model:
     """The last pass over a graph that was built: no dead code, no needless Identity, nothing onnxruntime gets wrong."""
     spell_out_pads(model)
     remove_identities(model)
+    _remove_choices_of_the_same(model)
     return remove_unused(model)
+
+
+def _remove_choices_of_the_same(model: ir.Model) -> None:
+    """Where(c, x, x) of x's own shape: a choice that only mattered to gradients, of rows with and without one."""
+    for node in ir.traversal.RecursiveGraphIterator(model.graph):
+        node.metadata_props.pop(GRADIENT, None)
+        if (
+            node.op_type != "Where"
+            or node.inputs[1] is not node.inputs[2]
+            or node.outputs[0].is_graph_output()
+        ):
+            continue
+        source, result = node.inputs[1], node.outputs[0]
+        if source is not None and source.shape is not None and source.shape == result.shape and node.graph:
+            ir.convenience.replace_all_uses_with(result, source)
+            node.graph.remove(node, safe=True)
 
 
 def simplify(model: ir.Model, *, parameters: Collection[str] | None = None) -> ir.Model:

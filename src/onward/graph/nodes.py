@@ -9,12 +9,15 @@ import onnx
 import onnx_ir as ir
 
 __all__ = [
+    "GRADIENT",
     "RANDOM",
     "SMALL",
+    "STOP",
     "attributes_key",
     "captured_values",
     "computation_key",
     "key_of",
+    "stops_gradient",
     "subgraphs_of",
     "type_proto",
 ]
@@ -33,6 +36,13 @@ RANDOM = frozenset(
 )
 # Tensors up to this many elements are compared by content, and told to shape inference.
 SMALL = 256
+# A node's metadata in a model that is to be differentiated: an Identity marked so passes no gradient on.
+GRADIENT, STOP = "onward.gradient", "stop"
+
+
+def stops_gradient(node: ir.Node) -> bool:
+    """Whether a node is marked as one that passes no gradient on (`detach` of the module it came from)."""
+    return node.op_type == "Identity" and node.metadata_props.get(GRADIENT) == STOP
 
 
 def subgraphs_of(node: ir.Node) -> list[ir.Graph]:
@@ -80,6 +90,8 @@ def type_proto(value: ir.Value) -> onnx.TypeProto:
 
 def computation_key(node: ir.Node) -> tuple | None:
     """Equal for two nodes that compute the same thing; None where that cannot be said."""
+    if stops_gradient(node):  # an Identity like others, but not to the differentiator
+        return None
     return key_of(node.op_type, node.domain, node.inputs, node.attributes, len(node.outputs))
 
 

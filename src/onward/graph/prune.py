@@ -10,7 +10,7 @@ import onnx_ir as ir
 from onward.errors import ModelError
 from onward.graph.cleanup import remove_unused
 
-__all__ = ["find_value", "prune", "values_of"]
+__all__ = ["find_value", "find_values", "prune", "values_of"]
 
 
 def values_of(graph: ir.Graph) -> dict[str, ir.Value]:
@@ -24,12 +24,18 @@ def values_of(graph: ir.Graph) -> dict[str, ir.Value]:
 
 def find_value(graph: ir.Graph, name: str) -> ir.Value:
     """The input, initializer or intermediate of a graph with this name."""
+    return find_values(graph, [name])[0]
+
+
+def find_values(graph: ir.Graph, names: Sequence[str]) -> list[ir.Value]:
+    """The inputs, initializers or intermediates of a graph with these names."""
     values = values_of(graph)
-    if name not in values:
-        near = difflib.get_close_matches(name, values, n=3)
-        hint = f"; did you mean {', '.join(repr(n) for n in near)}?" if near else ""
-        raise ModelError(f"'{name}' is not found in the graph{hint}")
-    return values[name]
+    for name in names:
+        if name not in values:
+            near = difflib.get_close_matches(name, values, n=3)
+            hint = f"; did you mean {', '.join(repr(n) for n in near)}?" if near else ""
+            raise ModelError(f"'{name}' is not found in the graph{hint}")
+    return [values[name] for name in names]
 
 
 def prune(model: ir.Model, outputs: Sequence[str]) -> ir.Model:

@@ -70,12 +70,12 @@ def constants_beside(models: Sequence[ir.Model], folder: Path, name: str) -> Ite
         if tensor is not None and tensor.nbytes >= _SMALLEST_OUTSIDE
     }
     try:
-        if large:
-            written = ir.external_data.convert_tensors_to_external(list(large.values()), folder, name)
-            new = dict(zip(large, written))
+        tensors = list(large.values())
+        written = ir.external_data.convert_tensors_to_external(tensors, folder, name) if tensors else []
+        new = dict(zip(large, written))
         for value, tensor in held:
             assert tensor is not None
-            if (key := _identity(tensor)) in large:
+            if (key := _identity(tensor)) in new:
                 value.const_value = new[key]
             else:
                 value.const_value = ir.tensor(tensor.numpy().copy(), dtype=tensor.dtype, name=tensor.name)

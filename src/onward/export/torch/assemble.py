@@ -19,11 +19,13 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 
 from onward.errors import ExportError
+from onward.graph.nodes import GRADIENT, STOP
 
 __all__ = [
     "active_dropouts",
     "attach",
     "checkable_target",
+    "mark_stops",
     "neutralised",
     "record",
     "rename",
@@ -122,6 +124,22 @@ def repair_dropout(model: onnx.ModelProto) -> None:
             for node in bare:
                 del node.input[2:]
                 node.input.append(name)
+
+
+def mark_stops(model: onnx.ModelProto) -> None:
+    """Write the exporter's StopGradient as Identity with a mark that the differentiator reads."""
+    found = False
+    for graph in graphs(model.graph):
+        for node in graph.node:
+            if node.domain == "onward" and node.op_type == "StopGradient":
+                node.domain, node.op_type = "", "Identity"
+                node.metadata_props.add(key=GRADIENT, value=STOP)
+                found = True
+    domains = [entry for entry in model.opset_import if entry.domain != "onward"]
+    del model.opset_import[:]
+    model.opset_import.extend(domains)
+    if found:  # the first version of the format in which nodes have metadata
+        model.ir_version = max(model.ir_version, 10)
 
 
 def active_dropouts(model: onnx.ModelProto) -> int:

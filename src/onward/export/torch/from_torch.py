@@ -24,12 +24,14 @@ from onward.export import parity
 from onward.export.torch import assemble, modules
 from onward.export.torch.axes import DynamicAxes
 from onward.export.torch.check import compare_with_torch, groups_that_follow
+from onward.export.torch.check_gradient import check_gradient
 from onward.export.torch.flatten import Adapter, bind_arguments
 from onward.export.torch.probe import Plan, make_plan
 
 __all__ = ["artifacts_from_torch", "from_torch"]
 
 Exporter = Literal["torchscript", "dynamo"]
+Check = Literal["outputs", "gradient"]
 
 
 def from_torch(
@@ -44,7 +46,7 @@ def from_torch(
     output_names: Sequence[str] | None = None,
     dynamic_axes: DynamicAxes | Literal["auto"] | None = "auto",
     exporter: Exporter = "torchscript",
-    check: bool = True,
+    check: bool | Check = True,
     rtol: float = 1e-5,
     atol: float = 1e-6,
     external_data: bool | Literal["auto"] = "auto",
@@ -56,8 +58,10 @@ def from_torch(
     which it does not (`onward.frozen_params`) and which buffers are running statistics (`onward.buffers`).
     The module is given back as it was. Weights over 2 GB, or with `external_data=True`, go to `<path>.data`.
 
-    With `check`, outputs are compared with torch's on fresh inputs at other sizes, dropout neutralised;
-    `ParityError` shows what differs, and nothing is written.
+    With `check`, outputs are compared with torch's on fresh inputs at other sizes, dropout neutralised, and for
+    training (`check="gradient"`) one backward pass with torch autograd; `ParityError` shows what differs, and
+    nothing is written. `check="outputs"` leaves gradients out. `detach`, `no_grad`, `padding_idx` and straight-through
+    functions are kept: gradients stop in the exported model where they stop in the module.
 
     >>> import torch
     >>> proto = from_torch(torch.nn.Linear(4, 2), torch.randn(3, 4))
@@ -65,6 +69,8 @@ def from_torch(
     ['weight', 'bias']
     """
     trace = _exporter(exporter, opset)
+    level = _check_level(check, training=training)
+    not_compared = None
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
     target = None if path is None else assemble.checkable_target(path)
@@ -95,7 +101,7 @@ def from_torch(
                 raise
             plan = plan.keeping([group for group in plan.groups if group.name == "batch"])
             proto, weights = export(plan)
-        if check:
+        if level:
             report = compare_with_torch(plan, proto, weights, rtol=rtol, atol=atol)
             if not report.passed and dynamic_axes == "auto" and plan.groups:
                 follow = groups_that_follow(plan, proto, weights, rtol=rtol, atol=atol)
@@ -104,6 +110,8 @@ def from_torch(
                 report = compare_with_torch(plan, proto, weights, rtol=rtol, atol=atol)
             subject = f"{type(bare).__name__} at opset {opset} ({exporter})"
             parity.merge(report, notes=tuple(heard)).raise_if_failed(subject)
+            if level == "gradient":
+                not_compared = check_gradient(plan, proto, weights, subject=subject)
         if training:
             _require_dropout(plan, proto)
         properties = _properties(bare, plan.names, list(weights), training=training, exporter=exporter)
@@ -114,6 +122,8 @@ def from_torch(
             "but what it does with them cannot be exported for any size",
             stacklevel=2,
         )
+    if not_compared is not None:
+        warnings.warn(f"the gradient was not compared with torch's: {not_compared}", stacklevel=2)
     assemble.record(proto, properties)
     if target is None:
         assemble.attach(proto, weights)
@@ -185,6 +195,7 @@ def _graph(
         dynamic_axes=input_axes | dict(plan.output_axes),
     )
     used = assemble.take_parameters(proto, list(input_axes), plan.names, prefix=Adapter.PREFIX)
+    assemble.mark_stops(proto)
     if training:
         assemble.repair_dropout(proto)
     assemble.set_axes(
@@ -215,6 +226,16 @@ def _properties(
         "onward.frozen_params": [name for name, trains in wanted.items() if not trains],
         "onward.buffers": [name for name in statistics if name in present],
     }
+
+
+def _check_level(check: bool | Check, *, training: bool) -> str | None:
+    if check not in (True, False, "outputs", "gradient"):
+        raise ValueError(f'check must be True, False, "outputs" or "gradient", not {check!r}')
+    if check == "gradient" and not training:
+        raise ValueError('check="gradient" is for training: a model for inference has no gradient')
+    if isinstance(check, str):
+        return check
+    return None if not check else ("gradient" if training else "outputs")
 
 
 def _exporter(name: str, opset: int) -> Callable[..., onnx.ModelProto]:

@@ -7,8 +7,8 @@ nothing of sizes, parity or files.
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import onnx
@@ -16,6 +16,7 @@ import torch
 
 from onward.errors import ExportError
 from onward.export.torch.flatten import Adapter
+from onward.export.torch.keep_gradients import keeping_gradients, stop_symbolics
 from onward.export.torch.patches import traceable
 
 __all__ = ["OPSETS", "trace"]
@@ -41,7 +42,12 @@ def trace(
     """
     file = io.BytesIO()
     try:
-        with traceable(adapter.model), _silent(), _translations(opset):
+        with ExitStack() as stack:
+            stack.enter_context(traceable(adapter.model))
+            stack.enter_context(_silent())
+            if not fold:
+                stack.enter_context(keeping_gradients(adapter))
+            stack.enter_context(_translations(opset, stop_symbolics() if not fold else {}))
             torch.onnx.export(
                 adapter,
                 tuple(tensors),
@@ -81,10 +87,10 @@ def _silent() -> Iterator[None]:
 
 
 @contextmanager
-def _translations(opset: int) -> Iterator[None]:
+def _translations(opset: int, more: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
     """Operators that the tracer does not know or writes wrongly, for as long as we trace."""
     registry: Any = torch.onnx
-    table = {"aten::diff": _diff, "aten::cumsum": _cumsum}
+    table = {"aten::diff": _diff, "aten::cumsum": _cumsum, **more}
     for name, translation in table.items():
         registry.register_custom_op_symbolic(name, translation, opset)
     try:

@@ -1,0 +1,177 @@
+"""Compare one backward pass of an exported model, as Onward differentiates it, with torch autograd.
+
+A graph can compute the right outputs and train differently: a gradient that the module stops, scales or replaces
+leaves no trace in what forward computes. The norm of a parameter's error is judged, not its largest element: a
+unit of a ReLU that rounding turns on or off is no error of the export.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import onnx
+import torch
+
+from onward.errors import ModelError, ParityError, UnsupportedOps
+from onward.export import parity
+from onward.export.torch import assemble, axes
+from onward.export.torch.check import Original, array_of, make_session, widened
+from onward.export.torch.float64 import in_float64
+from onward.export.torch.no_randomness import neutral_dropout
+from onward.export.torch.probe import Plan
+
+__all__ = ["check_gradient"]
+
+# Relative to the norm of a parameter's gradient, and to the largest norm of all.
+_RELATIVE, _FLOOR = 1e-4, 1e-6
+_Gradients = dict[str, np.ndarray]
+
+
+def check_gradient(
+    plan: Plan, proto: onnx.ModelProto, weights: Mapping[str, torch.Tensor], *, subject: str
+) -> str | None:
+    """Raise `ParityError` where a parameter's gradient differs from torch's; why not compared, if it was not."""
+    trained = {
+        plan.names[raw]: parameter
+        for raw, parameter in plan.adapter.model.named_parameters()
+        if parameter.requires_grad and plan.names[raw] in weights and parameter.dtype == torch.float32
+    }
+    if not trained:
+        return None
+    check = _Check(plan, weights, trained)
+    try:
+        reference = check.torch_gradients()
+    except Exception as error:  # the module cannot be trained in torch either, or not in this form
+        return f"torch itself gives no gradient ({str(error).splitlines()[0]})"
+    if not all(np.isfinite(array).all() for array in reference.values()):
+        return "torch's gradient is not finite at the example arguments"
+    try:
+        got = check.exported_gradients(proto)
+    except (UnsupportedOps, ModelError) as error:
+        return str(error)
+    wrong = check.differences(reference, got)
+    if wrong:
+        raise ParityError(
+            f"{subject}: outputs agree, but gradients differ from torch autograd's. The module stops, scales or "
+            "replaces a gradient in a way that the exported model does not say (a hook, say), or its gradient "
+            'is not defined where it was tried. check="outputs" exports it all the same\n' + "\n".join(wrong)
+        )
+    return None
+
+
+class _Check:
+    def __init__(
+        self, plan: Plan, weights: Mapping[str, torch.Tensor], trained: Mapping[str, torch.nn.Parameter]
+    ) -> None:
+        self.plan, self.weights, self.trained = plan, weights, trained
+        self.tensors = axes.fresh_inputs(plan.leaves, {}, seed=0)
+        generator = np.random.default_rng(0)
+        self.cotangents = {
+            name: generator.standard_normal(tuple(value.shape)).astype(np.float32)
+            for name, value in zip(plan.output_names, plan.outputs)
+            if value.dtype == torch.float32
+        }
+
+    def torch_gradients(self, tensors: Sequence[torch.Tensor] | None = None) -> _Gradients:
+        """Of Σ cotangent·output, for every trained parameter; zero where torch has none."""
+        Original(self.plan, self.weights).reset()
+        with torch.enable_grad(), neutral_dropout(self.plan.adapter.model):
+            outputs = self.plan.adapter(*(self.tensors if tensors is None else tensors))
+            named = dict(zip(self.plan.output_names, outputs))
+            total = sum(
+                (named[name] * torch.from_numpy(cotangent).to(named[name])).sum()
+                for name, cotangent in self.cotangents.items()
+            )
+            if not isinstance(total, torch.Tensor) or not total.requires_grad:
+                found: Sequence[torch.Tensor | None] = [None] * len(self.trained)
+            else:
+                found = torch.autograd.grad(total, list(self.trained.values()), allow_unused=True)
+        return {
+            name: np.zeros(tuple(parameter.shape)) if gradient is None else array_of(name, gradient)
+            for (name, parameter), gradient in zip(self.trained.items(), found)
+        }
+
+    def exported_gradients(self, proto: onnx.ModelProto) -> _Gradients:
+        from onward.autodiff.gradient import vector_jacobian  # late: exporting alone needs no differentiator
+
+        model = assemble.neutralised(proto)
+        # at fixed sizes the graph is a fraction as long
+        assemble.set_axes(
+            model,
+            {leaf.name: (tensor, {}) for leaf, tensor in zip(self.plan.leaves, self.tensors)},
+            {name: (value, {}) for name, value in zip(self.plan.output_names, self.plan.outputs)},
+        )
+        held = {name: tensor for name, tensor in self.weights.items() if name not in self.trained}
+        assemble.attach(model, held)
+        for name, parameter in self.trained.items():
+            kind = assemble.element_type(name, parameter)
+            model.graph.input.append(onnx.helper.make_tensor_value_info(name, kind, list(parameter.shape)))
+        made, targets, sources = vector_jacobian(model, of=list(self.cotangents), wrt=list(self.trained))
+        session = make_session(made)
+        feeds = {leaf.name: array_of(leaf.name, t) for leaf, t in zip(self.plan.leaves, self.tensors)}
+        feeds |= {name: array_of(name, parameter) for name, parameter in self.trained.items()}
+        feeds |= {f"{name}_cotangent": self.cotangents[name] for name in targets}
+        taken = {value.name for value in session.get_inputs()}
+        names = [output.name for output in session.get_outputs()]
+        got = session.run(names, {name: value for name, value in feeds.items() if name in taken})
+        return dict(zip(sources, got))
+
+    def differences(self, reference: _Gradients, got: _Gradients) -> list[str]:
+        """What is wrong, one line for each parameter; first by float32, then by float64 where that does not do."""
+        largest = max((_norm(array) for array in reference.values()), default=0.0)
+
+        def too_far(truth: _Gradients, noise: Mapping[str, float], share: float) -> list[str]:
+            lines = []
+            for name, exact in truth.items():
+                error, scale = _norm(got[name].reshape(exact.shape) - exact), _norm(exact)
+                rounding = max(noise.get(name, 0.0), share * scale)
+                if error > _RELATIVE * scale + _FLOOR * largest + 2 * parity.MULTIPLE * rounding:
+                    lines.append(
+                        f"  {name}: off by {error:.2e} of {scale:.2e}"
+                        + (f" (torch's own float32: {rounding:.2e})" if noise else "")
+                    )
+            return lines
+
+        wrong = too_far(reference, {}, 0.0)
+        if not wrong:
+            return []
+        try:
+            exact, others = self._exactly()
+        except Exception:  # no float64 for this module: float32 has to do
+            return wrong
+        samples = [reference, *others]
+        noise = {name: max(_norm(s[name] - exact[name]) for s in samples) for name in exact}
+        total = np.sqrt(sum(_norm(array) ** 2 for array in exact.values()))
+        share = float(np.sqrt(sum(value**2 for value in noise.values())) / total) if total else 0.0
+        return too_far(exact, noise, share)
+
+    def _exactly(self) -> tuple[_Gradients, list[_Gradients]]:
+        """In float64, and the same for numbers that differ as float32 rounds: how much that alone may do."""
+        with in_float64(self.plan.adapter.model), warnings.catch_warnings():
+            inputs = widened(self.tensors)
+            exact = self.torch_gradients(inputs)
+            others = []
+            for seed in range(2):
+                generator = torch.Generator().manual_seed(seed)
+                held = [parameter.data for parameter in self.trained.values()]
+                try:
+                    for parameter in self.trained.values():
+                        parameter.data = _rounded(parameter.data, generator)
+                    others.append(self.torch_gradients([_rounded(t, generator) for t in inputs]))
+                finally:
+                    for parameter, data in zip(self.trained.values(), held):
+                        parameter.data = data
+        return exact, others
+
+
+def _rounded(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    if tensor.dtype != torch.float64:
+        return tensor
+    step = torch.finfo(torch.float32).eps / 2
+    return tensor * (1 + step * torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype))
+
+
+def _norm(array: np.ndarray) -> float:
+    return float(np.linalg.norm(array.astype(np.float64).reshape(-1)))

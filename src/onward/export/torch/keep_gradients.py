@@ -1,0 +1,298 @@
+"""What a module says about gradients and a traced graph cannot: where they stop, and custom backward passes.
+
+A trace records what forward computes. Gradients that `detach` and `no_grad` stop, and those that a
+`torch.autograd.Function` defines, would be lost without a word. While this module's context is active, the trace
+says them with one operator, `onward::StopGradient`, which `assemble.mark_stops` turns into a marked Identity.
+Knows torch's tracer; knows nothing of ONNX files.
+"""
+
+from __future__ import annotations
+
+import inspect
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+from torch import nn
+
+from onward.errors import ExportError
+
+__all__ = ["STOP", "keeping_gradients", "stop_symbolics"]
+
+STOP = "onward::StopGradient"
+_INT64 = 7  # as ONNX numbers types
+_MODE = "onward_gradients_on"
+
+_backend: Any = torch._C
+_jit: Any = torch.jit
+_original_apply: Any = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
+
+
+@contextmanager
+def keeping_gradients(model: nn.Module) -> Iterator[None]:
+    """Trace within it: regions without gradients and custom backward passes are kept."""
+    flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    switch, trace, checkpoint, apply = (
+        _backend._set_grad_enabled,
+        _jit._get_trace_graph,
+        torch.utils.checkpoint.checkpoint,
+        vars(torch.autograd.Function).get("apply"),
+    )
+
+    def set_grad_enabled(mode: bool) -> Any:
+        state = _backend._get_tracing_state()
+        if state is not None:
+            # a node that no pass removes: it tells where in the trace the mode changes
+            graph = state.graph()
+            marker = graph.insertNode(graph.create("prim::Print", [], 0))
+            marker.i_(_MODE, int(mode))
+        return switch(mode)
+
+    def get_trace_graph(*args: Any, **kwargs: Any) -> Any:
+        with torch.enable_grad():
+            traced = trace(*args, **kwargs)
+        _detach_regions(traced[0])
+        return traced
+
+    with ExitStack() as stack:
+        for parameter, _ in flags:  # nothing is to be kept for a backward pass that never comes
+            parameter.requires_grad_(False)
+        stack.callback(lambda: [parameter.requires_grad_(flag) for parameter, flag in flags])
+        for owner, name, new, old in (
+            (_backend, "_set_grad_enabled", set_grad_enabled, switch),
+            (_jit, "_get_trace_graph", get_trace_graph, trace),
+            (torch.utils.checkpoint, "checkpoint", _call_now, checkpoint),
+        ):
+            setattr(owner, name, new)
+            stack.callback(setattr, owner, name, old)
+        # `x.data` is a constant to the tracer; it is x without a gradient
+        held: Any = _backend.TensorBase.data
+        torch.Tensor.data = property(
+            lambda x: x.detach() if _jit.is_tracing() else held.__get__(x), held.__set__
+        )  # type: ignore[assignment]
+        stack.callback(delattr, torch.Tensor, "data")
+        torch.autograd.Function.apply = classmethod(_apply)  # type: ignore[method-assign,assignment]
+        if apply is None:
+            stack.callback(delattr, torch.autograd.Function, "apply")
+        else:
+            stack.callback(setattr, torch.autograd.Function, "apply", apply)
+        yield
+
+
+def _call_now(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Checkpointing computes again what it did not keep: the same values and gradients."""
+    known = ("use_reentrant", "context_fn", "determinism_check", "debug", "early_stop", "preserve_rng_state")
+    return function(*args, **{name: value for name, value in options.items() if name not in known})
+
+
+def _detach_regions(graph: Any) -> None:
+    """Stop the gradient of what was computed while gradients were off and is read where they are on."""
+    on, off, nodes = True, set(), []
+    for node in list(graph.nodes()):
+        if node.kind() == "prim::Print" and node.hasAttribute(_MODE):
+            on = bool(node.i(_MODE))
+            node.destroy()
+            continue
+        if not on:
+            off.add(len(nodes))
+        nodes.append(node)
+    if not off:
+        return
+    inside = {value.unique() for index in off for value in nodes[index].outputs()}
+    # Values that a later node outside reads, in the order of the graph.
+    stopped: dict[int, Any] = {}
+    readers = [(node, list(node.inputs())) for index, node in enumerate(nodes) if index not in off]
+    readers.append((graph.return_node(), list(graph.return_node().inputs())))
+    for node, inputs in readers:
+        for place, value in enumerate(inputs):
+            if value.unique() in inside and _is_real(value):
+                if value.unique() not in stopped:
+                    stop = graph.create("aten::detach", [value])
+                    stop.output().setType(value.type())
+                    stop.insertAfter(value.node())
+                    stopped[value.unique()] = stop.output()
+                node.replaceInput(place, stopped[value.unique()])
+
+
+def _is_real(value: Any) -> bool:
+    kind = value.type()
+    if kind.kind() != "TensorType":
+        return False
+    return kind.scalarType() in (None, "Float", "Double", "Half", "BFloat16")
+
+
+def stop_symbolics() -> dict[str, Callable[..., Any]]:
+    """How the tracer writes operators that say something about gradients."""
+    symbolic: Any = torch.onnx.symbolic_helper  # type: ignore[reportPrivateImportUsage]
+
+    def stop(g: Any, x: Any) -> Any:
+        return g.op(STOP, x).setType(x.type())
+
+    def embedding(g: Any, weight: Any, indices: Any, padding_idx: Any, by_frequency: Any, sparse: Any) -> Any:
+        if symbolic._parse_arg(by_frequency, "b"):
+            raise ExportError("an embedding with scale_grad_by_freq=True cannot be exported for training")
+        rows = g.op("Gather", weight, indices)
+        padding = symbolic._parse_arg(padding_idx, "i")
+        if padding < 0:
+            return rows
+        # the same rows, but without a gradient where they are padding
+        number = g.op("Constant", value_t=torch.tensor(padding, dtype=torch.int64))
+        indices = g.op("Cast", indices, to_i=_INT64)
+        is_padding = symbolic._unsqueeze_helper(g, g.op("Equal", indices, number), [-1])
+        return g.op("Where", is_padding, g.op(STOP, rows).setType(rows.type()), rows).setType(rows.type())
+
+    return {
+        "aten::detach": stop,
+        "aten::detach_": stop,
+        "prim::data": stop,
+        "aten::embedding": embedding,
+    }
+
+
+# ---- custom autograd functions -----------------------------------------------------------------------
+
+
+class _Context:
+    """Stands in for the context that a Function's forward and backward share."""
+
+    def __init__(self, count: int) -> None:
+        self.saved_tensors: tuple[Any, ...] = ()
+        self.needs_input_grad = (True,) * count
+        self.materialize_grads = True
+
+    def save_for_backward(self, *tensors: Any) -> None:
+        self.saved_tensors = tensors
+
+    save_for_forward = save_for_backward
+
+    def mark_dirty(self, *tensors: Any) -> None: ...
+
+    def mark_non_differentiable(self, *tensors: Any) -> None: ...
+
+    def set_materialize_grads(self, value: bool) -> None: ...
+
+
+def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    """A Function in a trace: what its forward computes, with the gradient that its backward gives.
+
+    Where backward is the derivative of forward, that is all. Where it multiplies what arrives by numbers m
+    (straight-through estimators, clipped or reversed gradients, surrogates), y = f(x) is written as
+    stop(f(x)) + s − stop(s) with s = x·stop(m): the same y, and dy·m for x.
+    """
+    if _backend._get_tracing_state() is None:
+        return _original_apply(cls, *args, **kwargs)
+    with _paused():
+        kind, slopes = _classify(cls, args)
+    if kind == "plain":
+        return _forward(cls, args)[0]
+    if kind != "scaled":
+        raise ExportError(
+            f"{_place(cls)} has a backward pass of its own that an ONNX model cannot say, called from {_caller()}: "
+            "it is neither the derivative of its forward pass nor a multiple of what arrives, element by element. "
+            "Compute the forward pass with torch's operators instead"
+        )
+    out, context = _forward(cls, args)
+    result = out.detach()
+    factors = cls.backward(context, torch.ones_like(result))
+    factors = factors if isinstance(factors, tuple) else (factors,)
+    for place, slope in slopes.items():
+        x = args[place]
+        passed = x if slope == 1.0 else x * factors[place].detach()
+        result = result + (passed - passed.detach())
+    return result
+
+
+@contextmanager
+def _paused() -> Iterator[None]:
+    """Compute something that is no part of the trace."""
+    state = _backend._get_tracing_state()
+    _backend._set_tracing_state(None)
+    try:
+        with torch.enable_grad():
+            yield
+    finally:
+        _backend._set_tracing_state(state)
+
+
+def _forward(cls: Any, args: Sequence[Any]) -> tuple[Any, _Context]:
+    context = _Context(len(args))
+    if cls.setup_context is not torch.autograd.Function.setup_context:
+        out = cls.forward(*args)
+        cls.setup_context(context, args, out)
+        return out, context
+    return cls.forward(context, *args), context
+
+
+def _classify(cls: Any, args: Sequence[Any]) -> tuple[str, dict[int, float | None]]:
+    """What backward does, found by running it: "plain", "scaled" with the slope by input, or "other"."""
+
+    def fresh() -> list[Any]:
+        return [
+            a.detach().clone().requires_grad_(a.is_floating_point()) if isinstance(a, torch.Tensor) else a
+            for a in args
+        ]
+
+    real = [i for i, a in enumerate(args) if isinstance(a, torch.Tensor) and a.is_floating_point()]
+    if not real:
+        return "plain", {}
+    given = fresh()
+    out = _original_apply(cls, *given)
+    outs = [o for o in (out if isinstance(out, tuple) else (out,)) if isinstance(o, torch.Tensor)]
+    outs = [o for o in outs if o.requires_grad]
+    if not outs:
+        return "plain", {}
+    generator = torch.Generator().manual_seed(0)
+    arriving = [torch.randn(o.shape, generator=generator).to(o) for o in outs]
+    leaves = [given[i] for i in real]
+    got = torch.autograd.grad(outs, leaves, arriving, allow_unused=True, retain_graph=True)
+    try:
+        again = fresh()
+        plain, _ = _forward(cls, again)
+        plains = [o for o in (plain if isinstance(plain, tuple) else (plain,)) if isinstance(o, torch.Tensor)]
+        pairs = [(o, d) for o, d in zip([o for o in plains if o.is_floating_point()], arriving)]
+        pairs = [(o, d) for o, d in pairs if o.requires_grad]
+        expected = torch.autograd.grad(
+            [o for o, _ in pairs], [again[i] for i in real], [d for _, d in pairs], allow_unused=True
+        ) if pairs else [None] * len(real)  # fmt: skip
+        if all(_close(a, b) for a, b in zip(got, expected)):
+            return "plain", {}
+    except Exception:  # forward need not work with gradients on: that is what its backward is for
+        pass
+    if len(outs) > 1 or isinstance(out, tuple):
+        return "other", {}
+    ones = torch.autograd.grad(outs, leaves, [torch.ones_like(outs[0])], allow_unused=True)
+    slopes: dict[int, float | None] = {}
+    for place, gradient, factor in zip(real, got, ones):
+        if gradient is None or factor is None:
+            continue
+        if gradient.shape != outs[0].shape or not _close(gradient, arriving[0] * factor):
+            return "other", {}
+        slopes[place] = 1.0 if bool((factor == 1).all()) else None
+    return "scaled", slopes
+
+
+def _close(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
+    if a is None or b is None:
+        other = b if a is None else a
+        return other is None or not bool(other.any())
+    scale = float(b.abs().max()) if b.numel() else 0.0
+    return a.shape == b.shape and bool(((a - b).abs() <= 1e-4 * scale + 1e-6).all())
+
+
+def _place(cls: Any) -> str:
+    try:
+        return f"{cls.__name__} ({inspect.getsourcefile(cls)}:{inspect.getsourcelines(cls.backward)[1]})"
+    except (OSError, TypeError):
+        return str(cls.__name__)
+
+
+def _caller() -> str:
+    """The line of the user's own code that called the function."""
+    own = (torch.__path__[0], __file__)
+    for frame in reversed(traceback.extract_stack()):
+        if not frame.filename.startswith(own):
+            return f"{frame.filename}:{frame.lineno}"
+    return "an unknown place"

@@ -1,0 +1,154 @@
+"""The checks of an export: rounding of deep networks passes, a wrong graph does not."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from torch import nn
+
+from onward.errors import ParityError
+from onward.export import from_torch, parity
+from onward.export.torch import assemble
+
+
+class Separable(nn.Module):
+    """Depthwise and pointwise convolutions, each with batch norm, as mobile networks stack them."""
+
+    def __init__(self, width: int, expand: int, *, shuffle: bool = False) -> None:
+        super().__init__()
+        inner = width * expand
+        self.body = nn.Sequential(
+            nn.Conv2d(width, inner, 1, bias=False), nn.BatchNorm2d(inner), nn.ReLU6(),
+            nn.Conv2d(inner, inner, 3, padding=1, groups=inner, bias=False), nn.BatchNorm2d(inner), nn.ReLU6(),
+            nn.Conv2d(inner, width, 1, bias=False), nn.BatchNorm2d(width),
+        )  # fmt: skip
+        self.shuffle = shuffle
+
+    def forward(self, x):
+        y = x + self.body(x)
+        if self.shuffle:
+            n, c, h, w = y.shape
+            y = y.reshape(n, 2, c // 2, h, w).transpose(1, 2).reshape(n, c, h, w)
+        return y
+
+
+class Grouped(nn.Module):
+    """A residual block with grouped convolutions and squeeze-and-excitation."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Conv2d(width, width, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU())
+        self.middle = nn.Sequential(
+            nn.Conv2d(width, width, 3, padding=1, groups=4, bias=False), nn.BatchNorm2d(width), nn.ReLU()
+        )
+        self.squeeze = nn.Sequential(nn.Conv2d(width, 4, 1), nn.SiLU(), nn.Conv2d(4, width, 1), nn.Sigmoid())
+        self.last = nn.Sequential(nn.Conv2d(width, width, 1, bias=False), nn.BatchNorm2d(width))
+
+    def forward(self, x):
+        y = self.middle(self.first(x))
+        y = y * self.squeeze(y.mean((2, 3), keepdim=True))
+        return torch.relu(x + self.last(y))
+
+
+class Dense(nn.Module):
+    """Every layer reads all before it."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm2d(width)
+        self.conv = nn.Conv2d(width, 4, 3, padding=1, bias=False)
+
+    def forward(self, x):
+        return torch.cat([x, self.conv(torch.relu(self.norm(x)))], 1)
+
+
+def _network(block: Callable[[int], nn.Module], count: int, *, width: int) -> nn.Sequential:
+    """A stem, blocks on 4 by 4 and then on single points, where three rows decide a batch norm, and a head."""
+    stem = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())
+    blocks = [block(index) for index in range(count)]
+    blocks.insert(2, nn.MaxPool2d(4))
+    return nn.Sequential(stem, *blocks, nn.Flatten(), nn.Linear(width, 5))
+
+
+NETWORKS: dict[str, Callable[[], nn.Module]] = {
+    "mobilenet_v2": lambda: _network(lambda _: Separable(8, 4), 12, width=8),
+    "shufflenet_v2": lambda: _network(lambda _: Separable(8, 2, shuffle=True), 12, width=8),
+    "regnet": lambda: _network(lambda _: Grouped(8), 16, width=8),
+    "densenet": lambda: _network(lambda index: Dense(8 + 4 * index), 16, width=72),
+}
+
+
+def _module(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    return NETWORKS[name]()
+
+
+X = torch.randn(3, 3, 4, 4, generator=torch.Generator().manual_seed(3))
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_deep_networks_with_batch_norm_export_for_training(name: str) -> None:
+    proto = from_torch(_module(name), X, dynamic_axes=None)
+    assert isinstance(proto, onnx.ModelProto)
+
+
+def _norms(graph: onnx.GraphProto) -> list[onnx.NodeProto]:
+    return [node for node in graph.node if node.op_type == "BatchNormalization"]
+
+
+def _set(node: onnx.NodeProto, name: str, value: float) -> None:
+    (attribute,) = [a for a in node.attribute if a.name == name]
+    attribute.f = value
+
+
+def _epsilon(graph: onnx.GraphProto) -> None:
+    _set(_norms(graph)[len(_norms(graph)) // 2], "epsilon", 1e-3)
+
+
+def _momentum(graph: onnx.GraphProto) -> None:
+    _set(_norms(graph)[-1], "momentum", 0.8)
+
+
+def _axis(graph: onnx.GraphProto) -> None:
+    """Rows and columns exchanged before the second batch norm."""
+    node = _norms(graph)[1]
+    name = node.input[0]
+    turned = onnx.helper.make_node("Transpose", [name], [f"{name}.turned"], perm=[0, 1, 3, 2])
+    node.input[0] = turned.output[0]
+    graph.node.insert(list(graph.node).index(node), turned)
+
+
+def _bias(graph: onnx.GraphProto) -> None:
+    biased = [n for n in graph.node if n.op_type in ("Conv", "Gemm") and len(n.input) > 2]
+    del biased[-1].input[2]
+
+
+@pytest.mark.parametrize(
+    "change", [_epsilon, _momentum, _axis, _bias], ids=lambda change: change.__name__[1:]
+)
+@pytest.mark.parametrize("name", NETWORKS)
+def test_a_changed_graph_is_refused(
+    name: str, change: Callable[[onnx.GraphProto], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finished = assemble.repair_dropout
+
+    def damaged(model: onnx.ModelProto) -> None:
+        finished(model)
+        change(model.graph)
+
+    monkeypatch.setattr(assemble, "repair_dropout", damaged)
+    with pytest.raises(ParityError, match="differ from the original"):
+        from_torch(_module(name), X, dynamic_axes=None, check="outputs")
+
+
+def test_the_report_says_how_far_both_are_from_float64() -> None:
+    exact, plain = {"y": np.float64([1, 2])}, {"y": np.float32([1, 2.0002])}
+    near = parity.compare(exact, {"y": np.float32([1.0003, 2])}, plain=plain)
+    far = parity.compare(exact, {"y": np.float32([1.003, 2])}, plain=plain)
+    assert near.passed and not far.passed
+    assert re.search(r"FAIL y.*max abs 3\.00e-03.*own float32 is 2\.00e-04", str(far))
