@@ -135,9 +135,11 @@ class Builder:
     def rank(self, value: ir.Value) -> int:
         """The number of dimensions of a value."""
         if value.shape is None:
+            node = value.producer()
+            where = f", which {node.op_type} '{node.name}' gives," if node is not None else ""
             raise ModelError(
-                f"the number of dimensions of '{value.name}' is unknown; "
-                "give the model's inputs a shape (symbolic dimensions are fine)"
+                f"the number of dimensions of '{value.name}'{where} is unknown; declare a shape of that rank for it "
+                "in the model (graph.value_info; symbolic dimensions are fine), or give the model's inputs a shape"
             )
         return value.shape.rank()
 
@@ -317,11 +319,11 @@ class Builder:
 
 def _plain(value: Any) -> np.ndarray:
     array = np.asarray(value)
-    if array.dtype == np.float64 and not isinstance(value, np.ndarray | np.generic):
-        return array.astype(np.float32)
-    if array.dtype.kind == "i" and not isinstance(value, np.ndarray | np.generic):
+    if isinstance(value, np.ndarray | np.generic):
+        return array if array.size else array.astype(np.int64)
+    if not array.size or array.dtype.kind == "i":  # an empty list is one of axes, or the shape of a scalar
         return array.astype(np.int64)
-    return array if array.size else array.astype(np.int64)
+    return array.astype(np.float32) if array.dtype == np.float64 else array
 
 
 def _formal(schema: onnx.defs.OpSchema, index: int) -> str:

@@ -13,6 +13,7 @@ import numpy as np
 import onnx_ir as ir
 import onnx_ir.passes.common as passes
 
+from onward.graph.dialect.fold import replace_by_constants
 from onward.graph.dialect.pads import spell_out_pads
 from onward.graph.evaluate import COMPUTABLE, compute
 from onward.graph.nodes import GRADIENT, computation_key, subgraphs_of
@@ -115,19 +116,7 @@ def _fold(root: ir.Graph, graph: ir.Graph, known: set[ir.Value]) -> None:
         results = _computed(node, known)
         if results is None:
             continue
-        for value, array in zip(node.outputs, results):
-            if not value.name:
-                continue
-            constant = ir.Value(name=value.name)
-            value.name = None
-            constant.const_value = ir.tensor(
-                np.ascontiguousarray(array).reshape(array.shape), name=constant.name
-            )
-            constant.dtype, constant.shape = constant.const_value.dtype, ir.Shape(array.shape)
-            root.register_initializer(constant)
-            ir.convenience.replace_all_uses_with(value, constant)
-            known.add(constant)
-        graph.remove(node, safe=True)
+        known.update(replace_by_constants(root, node, results))
 
 
 def _computed(node: ir.Node, known: set[ir.Value]) -> list[np.ndarray] | None:

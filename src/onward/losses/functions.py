@@ -110,12 +110,19 @@ def cross_entropy(
         return op.Squeeze(loss, [0]) if reduction == "none" else loss
     if labels.dtype is not None and labels.dtype.is_floating_point():
         return _soft_cross_entropy(op, scores, labels, weight, reduction, label_smoothing)
+    labels = _class_numbers(op, labels)
     weights = _as_value(op, weight, scores)
     hard = _hard_cross_entropy(op, scores, labels, weights, reduction, ignore_index)
     if label_smoothing == 0.0:
         return hard
     smooth = _smooth_part(op, scores, labels, weights, reduction, ignore_index)
     return op.Add(op.Mul(hard, 1.0 - label_smoothing), op.Mul(smooth, label_smoothing))
+
+
+def _class_numbers(op: Builder, labels: ir.Value) -> ir.Value:
+    """Labels in a type that the loss operators take, whatever integers they are."""
+    taken = (None, ir.DataType.INT64, ir.DataType.INT32)
+    return labels if labels.dtype in taken else op.Cast(labels, to=ir.DataType.INT64)
 
 
 def _hard_cross_entropy(
@@ -192,7 +199,7 @@ def nll(
     _check_reduction(reduction)
     return op.NegativeLogLikelihoodLoss(
         log_probabilities,
-        labels,
+        _class_numbers(op, labels),
         _as_value(op, weight, log_probabilities),
         ignore_index=ignore_index,
         reduction=reduction,

@@ -60,7 +60,10 @@ def _few_classes(op, node, dloss):
     with op.inserting(before=node):
         log_prob = op.LogSoftmax(scores, axis=1)
         ends = op.constant(np.asarray([0, 1], op.dtype(scores).numpy()))
-        onehot = op.OneHot(labels, np.asarray(op.static_dim(scores, 1), np.int64), ends, axis=1)
+        number = (
+            labels if op.dtype(labels) == ir.DataType.INT64 else op.Cast(labels, to=7)
+        )  # int32 has no kernel
+        onehot = op.OneHot(number, np.asarray(op.static_dim(scores, 1), np.int64), ends, axis=1)
         total = op.ReduceSum(op.Mul(log_prob, onehot), keepdims=0)
         factor = op.constant_like(-1.0, scores)
         if node.attributes.get_string("reduction", "mean") == "mean":

@@ -19,8 +19,8 @@ def kept(op, node, value):
     axes = axes_of(op, node)
     if axes is not None:
         return op.Unsqueeze(value, axes)
-    if node.attributes.get_int("noop_with_empty_axes", 0):
-        return value
+    if node.attributes.get_int("noop_with_empty_axes", 0) or node.inputs[0].shape is None:
+        return value  # of unknown rank: a scalar broadcasts as it is
     return op.Reshape(value, [1] * op.rank(node.inputs[0]))
 
 
@@ -58,6 +58,8 @@ def _count(op, node):
     kind = int(op.dtype(x))
     if axes is None and node.attributes.get_int("noop_with_empty_axes", 0):
         return 1.0
+    if axes is None and x.shape is None:
+        return op.Cast(op.Size(x), to=kind)
     if axes is None or known is not None:
         every = range(op.rank(x)) if known is None else known.reshape(-1).tolist()
         sizes = [op.static_dim(x, axis) for axis in every]

@@ -25,7 +25,7 @@ from onward.export.torch.probe import Plan
 __all__ = ["check_gradient"]
 
 # Relative to the norm of a parameter's gradient, and to the largest norm of all.
-_RELATIVE, _FLOOR = 1e-4, 1e-6
+_RELATIVE, _FLOOR = 1e-4, 1e-5
 _Gradients = dict[str, np.ndarray]
 
 

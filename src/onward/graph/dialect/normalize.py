@@ -20,12 +20,13 @@ from onward.graph.dialect.branches import resolve_branches
 from onward.graph.dialect.contrib import expand_contrib
 from onward.graph.dialect.definitions import expand_by_definition
 from onward.graph.dialect.downgrade import downgrade
+from onward.graph.dialect.fold import constant_names, fold_constant_nodes
 from onward.graph.dialect.required_opset import lowest_opset
 from onward.graph.dialect.rewrite import Expansion, rewrite
 from onward.graph.dialect.saturation import make_unsigned
 from onward.graph.dialect.upgrade import OLDEST, upgrade
 from onward.graph.load import ModelSource, load_model
-from onward.graph.shapes.model import drop_contradictions, infer_shapes, sharpen
+from onward.graph.shapes.model import drop_contradictions, infer_shapes, sharpen, unknown_ranks
 
 __all__ = ["OPSET", "normalize"]
 
@@ -62,8 +63,10 @@ def normalize(source: ModelSource, *, base_dir: str | os.PathLike[str] | None = 
 def _normalize(model: ir.Model) -> ir.Model:
     version = _version(model)
     _inline(model, version)
+    constants = constant_names(model)
     _lift_constants(model)
     _forget_symbols(model)
+    fold_constant_nodes(model, version, constants, sizes=False)
     drop_contradictions(model)
     target = max(version, OPSET)
     expansion = functools.partial(_expansion, version=version)
@@ -84,7 +87,9 @@ def _normalize(model: ir.Model) -> ir.Model:
     )(model)
     model.graph.opset_imports[""] = target
     infer_shapes(model)
-    while resolve_branches(model):
+    while resolve_branches(model) or (
+        unknown_ranks(model.graph) and fold_constant_nodes(model, target, constants)
+    ):
         passes.NameFixPass()(model)
         infer_shapes(model)
     sharpen(model)

@@ -328,7 +328,11 @@ def rank_from_lengths(node: ir.Node) -> int | None:
             | "CumSum"
             | "Trilu"
             | "Clip"
+            | "CenterCropPad"
+            | "MaxUnpool"
         ):
             return rank_of(0)
+        case "STFT":
+            return 4
         case _:
             return None

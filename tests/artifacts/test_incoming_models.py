@@ -1,0 +1,143 @@
+"""Models as exporters and the predecessor's users write them: constants not folded, scalars, any integer labels."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx.parser
+import onnxruntime as ort
+import pytest
+
+from onward import gradient
+from onward.api import CheckpointState, Module
+from onward.artifacts import LossType, OptimType, generate_artifacts
+from onward.errors import ModelError
+from onward.graph.dialect.normalize import normalize
+
+HEADER = '<ir_version: 10, opset_import: ["": 17]>'
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(5, 4)).astype(np.float32)
+LABELS = np.asarray([0, 1, 2, 1, 0])
+
+
+def parsed(text: str, **weights: np.ndarray) -> onnx.ModelProto:
+    model = onnx.parser.parse_model(HEADER + text)
+    model.graph.initializer.extend(onnx.numpy_helper.from_array(a, name) for name, a in weights.items())
+    return model
+
+
+def module_of(folder: Path) -> Module:
+    state = CheckpointState.load_checkpoint(folder / "checkpoint")
+    return Module(folder / "training_model.onnx", state, folder / "eval_model.onnx")
+
+
+# ---- constants that nobody folded ------------------------------------------------------------------
+
+
+def test_the_training_call_of_torchs_own_exporter(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+
+    layer = torch.nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    encoder = torch.nn.TransformerEncoder(layer, 2)
+    file = io.BytesIO()
+    torch.onnx.export(
+        encoder, (torch.randn(2, 5, 8),), file, dynamo=False, input_names=["x"], output_names=["y"],
+        training=torch.onnx.TrainingMode.TRAINING, do_constant_folding=False,
+        dynamic_axes={"x": {0: "batch", 1: "sequence"}},
+    )  # fmt: skip
+    names = [name for name, _ in encoder.named_parameters()]
+    generate_artifacts(
+        onnx.load_from_string(file.getvalue()), requires_grad=names, loss=LossType.MSELoss,
+        optimizer=OptimType.AdamW, artifact_directory=tmp_path,
+    )  # fmt: skip
+    x, target = torch.randn(2, 5, 8), torch.randn(2, 5, 8)
+    module = module_of(tmp_path)
+    loss = torch.nn.functional.mse_loss(encoder(x), target)
+    np.testing.assert_allclose(module(x.numpy(), target.numpy()), loss.detach().numpy(), rtol=1e-5)
+
+
+@pytest.mark.parametrize("chain", [
+    "m = Mod (five, three)  axes = Unsqueeze (m, zero)",  # numpy computes it
+    'n = BitShift<direction = "RIGHT"> (u, v)  m = Cast<to = 7> (n)  axes = Reshape (m, one)',
+    "r = Round (half)  m = Cast<to = 7> (r)  axes = Reshape (m, one)",  # over real constants
+])  # fmt: skip
+def test_axes_that_are_computed_from_constants(chain: str) -> None:
+    text = """net (float[N, 4, 1] x) => (float[N, 4] y) {
+        five = Constant <value = int64 {5}> ()  three = Constant <value = int64 {3}> ()
+        zero = Constant <value = int64[1] {0}> ()  one = Constant <value = int64[1] {1}> ()
+        u = Constant <value = uint8 {8}> ()  v = Constant <value = uint8 {2}> ()
+        half = Constant <value = float {1.7}> ()""" + chain + """
+        y = Squeeze (x, axes)  }"""  # fmt: skip
+    (node,) = [n for n in normalize(parsed(text)).graph if n.op_type == "Squeeze"]
+    assert node.outputs[0].shape is not None and node.outputs[0].shape.rank() == 2
+
+
+def test_parameters_are_not_folded() -> None:
+    text = "net (float[N, 4] x) => (float[N, 4] y) { v = Mul (w, w)  y = Mul (x, v) }"
+    model = normalize(parsed(text, w=np.ones(4, np.float32)))
+    assert [node.op_type for node in model.graph] == ["Mul", "Mul"]
+
+
+def test_a_rank_that_stays_unknown_is_named_with_its_node() -> None:
+    text = """net (float[N, 4] x, int64[M] shape) => (float y) {
+        r = Reshape (x, shape)  t = MatMul (r, r)  y = ReduceSum <keepdims = 0> (t) }"""
+    with pytest.raises(ModelError, match=r"'\w+', which \w+ '.*' gives, is unknown; declare a shape"):
+        gradient(parsed(text), of="y", wrt=["x"])
+
+
+def test_a_sum_over_a_value_of_unknown_rank_needs_no_rank() -> None:
+    text = """net (float[N, 4] x, int64[M] shape) => (float y) {
+        r = Reshape (x, shape)  s = Mul (r, r)  y = ReduceSum<keepdims = 0> (s) }"""
+    session = ort.InferenceSession(gradient(parsed(text), of="y", wrt=["x"]).SerializeToString())
+    got = session.run(["x_grad"], {"x": X, "shape": np.asarray([2, 5, 2])})[0]
+    np.testing.assert_allclose(got, 2 * X, rtol=1e-6)
+
+
+# ---- scalars ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "op", ["ReduceSum", "ReduceMean", "ReduceMax", "ReduceProd", "ReduceL2", "ReduceLogSumExp"]
+)
+def test_reductions_over_a_scalar(op: str) -> None:
+    text = f"net (float x) => (float y) {{ s = Mul (x, x)  y = {op}<keepdims = 0> (s) }}"
+    session = ort.InferenceSession(gradient(parsed(text), of="y", wrt=["x"]).SerializeToString())
+    got = session.run(None, {"x": np.asarray(1.5, np.float32)})
+    np.testing.assert_allclose(got, [2.25, 3.0], rtol=1e-5)
+
+
+# ---- labels ----------------------------------------------------------------------------------------
+
+INTEGERS = ["int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"]
+
+
+@pytest.mark.parametrize("classes", [3, 100])
+@pytest.mark.parametrize("kind", ["int32", "int64"])
+@pytest.mark.parametrize("op", ["SoftmaxCrossEntropyLoss", "NegativeLogLikelihoodLoss"])
+def test_a_models_own_loss_takes_labels_of_any_integer_type(
+    op: str, kind: str, classes: int, tmp_path: Path
+) -> None:
+    text = f"""net (float[N, 4] x, {kind}[N] labels) => (float loss) {{
+        y = MatMul (x, w)  s = LogSoftmax (y)  loss = {op} (s, labels) }}"""
+    w = RNG.normal(size=(4, classes)).astype(np.float32)
+    generate_artifacts(parsed(text, w=w), requires_grad=["w"], artifact_directory=tmp_path)
+    module = module_of(tmp_path)
+    scores = X @ w
+    expected = (np.log(np.exp(scores).sum(1)) - scores[np.arange(5), LABELS]).mean()
+    for given in INTEGERS:
+        np.testing.assert_allclose(module(X, LABELS.astype(given)), expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", INTEGERS)
+@pytest.mark.parametrize("loss", [LossType.CrossEntropyLoss, LossType.NLLLoss], ids=lambda loss: loss.name)
+def test_a_models_label_input_may_have_any_integer_type(loss: Any, kind: str, tmp_path: Path) -> None:
+    text = f"net (float[N, 4] x, {kind}[N] labels) => (float[N, 3] s) {{ y = MatMul (x, w)  s = LogSoftmax (y) }}"
+    w = RNG.normal(size=(4, 3)).astype(np.float32)
+    generate_artifacts(parsed(text, w=w), requires_grad=["w"], loss=loss, artifact_directory=tmp_path)
+    scores = X @ w
+    expected = (np.log(np.exp(scores).sum(1)) - scores[np.arange(5), LABELS]).mean()
+    np.testing.assert_allclose(module_of(tmp_path)(X, LABELS), expected, rtol=1e-5)
