@@ -87,8 +87,9 @@ def _computed(node: ir.Node, opset: int, constants: set[str]) -> list[np.ndarray
         compute(node.op_type, {n: a.value for n, a in node.attributes.items()}, feeds) if own >= 13 else None
     )
     found = found if found is not None else _by_reference(node, own, feeds)
-    usable = found is not None and len(found) >= len(node.outputs)
-    if not usable or any(not isinstance(array, np.ndarray) or array.size > _SMALL for array in found):
+    if found is None or len(found) < len(node.outputs):
+        return None
+    if any(not isinstance(array, np.ndarray) or array.size > _SMALL for array in found):
         return None
     return found
 
