@@ -465,7 +465,8 @@ def test_a_provider_that_does_not_start_is_an_error(monkeypatch: pytest.MonkeyPa
     try:
         with pytest.raises(DeviceError, match=r"could not start its CUDAExecutionProvider.*cuDNN 9"):
             find_device("cuda:3")
-        assert find_device("auto") == Device("cpu")
+        with pytest.warns(RuntimeWarning, match="takes the CPU, because"):
+            assert find_device("auto") == Device("cpu")
     finally:
         devices._problem.cache_clear()
 

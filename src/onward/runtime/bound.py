@@ -274,7 +274,8 @@ def inputs_on_host(session: ort.InferenceSession, device: Device) -> set[str] | 
     infos = getattr(session, "get_input_memory_infos", None)  # onnxruntime 1.23
     if infos is None:
         return None
-    return {value.name for value, info in zip(session.get_inputs(), infos()) if info.name == "Cpu"}
+    names = {value.name: info.name.lower() for value, info in zip(session.get_inputs(), infos())}
+    return {name for name, where in names.items() if device.kind not in where or "pinned" in where}
 
 
 def _shape(value: Any) -> Any:

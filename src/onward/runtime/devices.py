@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import warnings
 from typing import Any, Literal
 
+import numpy as np
 import onnxruntime as ort
 
 from onward.errors import DeviceError
@@ -112,8 +114,13 @@ def find_device(device: DeviceLike) -> Device:
 
 
 def _best() -> Device:
-    """CUDA where it works, else the CPU."""
-    return Device("cpu") if _problem("cuda", 0) is not None else Device("cuda")
+    """CUDA where it works, else the CPU; a warning where it is installed and does not work."""
+    problem = _problem("cuda", 0)
+    if problem is None:
+        return Device("cuda")
+    if _PROVIDERS["cuda"] in ort.get_available_providers():
+        warnings.warn(f"device='auto' takes the CPU, because {problem}", RuntimeWarning, stacklevel=3)
+    return Device("cpu")
 
 
 @functools.cache
@@ -142,7 +149,7 @@ def _problem(kind: str, number: int) -> str | None:
                 f"{_missing_library(kind)}"
             )
         if kind == "cuda":
-            ort.OrtValue.ortvalue_from_shape_and_type([1], "float32", "cuda", number)
+            ort.OrtValue.ortvalue_from_shape_and_type([1], np.float32, "cuda", number)
     except Exception as error:
         return f"onnxruntime's {provider} fails: {str(error).splitlines()[0]}; {_missing_library(kind)}"
     return None
