@@ -5,6 +5,7 @@ Everything runs in the device's way over the CPU provider's memory, and on CUDA 
 
 from __future__ import annotations
 
+import sys
 import weakref
 from pathlib import Path
 from typing import Any
@@ -355,6 +356,31 @@ def test_an_update_is_recorded_without_a_trace(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(device_updates._Bound, "_run_all", run_all)
     _, other = train(folder, EMULATED)
     assert recorded and snapshot(plain) == snapshot(other)
+
+
+def test_what_cannot_be_recorded_runs_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from onward.runtime.optimizers import device as device_updates
+
+    folder = write_classifier(tmp_path)
+    losses, plain = train(folder, EMULATED, accumulate=2)
+    monkeypatch.setattr(Device, "captures", property(lambda self: self.memory == "device" and self.graphs))
+    real, real_all = bound.run_bound, device_updates._Bound._run_all
+
+    def half_done(session: ort.InferenceSession, binding: Any) -> None:
+        real(session, binding)
+        if sys._getframe(1).f_code.co_name == "_capture":
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    def half_updated(self: Any) -> None:
+        real_all(self)
+        if not self._recorded:
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(bound, "run_bound", half_done)
+    monkeypatch.setattr(device_updates._Bound, "_run_all", half_updated)
+    with pytest.warns(RuntimeWarning, match="could not be recorded as a CUDA graph"):
+        found, other = train(folder, EMULATED, accumulate=2)
+    assert found == losses and snapshot(plain) == snapshot(other)
 
 
 # ---- memory --------------------------------------------------------------------------------------

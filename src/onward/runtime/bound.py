@@ -8,6 +8,7 @@ recorded and replayed.
 from __future__ import annotations
 
 import abc
+import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -21,7 +22,17 @@ from onward.runtime.memory import DeviceTensor, Tensor
 from onward.runtime.plan import Plan
 from onward.runtime.sessions import run_bound
 
-__all__ = ["Bound", "DeviceBound", "HostBound", "bind", "inputs_on_host", "preserve"]
+__all__ = [
+    "Bound",
+    "DeviceBound",
+    "HostBound",
+    "RecordingError",
+    "bind",
+    "inputs_on_host",
+    "is_out_of_memory",
+    "preserve",
+    "warn_unrecorded",
+]
 
 # Bytes of an input up to which copying it takes less time than binding it.
 _SMALL = 1 << 14
@@ -224,6 +235,8 @@ class DeviceBound(Bound):
                 self._capture()
             else:
                 run_bound(self.session, self._native)
+        except RecordingError:
+            raise
         except Exception as error:
             raise _explain(error, self._plan, feeds) from error
         return self._results(self.binding.get_outputs() if self._fresh else [])
@@ -251,15 +264,41 @@ class DeviceBound(Bound):
     def _capture(self) -> None:
         """The first run of a recording executes more than once: bring back what it adds to in between."""
         changed = preserve(tensor for name, tensor in self._fixed.items() if self._is_read(tensor))
-        run_bound(self.session, self._native)
-        self._captured = True
-        if changed:
+        try:
+            run_bound(self.session, self._native)
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            raise RecordingError(str(error)) from error
+        finally:
             for tensor, before in changed:
                 tensor.write(before)
+        self._captured = True
+        if changed:
             run_bound(self.session, self._native)
 
     def _is_read(self, tensor: Tensor) -> bool:
         return any(other is tensor for other in self._given.values())
+
+
+class RecordingError(Exception):
+    """A run that could not be recorded; it may run without."""
+
+
+def warn_unrecorded(what: str, error: RecordingError) -> None:
+    """Say that something runs without being recorded."""
+    reason = str(error).splitlines()[0] if str(error) else "no reason given"
+    warnings.warn(
+        f"the {what} could not be recorded as a CUDA graph and runs without one: {reason}",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether the runtime failed for want of memory."""
+    text = str(error)
+    return "Failed to allocate memory" in text or "out of memory" in text.lower()
 
 
 def preserve(tensors: Iterable[Tensor]) -> list[tuple[Tensor, np.ndarray]]:
@@ -288,10 +327,10 @@ def _array(value: Any) -> np.ndarray:
 
 def _explain(error: Exception, plan: Plan, feeds: list[Any]) -> Exception:
     given = ", ".join(f"{name} {list(_shape(value))}" for name, value in zip(plan.inputs, feeds))
-    text = str(error)
-    if "Failed to allocate memory" in text or "out of memory" in text.lower():
+    if is_out_of_memory(error):
+        reason = str(error).splitlines()[0]
         return DeviceMemoryError(
-            f"the device has too little memory for a step on inputs {given}: {text.splitlines()[0]}. Parameters are "
+            f"the device has too little memory for a step on inputs {given}: {reason}. Parameters are "
             "unchanged; lower the batch size (and accumulate gradients), or generate the artifacts with recompute=…"
         )
     return ValueError(f"the step failed on inputs {given}: {error}")

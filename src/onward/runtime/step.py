@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from onward.graph.passes.batch_norm import expand_batch_norm
 from onward.graph.passes.known_shapes import specialize_shapes
 from onward.graph.passes.row_gradients import scatter_in_place
 from onward.graph.passes.specialize import BUFFER, OUT, specialize_reset
-from onward.runtime.bound import Bound, DeviceBound, bind
+from onward.runtime.bound import Bound, DeviceBound, RecordingError, bind, warn_unrecorded
 from onward.runtime.devices import Device
 from onward.runtime.external import session_beside
 from onward.runtime.memory import ModelMemory, Tensor, make_tensor
@@ -89,7 +90,13 @@ class TrainingStep:
             self._seed.write(np.array([mixed - (1 << 64) if mixed >= 1 << 63 else mixed], np.int64))
         if not bound.rows:
             self._written = {}
-            return bound.run(feeds)
+            try:
+                return bound.run(feeds)
+            except RecordingError as error:
+                warn_unrecorded("training step", error)
+                self._device = dataclasses.replace(self._device, graphs=False)
+                self._by_shape.clear()
+                return self._find(feeds, reset).run(feeds)
         before, self._written = self._written, {}
         if reset:
             before = {name: self._clear(name, before.get(name)) for name in bound.rows}

@@ -10,7 +10,7 @@ import onnxruntime as ort
 
 from onward.errors import ModelError
 from onward.graph.passes.scalars import split_scalars, to_single, without_scaling
-from onward.runtime.bound import inputs_on_host, preserve
+from onward.runtime.bound import RecordingError, inputs_on_host, preserve, warn_unrecorded
 from onward.runtime.memory import FlatBuffer, Tensor, make_tensor
 from onward.runtime.optimizers.flat import SCALARS, ElementwiseUpdater, runs_of, settings_of
 from onward.runtime.sessions import make_session
@@ -53,7 +53,12 @@ class DeviceUpdater(ElementwiseUpdater):
         bound = self._bound[scaled]
         if bound.reads_step:
             self._count.write(self._step)
-        bound.run()
+        try:
+            bound.run()
+        except RecordingError as error:
+            warn_unrecorded("update", error)
+            bound = self._bound[scaled] = _Bound(self, self._models[scaled], record=False)
+            bound.run()
 
     def vectors(self, start: int, stop: int) -> dict[str, Tensor]:
         """What an update changes of a stretch: the parameters and their state."""
@@ -71,10 +76,10 @@ class DeviceUpdater(ElementwiseUpdater):
 class _Bound:
     """A session of the rule with a binding for each group; recorded where the device can."""
 
-    def __init__(self, owner: DeviceUpdater, model: onnx.ModelProto) -> None:
+    def __init__(self, owner: DeviceUpdater, model: onnx.ModelProto, *, record: bool = True) -> None:
         self._owner = owner
         device = owner._parameters.device
-        self._capture = device.captures
+        self._capture = device.captures and record
         try:
             self._session = make_session(model, device=device, what="optimizer model", capture=self._capture)
         except ModelError:
@@ -112,9 +117,13 @@ class _Bound:
         if not self._recorded:
             # recording executes more than once: do it, and then undo what it did
             before = preserve(tensor for _, _, changed, _ in self._work for tensor in changed.values())
-            self._run_all()
-            for tensor, array in before:
-                tensor.write(array)
+            try:
+                self._run_all()
+            except Exception as error:
+                raise RecordingError(str(error)) from error
+            finally:
+                for tensor, array in before:
+                    tensor.write(array)
             self._recorded = True
         self._run_all()
 
