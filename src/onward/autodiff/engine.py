@@ -10,7 +10,6 @@ import dataclasses
 import functools
 from collections.abc import Iterable, Mapping, Sequence, Set
 
-import numpy as np
 import onnx_ir as ir
 
 from onward.autodiff import registry
@@ -162,28 +161,8 @@ def _sum(op: Builder, parts: list[ir.Value], primal: ir.Value) -> ir.Value:
         return parts[0]
     if isinstance(primal.type, ir.SequenceType | ir.OptionalType):
         return functools.reduce(functools.partial(add_sequences, op), parts)
-    scattered = [part for part in parts if _is_scattered(op, part)]
-    whole = [part for part in parts if part not in scattered] or [scattered.pop(0)]
-    total = functools.reduce(op.Add, whole)  # a Sum of three and more copies what it has so far
-    for part in scattered:  # a table's rows are added to what is there, not to zeros and then to that
-        node = part.producer()
-        assert node is not None
-        axis = node.attributes.get_int("axis", 0)
-        total = op.ScatterElements(total, *node.inputs[1:], axis=axis, reduction="add")
-    return _describe(total, primal)
-
-
-def _is_scattered(op: Builder, gradient: ir.Value) -> bool:
-    """Whether a gradient is zeros to which something is added at some places, and nothing else reads it."""
-    node = gradient.producer()
-    if node is None or node.op_type != "ScatterElements" or gradient.uses():
-        return False
-    base = node.inputs[0].producer() if node.inputs[0] is not None else None
-    if node.attributes.get_string("reduction", "none") != "add" or base is None or base.op_type != "Expand":
-        return False
-    assert base.inputs[0] is not None
-    zero = op.const_value(base.inputs[0])
-    return zero is not None and not np.any(zero)
+    # a Sum of three and more copies what it has so far
+    return _describe(functools.reduce(op.Add, parts), primal)
 
 
 def find_path(graph: ir.Graph, targets: Set[ir.Value], wrt: Iterable[ir.Value]) -> Path:

@@ -9,6 +9,7 @@ import onnx
 import onnx_ir as ir
 
 from onward.autodiff.engine import DifferentiableBuilder, backward, is_differentiable
+from onward.autodiff.peephole import improve
 from onward.autodiff.sequences import zeros
 from onward.errors import ModelError
 from onward.graph.cleanup import finish
@@ -131,7 +132,8 @@ def add_gradients(
 ) -> dict[ir.Value, ir.Value]:
     """Like `backward`, with zeros where nothing depends on a value."""
     infer_graph(op)
-    found = backward(op, cotangents, wrt)
+    forward = set(op.graph)
+    found = improve(op, forward, backward(op, cotangents, wrt))
     return {value: zeros(op, value) if dx is None else dx for value, dx in found.items()}
 
 

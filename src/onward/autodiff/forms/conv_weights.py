@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import numpy as np
 import onnx_ir as ir
@@ -14,8 +15,14 @@ from onward.autodiff.forms.windows import Sizes, Window, cut, padded, spatial, t
 
 __all__ = ["Product", "weight_gradient"]
 
-# Windows up to which a list of them is made for each tap, when a session is made: 128 kB each.
-_MOST_PLACES = 1 << 14
+# Places up to which a list of all that the taps of all windows read is made, when a session is made: 1 MB.
+_MOST_PLACES = 1 << 17
+# Places up to which that list is in the file: 32 kB.
+_FEW_PLACES = 1 << 12
+# Numbers of one image's columns up to which those of all taps are made at once; else by rows of the kernel.
+_MANY_COLUMNS = 1 << 20
+# Taps of a kernel of 3×3.
+_FEW_TAPS = 9
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,10 +68,20 @@ def _weight_depthwise(op, product: Product) -> ir.Value:
 
 def _weight_depthwise_last(op, product: Product) -> ir.Value:
     """dw[c, t] = Σ over batch and positions of dy[…, c]·x[…, c] at tap t"""
-    axes = product.window.axes
-    dy = op.Transpose(product.dy, perm=[0, *axes, 1])
-    sums = [op.sum_leading(op.Mul(dy, read), 1 + len(axes)) for read in _reads_last(op, product)]
-    by_tap = op.Reshape(stack(op, sums), [len(sums), -1])
+    window, count = product.window, int(np.prod(np.asarray(spatial(op, product.dy))))
+    channels, kernel = op.static_dim(product.x, 1), window.static_kernel or []
+    dy = op.Transpose(product.dy, perm=[0, *window.axes, 1])
+    if (
+        np.prod(kernel) > _FEW_TAPS
+    ):  # all taps of a row at once: slower than each by itself, and far fewer nodes
+        dy = op.Reshape(dy, [0, count, 1, channels])
+        reads = _gathered(op, product, by_rows=True, shape=[0, count, -1, channels])
+        by_tap = stack(op, [op.ReduceSum(op.Mul(dy, read), [0, 1], keepdims=0) for read in reads], axis=0)
+    else:
+        dy = op.Reshape(dy, [0, count, channels])
+        ones = op.constant(np.ones((1, count), op.dtype(dy).numpy()), name="ones")
+        sums = [op.MatMul(ones, op.Mul(dy, read)) for read in _gathered_taps(op, product)]
+        by_tap = op.ReduceSum(stack(op, sums, axis=1), [0], keepdims=0)
     return op.Reshape(op.Transpose(by_tap, perm=[1, 0]), op.shape(product.w))
 
 
@@ -72,12 +89,32 @@ def _weight_columns(op, product: Product) -> ir.Value:
     """dw[o, t·c] = Σ over images of dy·columnsᵀ, columns = every tap's channels side by side"""
     window, dy = product.window, product.dy
     x = padded(op, product.x, window.begin, window.end, axes=window.axes)
-    count = spatial(op, dy)
-    reads = [tap_slice(op, x, tap, window, count, axes=window.axes) for tap in window.taps()]
-    columns = op.Reshape(stack(op, reads, axis=1), per_image(op, product.x, len(reads), count))
+    count, kernel = spatial(op, dy), window.static_kernel or []
+    taps = int(np.prod(kernel))
+    if taps > _FEW_TAPS and isinstance(count, np.ndarray):
+        # along one axis at a time, the last first: as many slices as the kernel's sizes have in sum
+        for axis in reversed(range(len(count))):
+            x = stack(
+                op,
+                [_slice_along(op, x, tap, axis, window, count) for tap in range(kernel[axis])],
+                axis=1,
+            )
+        columns = x
+    else:
+        columns = stack(
+            op, [tap_slice(op, x, tap, window, count, axes=window.axes) for tap in window.taps()], axis=1
+        )
+    columns = op.Reshape(columns, per_image(op, product.x, taps, count))
     flat = op.Reshape(dy, per_image(op, dy, 1, count))
     product_each = op.MatMul(flat, op.Transpose(columns, perm=[0, 2, 1]))
     return _tap_major(op, op.ReduceSum(product_each, [0], keepdims=0), product)
+
+
+def _slice_along(op, x: ir.Value, tap: int, axis: int, window: Window, count: np.ndarray) -> ir.Value:
+    """What one tap reads along one axis alone."""
+    start = tap * int(window.dilations[axis])
+    end = start + (int(count[axis]) - 1) * int(window.strides[axis]) + 1
+    return op.Slice(x, [start], [end], [window.axes[axis]], [int(window.strides[axis])])
 
 
 def _weight_channels_first(op, product: Product) -> ir.Value:
@@ -101,39 +138,90 @@ def _weight_channels_first(op, product: Product) -> ir.Value:
 
 
 def _weight_channels_last(op, product: Product) -> ir.Value:
-    """dw[o, c, t] = Σ dy[o, np]·x[np at t, c]"""
+    """dw[o, t·c] = Σ dy[o, np]·x[np at t, c], for all taps at once or for each"""
     dy = op.Transpose(product.dy, perm=[1, 0, *product.window.axes])
     dy = op.Reshape(dy, grouped(op, product.dy, 1))
+    if _has_sizes(op, product):
+        places, channels = spatial(op, product.dy), op.static_dim(product.x, 1)
+        taps = int(np.prod(product.window.static_kernel or []))
+        by_rows = int(np.prod(np.asarray(places))) * taps * channels > _MANY_COLUMNS
+        width = taps // (product.window.static_kernel or [1])[0] if by_rows else taps
+        columns = _gathered(op, product, by_rows=by_rows, shape=[-1, width * channels])
+        return _tap_major(op, stack(op, [op.Gemm(dy, part) for part in columns], axis=1), product)
     channels = op.dim(product.x, 1)
     parts = []
-    for read in _reads_last(op, product):
+    for read in _sliced(op, product):
         read = op.Reshape(read, op.Concat([-1], channels, axis=0))
         parts.append(op.Unsqueeze(op.Gemm(dy, read), [-1]))
     return op.Reshape(stack(op, parts), op.shape(product.w))
 
 
-def _reads_last(op, product: Product) -> list[ir.Value]:
-    """What each tap reads for all windows, channels last: [batch, windows…, channels].
+def _channels_last(op, product: Product) -> ir.Value:
+    """The input with zeros around it, channels last."""
+    window = product.window
+    x = op.Transpose(product.x, perm=[0, *window.axes, 1])
+    return padded(op, x, window.begin, window.end, axes=[axis - 1 for axis in window.axes])
+
+
+def _sliced(op, product: Product) -> list[ir.Value]:
+    """What each tap reads for all windows, channels last: [batch, windows…, channels]."""
+    window, count, x = product.window, spatial(op, product.dy), _channels_last(op, product)
+    inner = [axis - 1 for axis in window.axes]
+    return [tap_slice(op, x, tap, window, count, axes=inner) for tap in window.taps()]
+
+
+def _gathered(op, product: Product, *, by_rows: bool, shape: list[int]) -> list[ir.Value]:
+    """What all taps (or those of each row of the kernel) read: [batch, windows, taps, channels] in some shape.
 
     A Gather of places shares its rows among threads, which a Slice does not; it needs to know all sizes.
     """
-    window, count = product.window, spatial(op, product.dy)
-    inner = [axis - 1 for axis in window.axes]
-    x = op.Transpose(product.x, perm=[0, *window.axes, 1])
-    x = padded(op, x, window.begin, window.end, axes=inner)
-    if not _has_sizes(op, product):
-        return [tap_slice(op, x, tap, window, count, axes=inner) for tap in window.taps()]
+    kernel = product.window.static_kernel or []
+    rows = [(row, row + 1) for row in range(kernel[0])] if by_rows else [(0, kernel[0])]
+    x = _flat_places(op, product)
+    return [op.Reshape(op.Gather(x, _places(op, product, row), axis=1), shape) for row in rows]
+
+
+def _gathered_taps(op, product: Product) -> list[ir.Value]:
+    """What each tap reads for all windows: [batch, windows, channels]."""
+    x, kernel = _flat_places(op, product), product.window.static_kernel or []
+    count = int(np.prod(np.asarray(spatial(op, product.dy))))
+    places = op.Reshape(_places(op, product, (0, kernel[0])), [count, -1])
+    taps = op.Split(
+        op.Transpose(places, perm=[1, 0]),
+        axis=0,
+        num_outputs=int(np.prod(kernel)),
+        outputs=int(np.prod(kernel)),
+    )
+    return [op.Gather(x, op.Reshape(tap, [-1]), axis=1) for tap in taps]
+
+
+def _flat_places(op, product: Product) -> ir.Value:
+    window = product.window
     sizes = np.asarray(spatial(op, product.x)) + window.begin + window.end
-    x = op.Reshape(x, [0, int(np.prod(sizes)), op.static_dim(product.x, 1)])
-    reads = []
-    for tap in window.taps():
-        places = None
-        for axis, size in enumerate(np.asarray(count)):
-            along = (np.arange(size) * window.strides[axis] + tap[axis]) * np.prod(sizes[axis + 1 :])
-            along = along.astype(np.int64).reshape([-1] + [1] * (len(inner) - 1 - axis))
-            places = op.constant(along) if places is None else op.Add(places, op.constant(along))
-        reads.append(op.Gather(x, places, axis=1))
-    return reads
+    return op.Reshape(_channels_last(op, product), [0, int(np.prod(sizes)), op.static_dim(product.x, 1)])
+
+
+def _places(op, product: Product, rows: tuple[int, int]) -> ir.Value:
+    """Where taps of some rows of the kernel read, counted over all places of a padded image: [windows…, taps…].
+
+    Where they are many, the sum of one small vector for each axis: the runtime adds them up when it loads the
+    model.
+    """
+    window, count = product.window, np.asarray(spatial(op, product.dy))
+    sizes = np.asarray(spatial(op, product.x)) + window.begin + window.end
+    parts = []
+    for axis, size in enumerate(count):
+        first, last = rows if axis == 0 else (0, int(np.asarray(window.kernel)[axis]))
+        along = np.arange(size)[:, None] * window.strides[axis]
+        along = (along + np.arange(first, last)[None, :] * window.dilations[axis]) * np.prod(
+            sizes[axis + 1 :]
+        )
+        shape = np.ones(2 * len(count), np.int64)
+        shape[axis], shape[len(count) + axis] = along.shape
+        parts.append(along.astype(np.int64).reshape(shape))
+    if np.prod(np.broadcast_shapes(*(part.shape for part in parts))) <= _FEW_PLACES:
+        return op.constant(sum(parts), name="places")
+    return functools.reduce(op.Add, [op.constant(part, name="places") for part in parts])
 
 
 def _weight_correlate(op, product: Product) -> ir.Value:
@@ -190,7 +278,8 @@ def _has_sizes(op, product: Product) -> bool:
     size, places = spatial(op, product.x), spatial(op, product.dy)
     if not isinstance(size, np.ndarray) or not isinstance(places, np.ndarray):
         return False
-    few = bool(np.prod(places) <= _MOST_PLACES)
+    taps = np.prod(product.window.static_kernel or [])
+    few = bool(np.prod(places) * taps <= _MOST_PLACES)
     return few and product.window.static_pads is not None and op.static_dim(product.x, 1) is not None
 
 

@@ -20,48 +20,12 @@ def softmax(op, node, dy):
     """
     y = node.outputs[0]
     axis = node.attributes.get_int("axis", -1)
-    inner = None
-    if axis in (-1, op.rank(y) - 1):
-        inner = _through_product(op, y, dy)
-    if inner is None:
-        inner = op.ReduceSum(op.Mul(dy, y), [axis], keepdims=1)
+    inner = op.ReduceSum(op.Mul(dy, y), [axis], keepdims=1)
     dx = op.Mul(op.Sub(dy, inner), y)
     if _is_replaced(y):
         empty = op.IsNaN(op.Slice(y, [0], [1], [axis]))
         dx = op.Where(empty, op.constant_like(0.0, dx), dx)
     return dx
-
-
-def _through_product(op, y, dy):
-    """Σ dy·y along rows where attention multiplies z = y·V, so that dy = dz·Vᵀ: Σ dz·z is the same, of fewer numbers.
-
-    Dropout may come between, which multiplies y and dy alike.
-    """
-    made = dy.producer()
-    if made is None or len(made.inputs) != 2:
-        return None
-    for user in [user for user in y.consumers() if user.graph is y.graph]:
-        if user.op_type == "Dropout":
-            inner = _through_product(op, user.outputs[0], dy)
-        elif user.op_type == made.op_type == "Mul":
-            inner = _through_factor(op, y, user, made)
-        elif user.op_type == made.op_type == "MatMul" and user.inputs[0] is y:
-            turned = made.inputs[1].producer()
-            fits = turned is not None and turned.op_type == "Transpose" and turned.inputs[0] is user.inputs[1]
-            inner = op.ReduceSum(op.Mul(made.inputs[0], user.outputs[0]), [-1], keepdims=1) if fits else None
-        else:
-            continue
-        if inner is not None:
-            return inner
-    return None
-
-
-def _through_factor(op, y, user, made):
-    """The same where `user` is y·m and `made` is d·m, d the gradient of y·m."""
-    factor = user.inputs[1 - user.inputs.index(y)]
-    if factor not in made.inputs:
-        return None
-    return _through_product(op, user.outputs[0], made.inputs[1 - made.inputs.index(factor)])
 
 
 def _is_replaced(value: ir.Value) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Sequence
 
 import numpy as np
 import onnx_ir as ir
@@ -17,6 +17,19 @@ import onnx_ir as ir
 from onward.graph.builder import Builder
 
 __all__ = ["Statistic", "count_per_channel", "make_statistics_explicit"]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Move:
+    """A running statistic, the batch's own, and by how much the one moves towards the other.
+
+    A variance of `count` numbers is made unbiased.
+    """
+
+    running: ir.Value
+    batch: ir.Value
+    momentum: float
+    count: ir.Value | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,37 +47,71 @@ def make_statistics_explicit(op: Builder) -> list[Statistic]:
     here the part that comes from the batch is scaled by n/(n−1), so that trained models agree with torch's.
     A layer that is applied twice in a step moves its statistics once, by its last application.
     """
-    found: dict[ir.Value, Statistic] = {}
     nodes = list(op.graph)
-    for node, after in zip(nodes, [*nodes[1:], None]):
-        if node.op_type != "BatchNormalization" or not node.attributes.get_int("training_mode", 0):
-            continue
+    norms = [
+        (node, after)
+        for node, after in zip(nodes, [*nodes[1:], None])
+        if node.op_type == "BatchNormalization" and node.attributes.get_int("training_mode", 0)
+    ]
+    moves: dict[ir.Value, _Move] = {}
+    scratch = _scratch(op, [node for node, _ in norms])
+    for node, after in norms:
         x, mean, variance = node.inputs[0], node.inputs[3], node.inputs[4]
         assert x is not None and mean is not None and variance is not None
         momentum = node.attributes.get_float("momentum", 0.9)
         op.scope = node.name or "BatchNormalization"
-        op.before = node
-        # two expressions, so that they never share the memory that the operator writes into
-        node.replace_input_with(3, _scratch(op, op.IsNaN, x, mean))
-        node.replace_input_with(4, _scratch(op, op.IsInf, x, variance))
+        for index, memory in zip((3, 4), scratch[node]):
+            node.replace_input_with(index, memory)
         node.attributes["momentum"] = ir.AttrFloat32("momentum", 0.0)
         op.before = after
         batch_mean, batch_variance = _batch_outputs(op, node, mean, variance, momentum)
         op.before = None
         count = op.Cast(count_per_channel(op, x), to=op.dtype(variance))
-        unbiased = op.Div(count, op.Max(op.Sub(count, 1.0), 1.0))
         if _is_state(mean) and _is_state(variance):
-            found[mean] = Statistic(mean, _move(op, mean, batch_mean, momentum))
-            found[variance] = Statistic(variance, _move(op, variance, batch_variance, momentum, unbiased))
+            moves[mean] = _Move(mean, batch_mean, momentum)
+            moves[variance] = _Move(variance, batch_variance, momentum, count)
     op.scope = ""
-    return list(found.values())
+    return _followings(op, list(moves.values()))
 
 
-def _scratch(op: Builder, test: Callable[..., ir.Value], x: ir.Value, like: ir.Value) -> ir.Value:
-    """Finite numbers, one for each channel, that no optimizer folds into a constant: they depend on x."""
-    others = [axis for axis in range(op.rank(x)) if axis != 1]
-    sample = op.Slice(x, [0] * len(others), [1] * len(others), others)
-    return op.Reshape(op.Cast(test(sample), to=op.dtype(like)), [-1])
+def _scratch(op: Builder, norms: Sequence[ir.Node]) -> dict[ir.Node, Sequence[ir.Value]]:
+    """For each batch norm, memory for its two statistics: finite numbers that nothing else reads.
+
+    One Split makes that of all norms of one type and known width.
+    """
+    groups: dict[object, list[ir.Node]] = {}
+    for node in norms:
+        mean = node.inputs[3]
+        assert mean is not None
+        together = op.static_dim(mean, 0) is not None
+        groups.setdefault(op.dtype(mean) if together else node, []).append(node)
+    made: dict[ir.Node, Sequence[ir.Value]] = {}
+    for group in groups.values():
+        with op.inserting(group[0]):
+            pieces = _pieces(op, group)
+        made.update((node, pieces[2 * index : 2 * index + 2]) for index, node in enumerate(group))
+    return made
+
+
+def _pieces(op: Builder, norms: Sequence[ir.Node]) -> Sequence[ir.Value]:
+    x, likes = norms[0].inputs[0], [v for node in norms for v in node.inputs[3:5] if v is not None]
+    assert x is not None
+    op.scope = norms[0].name or "BatchNormalization"
+    axes, lengths = list(range(op.rank(x))), _lengths(op, likes)
+    # no optimizer may fold it into a constant: it depends on x
+    sample = op.IsNaN(op.Slice(x, [0] * len(axes), [1] * len(axes), axes))
+    known = op.const_value(lengths)
+    total = op.ReduceSum(lengths, keepdims=1) if known is None else known.sum(keepdims=True)
+    zeros = op.Expand(op.Reshape(op.Cast(sample, to=op.dtype(likes[0])), [1]), total)
+    return op.Split(zeros, lengths, outputs=len(likes))
+
+
+def _lengths(op: Builder, vectors: Sequence[ir.Value]) -> ir.Value:
+    """How long each of some vectors is, as one vector."""
+    static = [op.static_dim(vector, 0) for vector in vectors]
+    if all(length is not None for length in static):
+        return op.constant(np.asarray(static, np.int64), name="lengths")
+    return op.Concat(*(op.dim(vector, 0) for vector in vectors), axis=0)
 
 
 def count_per_channel(op: Builder, x: ir.Value) -> ir.Value:
@@ -112,13 +159,46 @@ def _batch_outputs(
     return made[0], made[1]
 
 
-def _move(
-    op: Builder, running: ir.Value, batch: ir.Value, momentum: float, correction: ir.Value | None = None
-) -> ir.Value:
-    """momentum·running + (1 − momentum)·correction·batch"""
-    share: ir.Value | float = 1.0 - momentum
-    share = share if correction is None else op.Mul(correction, share)
-    return op.Add(op.Mul(running, momentum), op.Mul(batch, share))
+def _move(op: Builder, running: ir.Value, batch: ir.Value, momentum: float) -> ir.Value:
+    """momentum·running + (1 − momentum)·batch"""
+    return op.Add(op.Mul(running, momentum), op.Mul(batch, 1.0 - momentum))
+
+
+def _followings(op: Builder, moves: Sequence[_Move]) -> list[Statistic]:
+    """momentum·running + (1 − momentum)·batch, variances times n/(n − 1), for all statistics at once.
+
+    They are one vector for that, cut up afterwards: as many nodes for a hundred layers as for one.
+    """
+    following: dict[ir.Value, ir.Value] = {}
+    for kind, momentum in dict.fromkeys((op.dtype(move.running), move.momentum) for move in moves):
+        group = [m for m in moves if (op.dtype(m.running), m.momentum) == (kind, momentum)]
+        lengths = _lengths(op, [move.running for move in group])
+        counts = list(dict.fromkeys(move.count for move in group if move.count is not None))
+        share: ir.Value = op.constant(np.asarray([1.0 - momentum], kind.numpy()))
+        if counts:
+            n = op.Concat(*(op.Reshape(count, [1]) for count in counts), axis=0)
+            unbiased = op.Div(n, op.Max(op.Sub(n, 1.0), 1.0))
+            shares = op.Concat(share, op.Mul(unbiased, 1.0 - momentum), axis=0)
+            places = [0 if move.count is None else 1 + counts.index(move.count) for move in group]
+            share = op.Gather(shares, _repeat(op, places, lengths))
+        running = op.Concat(*(move.running for move in group), axis=0)
+        batch = op.Concat(*(move.batch for move in group), axis=0)
+        moved = op.Add(op.Mul(running, momentum), op.Mul(batch, share))
+        pieces = op.Split(moved, lengths, axis=0, outputs=len(group))
+        following.update((move.running, piece) for move, piece in zip(group, pieces))
+    return [Statistic(move.running, following[move.running]) for move in moves]
+
+
+def _repeat(op: Builder, numbers: Sequence[int], lengths: ir.Value) -> ir.Value:
+    """Each number as often as its length says, as an int32 vector."""
+    known = op.const_value(lengths)
+    if known is not None:
+        return op.constant(np.repeat(np.asarray(numbers, np.int32), known), name="places")
+    pieces = [
+        op.Expand(np.asarray([number], np.int32), op.Slice(lengths, [index], [index + 1], [0]))
+        for index, number in enumerate(numbers)
+    ]
+    return op.Concat(*pieces, axis=0)
 
 
 def _is_state(value: ir.Value) -> bool:

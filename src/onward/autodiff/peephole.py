@@ -1,0 +1,204 @@
+"""What makes a backward graph faster once it is there: small rewritings of neighbouring nodes.
+
+Rules write equations and see one node; what depends on a node's neighbours is here. Each rewriting says what it
+gains; one that gains less than 2 % of a step somewhere is not worth a reader's time. Nodes are changed in place, so
+that values keep their identity; what nothing reads any more is taken away when the graph is finished.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import onnx_ir as ir
+
+from onward.graph.builder import Builder
+from onward.graph.nodes import subgraphs_of
+
+__all__ = ["improve"]
+
+# Linear in the gradient: infinities that go in come out mixed with everything else.
+_PRODUCTS = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul", "BatchNormalization"})
+# Finite where all that they read is.
+_FINITE = frozenset(
+    {
+        *("Add", "Sub", "Mul", "Neg", "Sum", "Clip", "HardSigmoid", "Where", "Identity"),
+        *("Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Expand", "Slice", "Pad", "Concat"),
+        *("ReduceSum", "ReduceMean", "Gather", "ScatterElements", "Col2Im", "MaxUnpool", "Resize"),
+    }
+)
+# Vectors from which joining them takes fewer nodes than it saves.
+_SEVERAL = 8
+
+
+def improve(
+    op: Builder, forward: set[ir.Node], gradients: Mapping[ir.Value, ir.Value | None]
+) -> dict[ir.Value, ir.Value | None]:
+    """Rewrite what was added to a graph behind its forward nodes; returns the gradients, some as new values."""
+    _improve(op, op.graph, forward, set())
+    moved = _scale_together(op, [value for value in gradients.values() if value is not None])
+    return {value: dx if dx is None else moved.get(dx, dx) for value, dx in gradients.items()}
+
+
+def _improve(op: Builder, graph: ir.Graph, forward: set[ir.Node], finite: set[ir.Value]) -> None:
+    for node in list(graph):
+        if node in forward:
+            finite.update(node.outputs)
+            continue
+        if node.op_type == "Add":
+            _add_where_kept(node)
+        elif node.op_type == "Mul":
+            _multiply_unclipped(node, finite)
+        elif node.op_type == "ReduceSum" and graph is op.graph:
+            _sum_through_product(op, node)
+        if _makes_finite(node, finite):
+            finite.update(node.outputs)
+        for body in subgraphs_of(node):
+            _improve(op, body, forward, finite)
+
+
+def _add_where_kept(node: ir.Node) -> None:
+    """a + (zeros with rows added at some places)   →   a with those rows added.
+
+    The gradient of a table that is read twice (tied embeddings): 3 % of the decoder's step, whose table is 8,192 rows.
+    """
+    for part, other in (node.inputs, node.inputs[::-1]):
+        scatter = None if part is None else part.producer()
+        if scatter is None or not _adds_to_zeros(scatter) or len(scatter.outputs[0].uses()) != 1:
+            continue
+        if other is None or other.shape != scatter.outputs[0].shape:
+            continue  # the sum broadcasts
+        axis = scatter.attributes.get_int("axis", 0)
+        _, places, rows = scatter.inputs
+        node.op_type = "ScatterElements"
+        node.resize_inputs(3)
+        for index, value in enumerate((other, places, rows)):
+            node.replace_input_with(index, value)
+        node.attributes["axis"] = ir.AttrInt64("axis", axis)
+        node.attributes["reduction"] = ir.AttrString("reduction", "add")
+        return
+
+
+def _adds_to_zeros(node: ir.Node) -> bool:
+    if node.op_type != "ScatterElements" or node.attributes.get_string("reduction", "none") != "add":
+        return False
+    base = None if node.inputs[0] is None else node.inputs[0].producer()
+    if base is None or base.op_type != "Expand" or base.inputs[0] is None:
+        return False
+    zero = base.inputs[0].const_value
+    return zero is not None and not base.inputs[0].is_graph_input() and not np.any(zero.numpy())
+
+
+def _multiply_unclipped(node: ir.Node, finite: set[ir.Value]) -> None:
+    """clip(dz, ±largest)·mask   →   dz·mask, where no slope of a single element can have made dz infinite.
+
+    A third of the time of Relu's gradient: 2 to 3 % of a convolutional network's step.
+    """
+    clip = None if node.inputs[0] is None else node.inputs[0].producer()
+    if clip is None or clip.op_type != "Clip" or len(clip.inputs) != 3:
+        return
+    bounds = [None if value is None else value.const_value for value in clip.inputs[1:]]
+    largest = np.finfo(np.float32).max
+    if all(b is not None and b.size == 1 and abs(b.numpy().item()) == largest for b in bounds):
+        dz = clip.inputs[0]
+        if dz in finite:
+            node.replace_input_with(0, dz)
+
+
+def _makes_finite(node: ir.Node, finite: set[ir.Value]) -> bool:
+    """Whether a gradient comes from a product, and from there through operators that make nothing infinite."""
+    if node.op_type in _PRODUCTS:
+        return True
+    read = list(node.inputs)
+    if node.op_type == "Div" and read[1] is not None and read[1].is_initializer():
+        read = read[:1]  # sizes and rates are not 0
+    elif node.op_type not in _FINITE:
+        return False
+    return all(
+        value is None or value in finite or not _is_real(value) or value.is_initializer() for value in read
+    )
+
+
+def _is_real(value: ir.Value) -> bool:
+    return value.dtype is None or value.dtype.is_floating_point()
+
+
+def _sum_through_product(op: Builder, node: ir.Node) -> None:
+    """Σ dy·y along rows   →   Σ dz·z, where attention multiplies z = y·V and so dy = dz·Vᵀ: of fewer numbers.
+
+    3 % of the encoder's step at 8×128 tokens, and memory of the size of the scores.
+    """
+    product = None if node.inputs[0] is None else node.inputs[0].producer()
+    axes = None if len(node.inputs) < 2 or node.inputs[1] is None else node.inputs[1].const_value
+    if product is None or product.op_type != "Mul" or axes is None or len(product.outputs[0].uses()) != 1:
+        return
+    dy, y = product.inputs
+    softmax = None if y is None else y.producer()
+    if dy is None or y is None or softmax is None or softmax.op_type != "Softmax" or y.shape is None:
+        return
+    if axes.numpy().tolist() not in ([-1], [y.shape.rank() - 1]):
+        return
+    found = _multiplied(y, dy)
+    if found is not None:
+        with op.inserting(node):
+            op.scope = node.name or "ReduceSum"
+            node.replace_input_with(0, op.Mul(*found))
+        op.scope = ""
+
+
+def _multiplied(y: ir.Value, dy: ir.Value) -> tuple[ir.Value, ir.Value] | None:
+    """(dz, z) of the product z = y·V that dy comes from. Dropout may come between, which multiplies y and dy alike."""
+    made = dy.producer()
+    if made is None or len(made.inputs) != 2:
+        return None
+    first, second = made.inputs
+    assert first is not None and second is not None
+    for user in (user for user in y.consumers() if user.graph is made.graph):
+        found = None
+        if user.op_type == "Dropout":
+            found = _multiplied(user.outputs[0], dy)
+        elif user.op_type == made.op_type == "Mul":
+            factor = user.inputs[1 - user.inputs.index(y)]
+            if factor in made.inputs:
+                rest = first if factor is second else second
+                found = _multiplied(user.outputs[0], rest)
+        elif user.op_type == made.op_type == "MatMul" and user.inputs[0] is y:
+            turned = second.producer()
+            if turned is not None and turned.op_type == "Transpose" and turned.inputs[0] is user.inputs[1]:
+                found = first, user.outputs[0]
+        if found is not None:
+            return found
+    return None
+
+
+def _scale_together(op: Builder, gradients: Sequence[ir.Value]) -> dict[ir.Value, ir.Value]:
+    """v₁·n₁, v₂·n₂ …   →   (v₁, v₂ …)·(n₁, n₁ …, n₂ …), cut up again, for vectors that are gradients.
+
+    Those of batch norms are means times a count: 2 nodes of each, a twentieth of a convolutional network's.
+    """
+    groups: dict[ir.DataType, list[ir.Node]] = {}
+    for value in dict.fromkeys(gradients):
+        node = value.producer()
+        if node is None or node.op_type != "Mul" or node.graph is not op.graph or value.uses():
+            continue
+        vector, number = node.inputs
+        if vector is None or number is None or value.dtype is None or number.shape is None:
+            continue
+        if (
+            op.rank(value) == 1
+            and op.static_shape(vector) == op.static_shape(value)
+            and not number.shape.rank()
+        ):
+            groups.setdefault(value.dtype, []).append(node)
+    moved: dict[ir.Value, ir.Value] = {}
+    for nodes in groups.values():
+        numbers = list(dict.fromkeys(node.inputs[1] for node in nodes))
+        lengths = [length for node in nodes if (length := op.static_dim(node.outputs[0], 0)) is not None]
+        if not _SEVERAL <= len(nodes) == len(lengths):
+            continue
+        table = op.Concat(*(op.Reshape(number, [1]) for number in numbers), axis=0)
+        places = np.repeat(np.asarray([numbers.index(node.inputs[1]) for node in nodes], np.int32), lengths)
+        scaled = op.Mul(op.Concat(*(node.inputs[0] for node in nodes), axis=0), op.Gather(table, places))
+        pieces = op.Split(scaled, np.asarray(lengths, np.int64), axis=0, outputs=len(nodes))
+        moved.update((node.outputs[0], piece) for node, piece in zip(nodes, pieces))
+    return moved
