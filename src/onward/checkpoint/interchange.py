@@ -19,9 +19,8 @@ import numpy as np
 from onward.checkpoint import integrity, state
 from onward.checkpoint.atomic import open_regular, read_all, replace_file
 from onward.checkpoint.codec import little_endian_bytes, native_array
-from onward.checkpoint.dtypes import code_of, dtype_of
-from onward.checkpoint.reading import load
-from onward.checkpoint.state import CheckpointData, NominalTensor, Tensors
+from onward.checkpoint.state import CheckpointData, NominalTensor, Tensors, code_of, dtype_of
+from onward.checkpoint.store import load
 from onward.errors import CheckpointError
 
 __all__ = ["from_safetensors", "to_safetensors"]

@@ -18,9 +18,17 @@ import numpy as np
 from onward.checkpoint import integrity, state
 from onward.checkpoint.atomic import open_regular, read_all, replace_file
 from onward.checkpoint.codec import little_endian_bytes, native_array
-from onward.checkpoint.dtypes import code_of, dtype_of, supported_codes
-from onward.checkpoint.reserved import parse_extra, spell_extra
-from onward.checkpoint.state import CheckpointData, NominalTensor, OptimizerGroup, PropertyValue
+from onward.checkpoint.state import (
+    CheckpointData,
+    NominalTensor,
+    OptimizerGroup,
+    PropertyValue,
+    code_of,
+    dtype_of,
+    parse_extra,
+    spell_extra,
+    supported_codes,
+)
 from onward.errors import CheckpointError
 
 __all__ = [

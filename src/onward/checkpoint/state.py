@@ -8,13 +8,135 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import TypeAlias
 
 import numpy as np
 
-from onward.checkpoint.dtypes import code_of, dtype_of
+__all__ = [
+    "ACCUMULATION_GROUP",
+    "ACCUMULATION_SLOT",
+    "EXTRA_PREFIX",
+    "PREFIX",
+    "CheckpointData",
+    "NominalTensor",
+    "OptimizerGroup",
+    "PropertyValue",
+    "Tensors",
+    "check_property",
+    "code_of",
+    "dtype_of",
+    "parse_extra",
+    "spell_extra",
+    "supported_codes",
+]
 
-__all__ = ["CheckpointData", "NominalTensor", "OptimizerGroup", "PropertyValue", "Tensors", "check_property"]
+
+_NUMPY = {
+    1: "float32",
+    2: "uint8",
+    3: "int8",
+    4: "uint16",
+    5: "int16",
+    6: "int32",
+    7: "int64",
+    9: "bool",
+    10: "float16",
+    11: "float64",
+    12: "uint32",
+    13: "uint64",
+}
+_ML_DTYPES = {
+    16: "bfloat16",
+    17: "float8_e4m3fn",
+    18: "float8_e4m3fnuz",
+    19: "float8_e5m2",
+    20: "float8_e5m2fnuz",
+}
+
+
+@cache
+def _table() -> dict[int, np.dtype]:
+    import ml_dtypes
+
+    table = {code: np.dtype(name) for code, name in _NUMPY.items()}
+    table.update({code: np.dtype(getattr(ml_dtypes, name)) for code, name in _ML_DTYPES.items()})
+    return table
+
+
+@cache
+def _codes() -> dict[np.dtype, int]:
+    return {dtype: code for code, dtype in _table().items()}
+
+
+def supported_codes() -> tuple[int, ...]:
+    """Return the ONNX data type codes that a checkpoint may hold, in ascending order.
+
+    >>> 1 in supported_codes(), 8 in supported_codes()
+    (True, False)
+    """
+    return tuple(_table())
+
+
+def dtype_of(code: int) -> np.dtype:
+    """Return the numpy type of an ONNX data type code; `ValueError` if a checkpoint cannot hold it.
+
+    >>> dtype_of(1)
+    dtype('float32')
+    """
+    try:
+        return _table()[code]
+    except KeyError:
+        raise ValueError(f"a checkpoint cannot hold the ONNX data type {code}") from None
+
+
+def code_of(dtype: np.dtype) -> int:
+    """Return the ONNX data type code of a numpy type; `TypeError` if a checkpoint cannot hold it.
+
+    >>> code_of(np.dtype("int64"))
+    7
+    """
+    try:
+        return _codes()[dtype.newbyteorder("=")]
+    except KeyError:
+        raise TypeError(
+            f"a checkpoint cannot hold arrays of type {dtype}; convert to one of "
+            + ", ".join(str(known) for known in _codes())
+        ) from None
+
+
+PREFIX = "onward."
+EXTRA_PREFIX = "onward.extra."
+ACCUMULATION_GROUP = "onward.accumulation"
+ACCUMULATION_SLOT = "gradient"
+
+
+def spell_extra(value: PropertyValue) -> str:
+    """Return a scalar as text with its type, so that 64-bit floats and long integers survive exactly.
+
+    >>> spell_extra(0.1), spell_extra(3), spell_extra("cosine")
+    ('f:0.1', 'i:3', 's:cosine')
+    """
+    if isinstance(value, str):
+        return "s:" + value
+    if isinstance(value, (int, np.integer, np.bool_)):
+        return f"i:{int(value)}"
+    return f"f:{float(value)!r}"
+
+
+def parse_extra(text: str) -> PropertyValue:
+    """Return the scalar that `spell_extra` spelled; `ValueError` for anything else.
+
+    >>> parse_extra("f:0.1")
+    0.1
+    """
+    kind, colon, body = text.partition(":")
+    if not colon or kind not in ("s", "i", "f"):
+        raise ValueError("expected 's:', 'i:' or 'f:' and a value")
+    if kind == "s":
+        return body
+    return int(body) if kind == "i" else float(body)
+
 
 PropertyValue: TypeAlias = int | float | str
 

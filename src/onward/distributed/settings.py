@@ -6,10 +6,11 @@ import dataclasses
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from onward.api import LRScheduler, Optimizer
-from onward.api.module import NonFinitePolicy
+if TYPE_CHECKING:
+    from onward.api import LRScheduler, Optimizer
+    from onward.api.module import NonFinitePolicy
 
 __all__ = ["Grid", "RunnerSettings", "make_grid"]
 

@@ -355,7 +355,7 @@ class Trainer:
     def _with_row(self, error: Exception, batch: Batch) -> Exception:
         """The same error, with the row of the data instead of the place in a shuffled batch."""
         rows = self._batches.rows(self._place.epoch, self._place.batch - 1)
-        plan = self.module._step.plan
+        plan = self.module.plan
         if rows is None:
             return error
         if isinstance(error, NonFiniteError):

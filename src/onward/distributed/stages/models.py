@@ -20,8 +20,7 @@ from onward.distributed.errors import DistributedError
 from onward.distributed.settings import RunnerSettings
 from onward.distributed.stages.split import Split, follow, split_graph
 from onward.graph.dialect.normalize import normalize
-from onward.graph.extract import extract
-from onward.graph.prune import prune, values_of
+from onward.graph.prune import extract, prune, values_of
 from onward.runtime.devices import Device
 from onward.runtime.memory import ModelMemory, exchanged
 from onward.runtime.plan import SEED, Plan, read_plan

@@ -11,24 +11,154 @@ from __future__ import annotations
 import functools
 import os
 
+import numpy as np
 import onnx
 import onnx_ir as ir
 import onnx_ir.passes.common as passes
 
 from onward.errors import ModelError, OnwardError
-from onward.graph.dialect.branches import resolve_branches
 from onward.graph.dialect.contrib import expand_contrib
 from onward.graph.dialect.definitions import expand_by_definition
 from onward.graph.dialect.downgrade import downgrade
 from onward.graph.dialect.fold import constant_names, fold_constant_nodes
-from onward.graph.dialect.required_opset import lowest_opset
 from onward.graph.dialect.rewrite import Expansion, rewrite
 from onward.graph.dialect.saturation import make_unsigned
 from onward.graph.dialect.upgrade import OLDEST, upgrade
 from onward.graph.load import ModelSource, load_model
+from onward.graph.nodes import subgraphs_of
 from onward.graph.shapes.model import drop_contradictions, infer_shapes, sharpen, unknown_ranks
 
-__all__ = ["OPSET", "normalize"]
+__all__ = ["OPSET", "lowest_opset", "normalize", "resolve_branches"]
+
+
+# Operators between a shape and a condition; numpy computes each.
+_EVALUATE = {
+    "Identity": lambda x: x,
+    "Equal": np.equal,
+    "Less": np.less,
+    "LessOrEqual": np.less_equal,
+    "Greater": np.greater,
+    "GreaterOrEqual": np.greater_equal,
+    "Not": np.logical_not,
+    "And": np.logical_and,
+    "Or": np.logical_or,
+    "Add": np.add,
+    "Sub": np.subtract,
+    "Mul": np.multiply,
+}
+_SMALL = 64
+
+
+def resolve_branches(model: ir.Model) -> bool:
+    """Put the branch in the place of each If whose condition is known; says whether there was one.
+
+    Types and shapes must be inferred; where this returns True, inferring again finds more.
+    """
+    return _resolve(model.graph)
+
+
+def _resolve(graph: ir.Graph) -> bool:
+    changed = False
+    for node in list(graph):
+        if node.op_type == "If" and node.domain in ("", "ai.onnx"):
+            condition = _value_of(node.inputs[0])
+            if condition is not None and condition.size == 1:
+                _take(graph, node, "then_branch" if condition.item() else "else_branch")
+                changed = True
+                continue
+        for body in subgraphs_of(node):
+            changed = _resolve(body) or changed
+    return changed
+
+
+def _take(graph: ir.Graph, node: ir.Node, name: str) -> None:
+    branch = node.attributes[name].as_graph()
+    results = list(branch.outputs)
+    branch.outputs.clear()
+    for initializer in list(branch.initializers.values()):
+        branch.initializers.pop(initializer.name or "")
+        graph.register_initializer(initializer)
+    for inner in list(branch):
+        branch.remove(inner)
+        graph.insert_before(node, inner)
+    for outer, result in zip(node.outputs, results):
+        copy = ir.Node("", "Identity", [result], num_outputs=1, name=f"{node.name}/{outer.name}")
+        value = copy.outputs[0]
+        value.type, value.shape = outer.type, outer.shape
+        graph.insert_before(node, copy)
+        ir.convenience.replace_all_uses_with(outer, value, replace_graph_outputs=True)
+        value.name = outer.name
+    graph.remove(node, safe=True)
+
+
+def _value_of(value: ir.Value | None) -> np.ndarray | None:
+    """The numbers in a value, if they are few and known before the model runs."""
+    if value is None or value.is_graph_input():
+        return None
+    if value.const_value is not None:
+        return value.const_value.numpy() if value.const_value.size <= _SMALL else None
+    node = value.producer()
+    if node is None or node.domain not in ("", "ai.onnx"):
+        return None
+    if node.op_type in ("Shape", "Size"):
+        return _measured(node)
+    function = _EVALUATE.get(node.op_type)
+    if function is None:
+        return None
+    inputs = [_value_of(x) for x in node.inputs]
+    known = [x for x in inputs if x is not None and x.dtype.kind in "iub"]
+    return np.asarray(function(*known)) if len(known) == len(inputs) else None
+
+
+def _measured(node: ir.Node) -> np.ndarray | None:
+    source = node.inputs[0]
+    shape = None if source is None else source.shape
+    if shape is None or not all(isinstance(dim, int) for dim in shape):
+        return None
+    dims = np.asarray(list(shape), np.int64)
+    if node.op_type == "Size":
+        return np.asarray(dims.prod(), np.int64)
+    end = node.attributes.get_int("end", None)
+    return dims[node.attributes.get_int("start", 0) or 0 : end]
+
+
+def lowest_opset(model: ir.Model, version: int, floor: int) -> int:
+    """The lowest opset from `floor` on in which every node exists with the types that it has here."""
+    needed = floor
+    for node in model.graph.all_nodes():
+        if node.domain in ("", "ai.onnx"):
+            needed = _needed(node, needed, version)
+    return needed
+
+
+def _needed(node: ir.Node, floor: int, version: int) -> int:
+    for opset in range(floor, version + 1):
+        try:
+            schema = onnx.defs.get_schema(node.op_type, opset, "")
+        except onnx.defs.SchemaError:
+            continue
+        if set(node.attributes) <= set(schema.attributes) and _types_fit(node, schema):
+            return opset
+    return version
+
+
+def _types_fit(node: ir.Node, schema: onnx.defs.OpSchema) -> bool:
+    allowed = {c.type_param_str: set(c.allowed_type_strs) for c in schema.type_constraints}
+    for values, formals in ((node.inputs, schema.inputs), (node.outputs, schema.outputs)):
+        if len(values) > len(formals) and (
+            not formals or formals[-1].option != onnx.defs.OpSchema.FormalParameterOption.Variadic
+        ):
+            return False
+        for index, value in enumerate(values):
+            if value is None or not isinstance(value.type, ir.TensorType):
+                continue
+            formal = formals[min(index, len(formals) - 1)]
+            name = f"tensor({value.type.dtype.name.lower()})"
+            names = allowed.get(formal.type_str, {formal.type_str})
+            if name not in names:
+                return False
+    return True
+
 
 # Every stock runtime since onnxruntime 1.18 loads it, and so does onnxruntime-web.
 OPSET = 21
