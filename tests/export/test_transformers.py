@@ -228,21 +228,28 @@ def test_a_failed_comparison_says_so_and_writes_nothing(tmp_path: Path) -> None:
     ("where", "wrong", "counts"),
     [("padding", 1.0, False), ("padding", np.nan, True), ("token", 1.0, True)],
 )
-def test_numbers_at_padding_are_compared_only_for_being_numbers(
+def test_padding_is_left_out_of_the_comparison_unless_it_is_not_finite(
     where: str, wrong: float, counts: bool
 ) -> None:
     traceable = Traceable(
         torch.nn.Identity(), {"attention_mask": {0: "batch", 1: "sequence"}},
         {"y": {0: "batch", 1: "sequence"}, "pooled": {0: "batch"}}, {}, [],
     )  # fmt: skip
-    case = {"attention_mask": torch.tensor([[1, 1, 0], [1, 0, 0]])}
-    expected = {"y": np.zeros((2, 3, 4), np.float32), "pooled": np.zeros((2, 3), np.float32)}
-    got = {name: array.copy() for name, array in expected.items()}
-    got["y"][(1, 2, 0) if where == "padding" else (0, 1, 0)] = wrong
-    got["pooled"][0, 2] = 1.0
-    found = tracing._past_padding(traceable, case, expected, got)
-    assert np.array_equal(found["y"], expected["y"]) != counts
-    assert found["pooled"][0, 2] == 1.0
+    mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
+    theirs, ours = np.zeros((2, 3, 4), np.float32), np.zeros((2, 3, 4), np.float32)
+    place = (1, 2) if where == "padding" else (0, 1)
+    ours[(*place, 0)] = wrong
+    kept = tracing._kept(traceable, {"attention_mask": mask}, "y", theirs, ours)
+    assert kept is not None and kept[place] == counts
+    kept[place] = mask[place] != 0
+    assert np.array_equal(kept, mask.numpy() != 0)
+    assert tracing._kept(traceable, {"attention_mask": mask}, "pooled", theirs, ours) is None
+
+
+def test_the_card_says_how_much_padding_was_not_compared(tmp_path: Path) -> None:
+    from_transformers(tiny_pair("bert", "default"), "default", tmp_path / "folder")
+    parity = json.loads((tmp_path / "folder" / "onward.json").read_text(encoding="utf-8"))["parity"]
+    assert any("positions of padding not compared" in note for note in parity["notes"])
 
 
 def test_nothing_temporary_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,9 +16,11 @@ from onward.export.huggingface.tasks import Axes
 __all__ = ["describe"]
 
 _PROCESSOR = (
-    *("do_resize", "size", "resample", "do_center_crop", "crop_size"),
-    *("do_rescale", "rescale_factor", "do_normalize", "image_mean", "image_std"),
-    *("sampling_rate", "feature_extractor_type", "num_mel_bins", "feature_size"),
+    *("do_resize", "size", "resample", "do_center_crop", "crop_size", "size_divisor", "do_pad", "pad_size"),
+    *("do_rescale", "rescale_factor", "do_normalize", "image_mean", "image_std", "do_reduce_labels"),
+    *("keep_aspect_ratio", "ensure_multiple_of", "image_processor_type"),
+    *("sampling_rate", "feature_extractor_type", "num_mel_bins", "feature_size", "n_fft", "hop_length"),
+    *("chunk_length", "n_samples", "max_length", "mean", "std", "padding_value", "return_attention_mask"),
 )
 
 
@@ -48,12 +50,18 @@ def describe(
         card["problem_type"] = getattr(config, "problem_type", None)
     if source.tokenizer is not None:
         card["tokenizer"] = _tokenizer(source)
-    if source.task.name in ("text-generation", "text2text"):
+    if source.task.wrapper in ("generation", "encoder-decoder"):
         card["generation"] = _generation(source)
+    if source.task.answer == "spell":
+        card["spelling"] = _spelling(source)
     if source.processor is not None:
         settings = source.processor if isinstance(source.processor, Mapping) else source.processor.to_dict()
-        kept = {name: _plain(settings[name]) for name in _PROCESSOR if name in settings}
-        card["processor"] = kept
+        card["processor"] = {name: _plain(settings[name]) for name in _PROCESSOR if settings.get(name) is not None}
+    if source.task.answer == "speak":
+        card["sampling_rate"] = int(getattr(config, "sampling_rate", 16000))
+    if source.task.name == "keypoint-detection":
+        labels = getattr(config, "id2label", None) or {}
+        card["labels"] = [str(labels[index]) for index in sorted(labels)]
     return card
 
 
@@ -62,6 +70,7 @@ def _tokenizer(source: Source) -> dict[str, Any]:
     pad = getattr(tokenizer, "pad_token_id", None)
     end = getattr(tokenizer, "eos_token_id", None)
     return {
+        "special_ids": sorted(getattr(tokenizer, "all_special_ids", None) or ()),
         "pad_id": pad if pad is not None else end if end is not None else 0,
         "padding_side": "left"
         if source.task.name == "text-generation"
@@ -72,7 +81,30 @@ def _tokenizer(source: Source) -> dict[str, Any]:
     }
 
 
+def _spelling(source: Source) -> dict[str, Any]:
+    """What turns the classes of a recogniser's frames into text: its tokens, and which of them are no letters."""
+    tokenizer = source.tokenizer
+    if tokenizer is None:
+        return {"tokens": None, "blank_id": source.model.config.pad_token_id}
+    count = int(source.model.config.vocab_size)
+    tokens = tokenizer.convert_ids_to_tokens(list(range(min(count, len(tokenizer)))))
+    return {
+        "tokens": [str(token) for token in tokens],
+        "blank_id": source.model.config.pad_token_id,
+        "word_delimiter": getattr(tokenizer, "word_delimiter_token", None),
+        "special": [str(token) for token in tokenizer.all_special_tokens],
+        "lower": bool(getattr(tokenizer, "do_lower_case", False)),
+    }
+
+
+_GENERATION = (
+    *("forced_bos_token_id", "forced_eos_token_id", "suppress_tokens", "begin_suppress_tokens"),
+    *("repetition_penalty", "no_repeat_ngram_size", "bad_words_ids", "length_penalty"),
+)
+
+
 def _generation(source: Source) -> dict[str, Any]:
+    """What `generate` of the model would do by default."""
     config = source.model.config
     settings = getattr(source.model, "generation_config", None)
 
@@ -81,9 +113,13 @@ def _generation(source: Source) -> dict[str, Any]:
         return value if value is not None else getattr(config, name, None)
 
     end = find("eos_token_id")
+    start = find("decoder_start_token_id")
+    forced = find("forced_decoder_ids")
     return {
         "eos_ids": [end] if isinstance(end, int) else list(end or ()),
-        "start_id": find("decoder_start_token_id"),
+        "start_id": find("bos_token_id") if start is None else start,
+        "prefix": [int(token) for _, token in forced or () if token is not None],
+        **{name: _plain(find(name)) for name in _GENERATION if find(name) not in (None, [], 1.0, 0)},
         "forced_bos_id": find("forced_bos_token_id"),
     }
 

@@ -14,11 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from onward.errors import ExportError
-from onward.export.huggingface.tasks import Task, detect, task_named
+from onward.export.huggingface.tasks import Task, detect, task_for, task_named
 
 __all__ = ["POOLING_MODES", "Dense", "Pooling", "Source", "load_source"]
 
 POOLING_MODES = ("cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken")
+
+# Answers that are text, though what goes in is not.
+_WRITERS = ("spell", "transcribe", "caption")
 
 _TOKENIZER_FILES = ("tokenizer.json", "vocab.txt", "vocab.json", "merges.txt", "*.model", "*.tiktoken")
 
@@ -131,7 +134,7 @@ def _from_tuple(
     if not hasattr(model, "config") or not hasattr(model, "forward"):
         raise TypeError(f"the tuple's first item must be a transformers model, got {type(model).__name__}")
     name = detect(model.config) if task == "auto" else task
-    found = task_named(name)
+    found = task_for(name, model.config.model_type)
     origin = getattr(model, "name_or_path", "") or type(model).__name__
     if labels and len(labels) != model.config.num_labels:
         raise ValueError(
@@ -143,20 +146,32 @@ def _from_tuple(
     textual = _main_input(model) == "input_ids"
     if textual and not callable(companion):
         raise TypeError(f"the tuple's second item must be a tokenizer, got {type(companion).__name__}")
-    processor = None if textual else companion
-    inner = getattr(companion, "tokenizer", None)
-    if textual and inner is not None:  # a processor of text and images
-        companion, processor = inner, getattr(companion, "image_processor", None)
+    tokenizer, processor = _companions(companion, textual=textual, writes=found.answer in _WRITERS)
     return Source(
         model=model,
         task=found,
         called=name,
         origin=origin,
-        tokenizer=companion if textual else None,
+        tokenizer=tokenizer,
         processor=processor,
-        max_length=_max_length(companion if textual else None, model.config),
+        max_length=_max_length(tokenizer, model.config),
         borrowed=True,
     )
+
+
+def _companions(companion: Any, *, textual: bool, writes: bool) -> tuple[Any, Any]:
+    """The tokenizer and the processor of pictures or sound, from either or from a processor that has both."""
+    tokenizer = getattr(companion, "tokenizer", None)
+    parts = (getattr(companion, name, None) for name in ("image_processor", "feature_extractor"))
+    processor = next((part for part in parts if part is not None), None)
+    if tokenizer is not None:
+        return tokenizer if textual or writes else None, processor
+    if textual:
+        return companion, None
+    # A tokenizer alone, for a model that reads sound or pictures and writes text.
+    if writes and hasattr(companion, "convert_ids_to_tokens"):
+        return companion, None
+    return None, companion
 
 
 def _from_folder(
@@ -177,13 +192,15 @@ def _from_folder(
     except (OSError, ValueError) as error:
         raise ExportError(f"'{origin}': no usable model configuration ({_first_line(error)})") from error
     name = detect(config, pools=bool(modules)) if task == "auto" else task
-    found = task_named(name)
+    found = task_for(name, config.model_type)
     if labels:
         config.id2label = dict(enumerate(labels))
         config.label2id = {label: index for index, label in enumerate(labels)}
     model = _load_model(where, found, config, {**extra, "ignore_mismatched_sizes": bool(labels)})
     textual = _main_input(model) == "input_ids"
-    if textual and tokenizer is None:
+    if tokenizer is None and textual:
+        tokenizer = _load_tokenizer(where, local, extra)
+    elif tokenizer is None and found.answer in _WRITERS:
         tokenizer = _load_tokenizer(where, local, extra)
     settings = _read_json(origin, "sentence_bert_config.json") if modules else {}
     limit = settings.get("max_seq_length") or _max_length(tokenizer, config)
@@ -193,7 +210,7 @@ def _from_folder(
         called=name,
         origin=origin,
         tokenizer=tokenizer,
-        processor=None if found.kind == "text" else _load_processor(where, found, extra),
+        processor=None if found.kind == "text" else _load_processor(where, extra),
         pooling=_pooling(origin, modules) if modules else Pooling(),
         max_length=limit,
     )
@@ -203,14 +220,16 @@ def _load_model(where: str, task: Task, config: Any, extra: Mapping[str, Any]) -
     import torch
     import transformers
 
-    loader = getattr(transformers, task.loaders[0])
+    known = [name for name in task.loaders if type(config) in getattr(getattr(transformers, name), "_model_mapping", ())]
+    name = (known or task.loaders)[0]
+    loader = getattr(transformers, name)
     try:
         return loader.from_pretrained(
             where, config=config, attn_implementation="eager", dtype=torch.float32, **extra
         )
     except (OSError, ValueError) as error:
         raise ExportError(
-            f"'{where}': cannot be loaded for task {task.name!r} with {task.loaders[0]} "
+            f"'{where}': cannot be loaded for task {task.name!r} with {name} "
             f"({_first_line(error)})"
         ) from error
 
@@ -231,7 +250,7 @@ def _load_tokenizer(where: str, local: bool, extra: Mapping[str, Any]) -> Any:
         raise missing from error
 
 
-def _load_processor(where: str, task: Task, extra: Mapping[str, Any]) -> dict[str, Any] | None:
+def _load_processor(where: str, extra: Mapping[str, Any]) -> dict[str, Any] | None:
     """The preprocessing settings as plain data: the processor classes need libraries that we do not."""
     import transformers
 

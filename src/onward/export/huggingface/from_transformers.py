@@ -1,7 +1,7 @@
 """Export Hugging Face models: to a file, to bytes, to a folder that answers by itself, or to train.
 
-The public calls only. Loading is in `sources`, calling a model in `adapters`, the exporter and the comparison
-with torch in `tracing`, quantization in `quantize`, and writing in `folder`.
+The public calls only. Loading is in `find_model`, calling a model in `wrappers`, the exporter and the comparison
+with torch in `trace`, quantization in `quantize`, and writing in `folder`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from onward.export.huggingface.folder import METADATA_KEY, MODEL, PIPELINE, stag
 from onward.export.huggingface.task_losses import with_loss
 from onward.export.huggingface.traceable import Traceable
 from onward.export.huggingface.wrappers import adapt
-from onward.export.parity import Report
+from onward.export.parity import Report, merge
 from onward.export.quantize.quantizer import measure, scheme_name
 from onward.export.quantize.quantizer import quantize as quantize_model
 
@@ -78,13 +78,18 @@ def from_transformers(
     target = Path(output)
     with staged(target) as stage:
         source = load_source(model, task, pooling=pooling, normalize=normalize)
-        path = stage / (target.name if target.suffix == ".onnx" else MODEL)
-        exported = _export(
-            source, path, scheme=scheme, opset=opset, training=training, check=check, rtol=rtol, atol=atol
-        )
-        if target.suffix == ".onnx":
-            _write_model(exported, scheme, path)
+        single = target.suffix == ".onnx"
+        if single or training:
+            path = stage / (target.name if single else MODEL)
+            whole = _export(
+                source, path, scheme=scheme, opset=opset, training=training, check=check, rtol=rtol, atol=atol
+            )
+            exported = {path.name: whole}
         else:
+            exported = _export_parts(source, scheme=scheme, opset=opset, check=check, rtol=rtol, atol=atol)
+        for name, part in exported.items():
+            _write_model(part, scheme, stage / name)
+        if not single:
             _write_folder(exported, scheme, stage, source)
     return target
 
@@ -233,16 +238,41 @@ def _export(
                 return _Exported(forward, card, None, ())
             return _Exported(proto.SerializeToString(deterministic=True), card, None, ())
 
-        def metadata(used: Traceable) -> dict[str, str]:
-            return _metadata(describe(source, used.inputs, used.outputs, opset=opset), scheme)
+        return _export_one(source, traceable, scheme=scheme, opset=opset, check=check, rtol=rtol, atol=atol)
 
-        model, traceable = trace.trace(traceable, opset=opset, metadata=metadata)
-        card = describe(source, traceable.inputs, traceable.outputs, opset=opset)
-        subject = f"{source.origin} ({source.task.name}, opset {opset})"
-        report = None
-        if check:
-            report = trace.check_parity(model, traceable, rtol=rtol, atol=atol).raise_if_failed(subject)
-        feeds = [{name: case[name].numpy() for name in traceable.inputs} for case in traceable.cases]
+
+def _export_parts(
+    source: Source, *, scheme: str | None, opset: int, check: bool, rtol: float, atol: float
+) -> dict[str, _Exported]:
+    """The graphs of a folder by file name: one, or those of a model that answers in several."""
+    with adapt(source) as traceable:
+        parts = {MODEL: traceable} if traceable.parts is None else traceable.parts()
+        return {
+            name: _export_one(source, part, scheme=scheme, opset=opset, check=check, rtol=rtol, atol=atol)
+            for name, part in parts.items()
+        }
+
+
+def _export_one(
+    source: Source,
+    traceable: Traceable,
+    *,
+    scheme: str | None,
+    opset: int,
+    check: bool,
+    rtol: float,
+    atol: float,
+) -> _Exported:
+    def metadata(used: Traceable) -> dict[str, str]:
+        return _metadata(describe(source, used.inputs, used.outputs, opset=opset), scheme)
+
+    model, traceable = trace.trace(traceable, opset=opset, metadata=metadata)
+    card = describe(source, traceable.inputs, traceable.outputs, opset=opset)
+    subject = f"{source.origin} ({source.task.name}, opset {opset})"
+    report = None
+    if check:
+        report = trace.check_parity(model, traceable, rtol=rtol, atol=atol).raise_if_failed(subject)
+    feeds = [{name: case[name].numpy() for name in traceable.inputs} for case in traceable.cases]
     return _Exported(model, card, report, feeds)
 
 
@@ -306,13 +336,28 @@ def _properties(model: onnx.ModelProto) -> dict[str, str]:
     return {prop.key: prop.value for prop in model.metadata_props}
 
 
-def _write_folder(exported: _Exported, scheme: str | None, stage: Path, source: Source) -> None:
-    _write_model(exported, scheme, stage / MODEL)
+def _write_folder(exported: Mapping[str, _Exported], scheme: str | None, stage: Path, source: Source) -> None:
     if source.tokenizer is not None:
         source.tokenizer.save_pretrained(fspath(stage))
-    card = {**exported.card, "quantize": scheme}
-    if exported.parity is not None:
-        card["parity"] = exported.parity.to_dict()
-    if scheme is not None and isinstance(exported.model, bytes):
-        card["quantization"] = measure(exported.model, stage / MODEL, exported.feeds).to_dict()
+    parts = list(exported.values())
+    card: dict[str, Any] = {**parts[0].card, "quantize": scheme}
+    if len(parts) > 1:
+        card["parts"] = {
+            name: {"inputs": part.card["inputs"], "outputs": part.card["outputs"]} for name, part in exported.items()
+        }
+        # What the whole takes is what its first part takes; what it gives, its last.
+        card["outputs"] = parts[-1].card["outputs"]
+    reports = [part.parity for part in parts if part.parity is not None]
+    if reports:
+        report = merge(*reports)
+        card["parity"] = {**report.to_dict(), "notes": list(report.notes)}
+    measured = [
+        measure(part.model, stage / name, part.feeds)
+        for name, part in exported.items()
+        if scheme is not None and isinstance(part.model, bytes)
+    ]
+    if len(measured) == 1:
+        card["quantization"] = measured[0].to_dict()
+    elif measured:
+        card["quantization"] = {name: found.to_dict() for name, found in zip(exported, measured)}
     write_card(card, stage)

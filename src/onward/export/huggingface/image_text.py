@@ -16,9 +16,9 @@ from torch import Tensor
 from onward.errors import ExportError
 from onward.export.huggingface.find_model import Source
 from onward.export.huggingface.tasks import Axes
-from onward.export.huggingface.traceable import TEXTS, Adapter, Traceable, encode, image_size, setting
+from onward.export.huggingface.traceable import TEXTS, Adapter, Traceable, encode, image_size, output_of, setting
 
-__all__ = ["image_and_text"]
+__all__ = ["image_and_text", "queries"]
 
 
 def image_and_text(source: Source, model: Any, *, training: bool) -> Traceable:
@@ -54,4 +54,27 @@ def image_and_text(source: Source, model: Any, *, training: bool) -> Traceable:
         },
         example=case(single[:2], 2 if training else 3),
         cases=[case(single[:1], 1), case(single, 2)],
+    )
+
+
+def queries(source: Source, model: Any) -> Traceable:
+    """Texts to look for and one picture in; for every box a score for each text, and the box, out."""
+    shape = (int(setting(model, "num_channels", 3)), *image_size(source, model))
+    random = torch.Generator().manual_seed(0)
+    words = ("input_ids", "attention_mask")
+    single = [text for text in TEXTS if isinstance(text, str)]
+
+    def case(texts: Sequence[Any]) -> dict[str, Tensor]:
+        return {**encode(source, texts, words), "pixel_values": torch.randn(1, *shape, generator=random)}
+
+    def run(batch: dict[str, Tensor]) -> Sequence[Tensor]:
+        answer = model(**batch, return_dict=True)
+        return tuple(output_of(source, answer, name) for name in source.task.outputs)
+
+    return Traceable(
+        module=Adapter(model, [*words, "pixel_values"], run),
+        inputs={**dict.fromkeys(words, {0: "queries", 1: "sequence"}), "pixel_values": {}},
+        outputs={"logits": {2: "queries"}, "pred_boxes": {}},
+        example=case(single[:2]),
+        cases=[case(single[:1]), case(single)],
     )

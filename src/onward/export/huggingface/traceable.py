@@ -16,7 +16,7 @@ from onward.errors import ExportError
 from onward.export.huggingface.find_model import Source
 from onward.export.huggingface.tasks import Axes
 
-__all__ = ["TEXTS", "TOKENS", "Adapter", "Traceable", "encode", "image_size", "pad_id", "setting"]
+__all__ = ["TEXTS", "TOKENS", "Adapter", "Traceable", "encode", "image_size", "output_of", "pad_id", "setting"]
 
 TOKENS: Axes = {0: "batch", 1: "sequence"}
 
@@ -42,6 +42,8 @@ class Traceable:
     outputs: Mapping[str, Axes]
     example: Mapping[str, Tensor]
     cases: Sequence[Mapping[str, Tensor]]
+    parts: Callable[[], Mapping[str, Traceable]] | None = None
+    """The same model as several graphs by file name, where a folder is to have those instead."""
 
 
 class Adapter(nn.Module):
@@ -124,3 +126,15 @@ def image_size(source: Source, model: Any) -> tuple[int, int]:
 def setting(model: Any, name: str, default: Any) -> Any:
     inner = getattr(model.config, "vision_config", None)
     return getattr(model.config, name, getattr(inner, name, default))
+
+
+def output_of(source: Source, answer: Any, name: str) -> Tensor:
+    """One tensor of a model's answer, or an error that says what it gives instead."""
+    aliases = {"logits": ("logits", "prediction_logits"), "waveform": ("waveform", "audio_values")}
+    for key in aliases.get(name, (name,)):
+        if key in answer:
+            return answer[key]
+    raise ExportError(
+        f"{source.origin}: {type(source.model).__name__} gives no {name!r}, which task {source.task.name!r} "
+        f"needs; it gives {', '.join(answer.keys())}"
+    )

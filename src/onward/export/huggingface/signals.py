@@ -1,0 +1,131 @@
+"""Models of pictures, sound and time series as traceable modules: one array in, the task's tensors out.
+
+Knows which sizes such models take; nothing of ONNX.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onward.errors import ExportError
+from onward.export.huggingface.find_model import Source
+from onward.export.huggingface.tasks import Axes
+from onward.export.huggingface.traceable import Adapter, Traceable, image_size, output_of, setting
+
+__all__ = ["audio", "audio_example", "image", "image_example", "masked_image", "series"]
+
+Shapes = Sequence[tuple[int, ...]]
+
+
+def image(source: Source, model: Any) -> Traceable:
+    """Pixels in, what the task wants out."""
+    axes, shapes = image_example(source, model)
+    return _continuous(source, model, "pixel_values", axes, shapes)
+
+
+def image_example(source: Source, model: Any) -> tuple[Axes, Shapes]:
+    """The axes of the pixels, and three shapes to try."""
+    height, width = image_size(source, model)
+    channels = int(setting(model, "num_channels", 3))
+    if source.task.sizes == "any":
+        sizes = [(2, height, width), (1, height + 32, width), (2, height, width + 64)]
+        axes: Axes = {0: "batch", 2: "height", 3: "width"}
+        return axes, [(rows, channels, *size) for rows, *size in sizes]
+    # Vision models with positions have no axis to vary but the batch.
+    return {0: "batch"}, [(rows, channels, height, width) for rows in (2, 1, 3)]
+
+
+def audio(source: Source, model: Any) -> Traceable:
+    """A waveform or its spectrum in, what the task wants out."""
+    main = model.main_input_name
+    axes, shapes = audio_example(source, model, main)
+    return _continuous(source, model, main, axes, shapes)
+
+
+def audio_example(source: Source, model: Any, main: str) -> tuple[Axes, Shapes]:
+    """The axes of the sound, and three shapes to try."""
+    config = model.config
+    bins = int(getattr(config, "num_mel_bins", None) or getattr(config, "feature_projection_input_dim", 80))
+    if main == "input_features" and config.model_type == "whisper":
+        # Whisper's encoder takes exactly this many frames.
+        shape = (bins, 2 * int(getattr(config, "max_source_positions", 1500)))
+        return {0: "batch"}, [(rows, *shape) for rows in (2, 1, 3)]
+    if main == "input_features":
+        bins = int(getattr(config, "input_feat_per_channel", bins))
+        return {0: "batch", 1: "time"}, [(2, 48, bins), (1, 64, bins), (3, 36, bins)]
+    if hasattr(config, "num_mel_bins") and hasattr(config, "max_length"):
+        shape = (int(config.max_length), int(config.num_mel_bins))
+        return {0: "batch"}, [(rows, *shape) for rows in (2, 1, 3)]
+    return {0: "batch", 1: "samples"}, [(2, 4800), (1, 6400), (3, 3600)]
+
+
+def series(source: Source, model: Any) -> Traceable:
+    """Past values [batch, time, channels] in, the forecast out."""
+    config = model.config
+    length = int(getattr(config, "context_length", 0) or getattr(config, "prediction_length", 32))
+    channels = int(getattr(config, "num_input_channels", 1))
+    return _continuous(
+        source, model, "past_values", {0: "batch"}, [(rows, length, channels) for rows in (2, 1, 3)]
+    )
+
+
+def masked_image(source: Source, model: Any) -> Traceable:
+    """Pixels and which patches are hidden in, pixels without gaps out."""
+    axes, shapes = image_example(source, model)
+    patches = _patches(source, model, shapes[0])
+    random = torch.Generator().manual_seed(0)
+
+    def case(shape: tuple[int, ...]) -> dict[str, Tensor]:
+        hidden = torch.rand(shape[0], patches, generator=random) < 0.5
+        return {"pixel_values": torch.randn(*shape, generator=random), "bool_masked_pos": hidden}
+
+    def run(batch: dict[str, Tensor]) -> Sequence[Tensor]:
+        answer = model(**batch, return_dict=True)
+        return tuple(output_of(source, answer, name) for name in source.task.outputs)
+
+    return Traceable(
+        module=Adapter(model, ["pixel_values", "bool_masked_pos"], run),
+        inputs={"pixel_values": axes, "bool_masked_pos": {0: "batch"}},
+        outputs=source.task.outputs,
+        example=case(shapes[0]),
+        cases=[case(shape) for shape in shapes[1:]],
+    )
+
+
+def _patches(source: Source, model: Any, shape: tuple[int, ...]) -> int:
+    size = model.config.patch_size
+    size = (size, size) if isinstance(size, int) else tuple(size)
+    return (shape[2] // size[0]) * (shape[3] // size[1])
+
+
+def _continuous(source: Source, model: Any, name: str, axes: Axes, shapes: Shapes) -> Traceable:
+    random = torch.Generator().manual_seed(0)
+    batches = [{name: torch.randn(*shape, generator=random)} for shape in shapes]
+    wanted = tuple(source.task.outputs)
+    if "embeddings" in wanted and source.task.kind == "text":
+        raise ExportError(f"{source.origin}: task {source.task.name!r} is for text models; use 'default'")
+    # A sequence axis of hidden states follows only where the input has one.
+    outputs = {
+        output: {
+            axis: "frames" if label in ("sequence", "frames") else label
+            for axis, label in named.items()
+            if axis == 0 or set(axes) - {0}
+        }
+        for output, named in source.task.outputs.items()
+    }
+
+    def run(batch: dict[str, Tensor]) -> Sequence[Tensor]:
+        answer = model(**{name: batch[name]}, return_dict=True)
+        return tuple(output_of(source, answer, key) for key in wanted)
+
+    return Traceable(
+        module=Adapter(model, [name], run),
+        inputs={name: axes},
+        outputs=outputs,
+        example=batches[0],
+        cases=batches[1:],
+    )
