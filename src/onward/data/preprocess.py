@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["image", "sound"]
+__all__ = ["image", "picture_size", "sound"]
 
 
 def image(picture: Any, settings: Mapping[str, Any] | None) -> np.ndarray:
@@ -42,7 +42,11 @@ def image(picture: Any, settings: Mapping[str, Any] | None) -> np.ndarray:
     elif channels == 3 and pixels.shape[-1] == 1:
         pixels = np.repeat(pixels, 3, axis=-1)
     if settings.get("do_resize", True) and settings.get("size"):
-        pixels = _resize(pixels, _target(pixels.shape[:2], settings["size"]), settings.get("resample", 2))
+        pixels = _resize(pixels, _resized_shape(pixels.shape[:2], settings), settings.get("resample", 2))
+    elif settings.get("do_resize", True) and settings.get("size_divisor") and not settings.get("do_pad"):
+        divisor = int(settings["size_divisor"])
+        sides = tuple(side // divisor * divisor for side in pixels.shape[:2])
+        pixels = _resize(pixels, (sides[0], sides[1]), settings.get("resample", 2))
     if settings.get("do_center_crop") and settings.get("crop_size"):
         pixels = _crop(pixels, _target(pixels.shape[:2], settings["crop_size"]))
     if settings.get("do_rescale", True):
@@ -50,17 +54,136 @@ def image(picture: Any, settings: Mapping[str, Any] | None) -> np.ndarray:
     if settings.get("do_normalize", True) and settings.get("image_mean"):
         mean, spread = (np.asarray(settings[key], np.float32) for key in ("image_mean", "image_std"))
         pixels = (pixels - mean) / spread
+    if settings.get("do_pad") and settings.get("size_divisor"):
+        pixels = _mirrored(pixels, int(settings["size_divisor"]))
     if settings.get("layout") == "NHWC":
         return np.ascontiguousarray(pixels)
     return np.ascontiguousarray(pixels.transpose(2, 0, 1))
 
 
+def picture_size(picture: Any) -> tuple[int, int]:
+    """Height and width of a picture, as [height, width, channels], of a Pillow image or of [channels, height, width]."""
+    shape = np.shape(picture)
+    if len(shape) == 3 and shape[0] in (1, 3) and shape[-1] not in (1, 3, 4):
+        return int(shape[1]), int(shape[2])
+    if len(shape) not in (2, 3):
+        raise ValueError(f"an image is [height, width, channels], got shape {list(shape)}")
+    return int(shape[0]), int(shape[1])
+
+
+def _resized_shape(shape: tuple[int, ...], settings: Mapping[str, Any]) -> tuple[int, int]:
+    size, multiple = settings["size"], int(settings.get("ensure_multiple_of") or 1)
+    if not settings.get("keep_aspect_ratio") or not isinstance(size, Mapping) or "height" not in size:
+        return _target(shape, size)
+    scales = [int(size["height"]) / shape[0], int(size["width"]) / shape[1]]
+    # The side that changes least decides.
+    scale = min(scales, key=lambda scale: abs(1 - scale))
+    height, width = (int(round(scale * side / multiple) * multiple) for side in shape[:2])
+    return height, width
+
+
+def _mirrored(pixels: np.ndarray, divisor: int) -> np.ndarray:
+    """Sides grown to the next multiple, by the picture's own mirror image."""
+    more = [(side // divisor + 1) * divisor - side for side in pixels.shape[:2]]
+    return np.pad(pixels, [(0, more[0]), (0, more[1]), (0, 0)], mode="symmetric")
+
+
 def sound(wave: Any, settings: Mapping[str, Any] | None) -> np.ndarray:
-    """A waveform as float32, of mean 0 and variance 1 where the model wants it; other arrays as they are."""
+    """A waveform as the model's processor makes it: scaled, or as a spectrum. Other arrays are taken as they are."""
     samples = np.asarray(wave, np.float32)
-    if samples.ndim == 1 and settings is not None and settings.get("do_normalize", False):
-        samples = (samples - samples.mean()) / np.sqrt(samples.var() + 1e-7)
+    if samples.ndim != 1 or settings is None:
+        return samples
+    kind = settings.get("feature_extractor_type")
+    if kind == "WhisperFeatureExtractor":
+        return _whisper(samples, settings)
+    if kind in ("ASTFeatureExtractor", "Speech2TextFeatureExtractor", "SeamlessM4TFeatureExtractor"):
+        return _kaldi(samples, settings, kind)
+    if settings.get("do_normalize", False):
+        return ((samples - samples.mean()) / np.sqrt(samples.var() + 1e-7)).astype(np.float32)
     return samples
+
+
+def _whisper(samples: np.ndarray, settings: Mapping[str, Any]) -> np.ndarray:
+    """[bins, frames]: the logarithm of a mel spectrum of exactly 30 seconds (or what the model was made for)."""
+    rate, size, hop = int(settings["sampling_rate"]), int(settings["n_fft"]), int(settings["hop_length"])
+    length = int(settings.get("n_samples") or rate * int(settings["chunk_length"]))
+    fitted = np.zeros(length, np.float64)
+    fitted[: min(length, len(samples))] = samples[:length]
+    padded = np.pad(fitted, size // 2, mode="reflect")
+    window = np.hanning(size + 1)[:-1]
+    power = _power(padded, window, size, hop)[:-1]
+    filters = _mel_filters(size // 2 + 1, int(settings["feature_size"]), 0.0, 8000.0, rate, slaney=True)
+    logs = np.log10(np.maximum(power @ filters, 1e-10))
+    logs = np.maximum(logs, logs.max() - 8.0)
+    return ((logs + 4.0) / 4.0).T.astype(np.float32)
+
+
+def _kaldi(samples: np.ndarray, settings: Mapping[str, Any], kind: str) -> np.ndarray:
+    """[frames, bins]: Kaldi's filter bank, as AST, Speech2Text and SeamlessM4T want it."""
+    rate, bins = int(settings.get("sampling_rate", 16000)), int(settings.get("num_mel_bins", 80))
+    seamless = kind == "SeamlessM4TFeatureExtractor"
+    scaled = samples.astype(np.float64) * (1.0 if kind == "ASTFeatureExtractor" else 2.0**15)
+    window = np.hanning(400) if kind == "ASTFeatureExtractor" else np.hanning(400) ** 0.85
+    power = _power(scaled, window, 512, 160, emphasis=0.97)
+    filters = _mel_filters(257, bins, 20.0, rate / 2, rate, slaney=False)
+    logs = np.log(np.maximum(power @ filters, 1.192092955078125e-07))
+    if kind == "ASTFeatureExtractor":
+        frames = np.zeros((int(settings.get("max_length", 1024)), bins))
+        frames[: min(len(frames), len(logs))] = logs[: len(frames)]
+        if settings.get("do_normalize", True):
+            frames = (frames - settings.get("mean", -4.2677393)) / (2 * settings.get("std", 4.5689974))
+        return frames.astype(np.float32)
+    if kind == "Speech2TextFeatureExtractor":
+        logs = logs - logs.mean(axis=0)
+        return (logs / np.maximum(logs.std(axis=0), 1e-10)).astype(np.float32)
+    logs = (logs - logs.mean(axis=0)) / np.sqrt(logs.var(axis=0, ddof=1) + 1e-7)
+    return logs[: len(logs) // 2 * 2].reshape(-1, 2 * bins).astype(np.float32) if seamless else logs
+
+
+def _power(
+    samples: np.ndarray, window: np.ndarray, size: int, hop: int, *, emphasis: float | None = None
+) -> np.ndarray:
+    """[frames, frequencies]: the squared spectrum of overlapping windows."""
+    if len(samples) < len(window):
+        raise ValueError(f"{len(samples)} samples are too few: one window takes {len(window)}")
+    frames = np.lib.stride_tricks.sliding_window_view(samples, len(window))[::hop].astype(np.float64)
+    if emphasis is not None:
+        frames = frames - frames.mean(axis=1, keepdims=True)
+        before = np.concatenate([frames[:, :1], frames[:, :-1]], axis=1)
+        frames = frames - emphasis * before
+    return np.abs(np.fft.rfft(frames * window, size)) ** 2
+
+
+def _mel_filters(
+    frequencies: int, bins: int, lowest: float, highest: float, rate: int, *, slaney: bool
+) -> np.ndarray:
+    """[frequencies, bins]: triangles that are evenly spread on the mel scale."""
+    to_mel = _slaney_mel if slaney else _kaldi_mel
+    edges = np.linspace(to_mel(np.asarray(lowest)), to_mel(np.asarray(highest)), bins + 2)
+    if slaney:
+        edges = _slaney_hertz(edges)
+        grid = np.linspace(0, rate // 2, frequencies)
+    else:
+        # Triangles in mel, not in hertz.
+        grid = to_mel(np.arange(frequencies) * rate / ((frequencies - 1) * 2))
+    widths = np.diff(edges)
+    slopes = edges[None] - grid[:, None]
+    filters = np.maximum(0.0, np.minimum(-slopes[:, :-2] / widths[:-1], slopes[:, 2:] / widths[1:]))
+    return filters * (2.0 / (edges[2:] - edges[:-2])) if slaney else filters
+
+
+def _kaldi_mel(hertz: np.ndarray) -> np.ndarray:
+    return 1127.0 * np.log(1.0 + hertz / 700.0)
+
+
+def _slaney_mel(hertz: np.ndarray) -> np.ndarray:
+    """Even steps up to 1000 Hz, even ratios above."""
+    above = 15.0 + np.log(np.maximum(hertz, 1e-9) / 1000.0) * (27.0 / np.log(6.4))
+    return np.where(hertz >= 1000.0, above, 3.0 * hertz / 200.0)
+
+
+def _slaney_hertz(mel: np.ndarray) -> np.ndarray:
+    return np.where(mel >= 15.0, 1000.0 * np.exp((mel - 15.0) * (np.log(6.4) / 27.0)), 200.0 * mel / 3.0)
 
 
 def _target(shape: tuple[int, ...], size: Any) -> tuple[int, int]:
@@ -69,7 +192,17 @@ def _target(shape: tuple[int, ...], size: Any) -> tuple[int, int]:
         return (size, size)
     if "height" in size:
         return (int(size["height"]), int(size["width"]))
+    if "shortest_edge" not in size:
+        scale = int(size["longest_edge"]) / max(height, width)
+        return (round(height * scale), round(width * scale))
     edge = int(size["shortest_edge"])
+    if size.get("longest_edge"):
+        # The longer side has a limit too: the shorter one then stays below its own.
+        longest = int(size["longest_edge"])
+        if max(height, width) / min(height, width) * edge > longest:
+            edge = round(longest * min(height, width) / max(height, width))
+        if min(height, width) == edge:
+            return (height, width)
     if height <= width:
         return (edge, int(edge * width / height))
     return (int(edge * height / width), edge)

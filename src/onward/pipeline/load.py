@@ -1,23 +1,23 @@
 """Answer from an exported folder: text, images or sound in, embeddings, labels or text out.
 
-Knows the folder's card, its tokenizer and the runtime; `postprocess` turns outputs into results and `preprocess`
-prepares images and sound. Needs neither torch nor transformers: `tokenizers` only where text goes in.
+Knows the folder's card, its tokenizer and the runtime; `by_task` has an answer for each of the table of tasks,
+`postprocess` turns outputs into results and `preprocess` prepares images and sound. Needs neither torch nor transformers: `tokenizers` only where text goes in.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from onward.data import preprocess
 from onward.errors import ModelError
 from onward.export.huggingface.folder import CARD, MODEL, read_card
-from onward.pipeline import postprocess
+from onward.export.huggingface.tasks import TASKS
+from onward.pipeline.by_task import answer, stream
 from onward.pipeline.classifier import Classifier, load_file
 
 __all__ = ["Pipeline", "load"]
@@ -44,10 +44,8 @@ def load(
     if path.is_file():
         return load_file(path, providers=providers, session_options=session_options)
     card = read_card(path)
-    if card["task"] not in _ANSWERS:
-        raise ModelError(
-            f"'{path / CARD}': no answers for task {card['task']!r}; known: {', '.join(_ANSWERS)}"
-        )
+    if card["task"] not in TASKS:
+        raise ModelError(f"'{path / CARD}': no answers for task {card['task']!r}; known: {', '.join(TASKS)}")
     if card.get("training"):
         raise ModelError(f"'{path}' holds a model for training; export without training=True to load it")
     import onnxruntime
@@ -58,15 +56,26 @@ def load(
     if options is None:
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 3
-    if not (path / MODEL).is_file():
-        raise ModelError(f"'{path}': no {MODEL}")
-    session = onnxruntime.InferenceSession(
-        str(path / MODEL),
-        options,
-        providers=list(providers),
-        disabled_optimizers=unwanted_fusions(providers),
+    names = list(card.get("parts") or (MODEL,))
+    for name in names:
+        if Path(name).name != name or not (path / name).is_file():
+            raise ModelError(f"'{path}': no {name}")
+    sessions = {
+        name: onnxruntime.InferenceSession(
+            str(path / name),
+            options,
+            providers=list(providers),
+            disabled_optimizers=unwanted_fusions(providers),
+        )
+        for name in names
+    }
+    return Pipeline(
+        session=sessions[names[0]],
+        card=card,
+        tokenizer=_tokenizer(path, card),
+        sessions=sessions,
+        folder=path,
     )
-    return Pipeline(session=session, card=card, tokenizer=_tokenizer(path, card))
 
 
 @dataclass(frozen=True)
@@ -81,12 +90,22 @@ class Pipeline:
     - token-classification: `{"label", "score", "text", "start", "end"}` per token, or `group=True` per name
     - question-answering: `pipeline(question, context)` gives `{"answer", "score", "start", "end"}`
     - fill-mask: `{"token", "score", "text"}` for each candidate, a list per mask if there are several
-    - text-generation and text2text: text; `max_new_tokens=…`
+    - text-generation, text2text and image-to-text: text; `max_new_tokens=…`, and the other options of
+      `onward.pipeline.generate.Options`; a conversation `[{"role": "user", "content": …}]` is a prompt too
+    - automatic-speech-recognition: `{"text"}`; text-to-audio: `{"audio", "sampling_rate"}`
+    - object-detection: `{"score", "label", "box"}` over `threshold=0.5`; with labels in zero-shot-object-detection
+    - semantic- and instance-segmentation: `{"score", "label", "mask"}`; depth-estimation: `{"predicted_depth", "depth"}`
+    - keypoint-detection: `{"label", "score", "x", "y"}`; image-to-image: a picture
+    - multiple-choice: `pipeline(text, choices)`; sentence-similarity: `pipeline(text, others)` gives scores
+    - audio-frame-classification: labels per frame; audio-xvector: a speaker's embedding
+    - time-series-forecasting: the forecast as an array
     """
 
     session: Any
     card: Mapping[str, Any]
     tokenizer: Any
+    sessions: Mapping[str, Any] = field(default_factory=dict)
+    folder: Path = field(default=Path())
 
     @property
     def task(self) -> str:
@@ -95,7 +114,15 @@ class Pipeline:
 
     def __call__(self, inputs: Any, *args: Any, **options: Any) -> Any:
         """Answer one input, or each of a list."""
-        return _ANSWERS[self.task](self, inputs, *args, **options)
+        return answer(self, inputs, *args, **options)
+
+    def stream(self, prompt: Any, **options: Any) -> Iterator[str]:
+        """Yield a text as it is written, piece by piece; options as for a call.
+
+        >>> for piece in pipeline.stream("Once upon a time"):  # doctest: +SKIP
+        ...     print(piece, end="")
+        """
+        return stream(self, prompt, **options)
 
     def encode(self, texts: Sequence[Text]) -> tuple[dict[str, np.ndarray], list[Any]]:
         """Token arrays for the model, padded, and the tokenizer's encodings with their offsets."""
@@ -129,7 +156,7 @@ class Pipeline:
 
 
 def _tokenizer(folder: Path, card: Mapping[str, Any]) -> Any:
-    if "tokenizer" not in card:
+    if "tokenizer" not in card or "spelling" in card:
         return None
     path = folder / "tokenizer.json"
     if not path.is_file():
@@ -157,212 +184,3 @@ def _pad(rows: Sequence[Sequence[int]], filler: int, *, left: bool) -> np.ndarra
     for index, row in enumerate(rows):
         batch[index, width - len(row) if left else 0 : width if left else len(row)] = row
     return batch
-
-
-def _each(inputs: Any, answer: Callable[[list[Any]], Sequence[Any]]) -> Any:
-    """One input gives one answer, a list gives a list."""
-    return list(answer(inputs)) if isinstance(inputs, list) else answer([inputs])[0]
-
-
-def _hidden(pipeline: Pipeline, inputs: Any) -> Any:
-    if pipeline.tokenizer is None:
-        return _each(
-            inputs,
-            lambda items: [pipeline.run(_signal(pipeline, item))["last_hidden_state"][0] for item in items],
-        )
-
-    def answer(texts: list[Text]) -> list[np.ndarray]:
-        feed, encodings = pipeline.encode(texts)
-        states = pipeline.run(feed)["last_hidden_state"]
-        return [pipeline.trim(row, encoding) for row, encoding in zip(states, encodings)]
-
-    return _each(inputs, answer)
-
-
-def _embed(pipeline: Pipeline, inputs: Any, *, batch_size: int = 32) -> np.ndarray:
-    texts = inputs if isinstance(inputs, list) else [inputs]
-    # Texts of like length together: padding is what a mixed batch spends its time on.
-    order = sorted(range(len(texts)), key=lambda index: -len(str(texts[index])))
-    rows: dict[int, np.ndarray] = {}
-    for start in range(0, len(order), batch_size):
-        chosen = order[start : start + batch_size]
-        vectors = pipeline.run(pipeline.encode([texts[index] for index in chosen])[0])["embeddings"]
-        rows.update(zip(chosen, vectors))
-    if not isinstance(inputs, list):
-        return rows[0]
-    return np.stack([rows[index] for index in range(len(texts))]) if texts else np.empty((0, 0), np.float32)
-
-
-def _classify(pipeline: Pipeline, inputs: Any, *, top_k: int | None = 1) -> Any:
-    def scored(logits: np.ndarray) -> Any:
-        return postprocess.labelled(
-            logits, pipeline.card["labels"], pipeline.card["problem_type"], top_k=top_k
-        )
-
-    if pipeline.tokenizer is None:
-        run = lambda item: pipeline.run(_signal(pipeline, item))["logits"][0]  # noqa: E731
-        return _each(inputs, lambda items: [scored(run(item)) for item in items])
-    return _each(
-        inputs, lambda texts: [scored(row) for row in pipeline.run(pipeline.encode(texts)[0])["logits"]]
-    )
-
-
-def _zero_shot(
-    pipeline: Pipeline,
-    inputs: Any,
-    labels: Sequence[str] | None = None,
-    *,
-    template: str = "This example is {}.",
-    multi_label: bool = False,
-) -> Any:
-    if labels is None:
-        raise TypeError("zero-shot classification needs labels: pipeline(text, ['sport', 'politics'])")
-
-    def answer(text: str) -> list[dict[str, Any]]:
-        pairs = [(text, template.format(label)) for label in labels]
-        logits = pipeline.run(pipeline.encode(pairs)[0])["logits"]
-        return postprocess.entailed(logits, list(labels), pipeline.card["labels"], multi_label=multi_label)
-
-    return _each(inputs, lambda texts: [answer(text) for text in texts])
-
-
-def _zero_shot_image(
-    pipeline: Pipeline, inputs: Any, labels: Sequence[str] | None = None, *, template: str = "a photo of {}."
-) -> Any:
-    if labels is None:
-        raise TypeError("zero-shot classification needs labels: pipeline(image, ['a cat', 'a dog'])")
-    feed, _ = pipeline.encode([template.format(label) for label in labels])
-
-    def answer(picture: Any) -> list[dict[str, Any]]:
-        pixels = preprocess.image(picture, pipeline.card.get("processor"))[None]
-        logits = pipeline.run({**feed, "pixel_values": pixels})["logits_per_image"][0]
-        return postprocess.labelled(logits, list(labels), "single_label_classification", top_k=None)
-
-    return _each(inputs, lambda pictures: [answer(picture) for picture in pictures])
-
-
-def _tag(pipeline: Pipeline, inputs: Any, *, group: bool = False) -> Any:
-    def answer(texts: list[str]) -> list[Any]:
-        feed, encodings = pipeline.encode(texts)
-        logits = pipeline.run(feed)["logits"]
-        results = []
-        for text, encoding, row in zip(texts, encodings, logits):
-            row = pipeline.trim(row, encoding)
-            tokens = postprocess.tagged(text, encoding, row, pipeline.card["labels"])
-            results.append(postprocess.grouped(text, tokens) if group else tokens)
-        return results
-
-    return _each(inputs, answer)
-
-
-def _question(
-    pipeline: Pipeline,
-    inputs: Any,
-    context: str | None = None,
-    *,
-    max_answer_tokens: int = 30,
-    stride: int = 64,
-) -> Any:
-    if context is not None:
-        return _span(pipeline, inputs, context, max_answer_tokens, stride)
-    pairs = inputs if isinstance(inputs, list) else [inputs]
-    if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
-        raise TypeError("question answering takes a question and a context: pipeline(question, context)")
-    return _each(inputs, lambda items: [_span(pipeline, a, b, max_answer_tokens, stride) for a, b in items])
-
-
-def _span(pipeline: Pipeline, question: str, context: str, longest: int, stride: int) -> dict[str, Any]:
-    tokenizer = pipeline.tokenizer
-    limit = pipeline.card["tokenizer"].get("max_length")
-    if limit:
-        # A long context is read in overlapping windows; the overlap must leave room for the question.
-        room = limit - len(tokenizer.encode(question).ids) - 3
-        if room < 1:
-            raise ValueError(f"the question alone fills the model's {limit} tokens")
-        tokenizer.enable_truncation(limit, stride=min(stride, room // 2), strategy="only_second")
-    try:
-        first = tokenizer.encode(question, context)
-    finally:
-        if limit:
-            tokenizer.enable_truncation(limit)
-    windows = [first, *first.overflowing]
-    outputs = pipeline.run(pipeline.batch(windows))
-    starts, ends = (
-        [pipeline.trim(row, window) for row, window in zip(outputs[name], windows)]
-        for name in ("start_logits", "end_logits")
-    )
-    return postprocess.best_span(context, windows, starts, ends, longest)
-
-
-def _fill(pipeline: Pipeline, inputs: Any, *, top_k: int = 5) -> Any:
-    mask = pipeline.card["tokenizer"]["mask_id"]
-    if mask is None:
-        raise ModelError("the tokenizer has no mask token, so there is nothing to fill")
-
-    def answer(texts: list[str]) -> list[Any]:
-        feed, encodings = pipeline.encode(texts)
-        logits = pipeline.run(feed)["logits"]
-        filled = [
-            postprocess.fill(pipeline.tokenizer, encoding, pipeline.trim(row, encoding), mask, top_k)
-            for encoding, row in zip(encodings, logits)
-        ]
-        for text, candidates in zip(texts, filled):
-            if not candidates:
-                token = pipeline.card["tokenizer"]["mask_token"]
-                raise ValueError(f"no mask in {text!r}: put {token} where a word is missing")
-        return [candidates[0] if len(candidates) == 1 else candidates for candidates in filled]
-
-    return _each(inputs, answer)
-
-
-def _generate(pipeline: Pipeline, inputs: Any, *, max_new_tokens: int = 32, full_text: bool = False) -> Any:
-    def answer(texts: list[str]) -> list[str]:
-        feed, encodings = pipeline.encode(texts)
-        new = postprocess.continue_tokens(pipeline, feed, max_new_tokens)
-        decode = pipeline.tokenizer.decode
-        results = []
-        for encoding, ids in zip(encodings, new):
-            # Decoded together and cut: some tokenizers lose the space before a first token.
-            prompt, whole = decode(encoding.ids), decode([*encoding.ids, *ids])
-            rest = whole[len(prompt) :] if whole.startswith(prompt) else decode(ids)
-            results.append(whole if full_text else rest)
-        return results
-
-    return _each(inputs, answer)
-
-
-def _translate(pipeline: Pipeline, inputs: Any, *, max_new_tokens: int = 64) -> Any:
-    def answer(texts: list[str]) -> list[str]:
-        feed, _ = pipeline.encode(texts)
-        return [
-            pipeline.tokenizer.decode(ids) for ids in postprocess.write_tokens(pipeline, feed, max_new_tokens)
-        ]
-
-    return _each(inputs, answer)
-
-
-def _signal(pipeline: Pipeline, item: Any) -> dict[str, np.ndarray]:
-    (name,) = pipeline.card["inputs"]
-    settings = pipeline.card.get("processor")
-    prepare = preprocess.image if name == "pixel_values" else preprocess.sound
-    return {name: prepare(item, settings)[None]}
-
-
-_ANSWERS: Mapping[str, Callable[..., Any]] = {
-    "default": _hidden,
-    "feature-extraction": _hidden,
-    "pooling": _embed,
-    "question-answering": _question,
-    "text-classification": _classify,
-    "zero-shot-classification": _zero_shot,
-    "token-classification": _tag,
-    "fill-mask": _fill,
-    "text-generation": _generate,
-    "text2text": _translate,
-    "text2text-generation": _translate,
-    "translation": _translate,
-    "summarization": _translate,
-    "image-classification": _classify,
-    "audio-classification": _classify,
-    "zero-shot-image-classification": _zero_shot_image,
-}

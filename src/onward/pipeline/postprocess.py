@@ -1,28 +1,31 @@
 """From a model's output arrays to what a person asked for: labels, spans, words, text.
 
-Pure functions over numpy arrays and tokenizer encodings, and two greedy loops that call a pipeline's `run`.
+Pure functions over numpy arrays and tokenizer encodings.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from onward.pipeline.load import Pipeline
-
 __all__ = [
     "best_span",
-    "continue_tokens",
+    "boxes",
+    "depth",
     "entailed",
     "fill",
     "grouped",
+    "instances",
+    "keypoints",
     "labelled",
+    "picture",
+    "semantic",
+    "sigmoid",
     "softmax",
+    "spelled",
     "tagged",
-    "write_tokens",
 ]
 
 
@@ -36,6 +39,11 @@ def softmax(logits: np.ndarray) -> np.ndarray:
     return shifted / shifted.sum(axis=-1, keepdims=True)
 
 
+def sigmoid(logits: np.ndarray) -> np.ndarray:
+    """1 / (1 + e^−x), in float64."""
+    return 1.0 / (1.0 + np.exp(-np.asarray(logits, np.float64)))
+
+
 def labelled(
     logits: np.ndarray, labels: Sequence[str], problem_type: str | None, *, top_k: int | None
 ) -> Any:
@@ -43,7 +51,7 @@ def labelled(
     if problem_type == "regression" or (problem_type is None and len(logits) == 1):
         scores = np.asarray(logits, np.float64)
     elif problem_type == "multi_label_classification":
-        scores = 1.0 / (1.0 + np.exp(-np.asarray(logits, np.float64)))
+        scores = sigmoid(logits)
     else:
         scores = softmax(logits)
     order = np.argsort(-scores, kind="stable")
@@ -164,85 +172,104 @@ def fill(
     return results
 
 
-def continue_tokens(pipeline: Pipeline, feed: Mapping[str, np.ndarray], limit: int) -> list[list[int]]:
-    """Greedy continuation of left-padded prompts; keys and values of what was read are kept.
-
-    A model without inputs for them, as one that was trained, reads everything again for every token.
-    """
-    ends = set(pipeline.card["generation"]["eos_ids"])
-    ids, mask = feed["input_ids"], feed["attention_mask"]
-    rows = len(ids)
-    past = {
-        i.name: np.zeros(_empty(i.shape, rows), np.float32)
-        for i in pipeline.session.get_inputs()
-        if _is_past(i)
-    }
-    longest = pipeline.card["tokenizer"].get("max_length") or np.inf
-    if not past:
-        prompts = [row[kept == 1].tolist() for row, kept in zip(ids, mask)]
-        return [_reread(pipeline, prompt, min(limit, longest - len(prompt) + 1), ends) for prompt in prompts]
-    new: list[list[int]] = [[] for _ in range(rows)]
-    done = np.zeros(rows, bool)
-    for _ in range(limit):
-        if mask.shape[1] > longest:
-            break
-        outputs = pipeline.run({"input_ids": ids, "attention_mask": mask, **past})
-        following = outputs["logits"][:, -1].argmax(axis=-1)
-        for row in np.flatnonzero(~done):
-            if int(following[row]) in ends:
-                done[row] = True
-            else:
-                new[row].append(int(following[row]))
-        if done.all():
-            break
-        past = {name: outputs[f"present.{name.partition('.')[2]}"] for name in past}
-        ids = following[:, None].astype(np.int64)
-        mask = np.concatenate([mask, np.ones((rows, 1), np.int64)], axis=1)
-    return new
+def spelled(logits: np.ndarray, spelling: Mapping[str, Any]) -> str:
+    """The text of a recogniser's frames: the best class of each, repetitions and blanks left out."""
+    best = np.asarray(logits).argmax(axis=-1)
+    changed = np.concatenate([[True], best[1:] != best[:-1]])
+    ids = best[changed & (best != spelling["blank_id"])].tolist()
+    tokens = spelling["tokens"]
+    if tokens is None:
+        return " ".join(map(str, ids))
+    delimiter = spelling.get("word_delimiter")
+    special = set(spelling.get("special") or ()) - {delimiter}
+    words = [tokens[index] for index in ids if index < len(tokens) and tokens[index] not in special]
+    text = "".join(" " if word == delimiter else word for word in words).strip()
+    return text.lower() if spelling.get("lower") else text
 
 
-def _reread(pipeline: Pipeline, prompt: list[int], limit: float, ends: set[int]) -> list[int]:
-    """One prompt at a time: without padding a model needs no positions from us."""
-    new: list[int] = []
-    while len(new) < limit:
-        ids = np.asarray([prompt + new], np.int64)
-        feed = {"input_ids": ids, "attention_mask": np.ones_like(ids), "token_type_ids": np.zeros_like(ids)}
-        taken = {name: array for name, array in feed.items() if name in pipeline.card["inputs"]}
-        following = int(pipeline.run(taken)["logits"][0, -1].argmax())
-        if following in ends:
-            break
-        new.append(following)
-    return new
+def boxes(
+    scores: np.ndarray, found: np.ndarray, labels: Sequence[str], size: tuple[int, int], threshold: float
+) -> list[dict[str, Any]]:
+    """Boxes over the threshold, best first; `scores` [boxes, labels], `found` as centre and size, 0 to 1."""
+    height, width = size
+    best = scores.argmax(axis=-1)
+    x, y, w, h = np.asarray(found, np.float64).T
+    corners = np.stack([x - w / 2, y - h / 2, x + w / 2, y + h / 2], axis=1) * [width, height, width, height]
+    results = [
+        {
+            "score": float(scores[index, best[index]]),
+            "label": labels[best[index]],
+            "box": dict(zip(("xmin", "ymin", "xmax", "ymax"), (int(edge) for edge in corners[index]))),
+        }
+        for index in range(len(scores))
+        if scores[index, best[index]] > threshold
+    ]
+    return sorted(results, key=lambda entry: -entry["score"])
 
 
-def write_tokens(pipeline: Pipeline, feed: Mapping[str, np.ndarray], limit: int) -> list[list[int]]:
-    """Greedy output of an encoder-decoder."""
-    settings = pipeline.card["generation"]
-    ends = set(settings["eos_ids"])
-    rows = len(feed["input_ids"])
-    written = np.full((rows, 1), settings["start_id"] or 0, np.int64)
-    done = np.zeros(rows, bool)
-    new: list[list[int]] = [[] for _ in range(rows)]
-    for step in range(limit):
-        logits = pipeline.run({**feed, "decoder_input_ids": written})["logits"][:, -1]
-        following = logits.argmax(axis=-1).astype(np.int64)
-        if step == 0 and settings.get("forced_bos_id") is not None:
-            following[:] = settings["forced_bos_id"]
-        for row in np.flatnonzero(~done):
-            if int(following[row]) in ends:
-                done[row] = True
-            else:
-                new[row].append(int(following[row]))
-        if done.all():
-            break
-        written = np.concatenate([written, following[:, None]], axis=1)
-    return new
+def resized(planes: np.ndarray, size: tuple[int, int]) -> np.ndarray:
+    """[…, height, width] at another size, linearly between the centres of pixels, the edges repeated."""
+    for axis, new in zip((-2, -1), size):
+        old = planes.shape[axis]
+        places = np.clip((np.arange(new) + 0.5) * old / new - 0.5, 0, old - 1)
+        low = np.floor(places).astype(int)
+        high = np.minimum(low + 1, old - 1)
+        share = (places - low).astype(planes.dtype)
+        share = share[:, None] if axis == -2 else share
+        planes = np.take(planes, low, axis) * (1 - share) + np.take(planes, high, axis) * share
+    return planes
 
 
-def _is_past(value: Any) -> bool:
-    return value.name.startswith("past_key_values.")
+def semantic(logits: np.ndarray, labels: Sequence[str], size: tuple[int, int]) -> list[dict[str, Any]]:
+    """A mask (255 inside) of the picture's size for every class that is the best one somewhere."""
+    classes = resized(np.asarray(logits, np.float32), size).argmax(axis=0)
+    return [
+        {"score": None, "label": labels[index], "mask": ((classes == index) * 255).astype(np.uint8)}
+        for index in np.unique(classes)
+    ]
 
 
-def _empty(shape: Sequence[int | str], rows: int) -> tuple[int, ...]:
-    """A cache's shape before anything was read: [batch, heads, 0, size]."""
-    return (rows, int(shape[1]), 0, int(shape[3]))
+def instances(
+    classes: np.ndarray, masks: np.ndarray, labels: Sequence[str], size: tuple[int, int], threshold: float
+) -> list[dict[str, Any]]:
+    """A mask for every object that is not "none" and surer than the threshold, best first."""
+    probabilities = softmax(classes)[:, :-1]
+    inside = sigmoid(resized(np.asarray(masks, np.float32), size))
+    results = []
+    for query in np.flatnonzero(probabilities.max(axis=-1) > threshold):
+        mask = inside[query] > 0.5
+        if mask.any():
+            best = int(probabilities[query].argmax())
+            sure = float(probabilities[query, best]) * float(inside[query][mask].mean())
+            results.append({"score": sure, "label": labels[best], "mask": (mask * 255).astype(np.uint8)})
+    return sorted(results, key=lambda entry: -entry["score"])
+
+
+def depth(predicted: np.ndarray, size: tuple[int, int]) -> dict[str, np.ndarray]:
+    """Depth at the picture's size, and the same as a picture from 0 to 255."""
+    full = resized(np.asarray(predicted, np.float32), size)
+    spread = full.max() - full.min()
+    scaled = (full - full.min()) / (spread if spread > 0 else 1.0) * 255
+    return {"predicted_depth": full, "depth": scaled.astype(np.uint8)}
+
+
+def keypoints(heatmaps: np.ndarray, labels: Sequence[str], size: tuple[int, int]) -> list[dict[str, Any]]:
+    """The hottest place of each map, in pixels of the picture."""
+    height, width = heatmaps.shape[-2:]
+    results = []
+    for index, heat in enumerate(heatmaps):
+        row, column = np.unravel_index(int(heat.argmax()), heat.shape)
+        results.append(
+            {
+                "label": labels[index] if index < len(labels) else str(index),
+                "score": float(heat[row, column]),
+                "x": (float(column) + 0.5) * size[1] / width,
+                "y": (float(row) + 0.5) * size[0] / height,
+            }
+        )
+    return results
+
+
+def picture(planes: np.ndarray) -> np.ndarray:
+    """[channels, height, width] from 0 to 1 as [height, width, channels] bytes."""
+    return (np.clip(planes, 0, 1).transpose(1, 2, 0) * 255).round().astype(np.uint8)

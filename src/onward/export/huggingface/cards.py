@@ -37,6 +37,7 @@ def describe(
         "format": 1,
         "onward": version(),
         "task": source.called,
+        "answer": source.task.answer,
         "architecture": type(source.model).__name__,
         "opset": opset,
         "inputs": _axes(inputs),
@@ -121,7 +122,18 @@ def _generation(source: Source) -> dict[str, Any]:
         "prefix": [int(token) for _, token in forced or () if token is not None],
         **{name: _plain(find(name)) for name in _GENERATION if find(name) not in (None, [], 1.0, 0)},
         "forced_bos_id": find("forced_bos_token_id"),
+        **_speech(settings),
     }
+
+
+def _speech(settings: Any) -> dict[str, Any]:
+    """Whisper's tokens for languages and tasks."""
+    quiet = getattr(settings, "no_timestamps_token_id", None)
+    if quiet is None:
+        return {}
+    languages = getattr(settings, "lang_to_id", None) if getattr(settings, "is_multilingual", False) else None
+    tasks = getattr(settings, "task_to_id", None)
+    return {"speech": {"languages": languages or {}, "tasks": tasks or {}, "no_timestamps_id": quiet}}
 
 
 def _axes(ports: Mapping[str, Axes]) -> dict[str, dict[str, str]]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from onward.errors import ExportError
 from onward.export.huggingface.find_model import Source
 from onward.export.huggingface.generation import cache_slots, filled_cache, flat_cache
-from onward.export.huggingface.signals import audio_example, image_example
+from onward.export.huggingface.image_audio import audio_example, image_example
 from onward.export.huggingface.tasks import Axes
 from onward.export.huggingface.traceable import TEXTS, TOKENS, Adapter, Traceable, encode
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from onward.errors import ExportError
-from onward.export.huggingface import image_text, signals, waveform
+from onward.export.huggingface import image_audio, image_text, text_to_audio
 from onward.export.huggingface.encoder_decoder import encoder_decoder
 from onward.export.huggingface.find_model import Source
 from onward.export.huggingface.generation import generation
@@ -151,7 +151,7 @@ def _choices(source: Source, model: Any) -> Traceable:
 def _input(source: Source, model: Any) -> Traceable:
     """Whatever the model takes: text, pictures, sound or a series."""
     main = getattr(model, "main_input_name", "input_ids")
-    wrap = {"input_ids": _text, "pixel_values": signals.image, "past_values": signals.series}.get(main, signals.audio)
+    wrap = {"input_ids": _text, "pixel_values": image_audio.image, "past_values": image_audio.series}.get(main, image_audio.audio)
     return wrap(source, model)
 
 
@@ -171,9 +171,9 @@ _WRAPPERS: Mapping[str, Callable[[Source, Any], Traceable]] = {
     "generation": generation,
     "encoder-decoder": encoder_decoder,
     "image": _input,
-    "masked image": signals.masked_image,
+    "masked image": image_audio.masked_image,
     "audio": _input,
-    "series": signals.series,
+    "series": image_audio.series,
     "queries": image_text.queries,
-    "waveform": waveform.waveform,
+    "waveform": text_to_audio.text_to_audio,
 }

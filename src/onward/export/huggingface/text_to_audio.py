@@ -13,10 +13,10 @@ from onward.errors import ExportError
 from onward.export.huggingface.find_model import Source
 from onward.export.huggingface.traceable import TEXTS, TOKENS, Adapter, Traceable, encode, output_of
 
-__all__ = ["waveform"]
+__all__ = ["text_to_audio"]
 
 
-def waveform(source: Source, model: Any) -> Traceable:
+def text_to_audio(source: Source, model: Any) -> Traceable:
     """Token ids in, samples out."""
     names = ("input_ids", "attention_mask")
     if not hasattr(model, "forward") or getattr(model, "main_input_name", "input_ids") != "input_ids":

@@ -1,0 +1,566 @@
+"""What a pipeline answers for each task of the table: prepare the input, run the model, make the result.
+
+Knows pipelines, preprocessing, postprocessing and generation. `ANSWERS` has one for each name in the table's
+`answer` column.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from onward.errors import ModelError
+from onward.export.huggingface.tasks import task_named
+from onward.data import preprocess
+from onward.pipeline import postprocess
+from onward.pipeline.chat import is_chat, read_template
+from onward.pipeline.generate import Decoder, EncoderDecoder, Options, Rereader, Writer, generate
+
+if TYPE_CHECKING:
+    from onward.pipeline.load import Pipeline
+
+__all__ = ["ANSWERS", "answer", "stream"]
+
+Text = str | tuple[str, str]
+
+
+def answer(pipeline: Pipeline, inputs: Any, *args: Any, **options: Any) -> Any:
+    """The answer of the pipeline's task."""
+    return ANSWERS[pipeline.card.get("answer") or task_named(pipeline.task).answer](pipeline, inputs, *args, **options)
+
+
+def _each(inputs: Any, answer: Callable[[list[Any]], Sequence[Any]]) -> Any:
+    """One input gives one answer, a list gives a list."""
+    return list(answer(inputs)) if isinstance(inputs, list) else answer([inputs])[0]
+
+
+def _hidden(pipeline: Pipeline, inputs: Any) -> Any:
+    if pipeline.tokenizer is None:
+        return _each(
+            inputs,
+            lambda items: [pipeline.run(_signal(pipeline, item))["last_hidden_state"][0] for item in items],
+        )
+
+    def answer(texts: list[Text]) -> list[np.ndarray]:
+        feed, encodings = pipeline.encode(texts)
+        states = pipeline.run(feed)["last_hidden_state"]
+        return [pipeline.trim(row, encoding) for row, encoding in zip(states, encodings)]
+
+    return _each(inputs, answer)
+
+
+def _embed(pipeline: Pipeline, inputs: Any, *, batch_size: int = 32) -> np.ndarray:
+    texts = inputs if isinstance(inputs, list) else [inputs]
+    # Texts of like length together: padding is what a mixed batch spends its time on.
+    order = sorted(range(len(texts)), key=lambda index: -len(str(texts[index])))
+    rows: dict[int, np.ndarray] = {}
+    for start in range(0, len(order), batch_size):
+        chosen = order[start : start + batch_size]
+        vectors = pipeline.run(pipeline.encode([texts[index] for index in chosen])[0])["embeddings"]
+        rows.update(zip(chosen, vectors))
+    if not isinstance(inputs, list):
+        return rows[0]
+    return np.stack([rows[index] for index in range(len(texts))]) if texts else np.empty((0, 0), np.float32)
+
+
+def _classify(pipeline: Pipeline, inputs: Any, *, top_k: int | None = 1) -> Any:
+    def scored(logits: np.ndarray) -> Any:
+        return postprocess.labelled(
+            logits, pipeline.card["labels"], pipeline.card["problem_type"], top_k=top_k
+        )
+
+    if pipeline.tokenizer is None:
+        run = lambda item: pipeline.run(_signal(pipeline, item))["logits"][0]  # noqa: E731
+        return _each(inputs, lambda items: [scored(run(item)) for item in items])
+    return _each(
+        inputs, lambda texts: [scored(row) for row in pipeline.run(pipeline.encode(texts)[0])["logits"]]
+    )
+
+
+def _zero_shot(
+    pipeline: Pipeline,
+    inputs: Any,
+    labels: Sequence[str] | None = None,
+    *,
+    template: str = "This example is {}.",
+    multi_label: bool = False,
+) -> Any:
+    if labels is None:
+        raise TypeError("zero-shot classification needs labels: pipeline(text, ['sport', 'politics'])")
+
+    def answer(text: str) -> list[dict[str, Any]]:
+        pairs = [(text, template.format(label)) for label in labels]
+        logits = pipeline.run(pipeline.encode(pairs)[0])["logits"]
+        return postprocess.entailed(logits, list(labels), pipeline.card["labels"], multi_label=multi_label)
+
+    return _each(inputs, lambda texts: [answer(text) for text in texts])
+
+
+def _zero_shot_image(
+    pipeline: Pipeline, inputs: Any, labels: Sequence[str] | None = None, *, template: str = "a photo of {}."
+) -> Any:
+    if labels is None:
+        raise TypeError("zero-shot classification needs labels: pipeline(image, ['a cat', 'a dog'])")
+    feed, _ = pipeline.encode([template.format(label) for label in labels])
+
+    def answer(picture: Any) -> list[dict[str, Any]]:
+        pixels = preprocess.image(picture, pipeline.card.get("processor"))[None]
+        logits = pipeline.run({**feed, "pixel_values": pixels})["logits_per_image"][0]
+        return postprocess.labelled(logits, list(labels), "single_label_classification", top_k=None)
+
+    return _each(inputs, lambda pictures: [answer(picture) for picture in pictures])
+
+
+def _tag(pipeline: Pipeline, inputs: Any, *, group: bool = False) -> Any:
+    def answer(texts: list[str]) -> list[Any]:
+        feed, encodings = pipeline.encode(texts)
+        logits = pipeline.run(feed)["logits"]
+        results = []
+        for text, encoding, row in zip(texts, encodings, logits):
+            row = pipeline.trim(row, encoding)
+            tokens = postprocess.tagged(text, encoding, row, pipeline.card["labels"])
+            results.append(postprocess.grouped(text, tokens) if group else tokens)
+        return results
+
+    return _each(inputs, answer)
+
+
+def _question(
+    pipeline: Pipeline,
+    inputs: Any,
+    context: str | None = None,
+    *,
+    max_answer_tokens: int = 30,
+    stride: int = 64,
+) -> Any:
+    if context is not None:
+        return _span(pipeline, inputs, context, max_answer_tokens, stride)
+    pairs = inputs if isinstance(inputs, list) else [inputs]
+    if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
+        raise TypeError("question answering takes a question and a context: pipeline(question, context)")
+    return _each(inputs, lambda items: [_span(pipeline, a, b, max_answer_tokens, stride) for a, b in items])
+
+
+def _span(pipeline: Pipeline, question: str, context: str, longest: int, stride: int) -> dict[str, Any]:
+    tokenizer = pipeline.tokenizer
+    limit = pipeline.card["tokenizer"].get("max_length")
+    if limit:
+        # A long context is read in overlapping windows; the overlap must leave room for the question.
+        room = limit - len(tokenizer.encode(question).ids) - 3
+        if room < 1:
+            raise ValueError(f"the question alone fills the model's {limit} tokens")
+        tokenizer.enable_truncation(limit, stride=min(stride, room // 2), strategy="only_second")
+    try:
+        first = tokenizer.encode(question, context)
+    finally:
+        if limit:
+            tokenizer.enable_truncation(limit)
+    windows = [first, *first.overflowing]
+    outputs = pipeline.run(pipeline.batch(windows))
+    starts, ends = (
+        [pipeline.trim(row, window) for row, window in zip(outputs[name], windows)]
+        for name in ("start_logits", "end_logits")
+    )
+    return postprocess.best_span(context, windows, starts, ends, longest)
+
+
+def _fill(pipeline: Pipeline, inputs: Any, *, top_k: int = 5) -> Any:
+    mask = pipeline.card["tokenizer"]["mask_id"]
+    if mask is None:
+        raise ModelError("the tokenizer has no mask token, so there is nothing to fill")
+
+    def answer(texts: list[str]) -> list[Any]:
+        feed, encodings = pipeline.encode(texts)
+        logits = pipeline.run(feed)["logits"]
+        filled = [
+            postprocess.fill(pipeline.tokenizer, encoding, pipeline.trim(row, encoding), mask, top_k)
+            for encoding, row in zip(encodings, logits)
+        ]
+        for text, candidates in zip(texts, filled):
+            if not candidates:
+                token = pipeline.card["tokenizer"]["mask_token"]
+                raise ValueError(f"no mask in {text!r}: put {token} where a word is missing")
+        return [candidates[0] if len(candidates) == 1 else candidates for candidates in filled]
+
+    return _each(inputs, answer)
+
+
+def _similar(pipeline: Pipeline, inputs: str, others: Sequence[str] | None = None, **options: Any) -> list[float]:
+    if others is None:
+        raise TypeError("sentence similarity takes a sentence and others: pipeline(text, ['one', 'another'])")
+    vectors = np.asarray(_embed(pipeline, [inputs, *others], **options), np.float64)
+    lengths = np.maximum(np.linalg.norm(vectors, axis=1), 1e-12)
+    return [float(score) for score in vectors[1:] @ vectors[0] / lengths[1:] / lengths[0]]
+
+
+def _choose(pipeline: Pipeline, inputs: str, choices: Sequence[str] | None = None) -> list[dict[str, Any]]:
+    if choices is None:
+        raise TypeError("multiple choice takes a text and choices: pipeline(text, ['one', 'another'])")
+    feed, _ = pipeline.encode([(inputs, choice) for choice in choices])
+    scores = postprocess.softmax(pipeline.run({name: array[None] for name, array in feed.items()})["logits"][0])
+    order = np.argsort(-scores, kind="stable")
+    return [{"choice": choices[index], "score": float(scores[index])} for index in order]
+
+
+# ---- text --------------------------------------------------------------------------------------------------
+
+
+def _generate(
+    pipeline: Pipeline, inputs: Any, *, full_text: bool = False, stop: str | Sequence[str] = (), **options: Any
+) -> Any:
+    if is_chat(inputs):
+        return _generate(pipeline, [inputs], full_text=full_text, stop=stop, **options)[0]
+    chosen = Options.read(options, pipeline.card["generation"], max_new_tokens=32)
+
+    def written(prompts: list[Any]) -> list[str]:
+        encodings = [_prompt(pipeline, prompt) for prompt in prompts]
+        results = []
+        for group in _groups(pipeline, encodings):
+            new: list[list[int]] = [[] for _ in group]
+            for new in generate(_writer(pipeline, group, chosen), _room(pipeline, group, chosen)):
+                if stop and all(_stopped(_decoded(pipeline, e, ids), stop) for e, ids in zip(group, new)):
+                    break
+            for encoding, ids in zip(group, new):
+                text = _cut(_decoded(pipeline, encoding, ids), stop)
+                results.append(pipeline.tokenizer.decode(encoding.ids) + text if full_text else text)
+        return results
+
+    return _each(inputs, written)
+
+
+def stream(pipeline: Pipeline, prompt: Any, *, stop: str | Sequence[str] = (), **options: Any) -> Iterator[str]:
+    """Yield a text as it is written."""
+    if task_named(pipeline.task).answer != "generate":
+        raise TypeError(f"only text generation can be streamed, and the task is {pipeline.task!r}")
+    if options.get("num_beams", 1) > 1:
+        raise ValueError("beams cannot be streamed: until the end any of them may win")
+    chosen = Options.read(options, pipeline.card["generation"], max_new_tokens=32)
+    encoding = _prompt(pipeline, prompt)
+    sent = ""
+    for new in generate(_writer(pipeline, [encoding], chosen), _room(pipeline, [encoding], chosen)):
+        text = _decoded(pipeline, encoding, new[0])
+        if stop and _stopped(text, stop):
+            text = _cut(text, stop)
+            yield text[len(sent) :]
+            return
+        # Half a character, or what may become a stop, waits for what follows.
+        if text.endswith("\ufffd") or _may_stop(text, stop):
+            continue
+        if len(text) > len(sent):
+            yield text[len(sent) :]
+            sent = text
+    rest = _decoded(pipeline, encoding, new[0])[len(sent) :]
+    if rest:
+        yield rest
+
+
+def _prompt(pipeline: Pipeline, prompt: Any) -> Any:
+    if is_chat(prompt):
+        text = read_template(pipeline.folder).render(prompt)
+        return pipeline.tokenizer.encode(text, add_special_tokens=False)
+    if not isinstance(prompt, str):
+        raise TypeError(f"a prompt is text or a list of messages, got {type(prompt).__name__}")
+    return pipeline.tokenizer.encode(prompt)
+
+
+def _has_cache(pipeline: Pipeline) -> bool:
+    return any(value.name.startswith("past_key_values.") for value in pipeline.session.get_inputs())
+
+
+def _groups(pipeline: Pipeline, encodings: list[Any]) -> list[list[Any]]:
+    """Prompts that are read together: all with a cache, else one by one, as padding would shift positions."""
+    return [encodings] if _has_cache(pipeline) else [[encoding] for encoding in encodings]
+
+
+def _writer(pipeline: Pipeline, encodings: list[Any], options: Options) -> Writer:
+    for encoding in encodings:
+        if not encoding.ids:
+            raise ValueError("the prompt is empty: there is nothing to continue")
+    if not _has_cache(pipeline):
+        return Rereader(pipeline.session, np.asarray([encodings[0].ids], np.int64))
+    width = max(len(encoding.ids) for encoding in encodings)
+    filler = pipeline.card["tokenizer"]["pad_id"]
+    ids = np.asarray([[filler] * (width - len(e.ids)) + list(e.ids) for e in encodings], np.int64)
+    mask = np.asarray([[0] * (width - len(e.ids)) + [1] * len(e.ids) for e in encodings], np.int64)
+    return Decoder(pipeline.session, ids, mask)
+
+
+def _room(pipeline: Pipeline, encodings: list[Any], options: Options) -> Options:
+    """The options, with no more new tokens than the model has positions for."""
+    longest = pipeline.card["tokenizer"].get("max_length")
+    if not longest:
+        return options
+    room = longest - max(len(encoding.ids) for encoding in encodings) + 1
+    return dataclasses.replace(options, max_new_tokens=max(1, min(options.max_new_tokens, room)))
+
+
+def _decoded(pipeline: Pipeline, encoding: Any, ids: Sequence[int]) -> str:
+    """The new text. Decoded with the prompt and cut: some tokenizers lose the space before a first token."""
+    decode = pipeline.tokenizer.decode
+    prompt, whole = decode(encoding.ids), decode([*encoding.ids, *ids])
+    return whole[len(prompt) :] if whole.startswith(prompt) else decode(list(ids))
+
+
+def _stops(stop: str | Sequence[str]) -> Sequence[str]:
+    return [stop] if isinstance(stop, str) else stop
+
+
+def _stopped(text: str, stop: str | Sequence[str]) -> bool:
+    return any(word in text for word in _stops(stop))
+
+
+def _cut(text: str, stop: str | Sequence[str]) -> str:
+    places = [text.index(word) for word in _stops(stop) if word in text]
+    return text[: min(places)] if places else text
+
+
+def _may_stop(text: str, stop: str | Sequence[str]) -> bool:
+    return any(text.endswith(word[:size]) for word in _stops(stop) for size in range(1, len(word)))
+
+
+def _rewrite(pipeline: Pipeline, inputs: Any, **options: Any) -> Any:
+    chosen = Options.read(options, pipeline.card["generation"], max_new_tokens=64)
+
+    def written(texts: list[str]) -> list[str]:
+        feed, _ = pipeline.encode(texts)
+        return [pipeline.tokenizer.decode(ids) for ids in _written(pipeline, feed, chosen)]
+
+    return _each(inputs, written)
+
+
+def _caption(pipeline: Pipeline, inputs: Any, **options: Any) -> Any:
+    chosen = Options.read(options, pipeline.card["generation"], max_new_tokens=32)
+
+    def written(item: Any) -> str:
+        ids = _written(pipeline, _signal(pipeline, item), chosen)[0]
+        return str(ids) if pipeline.tokenizer is None else pipeline.tokenizer.decode(ids)
+
+    return _each(inputs, lambda items: [written(item) for item in items])
+
+
+def _written(
+    pipeline: Pipeline, feed: Mapping[str, np.ndarray], options: Options, start: Sequence[int] | None = None
+) -> list[list[int]]:
+    settings = pipeline.card["generation"]
+    start = [settings["start_id"] or 0, *(settings.get("prefix") or ())] if start is None else start
+    writer: Writer
+    if pipeline.card.get("parts"):
+        encoder, decoder = pipeline.sessions.values()
+        writer = EncoderDecoder(encoder, decoder, feed, start)
+    else:
+        writer = _Whole(pipeline, feed, start)
+    new: list[list[int]] = []
+    for new in generate(writer, options):
+        pass
+    return new
+
+
+class _Whole:
+    """An encoder-decoder in one graph, as one that was trained: it reads everything again for every token."""
+
+    def __init__(self, pipeline: Pipeline, feed: Mapping[str, np.ndarray], start: Sequence[int]) -> None:
+        self._pipeline, self._feed = pipeline, dict(feed)
+        self.history = np.tile(np.asarray(start, np.int64), (len(next(iter(feed.values()))), 1))
+
+    def step(self, tokens: np.ndarray | None, rows: np.ndarray | None) -> np.ndarray:
+        if tokens is not None:
+            if rows is not None:
+                self._feed = {name: array[rows] for name, array in self._feed.items()}
+                self.history = self.history[rows]
+            self.history = np.concatenate([self.history, tokens[:, None]], axis=1)
+        return self._pipeline.run({**self._feed, "decoder_input_ids": self.history})["logits"][:, -1]
+
+
+# ---- sound -------------------------------------------------------------------------------------------------
+
+
+def _spell(pipeline: Pipeline, inputs: Any) -> Any:
+    spelling = pipeline.card["spelling"]
+
+    def text(wave: Any) -> dict[str, str]:
+        return {"text": postprocess.spelled(pipeline.run(_signal(pipeline, wave))["logits"][0], spelling)}
+
+    return _each(inputs, lambda waves: [text(wave) for wave in waves])
+
+
+def _transcribe(
+    pipeline: Pipeline, inputs: Any, *, language: str | None = None, translate: bool = False, **options: Any
+) -> Any:
+    chosen = Options.read(options, pipeline.card["generation"], max_new_tokens=440)
+    speech = pipeline.card["generation"].get("speech")
+
+    def text(wave: Any) -> dict[str, str]:
+        parts = []
+        for feed in _windows(pipeline, wave):
+            start = None if speech is None else _spoken_start(pipeline, speech, feed, language, translate)
+            ids = _written(pipeline, feed, chosen, start)[0]
+            parts.append(str(ids) if pipeline.tokenizer is None else pipeline.tokenizer.decode(ids))
+        return {"text": "".join(parts)}
+
+    return _each(inputs, lambda waves: [text(wave) for wave in waves])
+
+
+def _windows(pipeline: Pipeline, wave: Any) -> list[dict[str, np.ndarray]]:
+    """Sound longer than the model reads at once, in pieces."""
+    samples = np.asarray(wave)
+    limit = (pipeline.card.get("processor") or {}).get("n_samples")
+    if samples.ndim != 1 or not limit or len(samples) <= limit:
+        return [_signal(pipeline, wave)]
+    return [_signal(pipeline, samples[start : start + limit]) for start in range(0, len(samples), limit)]
+
+
+def _spoken_start(
+    pipeline: Pipeline, speech: Mapping[str, Any], feed: Mapping[str, np.ndarray], language: str | None, translate: bool
+) -> list[int]:
+    """Whisper's first tokens: the start, the language (heard, where none is named), what to do, no timestamps."""
+    start = [int(pipeline.card["generation"]["start_id"])]
+    languages = speech.get("languages") or {}
+    if languages:
+        if language is None:
+            encoder, decoder = pipeline.sessions.values()
+            scores = EncoderDecoder(encoder, decoder, feed, start).step(None, None)[0]
+            start.append(max(languages.values(), key=lambda token: scores[token]))
+        elif f"<|{language}|>" in languages:
+            start.append(languages[f"<|{language}|>"])
+        else:
+            known = ", ".join(name.strip("<|>") for name in languages)
+            raise ValueError(f"unknown language {language!r}. Known: {known}")
+        start.append(speech["tasks"]["translate" if translate else "transcribe"])
+    return [*start, speech["no_timestamps_id"]] if speech.get("no_timestamps_id") is not None else start
+
+
+def _frames(pipeline: Pipeline, inputs: Any) -> Any:
+    labels = pipeline.card["labels"]
+
+    def each(wave: Any) -> list[dict[str, float]]:
+        scores = postprocess.sigmoid(pipeline.run(_signal(pipeline, wave))["logits"][0])
+        return [dict(zip(labels, map(float, row))) for row in scores]
+
+    return _each(inputs, lambda waves: [each(wave) for wave in waves])
+
+
+def _speaker(pipeline: Pipeline, inputs: Any) -> Any:
+    def each(wave: Any) -> np.ndarray:
+        vector = pipeline.run(_signal(pipeline, wave))["embeddings"][0]
+        return vector / max(float(np.linalg.norm(vector)), 1e-12)
+
+    return _each(inputs, lambda waves: [each(wave) for wave in waves])
+
+
+def _speak(pipeline: Pipeline, inputs: Any) -> Any:
+    def each(text: str) -> dict[str, Any]:
+        feed, _ = pipeline.encode([text])
+        return {"audio": pipeline.run(feed)["waveform"][0], "sampling_rate": pipeline.card["sampling_rate"]}
+
+    return _each(inputs, lambda texts: [each(text) for text in texts])
+
+
+# ---- pictures and series -----------------------------------------------------------------------------------
+
+
+def _picture_task(make: Callable[..., Any]) -> Callable[..., Any]:
+    """An answer for each picture, from the model's outputs, the picture's size and the pipeline's card."""
+
+    def answers(pipeline: Pipeline, inputs: Any, **options: Any) -> Any:
+        def each(item: Any) -> Any:
+            outputs = {name: array[0] for name, array in pipeline.run(_signal(pipeline, item)).items()}
+            return make(outputs, preprocess.picture_size(item), pipeline.card, **options)
+
+        return _each(inputs, lambda items: [each(item) for item in items])
+
+    return answers
+
+
+def _detect(outputs: Mapping[str, np.ndarray], size: Any, card: Mapping[str, Any], *, threshold: float = 0.5) -> Any:
+    labels, logits = card["labels"], outputs["logits"]
+    # A class more than there are labels means "nothing"; without it each class is scored by itself.
+    scores = postprocess.softmax(logits)[:, :-1] if logits.shape[-1] > len(labels) else postprocess.sigmoid(logits)
+    return postprocess.boxes(scores, outputs["pred_boxes"], labels, size, threshold)
+
+
+def _segment(outputs: Mapping[str, np.ndarray], size: Any, card: Mapping[str, Any]) -> Any:
+    return postprocess.semantic(outputs["logits"], card["labels"], size)
+
+
+def _instances(
+    outputs: Mapping[str, np.ndarray], size: Any, card: Mapping[str, Any], *, threshold: float = 0.5
+) -> Any:
+    return postprocess.instances(
+        outputs["class_queries_logits"], outputs["masks_queries_logits"], card["labels"], size, threshold
+    )
+
+
+def _zero_shot_detect(
+    pipeline: Pipeline, inputs: Any, labels: Sequence[str] | None = None, *, threshold: float = 0.1
+) -> Any:
+    if labels is None:
+        raise TypeError("zero-shot detection needs labels: pipeline(image, ['a cat', 'a dog'])")
+    feed, _ = pipeline.encode(list(labels))
+
+    def each(item: Any) -> list[dict[str, Any]]:
+        pixels = preprocess.image(item, pipeline.card.get("processor"))[None]
+        outputs = pipeline.run({**feed, "pixel_values": pixels})
+        scores = postprocess.sigmoid(outputs["logits"][0])
+        size = preprocess.picture_size(item)
+        return postprocess.boxes(scores, outputs["pred_boxes"][0], list(labels), size, threshold)
+
+    return _each(inputs, lambda items: [each(item) for item in items])
+
+
+def _reconstruct(pipeline: Pipeline, inputs: Any, mask: Any = None) -> np.ndarray:
+    if mask is None:
+        raise TypeError("masked images need a mask, True for each hidden patch: pipeline(image, mask)")
+    pixels = preprocess.image(inputs, pipeline.card.get("processor"))[None]
+    feed = {"pixel_values": pixels, "bool_masked_pos": np.asarray(mask, bool).reshape(1, -1)}
+    return pipeline.run(feed)["reconstruction"][0]
+
+
+def _forecast(pipeline: Pipeline, inputs: Any) -> np.ndarray:
+    past = np.asarray(inputs, np.float32)
+    if past.ndim not in (2, 3):
+        raise ValueError(f"a time series is [time, channels] or a batch of them, got shape {list(past.shape)}")
+    future = pipeline.run({"past_values": past if past.ndim == 3 else past[None]})["prediction_outputs"]
+    return future if past.ndim == 3 else future[0]
+
+
+def _signal(pipeline: Pipeline, item: Any) -> dict[str, np.ndarray]:
+    name = next(iter(pipeline.card["inputs"]))
+    settings = pipeline.card.get("processor")
+    prepare = preprocess.image if name == "pixel_values" else preprocess.sound
+    return {name: prepare(item, settings)[None]}
+
+
+ANSWERS: Mapping[str, Callable[..., Any]] = {
+    "hidden": _hidden,
+    "embed": _embed,
+    "similar": _similar,
+    "span": _question,
+    "classify": _classify,
+    "zero-shot": _zero_shot,
+    "tag": _tag,
+    "choose": _choose,
+    "fill": _fill,
+    "generate": _generate,
+    "rewrite": _rewrite,
+    "caption": _caption,
+    "detect": _picture_task(_detect),
+    "segment": _picture_task(_segment),
+    "instances": _picture_task(_instances),
+    "depth": _picture_task(lambda outputs, size, card: postprocess.depth(outputs["predicted_depth"], size)),
+    "keypoints": _picture_task(
+        lambda outputs, size, card: postprocess.keypoints(outputs["heatmaps"], card.get("labels") or (), size)
+    ),
+    "picture": _picture_task(lambda outputs, size, card: postprocess.picture(outputs["reconstruction"])),
+    "reconstruct": _reconstruct,
+    "spell": _spell,
+    "transcribe": _transcribe,
+    "frames": _frames,
+    "speaker": _speaker,
+    "speak": _speak,
+    "forecast": _forecast,
+    "zero-shot image": _zero_shot_image,
+    "zero-shot detect": _zero_shot_detect,
+}

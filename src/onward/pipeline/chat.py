@@ -1,0 +1,103 @@
+"""Turn a conversation into a prompt by the template that a model's tokenizer comes with.
+
+Templates are Jinja and come from the model's folder, so they run in Jinja's sandbox: they can format text, and
+nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from onward.errors import ModelError
+
+__all__ = ["ChatTemplate", "is_chat", "read_template"]
+
+Message = Mapping[str, Any]
+
+
+def is_chat(value: Any) -> bool:
+    """Whether a value is one conversation: a list of `{"role", "content"}`."""
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(isinstance(message, Mapping) and "role" in message for message in value)
+    )
+
+
+def read_template(folder: Path) -> ChatTemplate:
+    """The chat template of a folder, from `chat_template.jinja` or `tokenizer_config.json`."""
+    settings: dict[str, Any] = {}
+    path = folder / "tokenizer_config.json"
+    if path.is_file():
+        try:
+            settings = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ModelError(f"'{path}': not valid JSON ({error})") from error
+    source = settings.get("chat_template")
+    if isinstance(source, list):  # several by name
+        named = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, Mapping)}
+        source = named.get("default")
+    if (folder / "chat_template.jinja").is_file():
+        source = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    if not isinstance(source, str):
+        raise ModelError(
+            f"'{folder}': the tokenizer has no chat template (chat_template.jinja); give text, not messages, or save "
+            "a tokenizer whose chat_template is set"
+        )
+    tokens = {
+        name: value["content"] if isinstance(value, Mapping) else value
+        for name, value in settings.items()
+        if name.endswith("_token") and isinstance(value, (str, Mapping))
+    }
+    return ChatTemplate(source, tokens, folder)
+
+
+class ChatTemplate:
+    """A template that is ready to render."""
+
+    def __init__(self, source: str, tokens: Mapping[str, Any], folder: Path) -> None:
+        try:
+            import jinja2
+            from jinja2.sandbox import ImmutableSandboxedEnvironment
+        except ImportError as error:
+            raise ModelError("chat templates need the jinja2 package: pip install 'onward[text]'") from error
+        self._folder = folder
+        self._tokens = dict(tokens)
+        self._errors: type[Exception] = jinja2.TemplateError
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = self._raise
+        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+        try:
+            # {% generation %} marks the assistant's words for training; rendering needs only what is inside.
+            plain = source.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+            plain = plain.replace("{%- generation %}", "").replace("{%- endgeneration %}", "")
+            plain = plain.replace("{%- generation -%}", "").replace("{%- endgeneration -%}", "")
+            self._template = environment.from_string(plain)
+        except jinja2.TemplateError as error:
+            raise ModelError(f"'{folder}': the chat template is not valid Jinja ({error})") from error
+
+    def render(self, messages: Sequence[Message], *, prompt: bool = True, **more: Any) -> str:
+        """The conversation as text; with `prompt` it ends where the assistant is to speak."""
+        for message in messages:
+            if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+                raise ValueError(f'a message is {{"role": …, "content": …}}, got {message!r}')
+        try:
+            return self._template.render(
+                messages=list(messages), add_generation_prompt=prompt, **{**self._tokens, **more}
+            )
+        except self._errors as error:
+            raise ModelError(f"'{self._folder}': the chat template refuses these messages: {error}") from error
+
+    def _raise(self, message: str) -> None:
+        raise self._errors(message)
+
+
+def _to_json(value: Any, indent: int | None = None, **_: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, indent=indent)

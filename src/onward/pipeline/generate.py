@@ -1,0 +1,317 @@
+"""Write text token by token: greedily, by sampling or with beams, from decoders that keep their keys and values.
+
+`Decoder` and `EncoderDecoder` run the sessions; `generate` chooses tokens and yields them as they come. Knows numpy
+and sessions; nothing of tokenizers or folders. Greedy and beam search choose what `transformers` would.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Protocol
+
+import numpy as np
+
+__all__ = ["Decoder", "EncoderDecoder", "Options", "Writer", "generate"]
+
+_NEVER = -1e9
+_TYPES = {"tensor(float16)": np.float16, "tensor(double)": np.float64}
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to choose tokens, under the names of `transformers`' generation settings.
+
+    Sampling (`do_sample=True`) draws from `seed`; without one every call draws anew. `suppress` are ids that are
+    never written, `first` what the first token has to be.
+    """
+
+    max_new_tokens: int = 32
+    min_new_tokens: int = 0
+    do_sample: bool = False
+    temperature: float = 1.0
+    top_k: int | None = 50
+    top_p: float | None = None
+    num_beams: int = 1
+    length_penalty: float = 1.0
+    early_stopping: bool = False
+    repetition_penalty: float = 1.0
+    no_repeat_ngram_size: int = 0
+    seed: int | None = None
+    ends: frozenset[int] = frozenset()
+    suppress: tuple[int, ...] = ()
+    suppress_first: tuple[int, ...] = ()
+    first: int | None = None
+    last: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, least in (("max_new_tokens", 1), ("num_beams", 1), ("min_new_tokens", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} is {getattr(self, name)}: it must be {least} or more")
+        for name in ("temperature", "repetition_penalty"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} is {getattr(self, name)}: it must be more than 0")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p is {self.top_p}: it must be more than 0, and at most 1")
+        if self.do_sample and self.num_beams > 1:
+            raise ValueError("beams and sampling exclude each other: choose num_beams=1 or do_sample=False")
+
+    @classmethod
+    def read(cls, given: Mapping[str, Any], defaults: Mapping[str, Any], *, max_new_tokens: int) -> Options:
+        """The caller's options over the model's own; an unknown name is an error that lists the known ones."""
+        public = [f.name for f in fields(cls) if f.name not in _INTERNAL]
+        unknown = sorted(set(given) - set(public))
+        if unknown:
+            raise TypeError(f"unknown option {', '.join(unknown)}. Known: {', '.join([*public, 'stop'])}")
+        own = {name: defaults[name] for name in ("repetition_penalty", "no_repeat_ngram_size") if name in defaults}
+        return cls(
+            **{
+                "max_new_tokens": max_new_tokens,
+                **own,
+                "ends": frozenset(defaults.get("eos_ids") or ()),
+                "suppress": tuple(defaults.get("suppress_tokens") or ()),
+                "suppress_first": tuple(defaults.get("begin_suppress_tokens") or ()),
+                "first": defaults.get("forced_bos_id"),
+                "last": defaults.get("forced_eos_token_id") if isinstance(defaults.get("forced_eos_token_id"), int) else None,
+                **given,
+            }
+        )
+
+
+_INTERNAL = ("ends", "suppress", "suppress_first", "first", "last")
+
+
+class Writer(Protocol):
+    """A model that has read a batch of prompts."""
+
+    history: np.ndarray
+    """Tokens so far, [rows, length]; what a repetition penalty looks at."""
+
+    def step(self, tokens: np.ndarray | None, rows: np.ndarray | None) -> np.ndarray:
+        """Scores of the next token, [rows, vocabulary]: after the prompts for None, else after one more token each.
+
+        `rows` says which of the old rows each new one continues.
+        """
+        ...
+
+
+class Decoder:
+    """Prompts, padded on the left, in a decoder with a key-value cache."""
+
+    def __init__(self, session: Any, ids: np.ndarray, mask: np.ndarray) -> None:
+        self.session = session
+        self.history, self.mask = ids, mask
+        inputs = {value.name: value for value in session.get_inputs()}
+        self._names = list(inputs)
+        self._outputs = [value.name for value in session.get_outputs()]
+        self._past = {
+            name: np.zeros((len(ids), int(value.shape[1]), 0, int(value.shape[3])), _TYPES.get(value.type, np.float32))
+            for name, value in inputs.items()
+            if name.startswith("past_key_values.")
+        }
+
+    def step(self, tokens: np.ndarray | None, rows: np.ndarray | None) -> np.ndarray:
+        ids = self.history
+        if tokens is not None:
+            if rows is not None and not np.array_equal(rows, np.arange(len(self.history))):
+                self.history, self.mask = self.history[rows], self.mask[rows]
+                self._past = {name: value[rows] for name, value in self._past.items()}
+            ids = tokens[:, None]
+            self.history = np.concatenate([self.history, ids], axis=1)
+            self.mask = np.concatenate([self.mask, np.ones_like(ids)], axis=1)
+        feed = {"input_ids": ids, "attention_mask": self.mask, **self._past}
+        if "position_ids" in self._names:
+            positions = np.maximum(self.mask.cumsum(axis=1) - 1, 0)
+            feed["position_ids"] = positions[:, -ids.shape[1] :]
+        found = self.session.run(self._outputs, {name: feed[name] for name in self._names if name in feed})
+        outputs = dict(zip(self._outputs, found))
+        self._past = {name: outputs[f"present.{name.partition('.')[2]}"] for name in self._past}
+        return np.asarray(outputs["logits"][:, -1], np.float32)
+
+
+class Rereader:
+    """One prompt in a decoder without a cache, which reads everything again for every token."""
+
+    def __init__(self, session: Any, ids: np.ndarray) -> None:
+        self.session = session
+        self.history = ids
+        self._names = {value.name for value in session.get_inputs()}
+
+    def step(self, tokens: np.ndarray | None, rows: np.ndarray | None) -> np.ndarray:
+        if tokens is not None:
+            kept = self.history if rows is None else self.history[rows]
+            self.history = np.concatenate([kept, tokens[:, None]], axis=1)
+        ids = self.history
+        columns = np.broadcast_to(np.arange(ids.shape[1]), ids.shape)
+        feed = {
+            "input_ids": ids,
+            "attention_mask": np.ones_like(ids),
+            "token_type_ids": np.zeros_like(ids),
+            "position_ids": np.ascontiguousarray(columns),
+        }
+        feed = {name: array for name, array in feed.items() if name in self._names}
+        return np.asarray(self.session.run(["logits"], feed)[0][:, -1], np.float32)
+
+
+class EncoderDecoder:
+    """What an encoder has read, and a decoder that looks at it while it writes."""
+
+    def __init__(self, encoder: Any, decoder: Any, feed: Mapping[str, np.ndarray], start: Sequence[int]) -> None:
+        self.decoder = decoder
+        names = [value.name for value in encoder.get_outputs()]
+        taken = {value.name for value in encoder.get_inputs()}
+        found = encoder.run(names, {name: array for name, array in feed.items() if name in taken})
+        rows = len(next(iter(feed.values())))
+        self.history = np.tile(np.asarray(start, np.int64), (rows, 1))
+        inputs = {value.name: value for value in decoder.get_inputs()}
+        self._outputs = [value.name for value in decoder.get_outputs()]
+        self._seen = {name: np.asarray(value) for name, value in zip(names, found) if name in inputs}
+        self._seen |= {name: feed[name] for name in ("attention_mask",) if name in inputs}
+        self._past = {
+            name: np.zeros((rows, int(value.shape[1]), 0, int(value.shape[3])), _TYPES.get(value.type, np.float32))
+            for name, value in inputs.items()
+            if name.startswith("past_key_values.")
+        }
+
+    def step(self, tokens: np.ndarray | None, rows: np.ndarray | None) -> np.ndarray:
+        ids = self.history
+        if tokens is not None:
+            if rows is not None and not np.array_equal(rows, np.arange(len(self.history))):
+                self.history = self.history[rows]
+                self._past = {name: value[rows] for name, value in self._past.items()}
+                self._seen = {name: value[rows] for name, value in self._seen.items()}
+            ids = tokens[:, None]
+            self.history = np.concatenate([self.history, ids], axis=1)
+        feed = {"decoder_input_ids": ids, **self._past, **self._seen}
+        outputs = dict(zip(self._outputs, self.decoder.run(self._outputs, feed)))
+        self._past = {name: outputs[f"present.{name.partition('.')[2]}"] for name in self._past}
+        return np.asarray(outputs["logits"][:, -1], np.float32)
+
+
+def generate(writer: Writer, options: Options) -> Iterator[list[list[int]]]:
+    """Yield every row's new tokens after each step; the last that is yielded is the result.
+
+    Tokens that end a text are not among them. With beams only the result is yielded: until the end any may win.
+    """
+    if options.num_beams > 1:
+        yield _beams(writer, options)
+        return
+    rows = len(writer.history)
+    random = np.random.default_rng(options.seed)
+    new: list[list[int]] = [[] for _ in range(rows)]
+    done = np.zeros(rows, bool)
+    tokens: np.ndarray | None = None
+    for step in range(options.max_new_tokens):
+        scores = _processed(writer.step(tokens, None), writer.history, step, options)
+        tokens = _sampled(scores, options, random) if options.do_sample else scores.argmax(axis=-1)
+        tokens = tokens.astype(np.int64)
+        for row in np.flatnonzero(~done):
+            if int(tokens[row]) in options.ends:
+                done[row] = True
+            else:
+                new[row].append(int(tokens[row]))
+        yield new
+        if done.all():
+            return
+
+
+def _processed(scores: np.ndarray, history: np.ndarray, step: int, options: Options) -> np.ndarray:
+    """Scores with what must not be written at minus infinity."""
+    scores = scores.copy()
+    if options.repetition_penalty != 1.0:
+        said = np.take_along_axis(scores, history, axis=1)
+        said = np.where(said < 0, said * options.repetition_penalty, said / options.repetition_penalty)
+        np.put_along_axis(scores, history, said.astype(scores.dtype), axis=1)
+    size = options.no_repeat_ngram_size
+    if size and history.shape[1] >= size:
+        for row, tokens in enumerate(history.tolist()):
+            tail = tokens[len(tokens) - size + 1 :]
+            for place in range(len(tokens) - size + 1):
+                if tokens[place : place + size - 1] == tail:
+                    scores[row, tokens[place + size - 1]] = -np.inf
+    if options.ends and step < options.min_new_tokens:
+        scores[:, list(options.ends)] = -np.inf
+    if options.suppress:
+        scores[:, list(options.suppress)] = -np.inf
+    if options.suppress_first and step == 0:
+        scores[:, list(options.suppress_first)] = -np.inf
+    forced = options.first if step == 0 else None
+    if options.last is not None and step == options.max_new_tokens - 1:
+        forced = options.last
+    if forced is not None:
+        scores[:] = -np.inf
+        scores[:, forced] = 0.0
+    return scores
+
+
+def _sampled(scores: np.ndarray, options: Options, random: np.random.Generator) -> np.ndarray:
+    scores = scores.astype(np.float64) / options.temperature
+    if options.top_k and options.top_k < scores.shape[1]:
+        least = np.partition(scores, -options.top_k, axis=1)[:, -options.top_k, None]
+        scores = np.where(scores < least, -np.inf, scores)
+    probabilities = np.exp(_log_softmax(scores))
+    if options.top_p is not None and options.top_p < 1:
+        order = np.argsort(probabilities, axis=1, kind="stable")
+        below = np.take_along_axis(probabilities, order, axis=1).cumsum(axis=1) <= 1 - options.top_p
+        below[:, -1] = False  # the likeliest is always kept
+        dropped = np.zeros_like(below)
+        np.put_along_axis(dropped, order, below, axis=1)
+        probabilities = np.where(dropped, 0.0, probabilities)
+        probabilities /= probabilities.sum(axis=1, keepdims=True)
+    drawn = random.random((len(probabilities), 1))
+    return np.minimum((probabilities.cumsum(axis=1) < drawn).sum(axis=1), probabilities.shape[1] - 1)
+
+
+def _log_softmax(scores: np.ndarray) -> np.ndarray:
+    shifted = scores - scores.max(axis=-1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
+
+
+def _beams(writer: Writer, options: Options) -> list[list[int]]:
+    """The best of `num_beams` texts for each row, by log probability over length ** `length_penalty`."""
+    rows, beams = len(writer.history), options.num_beams
+    first = writer.step(None, None)
+    start = writer.history.shape[1]
+    scores = np.full((rows, beams), _NEVER, np.float32)
+    scores[:, 0] = 0.0
+    logits = np.repeat(first, beams, axis=0)
+    history = np.repeat(writer.history, beams, axis=0)
+    finished: list[list[tuple[float, list[int]]]] = [[] for _ in range(rows)]
+    settled = np.zeros(rows, bool)
+    vocabulary = logits.shape[1]
+    kept = max(2, 1 + len(options.ends)) * beams
+    for step in range(options.max_new_tokens):
+        logs = _processed(_log_softmax(logits), history, step, options)
+        total = (logs.reshape(rows, beams, vocabulary) + scores[:, :, None]).reshape(rows, -1)
+        order = np.argsort(-total, axis=1, kind="stable")[:, :kept]
+        chosen = np.take_along_axis(total, order, axis=1)
+        last = step == options.max_new_tokens - 1
+        parents = np.zeros((rows, beams), np.int64)
+        tokens = np.zeros((rows, beams), np.int64)
+        following = np.full((rows, beams), _NEVER, np.float32)
+        for row in range(rows):
+            running = 0
+            for rank, (place, score) in enumerate(zip(order[row], chosen[row])):
+                parent, token = divmod(int(place), vocabulary)
+                ends = token in options.ends
+                if (ends or last) and rank < beams and not settled[row]:
+                    text = [*history[row * beams + parent, start:].tolist(), *([] if ends else [token])]
+                    finished[row].append((float(score) / (step + 1) ** options.length_penalty, text))
+                elif not ends and running < beams:
+                    parents[row, running], tokens[row, running] = row * beams + parent, token
+                    following[row, running] = score
+                    running += 1
+            finished[row] = sorted(finished[row], key=lambda entry: -entry[0])[:beams]
+            if len(finished[row]) == beams:
+                possible = float(following[row, 0]) / (step + 1) ** options.length_penalty
+                settled[row] |= options.early_stopping or finished[row][-1][0] >= possible
+        if settled.all() or last:
+            break
+        scores = following
+        if step == 0:
+            # The cache has one row for each prompt so far: from here on one for each beam.
+            logits = writer.step(tokens.reshape(-1), parents.reshape(-1) // beams)
+        else:
+            logits = writer.step(tokens.reshape(-1), parents.reshape(-1))
+        history = writer.history
+    return [max(found, key=lambda entry: entry[0])[1] if found else [] for found in finished]
