@@ -62,7 +62,7 @@ def image(picture: Any, settings: Mapping[str, Any] | None) -> np.ndarray:
 
 
 def picture_size(picture: Any) -> tuple[int, int]:
-    """Height and width of a picture, as [height, width, channels], of a Pillow image or of [channels, height, width]."""
+    """Height and width of a Pillow image, of [height, width, channels] or of [channels, height, width]."""
     shape = np.shape(picture)
     if len(shape) == 3 and shape[0] in (1, 3) and shape[-1] not in (1, 3, 4):
         return int(shape[1]), int(shape[2])
@@ -121,7 +121,6 @@ def _whisper(samples: np.ndarray, settings: Mapping[str, Any]) -> np.ndarray:
 def _kaldi(samples: np.ndarray, settings: Mapping[str, Any], kind: str) -> np.ndarray:
     """[frames, bins]: Kaldi's filter bank, as AST, Speech2Text and SeamlessM4T want it."""
     rate, bins = int(settings.get("sampling_rate", 16000)), int(settings.get("num_mel_bins", 80))
-    seamless = kind == "SeamlessM4TFeatureExtractor"
     scaled = samples.astype(np.float64) * (1.0 if kind == "ASTFeatureExtractor" else 2.0**15)
     window = np.hanning(400) if kind == "ASTFeatureExtractor" else np.hanning(400) ** 0.85
     power = _power(scaled, window, 512, 160, emphasis=0.97)
@@ -137,7 +136,9 @@ def _kaldi(samples: np.ndarray, settings: Mapping[str, Any], kind: str) -> np.nd
         logs = logs - logs.mean(axis=0)
         return (logs / np.maximum(logs.std(axis=0), 1e-10)).astype(np.float32)
     logs = (logs - logs.mean(axis=0)) / np.sqrt(logs.var(axis=0, ddof=1) + 1e-7)
-    return logs[: len(logs) // 2 * 2].reshape(-1, 2 * bins).astype(np.float32) if seamless else logs
+    if len(logs) % 2:
+        logs = np.concatenate([logs, np.full((1, bins), settings.get("padding_value") or 0.0)])
+    return logs.reshape(-1, 2 * bins).astype(np.float32)
 
 
 def _power(
@@ -248,17 +249,27 @@ def _resize(pixels: np.ndarray, size: tuple[int, int], resample: int) -> np.ndar
         return pixels[rows][:, columns]
     across = _weights(pixels.shape[1], size[1], *_FILTERS[resample])
     down = _weights(pixels.shape[0], size[0], *_FILTERS[resample])
-    narrowed = _whole(np.einsum("hwc,ow->hoc", pixels, across))
-    return _whole(np.einsum("hwc,oh->owc", narrowed, down))
+    exact = pixels.astype(np.float64)
+    # Across first, unless that makes more pixels and the other fewer: the order that Pillow has.
+    if size[1] > pixels.shape[1] and size[0] < pixels.shape[0]:
+        shorter = _whole(np.einsum("hwc,oh->owc", exact, down))
+        return _whole(np.einsum("hwc,ow->hoc", shorter, across)).astype(np.float32)
+    narrowed = _whole(np.einsum("hwc,ow->hoc", exact, across))
+    return _whole(np.einsum("hwc,oh->owc", narrowed, down)).astype(np.float32)
+
+
+_STEPS = 2.0**22
+"""Pillow's weights are whole numbers of 1/2²²: with others, ties would round to the other side."""
 
 
 def _weights(old: int, new: int, kernel: Callable[[np.ndarray], np.ndarray], support: float) -> np.ndarray:
     scale = max(old / new, 1.0)
-    centres = (np.arange(new) + 0.5) * old / new
+    centres = (np.arange(new) + 0.5) * (old / new)
     distance = (np.arange(old)[None] + 0.5 - centres[:, None]) / scale
     weights = np.where(np.abs(distance) < support, kernel(distance), 0.0)
-    return (weights / weights.sum(axis=1, keepdims=True)).astype(np.float32)
+    steps = weights / weights.sum(axis=1, keepdims=True) * _STEPS
+    return np.trunc(steps + np.where(steps < 0, -0.5, 0.5))
 
 
-def _whole(pixels: np.ndarray) -> np.ndarray:
-    return np.clip(np.floor(pixels + 0.5), 0, 255).astype(np.float32)
+def _whole(sums: np.ndarray) -> np.ndarray:
+    return np.clip(np.floor((sums + _STEPS / 2) / _STEPS), 0, 255)

@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from onward.export.huggingface.assign import assign_detections as assign_detections
     from onward.export.huggingface.from_transformers import HFOnnx as HFOnnx
     from onward.export.huggingface.from_transformers import (
         artifacts_from_transformers as artifacts_from_transformers,
@@ -27,6 +28,7 @@ _HOMES = {
     "artifacts_from_torch": "onward.export.torch",
     "from_transformers": "onward.export.huggingface.from_transformers",
     "artifacts_from_transformers": "onward.export.huggingface.from_transformers",
+    "assign_detections": "onward.export.huggingface.assign",
     "HFOnnx": "onward.export.huggingface.from_transformers",
     "for_inference": "onward.export.inference",
     "save_pipeline": "onward.export.huggingface.save_pipeline",
@@ -39,6 +41,7 @@ __all__ = [
     "Report",
     "artifacts_from_torch",
     "artifacts_from_transformers",
+    "assign_detections",
     "compare",
     "for_inference",
     "from_torch",

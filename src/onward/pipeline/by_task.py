@@ -29,7 +29,9 @@ Text = str | tuple[str, str]
 
 def answer(pipeline: Pipeline, inputs: Any, *args: Any, **options: Any) -> Any:
     """The answer of the pipeline's task."""
-    return ANSWERS[pipeline.card.get("answer") or task_named(pipeline.task).answer](pipeline, inputs, *args, **options)
+    return ANSWERS[pipeline.card.get("answer") or task_named(pipeline.task).answer](
+        pipeline, inputs, *args, **options
+    )
 
 
 def _each(inputs: Any, answer: Callable[[list[Any]], Sequence[Any]]) -> Any:
@@ -188,7 +190,9 @@ def _fill(pipeline: Pipeline, inputs: Any, *, top_k: int = 5) -> Any:
     return _each(inputs, answer)
 
 
-def _similar(pipeline: Pipeline, inputs: str, others: Sequence[str] | None = None, **options: Any) -> list[float]:
+def _similar(
+    pipeline: Pipeline, inputs: str, others: Sequence[str] | None = None, **options: Any
+) -> list[float]:
     if others is None:
         raise TypeError("sentence similarity takes a sentence and others: pipeline(text, ['one', 'another'])")
     vectors = np.asarray(_embed(pipeline, [inputs, *others], **options), np.float64)
@@ -200,7 +204,9 @@ def _choose(pipeline: Pipeline, inputs: str, choices: Sequence[str] | None = Non
     if choices is None:
         raise TypeError("multiple choice takes a text and choices: pipeline(text, ['one', 'another'])")
     feed, _ = pipeline.encode([(inputs, choice) for choice in choices])
-    scores = postprocess.softmax(pipeline.run({name: array[None] for name, array in feed.items()})["logits"][0])
+    scores = postprocess.softmax(
+        pipeline.run({name: array[None] for name, array in feed.items()})["logits"][0]
+    )
     order = np.argsort(-scores, kind="stable")
     return [{"choice": choices[index], "score": float(scores[index])} for index in order]
 
@@ -209,7 +215,12 @@ def _choose(pipeline: Pipeline, inputs: str, choices: Sequence[str] | None = Non
 
 
 def _generate(
-    pipeline: Pipeline, inputs: Any, *, full_text: bool = False, stop: str | Sequence[str] = (), **options: Any
+    pipeline: Pipeline,
+    inputs: Any,
+    *,
+    full_text: bool = False,
+    stop: str | Sequence[str] = (),
+    **options: Any,
 ) -> Any:
     if is_chat(inputs):
         return _generate(pipeline, [inputs], full_text=full_text, stop=stop, **options)[0]
@@ -231,7 +242,9 @@ def _generate(
     return _each(inputs, written)
 
 
-def stream(pipeline: Pipeline, prompt: Any, *, stop: str | Sequence[str] = (), **options: Any) -> Iterator[str]:
+def stream(
+    pipeline: Pipeline, prompt: Any, *, stop: str | Sequence[str] = (), **options: Any
+) -> Iterator[str]:
     """Yield a text as it is written."""
     if task_named(pipeline.task).answer != "generate":
         raise TypeError(f"only text generation can be streamed, and the task is {pipeline.task!r}")
@@ -239,7 +252,7 @@ def stream(pipeline: Pipeline, prompt: Any, *, stop: str | Sequence[str] = (), *
         raise ValueError("beams cannot be streamed: until the end any of them may win")
     chosen = Options.read(options, pipeline.card["generation"], max_new_tokens=32)
     encoding = _prompt(pipeline, prompt)
-    sent = ""
+    sent, new = "", [[]]
     for new in generate(_writer(pipeline, [encoding], chosen), _room(pipeline, [encoding], chosen)):
         text = _decoded(pipeline, encoding, new[0])
         if stop and _stopped(text, stop):
@@ -352,9 +365,7 @@ def _written(
         writer = EncoderDecoder(encoder, decoder, feed, start)
     else:
         writer = _Whole(pipeline, feed, start)
-    new: list[list[int]] = []
-    for new in generate(writer, options):
-        pass
+    *_, new = generate(writer, options)
     return new
 
 
@@ -413,7 +424,11 @@ def _windows(pipeline: Pipeline, wave: Any) -> list[dict[str, np.ndarray]]:
 
 
 def _spoken_start(
-    pipeline: Pipeline, speech: Mapping[str, Any], feed: Mapping[str, np.ndarray], language: str | None, translate: bool
+    pipeline: Pipeline,
+    speech: Mapping[str, Any],
+    feed: Mapping[str, np.ndarray],
+    language: str | None,
+    translate: bool,
 ) -> list[int]:
     """Whisper's first tokens: the start, the language (heard, where none is named), what to do, no timestamps."""
     start = [int(pipeline.card["generation"]["start_id"])]
@@ -474,10 +489,14 @@ def _picture_task(make: Callable[..., Any]) -> Callable[..., Any]:
     return answers
 
 
-def _detect(outputs: Mapping[str, np.ndarray], size: Any, card: Mapping[str, Any], *, threshold: float = 0.5) -> Any:
+def _detect(
+    outputs: Mapping[str, np.ndarray], size: Any, card: Mapping[str, Any], *, threshold: float = 0.5
+) -> Any:
     labels, logits = card["labels"], outputs["logits"]
     # A class more than there are labels means "nothing"; without it each class is scored by itself.
-    scores = postprocess.softmax(logits)[:, :-1] if logits.shape[-1] > len(labels) else postprocess.sigmoid(logits)
+    scores = (
+        postprocess.softmax(logits)[:, :-1] if logits.shape[-1] > len(labels) else postprocess.sigmoid(logits)
+    )
     return postprocess.boxes(scores, outputs["pred_boxes"], labels, size, threshold)
 
 
@@ -505,7 +524,8 @@ def _zero_shot_detect(
         outputs = pipeline.run({**feed, "pixel_values": pixels})
         scores = postprocess.sigmoid(outputs["logits"][0])
         size = preprocess.picture_size(item)
-        return postprocess.boxes(scores, outputs["pred_boxes"][0], list(labels), size, threshold)
+        found = postprocess.boxes(scores, outputs["pred_boxes"][0], list(labels), size, threshold)
+        return sorted(found, key=lambda entry: -entry["score"])
 
     return _each(inputs, lambda items: [each(item) for item in items])
 
@@ -521,7 +541,9 @@ def _reconstruct(pipeline: Pipeline, inputs: Any, mask: Any = None) -> np.ndarra
 def _forecast(pipeline: Pipeline, inputs: Any) -> np.ndarray:
     past = np.asarray(inputs, np.float32)
     if past.ndim not in (2, 3):
-        raise ValueError(f"a time series is [time, channels] or a batch of them, got shape {list(past.shape)}")
+        raise ValueError(
+            f"a time series is [time, channels] or a batch of them, got shape {list(past.shape)}"
+        )
     future = pipeline.run({"past_values": past if past.ndim == 3 else past[None]})["prediction_outputs"]
     return future if past.ndim == 3 else future[0]
 

@@ -93,7 +93,9 @@ class ChatTemplate:
                 messages=list(messages), add_generation_prompt=prompt, **{**self._tokens, **more}
             )
         except self._errors as error:
-            raise ModelError(f"'{self._folder}': the chat template refuses these messages: {error}") from error
+            raise ModelError(
+                f"'{self._folder}': the chat template refuses these messages: {error}"
+            ) from error
 
     def _raise(self, message: str) -> None:
         raise self._errors(message)

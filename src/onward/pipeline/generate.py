@@ -63,7 +63,11 @@ class Options:
         unknown = sorted(set(given) - set(public))
         if unknown:
             raise TypeError(f"unknown option {', '.join(unknown)}. Known: {', '.join([*public, 'stop'])}")
-        own = {name: defaults[name] for name in ("repetition_penalty", "no_repeat_ngram_size") if name in defaults}
+        own = {
+            name: defaults[name]
+            for name in ("repetition_penalty", "no_repeat_ngram_size")
+            if name in defaults
+        }
         return cls(
             **{
                 "max_new_tokens": max_new_tokens,
@@ -72,7 +76,9 @@ class Options:
                 "suppress": tuple(defaults.get("suppress_tokens") or ()),
                 "suppress_first": tuple(defaults.get("begin_suppress_tokens") or ()),
                 "first": defaults.get("forced_bos_id"),
-                "last": defaults.get("forced_eos_token_id") if isinstance(defaults.get("forced_eos_token_id"), int) else None,
+                "last": defaults.get("forced_eos_token_id")
+                if isinstance(defaults.get("forced_eos_token_id"), int)
+                else None,
                 **given,
             }
         )
@@ -105,7 +111,9 @@ class Decoder:
         self._names = list(inputs)
         self._outputs = [value.name for value in session.get_outputs()]
         self._past = {
-            name: np.zeros((len(ids), int(value.shape[1]), 0, int(value.shape[3])), _TYPES.get(value.type, np.float32))
+            name: np.zeros(
+                (len(ids), int(value.shape[1]), 0, int(value.shape[3])), _TYPES.get(value.type, np.float32)
+            )
             for name, value in inputs.items()
             if name.startswith("past_key_values.")
         }
@@ -156,7 +164,9 @@ class Rereader:
 class EncoderDecoder:
     """What an encoder has read, and a decoder that looks at it while it writes."""
 
-    def __init__(self, encoder: Any, decoder: Any, feed: Mapping[str, np.ndarray], start: Sequence[int]) -> None:
+    def __init__(
+        self, encoder: Any, decoder: Any, feed: Mapping[str, np.ndarray], start: Sequence[int]
+    ) -> None:
         self.decoder = decoder
         names = [value.name for value in encoder.get_outputs()]
         taken = {value.name for value in encoder.get_inputs()}
@@ -168,7 +178,9 @@ class EncoderDecoder:
         self._seen = {name: np.asarray(value) for name, value in zip(names, found) if name in inputs}
         self._seen |= {name: feed[name] for name in ("attention_mask",) if name in inputs}
         self._past = {
-            name: np.zeros((rows, int(value.shape[1]), 0, int(value.shape[3])), _TYPES.get(value.type, np.float32))
+            name: np.zeros(
+                (rows, int(value.shape[1]), 0, int(value.shape[3])), _TYPES.get(value.type, np.float32)
+            )
             for name, value in inputs.items()
             if name.startswith("past_key_values.")
         }
@@ -203,13 +215,13 @@ def generate(writer: Writer, options: Options) -> Iterator[list[list[int]]]:
     tokens: np.ndarray | None = None
     for step in range(options.max_new_tokens):
         scores = _processed(writer.step(tokens, None), writer.history, step, options)
-        tokens = _sampled(scores, options, random) if options.do_sample else scores.argmax(axis=-1)
-        tokens = tokens.astype(np.int64)
+        chosen = _sampled(scores, options, random) if options.do_sample else scores.argmax(axis=-1)
         for row in np.flatnonzero(~done):
-            if int(tokens[row]) in options.ends:
+            if int(chosen[row]) in options.ends:
                 done[row] = True
             else:
-                new[row].append(int(tokens[row]))
+                new[row].append(int(chosen[row]))
+        tokens = chosen.astype(np.int64)
         yield new
         if done.all():
             return
@@ -231,10 +243,8 @@ def _processed(scores: np.ndarray, history: np.ndarray, step: int, options: Opti
                     scores[row, tokens[place + size - 1]] = -np.inf
     if options.ends and step < options.min_new_tokens:
         scores[:, list(options.ends)] = -np.inf
-    if options.suppress:
-        scores[:, list(options.suppress)] = -np.inf
-    if options.suppress_first and step == 0:
-        scores[:, list(options.suppress_first)] = -np.inf
+    never = [*options.suppress, *(options.suppress_first if step == 0 else ())]
+    scores[:, [token for token in never if token < scores.shape[1]]] = -np.inf
     forced = options.first if step == 0 else None
     if options.last is not None and step == options.max_new_tokens - 1:
         forced = options.last

@@ -1,7 +1,8 @@
 """Answer from an exported folder: text, images or sound in, embeddings, labels or text out.
 
-Knows the folder's card, its tokenizer and the runtime; `by_task` has an answer for each of the table of tasks,
-`postprocess` turns outputs into results and `preprocess` prepares images and sound. Needs neither torch nor transformers: `tokenizers` only where text goes in.
+Knows the folder's card, its tokenizer and the runtime. `by_task` has an answer for each row of the table of tasks,
+`postprocess` turns outputs into results and `preprocess` prepares images and sound. Needs neither torch nor
+transformers: `tokenizers` only where text goes in.
 """
 
 from __future__ import annotations
@@ -94,7 +95,8 @@ class Pipeline:
       `onward.pipeline.generate.Options`; a conversation `[{"role": "user", "content": …}]` is a prompt too
     - automatic-speech-recognition: `{"text"}`; text-to-audio: `{"audio", "sampling_rate"}`
     - object-detection: `{"score", "label", "box"}` over `threshold=0.5`; with labels in zero-shot-object-detection
-    - semantic- and instance-segmentation: `{"score", "label", "mask"}`; depth-estimation: `{"predicted_depth", "depth"}`
+    - semantic- and instance-segmentation: `{"score", "label", "mask"}`
+    - depth-estimation: `{"predicted_depth", "depth"}`
     - keypoint-detection: `{"label", "score", "x", "y"}`; image-to-image: a picture
     - multiple-choice: `pipeline(text, choices)`; sentence-similarity: `pipeline(text, others)` gives scores
     - audio-frame-classification: labels per frame; audio-xvector: a speaker's embedding

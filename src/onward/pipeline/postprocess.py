@@ -181,8 +181,7 @@ def spelled(logits: np.ndarray, spelling: Mapping[str, Any]) -> str:
     if tokens is None:
         return " ".join(map(str, ids))
     delimiter = spelling.get("word_delimiter")
-    special = set(spelling.get("special") or ()) - {delimiter}
-    words = [tokens[index] for index in ids if index < len(tokens) and tokens[index] not in special]
+    words = [tokens[index] if index < len(tokens) else "<unk>" for index in ids]
     text = "".join(" " if word == delimiter else word for word in words).strip()
     return text.lower() if spelling.get("lower") else text
 
@@ -190,12 +189,12 @@ def spelled(logits: np.ndarray, spelling: Mapping[str, Any]) -> str:
 def boxes(
     scores: np.ndarray, found: np.ndarray, labels: Sequence[str], size: tuple[int, int], threshold: float
 ) -> list[dict[str, Any]]:
-    """Boxes over the threshold, best first; `scores` [boxes, labels], `found` as centre and size, 0 to 1."""
+    """Boxes over the threshold, in the model's order; `scores` [boxes, labels], `found` as centre and size, 0 to 1."""
     height, width = size
     best = scores.argmax(axis=-1)
     x, y, w, h = np.asarray(found, np.float64).T
     corners = np.stack([x - w / 2, y - h / 2, x + w / 2, y + h / 2], axis=1) * [width, height, width, height]
-    results = [
+    return [
         {
             "score": float(scores[index, best[index]]),
             "label": labels[best[index]],
@@ -204,20 +203,36 @@ def boxes(
         for index in range(len(scores))
         if scores[index, best[index]] > threshold
     ]
-    return sorted(results, key=lambda entry: -entry["score"])
 
 
-def resized(planes: np.ndarray, size: tuple[int, int]) -> np.ndarray:
-    """[…, height, width] at another size, linearly between the centres of pixels, the edges repeated."""
+def resized(planes: np.ndarray, size: tuple[int, int], *, cubic: bool = False) -> np.ndarray:
+    """[…, height, width] at another size, between the centres of pixels, the edges repeated."""
     for axis, new in zip((-2, -1), size):
         old = planes.shape[axis]
-        places = np.clip((np.arange(new) + 0.5) * old / new - 0.5, 0, old - 1)
+        places = (np.arange(new) + 0.5) * old / new - 0.5
+        places = places if cubic else np.clip(places, 0, old - 1)
         low = np.floor(places).astype(int)
-        high = np.minimum(low + 1, old - 1)
-        share = (places - low).astype(planes.dtype)
-        share = share[:, None] if axis == -2 else share
-        planes = np.take(planes, low, axis) * (1 - share) + np.take(planes, high, axis) * share
+        share = places - low
+        total = np.zeros(())
+        for offset, weight in _cubic(share) if cubic else ((0, 1 - share), (1, share)):
+            weight = weight.astype(planes.dtype)
+            part = np.take(planes, np.clip(low + offset, 0, old - 1), axis)
+            total = total + part * (weight[:, None] if axis == -2 else weight)
+        planes = total
     return planes
+
+
+def _cubic(share: np.ndarray) -> list[tuple[int, np.ndarray]]:
+    """The weights of the four neighbours, as torch's interpolation has them."""
+    a = -0.75
+
+    def near(x: np.ndarray) -> np.ndarray:
+        return ((a + 2) * x - (a + 3)) * x * x + 1
+
+    def far(x: np.ndarray) -> np.ndarray:
+        return ((a * x - 5 * a) * x + 8 * a) * x - 4 * a
+
+    return [(-1, far(share + 1)), (0, near(share)), (1, near(1 - share)), (2, far(2 - share))]
 
 
 def semantic(logits: np.ndarray, labels: Sequence[str], size: tuple[int, int]) -> list[dict[str, Any]]:
@@ -232,22 +247,31 @@ def semantic(logits: np.ndarray, labels: Sequence[str], size: tuple[int, int]) -
 def instances(
     classes: np.ndarray, masks: np.ndarray, labels: Sequence[str], size: tuple[int, int], threshold: float
 ) -> list[dict[str, Any]]:
-    """A mask for every object that is not "none" and surer than the threshold, best first."""
-    probabilities = softmax(classes)[:, :-1]
-    inside = sigmoid(resized(np.asarray(masks, np.float32), size))
-    results = []
-    for query in np.flatnonzero(probabilities.max(axis=-1) > threshold):
-        mask = inside[query] > 0.5
-        if mask.any():
-            best = int(probabilities[query].argmax())
-            sure = float(probabilities[query, best]) * float(inside[query][mask].mean())
-            results.append({"score": sure, "label": labels[best], "mask": (mask * 255).astype(np.uint8)})
-    return sorted(results, key=lambda entry: -entry["score"])
+    """A mask (255 inside) for every object as sure as the threshold; where two overlap, the later one has it."""
+    queries, count = classes.shape[0], classes.shape[1] - 1
+    scores = softmax(classes)[:, :-1].reshape(-1)
+    best = np.argsort(-scores, kind="stable")[:queries]
+    rows = (np.arange(size[0]) * masks.shape[1] / size[0]).astype(int)
+    columns = (np.arange(size[1]) * masks.shape[2] / size[1]).astype(int)
+    owner = np.full(size, -1)
+    found: list[tuple[float, str]] = []
+    for place in best:
+        query, label = divmod(int(place), count)
+        inside = masks[query] > 0
+        sure = float(scores[place]) * float(sigmoid(masks[query])[inside].sum() / (inside.sum() + 1e-6))
+        mask = inside[rows][:, columns]
+        if mask.any() and sure >= threshold:
+            owner[mask] = len(found)
+            found.append((sure, labels[label]))
+    return [
+        {"score": score, "label": label, "mask": ((owner == index) * 255).astype(np.uint8)}
+        for index, (score, label) in enumerate(found)
+    ]
 
 
 def depth(predicted: np.ndarray, size: tuple[int, int]) -> dict[str, np.ndarray]:
     """Depth at the picture's size, and the same as a picture from 0 to 255."""
-    full = resized(np.asarray(predicted, np.float32), size)
+    full = resized(np.asarray(predicted, np.float32), size, cubic=True)
     spread = full.max() - full.min()
     scaled = (full - full.min()) / (spread if spread > 0 else 1.0) * 255
     return {"predicted_depth": full, "depth": scaled.astype(np.uint8)}

@@ -57,7 +57,9 @@ def describe(
         card["spelling"] = _spelling(source)
     if source.processor is not None:
         settings = source.processor if isinstance(source.processor, Mapping) else source.processor.to_dict()
-        card["processor"] = {name: _plain(settings[name]) for name in _PROCESSOR if settings.get(name) is not None}
+        card["processor"] = {
+            name: _plain(settings[name]) for name in _PROCESSOR if settings.get(name) is not None
+        }
     if source.task.answer == "speak":
         card["sampling_rate"] = int(getattr(config, "sampling_rate", 16000))
     if source.task.name == "keypoint-detection":
@@ -93,7 +95,6 @@ def _spelling(source: Source) -> dict[str, Any]:
         "tokens": [str(token) for token in tokens],
         "blank_id": source.model.config.pad_token_id,
         "word_delimiter": getattr(tokenizer, "word_delimiter_token", None),
-        "special": [str(token) for token in tokenizer.all_special_tokens],
         "lower": bool(getattr(tokenizer, "do_lower_case", False)),
     }
 

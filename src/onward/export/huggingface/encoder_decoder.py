@@ -78,7 +78,11 @@ def _inputs(source: Source, model: Any) -> _Read:
 
 def _tokens(model: Any, rows: int, width: int) -> Tensor:
     """A start token and others after it, none of which ends the text."""
-    config = model.config.get_text_config(decoder=True) if hasattr(model.config, "get_text_config") else model.config
+    config = (
+        model.config.get_text_config(decoder=True)
+        if hasattr(model.config, "get_text_config")
+        else model.config
+    )
     ids = (getattr(model.config, "decoder_start_token_id", None), getattr(config, "bos_token_id", None))
     start = next((value for value in ids if isinstance(value, int)), 0)
     following = torch.arange(rows * (width - 1)).reshape(rows, width - 1) % max(2, config.vocab_size - 7) + 6
@@ -95,7 +99,9 @@ def _parts(source: Source, model: Any, read: _Read) -> Mapping[str, Traceable]:
     cache = probe.get("past_key_values")
     own, crossed = getattr(cache, "self_attention_cache", None), getattr(cache, "cross_attention_cache", None)
     if own is None or crossed is None or not crossed.layers:
-        raise ExportError(f"{source.origin}: {type(model).__name__} keeps no key-value cache that can be exported")
+        raise ExportError(
+            f"{source.origin}: {type(model).__name__} keeps no key-value cache that can be exported"
+        )
     width = probe["encoder_last_hidden_state"].shape[-1]
     own_slots, crossed_slots = cache_slots(own, source, model), cache_slots(crossed, source, model)
     past = {f"past_key_values.{slot}": shape for slot, shape in own_slots.items()}
@@ -153,7 +159,7 @@ def _parts(source: Source, model: Any, read: _Read) -> Mapping[str, Traceable]:
         inputs={
             "decoder_input_ids": _WRITTEN,
             **dict.fromkeys(masks, TOKENS),
-            **dict.fromkeys(past, {0: "batch", 2: "past_sequence"}),
+            **{name: {0: "batch", 2: "past_sequence"} for name in past},
             **dict.fromkeys(seen, crossed_axes),
         },
         outputs={

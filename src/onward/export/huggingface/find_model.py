@@ -88,9 +88,16 @@ def load_source(
         source = _from_tuple(model, task, names)
     elif isinstance(model, (str, PathLike)):
         source = _from_folder(fspath(model), task, names)
+    elif hasattr(model, "tokenizer") and hasattr(model, "encode") and hasattr(model, "__getitem__"):
+        source = _from_sentence_transformer(model, task)
+    elif hasattr(model, "pretrained_cfg") and hasattr(model, "forward"):
+        from onward.export.huggingface.timm_models import from_timm
+
+        source = from_timm(model, task)
     else:
         raise TypeError(
-            f"expected a model id, a folder or a (model, tokenizer) tuple, got {type(model).__name__}. "
+            "expected a model id, a folder, a (model, tokenizer) tuple, a SentenceTransformer or a timm model, "
+            f"got {type(model).__name__}. "
             "A bare model has no tokenizer: pass (model, tokenizer)"
         )
     settings = source.pooling
@@ -174,6 +181,40 @@ def _companions(companion: Any, *, textual: bool, writes: bool) -> tuple[Any, An
     return None, companion
 
 
+def _from_sentence_transformer(model: Any, task: str) -> Source:
+    """A SentenceTransformer object: its transformer, tokenizer, pooling, dense layers and normalization."""
+    name = "pooling" if task == "auto" else task
+    first = model[0]
+    inner = getattr(first, "auto_model", None)
+    if inner is None or not hasattr(inner, "config"):
+        raise ExportError(
+            f"{type(model).__name__}: its first module is no transformer, but {type(first).__name__}"
+        )
+    modes, normalize, dense = ("mean",), False, []
+    for module in list(model)[1:]:
+        kind = type(module).__name__
+        if kind == "Pooling":
+            modes = _pooling_modes(module.get_config_dict())
+        elif kind == "Dense":
+            linear = module.linear
+            bias = None if linear.bias is None else linear.bias.detach()
+            dense.append(Dense(linear.weight.detach(), bias, type(module.activation_function).__name__))
+        elif kind == "Normalize":
+            normalize = True
+        elif kind != "Dropout":
+            raise ExportError(f"{type(model).__name__}: its module {kind} has no export yet")
+    return Source(
+        model=inner,
+        task=task_for(name, inner.config.model_type),
+        called=name,
+        origin=getattr(inner, "name_or_path", "") or type(model).__name__,
+        tokenizer=model.tokenizer,
+        pooling=Pooling(modes, normalize, tuple(dense)),
+        max_length=getattr(model, "max_seq_length", None) or _max_length(model.tokenizer, inner.config),
+        borrowed=True,
+    )
+
+
 def _from_folder(
     origin: str, task: str, labels: tuple[str, ...] | None = None, *, tokenizer: Any = None
 ) -> Source:
@@ -198,9 +239,7 @@ def _from_folder(
         config.label2id = {label: index for index, label in enumerate(labels)}
     model = _load_model(where, found, config, {**extra, "ignore_mismatched_sizes": bool(labels)})
     textual = _main_input(model) == "input_ids"
-    if tokenizer is None and textual:
-        tokenizer = _load_tokenizer(where, local, extra)
-    elif tokenizer is None and found.answer in _WRITERS:
+    if (tokenizer is None and textual) or (tokenizer is None and found.answer in _WRITERS):
         tokenizer = _load_tokenizer(where, local, extra)
     settings = _read_json(origin, "sentence_bert_config.json") if modules else {}
     limit = settings.get("max_seq_length") or _max_length(tokenizer, config)
@@ -220,7 +259,11 @@ def _load_model(where: str, task: Task, config: Any, extra: Mapping[str, Any]) -
     import torch
     import transformers
 
-    known = [name for name in task.loaders if type(config) in getattr(getattr(transformers, name), "_model_mapping", ())]
+    known = [
+        name
+        for name in task.loaders
+        if type(config) in getattr(getattr(transformers, name), "_model_mapping", ())
+    ]
     name = (known or task.loaders)[0]
     loader = getattr(transformers, name)
     try:
@@ -229,8 +272,7 @@ def _load_model(where: str, task: Task, config: Any, extra: Mapping[str, Any]) -
         )
     except (OSError, ValueError) as error:
         raise ExportError(
-            f"'{where}': cannot be loaded for task {task.name!r} with {name} "
-            f"({_first_line(error)})"
+            f"'{where}': cannot be loaded for task {task.name!r} with {name} ({_first_line(error)})"
         ) from error
 
 

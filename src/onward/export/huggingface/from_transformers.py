@@ -135,7 +135,7 @@ def artifacts_from_transformers(
     )
     with adapt(source, training=True) as traceable:
         card = describe(source, traceable.inputs, traceable.outputs, opset=opset)
-        sample = _sample(traceable) if source.tokenizer is not None else None
+        sample = _sample(traceable) if source.task.kind == "text" and source.tokenizer is not None else None
         if loss is None:
             traceable = with_loss(source, traceable)
         with ExitStack() as stack:
@@ -343,7 +343,8 @@ def _write_folder(exported: Mapping[str, _Exported], scheme: str | None, stage: 
     card: dict[str, Any] = {**parts[0].card, "quantize": scheme}
     if len(parts) > 1:
         card["parts"] = {
-            name: {"inputs": part.card["inputs"], "outputs": part.card["outputs"]} for name, part in exported.items()
+            name: {"inputs": part.card["inputs"], "outputs": part.card["outputs"]}
+            for name, part in exported.items()
         }
         # What the whole takes is what its first part takes; what it gives, its last.
         card["outputs"] = parts[-1].card["outputs"]

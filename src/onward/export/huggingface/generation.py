@@ -24,7 +24,9 @@ def cache_slots(cache: Any, source: Source, model: Any) -> dict[str, tuple[int, 
     """Shapes of a cache's tensors by slot, "0.key", "0.value" and so on."""
     layers = getattr(cache, "layers", None)
     if not layers or not all(isinstance(getattr(layer, "keys", None), Tensor) for layer in layers):
-        raise ExportError(f"{source.origin}: {type(model).__name__} keeps no key-value cache that can be exported")
+        raise ExportError(
+            f"{source.origin}: {type(model).__name__} keeps no key-value cache that can be exported"
+        )
     return {
         f"{index}.{part}": tuple(tensor.shape)
         for index, layer in enumerate(layers)

@@ -16,7 +16,15 @@ from torch import Tensor
 from onward.errors import ExportError
 from onward.export.huggingface.find_model import Source
 from onward.export.huggingface.tasks import Axes
-from onward.export.huggingface.traceable import TEXTS, Adapter, Traceable, encode, image_size, output_of, setting
+from onward.export.huggingface.traceable import (
+    TEXTS,
+    Adapter,
+    Traceable,
+    encode,
+    image_size,
+    output_of,
+    setting,
+)
 
 __all__ = ["image_and_text", "queries"]
 
@@ -73,7 +81,7 @@ def queries(source: Source, model: Any) -> Traceable:
 
     return Traceable(
         module=Adapter(model, [*words, "pixel_values"], run),
-        inputs={**dict.fromkeys(words, {0: "queries", 1: "sequence"}), "pixel_values": {}},
+        inputs={**{name: {0: "queries", 1: "sequence"} for name in words}, "pixel_values": {}},
         outputs={"logits": {2: "queries"}, "pred_boxes": {}},
         example=case(single[:2]),
         cases=[case(single[:1]), case(single)],

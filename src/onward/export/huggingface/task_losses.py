@@ -97,10 +97,15 @@ def _per_token(loss: _Loss, *, key: str = "input_ids", labels: bool = False) -> 
 
 
 def _frames(source: Source, traceable: Traceable) -> tuple[_Labels, _Loss]:
-    """A class for each frame."""
+    """A class for each frame; more labels than there are frames are allowed, and ignored."""
     logits = _outputs(traceable)["logits"]
-    example = torch.arange(logits.shape[0] * logits.shape[1]).reshape(logits.shape[:2]) % logits.shape[2]
-    return {"labels": (traceable.outputs["logits"], example)}, _tokens
+    rows, frames = logits.shape[0], 4 * logits.shape[1]
+    example = torch.arange(rows * frames).reshape(rows, frames) % logits.shape[2]
+
+    def loss(outputs: _Outputs, batch: Mapping[str, Tensor]) -> Tensor:
+        return _tokens(outputs, {"labels": batch["labels"][:, : outputs["logits"].shape[1]]})
+
+    return {"labels": ({0: "batch", 1: "label_frames"}, example)}, loss
 
 
 def _speaker(source: Source, traceable: Traceable) -> tuple[_Labels, _Loss]:
@@ -125,7 +130,9 @@ def _ctc(source: Source, traceable: Traceable) -> tuple[_Labels, _Loss]:
 
     def loss(outputs: _Outputs, batch: Mapping[str, Tensor]) -> Tensor:
         logs = F.log_softmax(outputs["logits"], dim=-1)
-        return ctc(logs, batch["labels"], blank=config.pad_token_id, reduction=reduction, zero_infinity=lenient)
+        return ctc(
+            logs, batch["labels"], blank=config.pad_token_id, reduction=reduction, zero_infinity=lenient
+        )
 
     return {"labels": ({0: "batch", 1: "label_sequence"}, example)}, loss
 
@@ -163,7 +170,10 @@ def ctc(logs: Tensor, labels: Tensor, *, blank: int, reduction: str, zero_infini
 def _pixels(source: Source, traceable: Traceable) -> tuple[_Labels, _Loss]:
     """A class for each pixel of the input; the scores are made as large first."""
     height, width = traceable.example["pixel_values"].shape[-2:]
-    classes, ignored = int(source.model.config.num_labels), int(getattr(source.model.config, "semantic_loss_ignore_index", 255))
+    classes, ignored = (
+        int(source.model.config.num_labels),
+        int(getattr(source.model.config, "semantic_loss_ignore_index", 255)),
+    )
     rows = _rows(traceable)
     example = (torch.arange(rows * height * width) % classes).reshape(rows, height, width)
     example[:, 0, 0] = ignored
@@ -219,7 +229,9 @@ def _picture(source: Source, traceable: Traceable) -> tuple[_Labels, _Loss]:
 def _values(source: Source, traceable: Traceable) -> tuple[_Labels, _Loss]:
     """The mean squared error of a forecast."""
     if getattr(source.model.config, "loss", "mse") not in ("mse", None):
-        raise ExportError("a forecast of a distribution has no loss here: set config.loss to 'mse', or pass loss=…")
+        raise ExportError(
+            "a forecast of a distribution has no loss here: set config.loss to 'mse', or pass loss=…"
+        )
     example = _outputs(traceable)["prediction_outputs"] + 0.1
 
     def loss(outputs: _Outputs, batch: Mapping[str, Tensor]) -> Tensor:
@@ -264,9 +276,7 @@ def _focal_boxes(source: Source, traceable: Traceable) -> tuple[_Labels, _Loss]:
         missed = p * (1 - target) + (1 - p) * target
         each = F.binary_cross_entropy_with_logits(logits, target, reduction="none") * missed * missed
         each = each * (alpha * target + (1 - alpha) * (1 - target))
-        return each.sum() / _objects(classes, batch) * _weight(config, "cls_loss_coefficient", 2.0) + _box_terms(
-            config, classes, outputs, batch
-        )
+        return each.sum() / _objects(classes, batch) + _box_terms(config, classes, outputs, batch)
 
     return _assigned(source, traceable), loss
 
@@ -324,7 +334,9 @@ def _masks(source: Source, traceable: Traceable) -> tuple[_Labels, _Loss]:
     def loss(outputs: _Outputs, batch: Mapping[str, Tensor]) -> Tensor:
         weight = torch.ones(classes + 1)
         weight[-1] = _weight(config, "no_object_weight", 0.1)
-        scored = F.cross_entropy(outputs["class_queries_logits"].transpose(1, 2), batch["class_labels"], weight)
+        scored = F.cross_entropy(
+            outputs["class_queries_logits"].transpose(1, 2), batch["class_labels"], weight
+        )
         kept = (batch["class_labels"] < classes).to(torch.float32)
         logits, target = outputs["masks_queries_logits"].flatten(2), batch["mask_labels"].flatten(2)
         binary = (F.binary_cross_entropy_with_logits(logits, target, reduction="none").mean(2) * kept).sum()

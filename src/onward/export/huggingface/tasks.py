@@ -50,7 +50,9 @@ class Task:
         return self.loss in _WITH_CLASSES
 
 
-_WITH_CLASSES = frozenset({"classes", "token classes", "frames", "speaker", "pixels", "boxes", "focal boxes", "masks"})
+_WITH_CLASSES = frozenset(
+    {"classes", "token classes", "frames", "speaker", "pixels", "boxes", "focal boxes", "masks"}
+)
 
 _TABLE = (
     Task("default", ("AutoModel",), {"last_hidden_state": _TOKENS}, "input", "hidden"),
@@ -324,9 +326,18 @@ _SEQ2SEQ_SPEECH = {
 }
 
 TYPES: Mapping[tuple[str, str], Mapping[str, Any]] = {
-    **{(kind, "automatic-speech-recognition"): _SEQ2SEQ_SPEECH for kind in ("whisper", "speech_to_text", "moonshine")},
-    **{(kind, "object-detection"): {"loss": "focal boxes"} for kind in ("conditional_detr", "deformable_detr")},
-    **{(kind, "object-detection"): {"loss": None} for kind in ("rt_detr", "rt_detr_v2", "d_fine", "dab-detr", "lw_detr")},
+    **{
+        (kind, "automatic-speech-recognition"): _SEQ2SEQ_SPEECH
+        for kind in ("whisper", "speech_to_text", "moonshine")
+    },
+    **{
+        (kind, "object-detection"): {"loss": "focal boxes"}
+        for kind in ("conditional_detr", "deformable_detr")
+    },
+    **{
+        (kind, "object-detection"): {"loss": None}
+        for kind in ("rt_detr", "rt_detr_v2", "d_fine", "dab-detr", "lw_detr")
+    },
     ("yolos", "object-detection"): {"sizes": "fixed"},
     ("patchtst", "time-series-forecasting"): {"loaders": ("PatchTSTForPrediction",)},
     ("patchtsmixer", "time-series-forecasting"): {"loaders": ("PatchTSMixerForPrediction",)},

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from onward.errors import ExportError
@@ -20,7 +19,9 @@ def text_to_audio(source: Source, model: Any) -> Traceable:
     """Token ids in, samples out."""
     names = ("input_ids", "attention_mask")
     if not hasattr(model, "forward") or getattr(model, "main_input_name", "input_ids") != "input_ids":
-        raise ExportError(f"{source.origin}: {type(model).__name__} does not make sound from text in one pass")
+        raise ExportError(
+            f"{source.origin}: {type(model).__name__} does not make sound from text in one pass"
+        )
 
     def run(batch: dict[str, Tensor]) -> Sequence[Tensor]:
         with _without_noise(model):

@@ -5,7 +5,6 @@ Knows the TorchScript exporter and its habits, and how to compare. Knows nothing
 
 from __future__ import annotations
 
-import io
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -19,22 +18,22 @@ import numpy as np
 import onnx
 import torch
 
-from onward.errors import ExportError
 from onward.export.huggingface.embed_weights import add_weights, serialized, take_weights
 from onward.export.huggingface.traceable import Traceable
 from onward.export.parity import Report, compare, merge
+from onward.export.torch import torchscript
 
-__all__ = ["ONE_FILE", "OPSETS", "check_opset", "check_parity", "trace", "weight_bytes"]
+__all__ = ["ONE_FILE", "check_opset", "check_parity", "trace", "weight_bytes"]
 
-OPSETS = range(14, 23)
 ONE_FILE = 2**31 - 2**24
 """Bytes of weights that still fit in one protobuf message, with room for the graph."""
 
 
 def check_opset(opset: int) -> None:
     """Refuse an opset that the exporter cannot write; 14 is the first with training-mode batch norm."""
-    if opset not in OPSETS:
-        raise ValueError(f"unsupported opset {opset}: choose {OPSETS.start} to {OPSETS.stop - 1}")
+    if opset not in torchscript.OPSETS:
+        known = torchscript.OPSETS
+        raise ValueError(f"unsupported opset {opset}: choose {known.start} to {known.stop - 1}")
 
 
 def weight_bytes(module: torch.nn.Module) -> int:
@@ -93,12 +92,12 @@ def _compare(model: bytes | str, traceable: Traceable, *, rtol: float, atol: flo
         got = session.run(names, {name: case[name].numpy() for name in traceable.inputs})
         expected = {name: value.numpy() for name, value in zip(names, reference)}
         found = dict(zip(names, map(np.asarray, got)))
-        kept = {
-            name: _kept(traceable, case, name, expected[name], found[name]) for name in names
-        }
+        kept = {name: _kept(traceable, case, name, expected[name], found[name]) for name in names}
         left_out = {name: int(np.count_nonzero(~mask)) for name, mask in kept.items() if mask is not None}
         notes = tuple(
-            f"{name} at {shapes}: {count} positions of padding not compared" for name, count in left_out.items() if count
+            f"{name} at {shapes}: {count} positions of padding not compared"
+            for name, count in left_out.items()
+            if count
         )
         report = compare(
             {name: value if kept[name] is None else value[kept[name]] for name, value in expected.items()},
@@ -120,7 +119,7 @@ def _kept(
     as at real tokens. A position where one of the two is not finite counts wherever it is.
     """
     axes, mask = traceable.inputs.get("attention_mask"), case.get("attention_mask")
-    if axes is None or mask is None or ours.shape != theirs.shape:
+    if axes is None or mask is None or mask.ndim != 2 or ours.shape != theirs.shape:
         return None
     if any(traceable.outputs[name].get(axis) != axes.get(axis) for axis in (0, 1)):
         return None
@@ -131,30 +130,18 @@ def _kept(
 
 def _export(traceable: Traceable, *, opset: int) -> onnx.ModelProto:
     """The graph alone, with weights as inputs: carrying them through the exporter takes a third of its time."""
-    buffer = io.BytesIO()
-    try:
-        with warnings.catch_warnings(), torch.no_grad(), _without_late_inference():
-            # Tracer warnings about Python branches: the parity check at other sizes is what settles them.
-            warnings.simplefilter("ignore")
-            torch.onnx.export(
-                traceable.module,
-                tuple(traceable.example.values()),
-                buffer,  # type: ignore[arg-type]
-                dynamo=False,
-                opset_version=opset,
-                export_params=False,
-                do_constant_folding=False,
-                training=torch.onnx.TrainingMode.EVAL,
-                input_names=list(traceable.inputs),
-                output_names=list(traceable.outputs),
-                dynamic_axes={**_dynamic(traceable.inputs), **_dynamic(traceable.outputs)},
-            )
-    except ExportError:
-        raise
-    except Exception as error:
-        reason = str(error).strip().split("\n", 1)[0]
-        raise ExportError(f"torch could not export the model at opset {opset}: {reason}") from error
-    return onnx.load_from_string(buffer.getvalue())
+    with warnings.catch_warnings(), torch.no_grad(), _without_late_inference():
+        # Tracer warnings about Python branches: the parity check at other sizes is what settles them.
+        warnings.simplefilter("ignore")
+        return torchscript.trace(
+            traceable.module,
+            tuple(traceable.example.values()),
+            opset=opset,
+            fold=False,
+            input_names=list(traceable.inputs),
+            output_names=list(traceable.outputs),
+            dynamic_axes={**traceable.inputs, **traceable.outputs},
+        )
 
 
 @contextmanager
@@ -175,10 +162,6 @@ def _without_late_inference() -> Iterator[None]:
         yield
     finally:
         setattr(backend, name, infer)
-
-
-def _dynamic(ports: Mapping[str, Mapping[int, str]]) -> dict[str, dict[int, str]]:
-    return {name: dict(axes) for name, axes in ports.items()}
 
 
 def _fix_axes(model: onnx.ModelProto, traceable: Traceable) -> None:

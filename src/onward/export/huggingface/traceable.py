@@ -16,7 +16,17 @@ from onward.errors import ExportError
 from onward.export.huggingface.find_model import Source
 from onward.export.huggingface.tasks import Axes
 
-__all__ = ["TEXTS", "TOKENS", "Adapter", "Traceable", "encode", "image_size", "output_of", "pad_id", "setting"]
+__all__ = [
+    "TEXTS",
+    "TOKENS",
+    "Adapter",
+    "Traceable",
+    "encode",
+    "image_size",
+    "output_of",
+    "pad_id",
+    "setting",
+]
 
 TOKENS: Axes = {0: "batch", 1: "sequence"}
 
@@ -124,8 +134,10 @@ def image_size(source: Source, model: Any) -> tuple[int, int]:
 
 
 def setting(model: Any, name: str, default: Any) -> Any:
-    inner = getattr(model.config, "vision_config", None)
-    return getattr(model.config, name, getattr(inner, name, default))
+    """A setting of a model, or of the part of it that looks at pictures."""
+    parts = ("vision_config", "backbone_config", "encoder")
+    configs = [model.config, *(getattr(model.config, part, None) for part in parts)]
+    return next((getattr(c, name) for c in configs if getattr(c, name, None) is not None), default)
 
 
 def output_of(source: Source, answer: Any, name: str) -> Tensor:

@@ -18,6 +18,7 @@ from torch import Tensor
 from onward.errors import ExportError
 from onward.export.huggingface import image_audio, image_text, text_to_audio
 from onward.export.huggingface.encoder_decoder import encoder_decoder
+from onward.export.huggingface.experts import traceable_experts
 from onward.export.huggingface.find_model import Source
 from onward.export.huggingface.generation import generation
 from onward.export.huggingface.masks import traceable_masks
@@ -65,7 +66,8 @@ def _prepared(source: Source, *, training: bool) -> Iterator[Any]:
         if attention not in (None, "eager"):
             model.set_attn_implementation("eager")
         model.train(training)
-        yield model
+        with traceable_experts(model):
+            yield model
     finally:
         for owner, name, value in frozen:
             setattr(owner, name, value)
@@ -151,7 +153,9 @@ def _choices(source: Source, model: Any) -> Traceable:
 def _input(source: Source, model: Any) -> Traceable:
     """Whatever the model takes: text, pictures, sound or a series."""
     main = getattr(model, "main_input_name", "input_ids")
-    wrap = {"input_ids": _text, "pixel_values": image_audio.image, "past_values": image_audio.series}.get(main, image_audio.audio)
+    wrap = {"input_ids": _text, "pixel_values": image_audio.image, "past_values": image_audio.series}.get(
+        main, image_audio.audio
+    )
     return wrap(source, model)
 
 

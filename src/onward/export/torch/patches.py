@@ -1,6 +1,6 @@
 """Other ways to compute what some torch layers compute, in forms that exporters translate faithfully.
 
-Recurrent layers with dropout, and fused attention. Knows nothing of ONNX.
+Recurrent layers with dropout, fused attention, and what changes shapes. Knows nothing of ONNX.
 """
 
 from __future__ import annotations
@@ -31,6 +31,9 @@ def traceable(model: nn.Module) -> Iterator[None]:
             stack.enter_context(_replaced(F, name, _channel_dropout))
         stack.enter_context(_replaced(torch.Tensor, "unflatten", _unflatten))
         stack.enter_context(_replaced(torch, "unflatten", _unflatten))
+        for owner in (torch, torch.Tensor):
+            stack.enter_context(_replaced(owner, "repeat_interleave", _repeat_interleave))
+        stack.enter_context(_replaced(torch.Tensor, "unfold", _unfold))
         if any(hasattr(module, "layerdrop") for module in model.modules()):
             stack.enter_context(_replaced(torch, "rand", _rand))
         for module in model.modules():
@@ -135,6 +138,32 @@ def _unflatten(self: torch.Tensor, dim: int, sizes: Any) -> torch.Tensor:
         raise ExportError("unflatten of a named dimension cannot be exported")
     axis = dim % self.dim()
     return self.reshape(*self.shape[:axis], *sizes, *self.shape[axis + 1 :])
+
+
+_repeat = torch.repeat_interleave
+
+
+def _repeat_interleave(self: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+    """Elements repeated along one axis, by a new axis that is then merged; the tracer's own loses the rank."""
+    repeats = args[0] if args else options.get("repeats")
+    dim = args[1] if len(args) > 1 else options.get("dim")
+    if not isinstance(repeats, int) or not isinstance(dim, int):
+        return _repeat(self, *args, **options)
+    axis = dim % self.dim()
+    wider = self.unsqueeze(axis + 1).expand(*self.shape[: axis + 1], repeats, *self.shape[axis + 1 :])
+    return wider.flatten(axis, axis + 1)
+
+
+def _unfold(self: torch.Tensor, dimension: int, size: int, step: int) -> torch.Tensor:
+    """Windows along one axis, their elements in a new last one; the tracer's own takes no negative axis."""
+    axis = dimension % self.dim()
+    count = (self.shape[axis] - size) // step + 1
+    places = (torch.arange(count, device=self.device) * step).unsqueeze(1) + torch.arange(
+        size, device=self.device
+    )
+    windows = self.index_select(axis, places.flatten())
+    windows = windows.reshape(*self.shape[:axis], -1, size, *self.shape[axis + 1 :])
+    return windows.movedim(axis + 1, -1)
 
 
 _draw = torch.rand

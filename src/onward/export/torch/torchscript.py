@@ -26,7 +26,7 @@ OPSETS = range(14, 23)
 
 
 def trace(
-    adapter: Adapter,
+    adapter: torch.nn.Module,
     tensors: Sequence[torch.Tensor],
     *,
     opset: int,
@@ -35,19 +35,22 @@ def trace(
     output_names: Sequence[str],
     dynamic_axes: Mapping[str, Mapping[int, str]],
 ) -> onnx.ModelProto:
-    """Trace the adapter in the mode its parts are in.
+    """Trace a module, which may be an adapter around a model, in the mode its parts are in.
 
     With `fold`, weights are embedded and constants folded, which renames them: for inference only. Without,
     no value is stored and every parameter is an input of the graph.
     """
     file = io.BytesIO()
+    model = adapter.model if isinstance(adapter, Adapter) else adapter
     try:
         with ExitStack() as stack:
-            stack.enter_context(traceable(adapter.model))
+            stack.enter_context(traceable(model))
             stack.enter_context(_silent())
-            if not fold:
+            # Where gradients stop matters to what is to be trained: from_torch's own adapters.
+            trains = not fold and isinstance(adapter, Adapter)
+            if trains:
                 stack.enter_context(keeping_gradients(adapter))
-            stack.enter_context(_translations(opset, stop_symbolics() if not fold else {}))
+            stack.enter_context(_translations(opset, stop_symbolics() if trains else {}))
             torch.onnx.export(
                 adapter,
                 tuple(tensors),
@@ -69,7 +72,7 @@ def trace(
     except Exception as error:  # the tracer raises errors of many kinds, and the module's own
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise ExportError(
-            f"{type(adapter.model).__name__} cannot be exported at opset {opset}: {reason[0]}"
+            f"{type(model).__name__} cannot be exported at opset {opset}: {reason[0]}"
         ) from error
     return onnx.load_model_from_string(file.getvalue())
 
