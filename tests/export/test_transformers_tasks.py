@@ -16,12 +16,12 @@ from PIL import Image
 
 from export.huggingface_types import tiny_of
 from export.tiny_transformers import tiny_pair, tiny_tokenizer
+from onward.data import preprocess
 from onward.errors import ExportError
 from onward.export import artifacts_from_transformers, assign_detections, from_transformers
 from onward.export.huggingface.assign import cheapest_pairs
 from onward.export.huggingface.task_losses import LOSSES
 from onward.export.huggingface.tasks import TASKS, TYPES, detect, task_for
-from onward.data import preprocess
 from onward.pipeline.by_task import ANSWERS
 from onward.pipeline.load import load
 

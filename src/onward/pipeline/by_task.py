@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from onward.data import preprocess
 from onward.errors import ModelError
 from onward.export.huggingface.tasks import task_named
-from onward.data import preprocess
 from onward.pipeline import postprocess
 from onward.pipeline.chat import is_chat, read_template
 from onward.pipeline.generate import Decoder, EncoderDecoder, Options, Rereader, Writer, generate
