@@ -253,6 +253,47 @@ def test_opsets(opset: int, tmp_path: Path) -> None:
         assert {entry.domain for entry in model.opset_import} == {""}
 
 
+def test_gradients_of_inputs_are_left_out(tmp_path: Path) -> None:
+    artifacts(tmp_path, requires_grad=[*CLASSIFIER, "x"])
+    compare(tmp_path, batches())
+
+
+def test_recomputed_activations(tmp_path: Path) -> None:
+    compare(artifacts(tmp_path, classifier(dropout=0.5), recompute=True), batches())
+
+
+def test_a_parameter_that_the_loss_does_not_read(tmp_path: Path) -> None:
+    model = classifier()
+    model.graph.node.append(onnx.helper.make_node("MatMul", ["x", "other"], ["unread"]))
+    model.graph.output.append(onnx.helper.make_tensor_value_info("unread", 1, ["n", 2]))
+    model.graph.initializer.append(onnx.numpy_helper.from_array(np.ones((4, 2), np.float32), "other"))
+    artifacts(tmp_path, model, requires_grad=[*CLASSIFIER, "other"], optimizer=optim.adamw(weight_decay=0.1))
+    loop = compare(tmp_path, batches())
+    assert (loop.part("trainable", "other") < 1).all()  # weight decay alone
+    session = ort.InferenceSession(tmp_path / "inference_model.onnx", one_thread())
+    assert [value.name for value in session.get_outputs()] == ["scores", "unread"]
+
+
+def test_parameters_whose_gradients_are_the_same_value(tmp_path: Path) -> None:
+    model = with_weights(
+        "net (float[n, 3] x) => (float[n, 3] y) { a = Add (x, b1)  y = Add (a, b2) }", b1=(3,), b2=(3,)
+    )
+    artifacts(tmp_path, model, requires_grad=["b1", "b2"], loss=LossType.MSELoss)
+    rng = np.random.default_rng(0)
+    given = [rng.normal(size=(4, 3)).astype(np.float32) for _ in range(2)]
+    compare(tmp_path, itertools.repeat(given))
+
+
+def test_a_loss_in_double(tmp_path: Path) -> None:
+    model = with_weights(
+        """net (float[n, 2] x) => (double loss) {
+            y = MatMul (x, w)  d = Cast <to = 11> (y)  q = Mul (d, d)  loss = ReduceMean <keepdims = 0> (q) }""",
+        w=(2, 2),
+    )
+    artifacts(tmp_path, model, requires_grad=["w"], loss=None)
+    compare(tmp_path, itertools.repeat([np.ones((3, 2), np.float32)]))
+
+
 def test_names_that_the_model_has_itself(tmp_path: Path) -> None:
     """A parameter called like another's slot, an input called learning_rate, a value called like an output."""
     model = onnx.parser.parse_model("""<ir_version: 10, opset_import: ["": 18]>

@@ -167,19 +167,21 @@ def _take_results(graph: ir.Graph, checkpoint: CheckpointData) -> tuple[dict, di
     following: dict[str, ir.Value] = {}
     for output in list(graph.outputs):
         name = output.name or ""
-        parameter = name.removesuffix(OUT)
-        if name.endswith(OUT):
-            node = output.producer()
-            if node is None or node.op_type != "Where":
-                raise ModelError(f"the training model computes '{name}' in a way that is not known")
-            if parameter in checkpoint.trainable and node.inputs[1] is not None:
-                gradients[parameter] = node.inputs[1]
-        elif name.endswith(".next") and name.removesuffix(".next") in checkpoint.frozen:
-            following[name.removesuffix(".next")] = output
+        statistic, parameter = name.removesuffix(".next"), name.removesuffix(OUT)
+        if name.endswith(".next") and statistic in checkpoint.frozen:
+            graph.outputs.remove(output)
             output.name = f"{name}.computed"
-        else:
-            continue
-        graph.outputs.remove(output)
+            following[statistic] = output
+        elif name.endswith(OUT):
+            graph.outputs.remove(output)
+            node = output.producer()
+            gradient = node.inputs[1] if node is not None and node.op_type == "Where" else None
+            if gradient is None:
+                raise ModelError(f"the training model computes '{name}' in a way that is not known")
+            # what is computed again may wait for it
+            ir.convenience.replace_all_uses_with(output, gradient)
+            if parameter in checkpoint.trainable:
+                gradients[parameter] = gradient
     return gradients, following
 
 
@@ -283,7 +285,9 @@ class _State:
                 piece = next(pieces)
                 if aligned(4 * prod(shapes[name])) != 4 * prod(shapes[name]):
                     next(pieces)
-                shaped = self._op.Reshape(piece, np.asarray(shapes[name], np.int64))
+                shaped = piece
+                if len(shapes[name]) != 1:
+                    shaped = self._op.Reshape(piece, np.asarray(shapes[name], np.int64))
                 ir.convenience.replace_all_uses_with(self._inputs[name], shaped)
         self.units.append(_Unit({name: prod(shapes[name]) for name in names}, (position // 4,), packed))
 
@@ -316,7 +320,9 @@ def _together(op: Builder, unit: _Unit, gradients: Values) -> ir.Value | None:
         )
     parts: list[ir.Value] = []
     for name in unit.names:
-        parts.append(op.Reshape(gradients[name], [-1]))
+        gradient = gradients[name]
+        flat = gradient.shape is not None and gradient.shape.rank() == 1
+        parts.append(gradient if flat else op.Reshape(gradient, [-1]))
         size = unit.sizes[name]
         if padding := aligned(4 * size) // 4 - size:
             parts.append(op.constant(np.zeros(padding, np.float32), name="padding"))

@@ -63,8 +63,6 @@ def build_training_graphs(
     labels = _label_ranges(graph)
     evaluation = model.clone()
     _turn_into_inputs(evaluation.graph, order)
-    # Dropout stays visible, in its inference form: users look for it
-    to_inference(evaluation, keep_dropout=True)
     wanted = [name for name in order if name in trained]
     wanted += [value.name or "" for value in graph.inputs if value.name in trained]  # gradients of inputs
     _build_step(model, loss, wanted, order, recompute)
@@ -92,11 +90,13 @@ def build_training_graphs(
 
 
 def _finish_evaluation(model: ir.Model, results: Sequence[str]) -> None:
-    """Tidy up, but keep what the forward model's own outputs need: inference export may ask for them."""
+    """Turn it to inference and tidy up; what the forward model's own outputs need stays: exports may ask for them."""
     graph = model.graph
     asked = list(graph.outputs)
     known = {output.name: output for node in graph for output in node.outputs}
     graph.outputs.extend(known[name] for name in results if name in known and known[name] not in asked)
+    # Dropout stays visible: users look for it
+    to_inference(model, keep_dropout=True)
     finish(model)
     del graph.outputs[len(asked) :]
 
