@@ -38,25 +38,21 @@ def run_lock(folder: Path | None) -> Iterator[None]:
         yield
         return
     path = folder / _NAME
-    with open(path, "a+", encoding="utf-8") as file:
-        if not _take(file):
-            raise OnwardError(
-                f"'{folder}' is being written by {_holder(path)}: wait for it, or choose another folder"
-            )
+    file = open(path, "a+", encoding="utf-8")  # noqa: SIM115 - closed below, before it is removed
+    if not _take(file):
+        file.close()
+        raise OnwardError(f"'{folder}' is being written by {_holder(path)}: wait for it, or choose another folder")
+    try:
         file.seek(0)
         file.truncate()
-        json.dump(
-            {"process": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%F %T")}, file
-        )
+        json.dump({"process": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%F %T")}, file)
         file.flush()
-        try:
-            yield
-        finally:
-            file.seek(0)
-            file.truncate()
-            _release(file)
-    with contextlib.suppress(OSError):
-        path.unlink()
+        yield
+    finally:
+        _release(file)
+        file.close()
+        with contextlib.suppress(OSError):
+            path.unlink()
 
 
 def _holder(path: Path) -> str:
