@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from onward.autodiff.gradient import gradient
     from onward.errors import OnwardError
     from onward.head import replace_head
+    from onward.pipeline.finetune import finetune
     from onward.pipeline.load import load
     from onward.train.trainer import Trainer
 
@@ -27,6 +28,7 @@ __all__ = [
     "check_gradient",
     "distributed",
     "export",
+    "finetune",
     "generate_artifacts",
     "gradient",
     "load",
@@ -42,6 +44,7 @@ _ATTRIBUTES = {
     "Trainer": "onward.train.trainer",
     "build_artifacts": "onward.artifacts",
     "check_gradient": "onward.autodiff.check",
+    "finetune": "onward.pipeline.finetune",
     "generate_artifacts": "onward.artifacts",
     "gradient": "onward.autodiff.gradient",
     "load": "onward.pipeline",

@@ -31,7 +31,10 @@ ANSWERS: dict[str, tuple[str, list[str], set[str], list[str]]] = {
         "train artifacts -d data.npz -o new --hold-out 0.25",
         ["epoch", "eval loss", "best: epoch 1", "report: new", "next: onward deploy new"],
         {"directory", "report", "epochs", "best", "steps", "samples"},
-        ["new", "new/best", "new/checkpoint-000000000003", "new/history.json", "new/report.html", "new/run.json"],
+        [
+            "new", "new/best", "new/checkpoint-000000000003", "new/history.json", "new/log.txt", "new/report.html",
+            "new/run.json",
+        ],
     ),
     "evaluate": (
         "evaluate run -d data.npz -m accuracy", ["loss", "accuracy"], {"checkpoint", "samples", "loss", "accuracy"}, [],

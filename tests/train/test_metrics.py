@@ -128,3 +128,35 @@ def test_wrong_metrics_are_refused(given: Any, error: type[Exception], message: 
 def test_a_model_with_a_loss_alone_has_nothing_to_judge() -> None:
     with pytest.raises(ValueError, match="no output but the loss"):
         compute({"accuracy": METRICS["accuracy"]}, {"loss": np.asarray(1.0)}, {"y": LABELS}, ignored={})
+
+
+def test_the_figures_of_scikit_learn() -> None:
+    """top-k, AUC, confusion and R² are those of the field's reference."""
+    from sklearn import metrics as reference
+
+    from onward.train.metrics import METRICS, confusion
+
+    rng = np.random.default_rng(0)
+    scores, labels = rng.normal(size=(80, 6)), rng.integers(0, 6, 80)
+    scores[np.arange(80), labels] += 1
+    shares = np.exp(scores) / np.exp(scores).sum(axis=1, keepdims=True)
+    outputs, inputs = {"scores": scores}, {"labels": labels}
+    for k in (3, 5):
+        expected = reference.top_k_accuracy_score(labels, scores, k=k)
+        assert METRICS[f"top{k}"](outputs, inputs) == pytest.approx(expected)
+    assert METRICS["auc"](outputs, inputs) == pytest.approx(
+        reference.roc_auc_score(labels, shares, multi_class="ovr")
+    )
+    two = {"scores": scores[:, :2]}, {"labels": labels % 2}
+    assert METRICS["auc"](*two) == pytest.approx(
+        reference.roc_auc_score(labels % 2, scores[:, 1] - scores[:, 0])
+    )
+    one = {"scores": np.round(scores[:, 0], 1)}, {"labels": (labels == 0).astype(np.float32)}
+    assert METRICS["auc"](*one) == pytest.approx(reference.roc_auc_score(labels == 0, one[0]["scores"]))
+    matrix = confusion(outputs, inputs)
+    assert matrix is not None
+    np.testing.assert_array_equal(matrix, reference.confusion_matrix(labels, scores.argmax(axis=1)))
+    target = scores[:, :1] * 2 + rng.normal(size=(80, 1))
+    assert METRICS["r2"]({"y": scores[:, :1]}, {"t": target[:, 0]}) == pytest.approx(
+        reference.r2_score(target[:, 0], scores[:, 0])
+    )

@@ -19,7 +19,7 @@ import onnx_ir as ir
 
 from onward import losses
 from onward.artifacts.choose import Choice, choose, constant_vectors, resolve
-from onward.artifacts.names import LossType, OptimType, loss_type, optimizer_type
+from onward.artifacts.names import LOSSES, LossType, OptimType, loss_type, optimizer_type
 from onward.artifacts.portable import portable_step, write_portable
 from onward.artifacts.training_graph import build_training_graphs, producer
 from onward.artifacts.write import write_artifacts
@@ -255,7 +255,7 @@ def build_artifacts(
     prepared = normalize(loaded)
     adapters = [] if lora is None else add_adapters(prepared, lora)
     given = set(prepared.graph.initializers)
-    prepared.metadata_props.update(metadata or {})
+    prepared.metadata_props.update({"onward.loss_name": _loss_name(loss), **(metadata or {})})
     notes = _set_batch_norm(prepared, batch_norm)
     (loss_name, *more), prepared = _with_loss(prepared, add_loss, loss_input_names)
     choice = choose(
@@ -293,6 +293,15 @@ def build_artifacts(
     for note in notes:
         _log.warning(note)
     return Artifacts(training, evaluation, optimizer_made, initial, step, layout)
+
+
+def _loss_name(loss: Loss) -> str:
+    """What a report calls a loss."""
+    if isinstance(loss, str):
+        return loss
+    if isinstance(loss, LossType):
+        return next(name for name, kind in LOSSES.items() if kind is loss)
+    return "the model's first output" if loss is None else type(loss).__name__
 
 
 def _set_batch_norm(model: ir.Model, wanted: BatchNorm) -> list[str]:

@@ -77,9 +77,13 @@ class MetricChoice(enum.StrEnum):
     """Built-in metrics."""
 
     ACCURACY = "accuracy"
+    TOP3 = "top3"
+    TOP5 = "top5"
     F1 = "f1"
+    AUC = "auc"
     MSE = "mse"
     MAE = "mae"
+    R2 = "r2"
     PERPLEXITY = "perplexity"
 
 

@@ -138,11 +138,14 @@ def begun_run(
     earlier = (folder / _RUN).read_bytes() if (folder / _RUN).is_file() else None
     with folder_target(folder):
         was_there = folder.is_dir()
+        fresh = [name for name in ("log.txt", "tokenizer.json") if not (folder / name).exists()]
         try:
             write_run(folder, artifacts, options, classes, preprocessing)
             yield
         except BaseException:  # an interrupt too
             if not any(folder.glob("checkpoint-*")):
+                for name in fresh:
+                    (folder / name).unlink(missing_ok=True)
                 if earlier is None:
                     (folder / _RUN).unlink(missing_ok=True)
                 else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +34,9 @@ class ArtifactFiles:
     outputs: list[str]
     # how a model that others trained is best trained on: learning_rate, warmup, clip_norm
     defaults: dict[str, Any] = dataclasses.field(default_factory=dict)
+    classes: list[str] | None = None
+    # loss and optimizer, in words
+    about: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def load_checkpoint(self) -> CheckpointData:
         """The initial state."""
@@ -67,7 +71,10 @@ def find_artifacts(artifacts: str | os.PathLike[str] | Artifacts, prefix: str = 
         evaluation=evaluation if evaluation.is_file() else None,
         optimizer=optimizer if optimizer.is_file() else None,
         state=state,
-        **_about(read_model(training, "training")),
+        **_about(
+            read_model(training, "training"),
+            read_model(optimizer, "optimizer") if optimizer.is_file() else None,
+        ),
     )
 
 
@@ -85,15 +92,25 @@ def _in_memory(artifacts: Artifacts) -> ArtifactFiles:
         evaluation=proto(artifacts.evaluation),
         optimizer=proto(artifacts.optimizer),
         state=artifacts.checkpoint,
-        **_about(training),
+        **_about(training, proto(artifacts.optimizer)),
     )
 
 
-def _about(model: onnx.ModelProto) -> dict[str, Any]:
+def _about(model: onnx.ModelProto, optimizer: onnx.ModelProto | None) -> dict[str, Any]:
     about = {entry.key: entry.value for entry in model.metadata_props}
+    rule = {} if optimizer is None else {entry.key: entry.value for entry in optimizer.metadata_props}
+    words = {"loss": about.get("onward.loss_name", ""), "optimizer": _optimizer_name(rule)}
     defaults = json.loads(about.get("onward.defaults", "{}"))
     known = ("learning_rate", "warmup", "clip_norm")
     return {
         "outputs": list(json.loads(about.get("onward.outputs", "[]"))),
+        "classes": json.loads(about["onward.classes"]) if "onward.classes" in about else None,
+        "about": {name: value for name, value in words.items() if value},
         "defaults": {name: float(value) for name, value in defaults.items() if name in known},
     }
+
+
+def _optimizer_name(about: Mapping[str, str]) -> str:
+    rule = json.loads(about.get("onward.optimizer", "{}"))
+    decay = rule.get("weight_decay")
+    return f"{rule.get('name', '')}{f', weight decay {decay:g}' if decay else ''}"

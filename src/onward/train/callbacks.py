@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import math
+import os
+import sys
+import time
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from onward.train.trainer import Trainer
 
-__all__ = ["Callback", "EarlyStopping", "Progress"]
+__all__ = ["Callback", "EarlyStopping", "LogFile", "Progress"]
+
+# seconds between two lines about updates where there is no terminal
+_EVERY = 30.0
 
 
 class Callback:
@@ -65,17 +71,20 @@ class EarlyStopping(Callback):
 
 
 class Progress(Callback):
-    """A progress bar on a terminal; nothing elsewhere."""
+    """A progress bar on a terminal; elsewhere, as in a log file, a line for each epoch and every half minute."""
 
     def __init__(self) -> None:
         self._bar: Any = None
+        self._lines, self._spoke = False, 0.0
 
     def on_start(self, trainer: Trainer) -> None:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
         console = Console(stderr=True)
+        self._spoke = time.monotonic()
         if not console.is_terminal:
+            self._lines = True
             return
         self._bar = Progress(
             TextColumn("epoch {task.fields[epoch]}"),
@@ -95,18 +104,61 @@ class Progress(Callback):
             speed = row.get("samples_per_second")
             shown = f"loss {row['loss']:.4f}" + (f"  {speed:.0f}/s" if speed else "")
             self._bar.update(self._task, completed=trainer.step, epoch=trainer.epoch + 1, shown=shown)
+        elif self._lines and time.monotonic() - self._spoke > _EVERY:
+            self._spoke = time.monotonic()
+            of = f" of {trainer.total_steps}" if trainer.total_steps else ""
+            print(
+                f"epoch {row['epoch']}, update {row['step']}{of}: loss {row['loss']:.4f}",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def on_epoch(self, trainer: Trainer, row: dict[str, Any]) -> None:
+        figures = "  ".join(
+            f"{k} {v:.4g}" for k, v in row.items() if isinstance(v, float) and "second" not in k
+        )
         if self._bar is not None:
-            figures = "  ".join(
-                f"{k} {v:.4f}" for k, v in row.items() if isinstance(v, float) and "second" not in k
-            )
             self._bar.console.print(f"epoch {row['epoch']}: {figures}")
+        elif self._lines:
+            print(f"epoch {row['epoch']}: {figures}", file=sys.stderr, flush=True)
 
     def on_end(self, trainer: Trainer) -> None:
+        self._lines = False
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
+
+
+class LogFile(Callback):
+    """Writes a line for every epoch, and for updates every few seconds, into a file as the run goes."""
+
+    def __init__(self, path: str | os.PathLike[str], *, every: float = 5.0) -> None:
+        self._path, self._every = path, every
+        self._file: Any = None
+        self._wrote = -math.inf
+
+    def on_start(self, trainer: Trainer) -> None:
+        self._file = open(self._path, "a", encoding="utf-8")  # noqa: SIM115 - closed when the run ends
+        self._write("start", {"updates done": trainer.step, "updates in all": trainer.total_steps})
+
+    def on_step(self, trainer: Trainer, row: dict[str, Any]) -> None:
+        if time.monotonic() - self._wrote > self._every:
+            self._write("update", row)
+
+    def on_epoch(self, trainer: Trainer, row: dict[str, Any]) -> None:
+        self._write("epoch", row)
+
+    def on_end(self, trainer: Trainer) -> None:
+        if self._file is not None:
+            self._write("end", {"updates done": trainer.step})
+            self._file.close()
+            self._file = None
+
+    def _write(self, what: str, row: dict[str, Any]) -> None:
+        self._wrote = time.monotonic()
+        shown = "  ".join(f"{k} {v:.6g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items())
+        self._file.write(f"{time.strftime('%F %T')}  {what}: {shown}\n")
+        self._file.flush()
 
 
 def improves(metric: str) -> float:

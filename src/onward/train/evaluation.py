@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,15 +12,23 @@ import onnxruntime as ort
 from onward.api.inputs import check_labels, prepare
 from onward.runtime.step import EvaluationStep
 from onward.train.batches import Batches, batch_weight
-from onward.train.metrics import Metric, compute
+from onward.train.metrics import Metric, compute, confusion
 
 __all__ = ["evaluate", "join"]
 
 
 def evaluate(
-    step: EvaluationStep, source: Batches, metrics: Mapping[str, Metric], *, results: Sequence[str]
+    step: EvaluationStep,
+    source: Batches,
+    metrics: Mapping[str, Metric],
+    *,
+    results: Sequence[str],
+    matrix: list[np.ndarray] | None = None,
 ) -> dict[str, float]:
-    """The mean loss and the metrics; `results` are the forward model's outputs, which metrics judge."""
+    """The mean loss and the metrics; `results` are the forward model's outputs, which metrics judge.
+
+    `matrix` receives the confusion matrix, where the model takes one label for each sample.
+    """
     plan = step.plan
     total, weight = 0.0, 0.0
     kept: dict[str, list[np.ndarray]] = {name: [] for name in [*plan.outputs[1:], *plan.inputs]}
@@ -45,6 +54,11 @@ def evaluate(
     labels = [plan.inputs[index] for index, _, _ in plan.labels]
     inputs = {n: arrays[n] for n in [*(n for n in plan.inputs if n not in labels), *labels]}
     ignored = {plan.inputs[i]: label for i, _, label in plan.labels if label is not None}
+    if matrix is not None and len(labels) == 1 and outputs:
+        seen = {n: np.where(a == ignored[n], -1, a) if n in ignored else a for n, a in inputs.items()}
+        with contextlib.suppress(ValueError):  # scores and labels of other shapes have none
+            found = confusion(outputs, seen)
+            matrix += [] if found is None else [found]
     return figures | compute(metrics, outputs, inputs, ignored=ignored)
 
 

@@ -29,6 +29,9 @@ class History:
     # the trial by which learning_rate="auto" was found
     range_test: list[dict[str, Any]] = dataclasses.field(default_factory=list)
 
+    # of the best epoch: how many samples of each class (row) were taken for which (column)
+    confusion: list[list[int]] = dataclasses.field(default_factory=list)
+    classes: list[str] = dataclasses.field(default_factory=list)
     # beyond some thousand, only steps whose number this divides are kept
     every: int = 1
 
@@ -79,6 +82,8 @@ class History:
                 steps=list(found["steps"]),
                 epochs=list(found["epochs"]),
                 range_test=list(found.get("range_test", ())),
+                confusion=list(found.get("confusion", ())),
+                classes=list(found.get("classes", ())),
                 every=max(1, int(found.get("every", 1))),
             )
         except (ValueError, KeyError, TypeError):

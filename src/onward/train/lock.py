@@ -41,11 +41,15 @@ def run_lock(folder: Path | None) -> Iterator[None]:
     file = open(path, "a+", encoding="utf-8")  # noqa: SIM115 - closed below, before it is removed
     if not _take(file):
         file.close()
-        raise OnwardError(f"'{folder}' is being written by {_holder(path)}: wait for it, or choose another folder")
+        raise OnwardError(
+            f"'{folder}' is being written by {_holder(path)}: wait for it, or choose another folder"
+        )
     try:
         file.seek(0)
         file.truncate()
-        json.dump({"process": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%F %T")}, file)
+        json.dump(
+            {"process": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%F %T")}, file
+        )
         file.flush()
         yield
     finally:

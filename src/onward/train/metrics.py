@@ -1,8 +1,8 @@
 """Metrics over a whole evaluation.
 
-A metric is a name ("accuracy", "f1", "mse", "mae", "perplexity") or a function of the outputs and inputs of all
-batches: `metric(outputs: dict[str, array], inputs: dict[str, array]) -> float`. The forward model's outputs come
-first, the labels last. Batches of different lengths are padded: integers with −1, other numbers with NaN.
+A metric is a name (those of `METRICS`) or a function of the outputs and inputs of all batches:
+`metric(outputs: dict[str, array], inputs: dict[str, array]) -> float`. The forward model's outputs come first, the
+labels last. Batches of different lengths are padded: integers with −1, other numbers with NaN.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-__all__ = ["METRICS", "Metric", "compute", "find_metrics"]
+__all__ = ["METRICS", "Metric", "compute", "confusion", "find_metrics"]
 
 Arrays = Mapping[str, np.ndarray]
 Metric = Callable[[Arrays, Arrays], float]
@@ -71,6 +71,69 @@ def f1(outputs: Arrays, inputs: Arrays) -> float:
     return float(np.mean(scores)) if scores else math.nan
 
 
+def top3(outputs: Arrays, inputs: Arrays) -> float:
+    """The share of labels that are among the three highest scores."""
+    return _top(outputs, inputs, 3)
+
+
+def top5(outputs: Arrays, inputs: Arrays) -> float:
+    """The share of labels that are among the five highest scores."""
+    return _top(outputs, inputs, 5)
+
+
+def _top(outputs: Arrays, inputs: Arrays, count: int) -> float:
+    scores, labels = _scores(outputs, inputs)
+    if not labels.size:
+        return math.nan
+    own = np.take_along_axis(scores, labels[:, None], axis=1)
+    return float(np.mean(np.count_nonzero(scores > own, axis=1) < count))
+
+
+def auc(outputs: Arrays, inputs: Arrays) -> float:
+    """The area under the ROC curve: the mean over classes, each against the rest, that have samples on both sides."""
+    first, target = _first(outputs), _target(inputs)
+    if first.shape == target.shape or first.ndim == 1 or first.shape[1] == 1:
+        pairs = [(first.reshape(-1), target.reshape(-1) > 0.5)]
+    else:
+        scores, labels = _scores(outputs, inputs)
+        # one class's score says nothing by itself: what counts is how far it is above the others
+        shifted = scores - scores.max(axis=1, keepdims=True)
+        probabilities = np.exp(shifted) / np.exp(shifted).sum(axis=1, keepdims=True)
+        classes = range(1, 2) if scores.shape[1] == 2 else range(scores.shape[1])
+        pairs = [(probabilities[:, index], labels == index) for index in classes]
+    areas = [_area(scores, positive) for scores, positive in pairs if 0 < positive.sum() < len(positive)]
+    return float(np.mean(areas)) if areas else math.nan
+
+
+def _area(scores: np.ndarray, positive: np.ndarray) -> float:
+    """How often a positive sample is above a negative one; equal scores count half."""
+    _, places, counts = np.unique(scores, return_inverse=True, return_counts=True)
+    ranks = (np.cumsum(counts) - (counts - 1) / 2)[places]
+    ones = int(positive.sum())
+    return float((ranks[positive].sum() - ones * (ones + 1) / 2) / (ones * (len(positive) - ones)))
+
+
+def confusion(outputs: Arrays, inputs: Arrays, *, most: int = 100) -> np.ndarray | None:
+    """How many samples of each class (row) were taken for which (column); None without classes, or with too many."""
+    scores = _first(outputs)
+    predicted, labels = _classes(outputs, inputs)
+    count = 2 if scores.shape == _target(inputs).shape else scores.shape[1]
+    if labels.dtype.kind not in "iu" or not 1 < count <= most or not labels.size or labels.max() >= count:
+        return None
+    return np.bincount(labels.astype(np.int64) * count + predicted, minlength=count * count).reshape(
+        count, count
+    )
+
+
+def r2(outputs: Arrays, inputs: Arrays) -> float:
+    """The share of the target's variance that the first output explains: 1 is all, 0 no better than the mean."""
+    differences = _differences(outputs, inputs)
+    target = _target(inputs).astype(np.float64).reshape(-1)
+    target = target[~np.isnan(target)]
+    total = float(np.sum(np.square(target - target.mean()))) if target.size else 0.0
+    return math.nan if total == 0 else 1.0 - float(np.sum(np.square(differences))) / total
+
+
 def mse(outputs: Arrays, inputs: Arrays) -> float:
     """The mean squared difference of the first output and the target."""
     return float(np.mean(np.square(_differences(outputs, inputs))))
@@ -88,9 +151,13 @@ def perplexity(outputs: Arrays, inputs: Arrays) -> float:
 
 METRICS: dict[str, Metric] = {
     "accuracy": accuracy,
+    "top3": top3,
+    "top5": top5,
     "f1": f1,
+    "auc": auc,
     "mse": mse,
     "mae": mae,
+    "r2": r2,
     "perplexity": perplexity,
 }
 
@@ -107,6 +174,19 @@ def _classes(outputs: Arrays, inputs: Arrays) -> tuple[np.ndarray, np.ndarray]:
         predicted = np.argmax(scores, axis=axes[0])
     counted = labels >= 0  # negative labels are those that the loss ignores
     return predicted[counted], labels[counted]
+
+
+def _scores(outputs: Arrays, inputs: Arrays) -> tuple[np.ndarray, np.ndarray]:
+    """Scores as [labels, classes] and the labels that count."""
+    scores, labels = _first(outputs), _target(inputs)
+    axes = [axis for axis in (1, scores.ndim - 1) if _without(scores.shape, axis) == labels.shape]
+    if not axes or labels.dtype.kind not in "iu":
+        raise ValueError(
+            f"scores of shape {scores.shape} and labels of shape {labels.shape} ({labels.dtype}) do not fit"
+        )
+    flat = np.moveaxis(scores, axes[0], -1).reshape(-1, scores.shape[axes[0]]).astype(np.float64)
+    counted = labels.reshape(-1) >= 0
+    return flat[counted], labels.reshape(-1)[counted]
 
 
 def _differences(outputs: Arrays, inputs: Arrays) -> np.ndarray:

@@ -12,23 +12,30 @@ from onward.train.history import History
 
 __all__ = ["list_files", "render_report"]
 
-_WIDTH, _HEIGHT, _LEFT, _BOTTOM = 640, 268, 62, 42
+_WIDTH, _HEIGHT, _LEFT, _BOTTOM = 420, 230, 58, 40
 _NOISY = 60  # more points than this are drawn faint, with their mean around each
 _COLOURS = ("#2563eb", "#d97706", "#059669", "#dc2626", "#7c3aed", "#0891b2")
 _STYLE = """
-:root { color-scheme: light dark; --line: #8884; --soft: #8881; }
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 1400px; margin: 2rem auto; padding: 0 1.2rem; }
+:root { color-scheme: light dark; --line: #8884; --soft: #8882; --mark: #2563eb; }
+@media (prefers-color-scheme: dark) { :root { --mark: #60a5fa; } }
+* { box-sizing: border-box; }
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 1400px; margin: 2rem auto; padding: 0 1rem; }
 h1 { font-size: 1.5rem; margin-bottom: 0; } h2 { font-size: 1.05rem; margin: 1.6rem 0 .4rem; }
 .sub { opacity: .7; margin-top: .2rem; }
-.grid { display: grid; grid-template-columns: repeat(auto-fit, minmax(420px, 1fr)); gap: 1.2rem; }
-.card { border: 1px solid var(--line); border-radius: 10px; padding: .8rem 1rem; }
+.grid { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 330px), 1fr)); gap: 1rem; }
+.grid > * { min-width: 0; }
+.card { border: 1px solid var(--line); border-radius: 10px; padding: .7rem .8rem; }
 .card h2 { margin-top: 0; }
 .tiles { display: flex; flex-wrap: wrap; gap: .8rem; margin: 1rem 0; }
-.tile { border: 1px solid var(--line); border-radius: 10px; padding: .5rem .9rem; min-width: 8rem; }
+.tile { border: 1px solid var(--line); border-radius: 10px; padding: .5rem .9rem; flex: 1 0 7rem; max-width: 14rem; }
 .tile b { display: block; font-size: 1.25rem; font-variant-numeric: tabular-nums; }
 svg { width: 100%; height: auto; display: block; } svg text { fill: currentColor; font-size: 12px; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
-td, th { padding: .2rem .8rem .2rem 0; text-align: left; border-bottom: 1px solid var(--soft); }
+td, th { padding: .2rem .8rem .2rem 0; text-align: left; border-bottom: 1px solid var(--soft); vertical-align: top; }
+.pairs td, .pairs th, li { overflow-wrap: anywhere; } .pairs th { font-weight: 400; opacity: .7; min-width: 7rem; }
+tr.best td { font-weight: 600; color: var(--mark); }
+.matrix td, .matrix th { padding: .25rem .45rem; text-align: right; border: 1px solid var(--soft); }
+.matrix th { font-weight: 400; max-width: 8rem; overflow: hidden; text-overflow: ellipsis; white-space: nowrap; }
 .legend span { margin-right: 1rem; } .legend i { display: inline-block; width: .9rem; height: .25rem;
   margin-right: .35rem; vertical-align: middle; }
 .scroll { overflow-x: auto; }
@@ -40,6 +47,7 @@ def render_report(
     *,
     title: str = "Training run",
     settings: Mapping[str, Any] | None = None,
+    best: Mapping[str, Any] | None = None,
     environment: Mapping[str, Any] | None = None,
     files: Sequence[str] = (),
 ) -> str:
@@ -50,11 +58,18 @@ def render_report(
     """
     epochs = history.epochs
     last = epochs[-1] if epochs else {}
+    chosen = next((row for row in epochs if best is not None and row.get("epoch") == best["epoch"]), last)
+    shown = {
+        key: value
+        for key, value in chosen.items()
+        if isinstance(value, int | float) and key not in ("step", "epoch", "seconds", "samples_per_second")
+    }
     tiles = "".join(
         f"<div class=tile>{html.escape(_label(key))}<b>{html.escape(_number(value))}</b></div>"
-        for key, value in last.items()
-        if isinstance(value, int | float) and key not in ("step",)
+        for key, value in {"best epoch" if best else "epoch": chosen.get("epoch", 0), **shown}.items()
     )
+    mark = None if best is None or len(epochs) < 2 else chosen.get("step")
+    seconds = sum(float(row.get("seconds", 0)) for row in epochs)
     metrics = [
         key
         for key in dict.fromkeys(key for row in epochs for key in row)
@@ -63,9 +78,11 @@ def render_report(
     ]
     charts = [
         _chart(
-            "Loss", {"training": _points(history.steps, "loss"), "evaluation": _points(epochs, "eval_loss")}
+            "Loss",
+            {"training": _points(history.steps, "loss"), "evaluation": _points(epochs, "eval_loss")},
+            mark=mark,
         ),
-        *(_chart(_label(key), {_label(key): _points(epochs, key)}) for key in metrics),
+        *(_chart(_label(key), {_label(key): _points(epochs, key)}, mark=mark) for key in metrics),
         _chart("Learning rate", {"learning rate": _points(history.steps, "learning_rate")}),
         _chart("Gradient norm", {"gradient norm": _points(history.steps, "gradient_norm")}, logarithmic=True),
         _chart(
@@ -73,15 +90,22 @@ def render_report(
             {"throughput": _points(epochs, "samples_per_second")},
             from_zero=True,
         ),
+        _chart(
+            "Learning rate trial: loss by rate",
+            {"loss": _points(history.range_test, "loss", across="learning_rate")},
+            logarithmic_x=True,
+            unit="learning rate",
+        ),
+        _matrix(history.confusion, history.classes),
     ]
     links = "".join(f'<li><a href="{html.escape(name)}">{html.escape(name)}</a></li>' for name in files)
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{html.escape(title)}</title><style>{_STYLE}</style></head><body>
-<h1>{html.escape(title)}</h1><p class=sub>{len(epochs)} epochs, {last.get("step", 0)} updates</p>
+<h1>{html.escape(title)}</h1><p class=sub>{_summary(len(epochs), last.get("step", 0), seconds)}</p>
 <div class=tiles>{tiles}</div>
 <div class=grid>{"".join(f"<div class=card>{chart}</div>" for chart in charts if chart)}</div>
-<h2>Epochs</h2><div class=scroll>{_table(epochs)}</div>
+<h2>Epochs</h2><div class=scroll>{_table(epochs, chosen if best else None)}</div>
 <div class=grid><div><h2>Settings</h2>{_pairs(settings or {})}</div>
 <div><h2>Environment</h2>{_pairs(environment or {})}</div></div>
 {f"<h2>Files</h2><ul>{links}</ul>" if links else ""}
@@ -98,23 +122,64 @@ def list_files(directory: Path | None, *, without: str) -> list[str]:
 Points = list[tuple[float, float]]
 
 
-def _points(rows: Sequence[Mapping[str, Any]], key: str) -> Points:
+def _summary(epochs: int, updates: int, seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    time = (
+        f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{seconds:.1f} s"
+    )
+    return f"{epochs} {'epoch' if epochs == 1 else 'epochs'}, {updates} updates, {time} of training"
+
+
+def _matrix(counts: Sequence[Sequence[int]], classes: Sequence[str]) -> str:
+    """How often each class was taken for which, the share of its samples as the cell's depth."""
+    if not counts or len(counts) > 30:
+        return ""
+    names = list(classes) if len(classes) == len(counts) else [str(index) for index in range(len(counts))]
+    head = "".join(f"<th title='{html.escape(name, quote=True)}'>{html.escape(name)}</th>" for name in names)
+    rows = []
+    for name, row in zip(names, counts):
+        whole = max(sum(row), 1)
+        cells = "".join(
+            f'<td style="background:color-mix(in srgb, var(--mark) {round(70 * count / whole)}%, transparent)">'
+            f"{count}</td>"
+            for count in row
+        )
+        rows.append(f"<tr><th title='{html.escape(name, quote=True)}'>{html.escape(name)}</th>{cells}</tr>")
+    return (
+        "<h2>Confusion matrix</h2><p class=sub>rows: what it is; columns: what the model says, at the best epoch</p>"
+        f"<div class=scroll><table class=matrix><thead><tr><th></th>{head}</tr></thead>"
+        f"<tbody>{''.join(rows)}</tbody></table></div>"
+    )
+
+
+def _points(rows: Sequence[Mapping[str, Any]], key: str, across: str = "step") -> Points:
     return [
-        (float(row["step"]), float(row[key]))
+        (float(row[across]), float(row[key]))
         for row in rows
         if isinstance(row.get(key), int | float) and math.isfinite(row[key])
     ]
 
 
 def _chart(
-    title: str, series: Mapping[str, Points], *, logarithmic: bool = False, from_zero: bool = False
+    title: str,
+    series: Mapping[str, Points],
+    *,
+    logarithmic: bool = False,
+    logarithmic_x: bool = False,
+    from_zero: bool = False,
+    mark: float | None = None,
+    unit: str = "updates",
 ) -> str:
     series = {name: points for name, points in series.items() if points}
     if not series:
         return ""
     logarithmic = logarithmic and all(y > 0 for points in series.values() for _, y in points)
     scaled = {
-        name: [(x, math.log10(y) if logarithmic else y) for x, y in points] for name, points in series.items()
+        name: [
+            (math.log10(x) if logarithmic_x else x, math.log10(y) if logarithmic else y) for x, y in points
+        ]
+        for name, points in series.items()
     }
     xs = [x for points in scaled.values() for x, _ in points]
     ys = [y for points in scaled.values() for _, y in points]
@@ -129,7 +194,7 @@ def _chart(
     low, high = low - (0 if from_zero else margin), high + margin
 
     def place(x: float, y: float) -> tuple[float, float]:
-        across = _LEFT + (x - left) / (right - left) * (_WIDTH - _LEFT - 8)
+        across = _LEFT + (x - left) / (right - left) * (_WIDTH - _LEFT - 12)
         return across, (high - y) / (high - low) * (_HEIGHT - _BOTTOM - 8) + 8
 
     parts = []
@@ -138,10 +203,18 @@ def _chart(
         text = _number(10**tick if logarithmic else tick)
         parts.append(f'<line x1="{_LEFT}" x2="{_WIDTH - 8}" y1="{y:.1f}" y2="{y:.1f}" stroke="#8883"/>')
         parts.append(f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{text}</text>')
-    for tick in _ticks(left, right):
+    for tick in _log_ticks(left, right) if logarithmic_x else _ticks(left, right):
         x, _ = place(tick, low)
-        parts.append(f'<text x="{x:.1f}" y="{_HEIGHT - 20}" text-anchor="middle">{_number(tick)}</text>')
-    parts.append(f'<text x="{_WIDTH - 8}" y="{_HEIGHT - 4}" text-anchor="end" opacity=".6">updates</text>')
+        text = _number(10**tick if logarithmic_x else tick)
+        anchor = "end" if x > _WIDTH - 12 - 4 * len(text) else "start" if x < 4 * len(text) else "middle"
+        parts.append(f'<text x="{x:.1f}" y="{_HEIGHT - 22}" text-anchor="{anchor}">{text}</text>')
+    parts.append(f'<text x="{_WIDTH - 12}" y="{_HEIGHT - 5}" text-anchor="end" opacity=".6">{unit}</text>')
+    if mark is not None and left <= mark <= right:
+        x, _ = place(mark, low)
+        parts.append(
+            f'<line x1="{x:.1f}" x2="{x:.1f}" y1="8" y2="{_HEIGHT - _BOTTOM}" stroke="var(--mark)" '
+            'stroke-dasharray="4 4"><title>best epoch</title></line>'
+        )
     for index, (name, points) in enumerate(scaled.items()):
         colour = _COLOURS[index % len(_COLOURS)]
         noisy = len(points) > _NOISY
@@ -153,17 +226,17 @@ def _chart(
             )
         for x, y in points[-1:] if noisy else points:
             across, down = place(x, y)
-            value = _number(10**y if logarithmic else y)
+            value, at = _number(10**y if logarithmic else y), _number(10**x if logarithmic_x else x)
             parts.append(
                 f'<circle cx="{across:.1f}" cy="{down:.1f}" r="3" fill="{colour}">'
-                f"<title>{html.escape(name)} {value} after {_number(x)} updates</title></circle>"
+                f"<title>{html.escape(name)} {value} at {at} {unit}</title></circle>"
             )
     legend = "".join(
         f'<span><i style="background:{_COLOURS[i % len(_COLOURS)]}"></i>{html.escape(name)}</span>'
         for i, name in enumerate(series)
     )
     shown = f"<div class=legend>{legend}</div>" if len(series) > 1 else ""
-    label = f'role="img" aria-label="{html.escape(title)} over updates"'
+    label = f'role="img" aria-label="{html.escape(title)} over {unit}"'
     return f'<h2>{html.escape(title)}</h2>{shown}<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" {label}>{"".join(parts)}</svg>'
 
 
@@ -218,11 +291,11 @@ def _label(key: str) -> str:
     return key.replace("_", " ")
 
 
-def _table(rows: Sequence[Mapping[str, Any]]) -> str:
+def _table(rows: Sequence[Mapping[str, Any]], best: Mapping[str, Any] | None = None) -> str:
     columns = list(dict.fromkeys(key for row in rows for key in row))
     head = "".join(f"<th>{html.escape(_label(column))}</th>" for column in columns)
     body = "".join(
-        "<tr>"
+        ('<tr class="best" title="the best epoch">' if row is best else "<tr>")
         + "".join(f"<td>{html.escape(_number(row.get(column, '')))}</td>" for column in columns)
         + "</tr>"
         for row in rows
@@ -235,4 +308,4 @@ def _pairs(values: Mapping[str, Any]) -> str:
         f"<tr><th>{html.escape(str(key))}</th><td>{html.escape(str(value))}</td></tr>"
         for key, value in values.items()
     )
-    return f"<table>{rows}</table>"
+    return f"<table class=pairs>{rows}</table>"

@@ -24,7 +24,15 @@ from onward.runtime.devices import DeviceLike
 from onward.runtime.environment import environment
 from onward.runtime.step import EvaluationStep
 from onward.train.artifact_set import ArtifactFiles, find_artifacts
-from onward.train.batches import Batch, Batches, Transform, batch_weight, make_batches, sample_count
+from onward.train.batches import (
+    ArrayBatches,
+    Batch,
+    Batches,
+    Transform,
+    batch_weight,
+    make_batches,
+    sample_count,
+)
 from onward.train.callbacks import Callback, Progress, improves
 from onward.train.evaluation import evaluate
 from onward.train.history import History
@@ -110,6 +118,10 @@ class Trainer:
         self._seed, self._device, self._options = seed, device, session_options
         self._on_nonfinite: NonFinitePolicy = on_nonfinite
         self.history = History()
+        # names of classes, and what else a report should say: the data, say
+        self.classes: Sequence[str] | None = self._files.classes
+        self.details: dict[str, Any] = {}
+        self.settings: dict[str, Any] = {}
         self.columns: list[str] = []  # what each epoch's row has
         self.total_steps: int | None = None
         self._place = Place()
@@ -210,6 +222,16 @@ class Trainer:
             "warmup": self._warmup, "shuffle": shuffle, "batches": batches.count,
         }  # fmt: skip
         self._place.change_settings(settings, resumed=resumed)
+        self.settings = {
+            **self.details,
+            **self._files.about,
+            **settings,
+            "clip norm": self._clip_norm or "none",
+        }
+        if isinstance(batches, ArrayBatches):
+            self.settings["training samples"] = batches.samples
+        if isinstance(evaluation, ArrayBatches):
+            self.settings["evaluation samples"] = evaluation.samples
         self._save_every, self._log_every, self._interrupt = save_every, log_every, DeferredInterrupt()
         self._batches = batches
         self._make_schedule(batches, epochs)
@@ -225,7 +247,7 @@ class Trainer:
             for callback in self._callbacks:
                 callback.on_end(self)
         if self.output_directory is not None:
-            self.save_report(self.output_directory / "report.html", settings)
+            self.save_report(self.output_directory / "report.html", self.settings)
         return self.history
 
     def _begin(self, resume: bool) -> bool:
@@ -397,6 +419,7 @@ class Trainer:
 
     def _end_epoch(self, evaluation: Batches | None, metric: str) -> bool:
         place = self._place
+        matrix: list[np.ndarray] = []
         seconds = time.perf_counter() - self._epoch_started
         row: dict[str, Any] = {
             "epoch": place.epoch + 1,
@@ -405,13 +428,19 @@ class Trainer:
             "learning_rate": self.optimizer.get_learning_rate(),
         }
         if evaluation is not None:
-            row |= {f"eval_{k}" if k == "loss" else k: v for k, v in self.evaluate(evaluation).items()}
+            figures = evaluate(
+                self._evaluator(), evaluation, self._metrics, results=self._files.outputs, matrix=matrix
+            )
+            row |= {f"eval_{k}" if k == "loss" else k: v for k, v in figures.items()}
         row["seconds"] = round(seconds, 4)
         row["samples_per_second"] = round(self._epoch_samples / max(seconds, 1e-9), 1)
         self._whole = False
         self.history.epochs.append(row)
         place.begin_epoch()
         is_best = place.note_best(metric, float(row[metric]), sign=improves(metric))
+        if is_best and evaluation is not None and matrix:
+            self.history.confusion = matrix[0].tolist()
+            self.history.classes = list(self.classes or ())
         self._whole = True
         answers = [callback.on_epoch(self, row) for callback in self._callbacks]
         self._save(best=is_best)
@@ -446,6 +475,7 @@ class Trainer:
             self.history,
             title=f"Training of {self._files.name}",
             settings=settings,
+            best=self.best,
             environment=environment(self._options),
             files=list_files(self.output_directory, without=Path(path).name),
         )

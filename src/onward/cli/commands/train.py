@@ -165,6 +165,12 @@ def train(
         Path | None,
         typer.Option("--tensorboard", metavar="FOLDER", help="Also write TensorBoard event files."),
     ] = None,
+    mlflow: Annotated[
+        str | None, typer.Option(metavar="EXPERIMENT", help="Also log to MLflow, if it is installed.")
+    ] = None,
+    wandb: Annotated[
+        str | None, typer.Option(metavar="PROJECT", help="Also log to Weights & Biases, if it is installed.")
+    ] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on where the run in --output stopped.")
     ] = False,
@@ -182,7 +188,7 @@ def train(
         "tensorboard": None if tensorboard is None else str(tensorboard),
         "normalize": normalize, "resize": resize, "crop": crop, "augment": augment, "standardize": standardize,
         "text_column": text_column, "tokenizer": None if tokenizer is None else str(tokenizer),
-        "max_length": max_length, "sample_rate": sample_rate,
+        "max_length": max_length, "sample_rate": sample_rate, "mlflow": mlflow, "wandb": wandb,
     }  # fmt: skip
     artifacts, directory, options = _continue_or_begin(
         context, artifacts, directory, options, resume=resume, overwrite=overwrite
@@ -257,7 +263,7 @@ def _fit(
     from onward.cli.data import input_specs, load_data, parse_pairs
     from onward.data.read import blame_data, check_labels, prepare, split
     from onward.errors import NonFiniteError
-    from onward.train.callbacks import Callback, EarlyStopping
+    from onward.train.callbacks import Callback, EarlyStopping, LogFile
 
     mapping = parse_pairs(options["mapping"] or (), "--map")
     callbacks: list[Callback] = []
@@ -267,11 +273,20 @@ def _fit(
         )
         callbacks.append(EarlyStopping(watched, patience=options["patience"]))
     if options["tensorboard"]:
-        from onward.cli.tensorboard import EventFile
+        from onward.train.tensorboard import EventFile
 
         require_folder_target(Path(options["tensorboard"]))
         callbacks.append(EventFile(Path(options["tensorboard"])))
+    if options["mlflow"]:
+        from onward.train.tracking import MLflow
+
+        callbacks.append(MLflow(options["mlflow"]))
+    if options["wandb"]:
+        from onward.train.tracking import WeightsAndBiases
+
+        callbacks.append(WeightsAndBiases(options["wandb"]))
     require_folder_target(directory)
+    callbacks.append(LogFile(directory / "log.txt"))
     trainer = Trainer(
         artifacts,
         output_directory=directory,
@@ -306,6 +321,10 @@ def _fit(
         raise CommandError(
             "--metric and --best need data to evaluate on", "add --eval-data FILE or --hold-out 0.1"
         )
+    trainer.classes = loaded.classes or trainer.classes
+    trainer.details = {"data": ", ".join(options["data"] or ()), "model": str(artifacts)}
+    if options["augment"]:
+        trainer.details["augmentation"] = ", ".join(options["augment"])
     if replace:
         clear_run(directory)  # only now, when all that was asked for is there
     done = loaded.preprocessing
