@@ -59,6 +59,24 @@ def test_external_data_trains_and_evaluates_the_same(plain: Path, outside: Path)
     assert sorted(os.listdir(outside)) == files  # nothing is left behind
 
 
+def test_large_constants_are_written_once_and_train_the_same(
+    plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("onward.graph.save._SHARED", 1024)
+    text = """net (float[n, 4] x) => (float[n, 3] y) { a = MatMul (x, constant)  h = Tanh (a)  y = MatMul (h, w) }"""
+    generate_artifacts(
+        with_weights(text, constant=(4, 64), w=(64, 3)), requires_grad=["w"], loss=LossType.CrossEntropyLoss,
+        optimizer=OptimType.AdamW, artifact_directory=tmp_path,
+    )  # fmt: skip
+    assert (tmp_path / "constants.data").stat().st_size == 4 * 64 * 4
+    for name in ("training_model.onnx", "eval_model.onnx"):
+        held = onnx.load(tmp_path / name, load_external_data=False).graph.initializer
+        assert [t.external_data[0].value for t in held if t.name == "constant"] == ["constants.data"]
+    (_, ours, _), (_, theirs, _) = start(tmp_path), start(plain)
+    assert ours(*batch(0)) == theirs(*batch(0))
+    assert ours.eval()(*batch(1)) == theirs.eval()(*batch(1))
+
+
 def test_external_data_is_exported_with_the_model(outside: Path, tmp_path: Path) -> None:
     _, module, _ = start(outside)
     module.export_model_for_inferencing(tmp_path / "model.onnx", ["y"])

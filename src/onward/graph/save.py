@@ -13,6 +13,8 @@ __all__ = ["EXTERNAL_THRESHOLD", "constants_beside", "initializer_bytes", "write
 
 # protobuf ends at 2 GiB for the whole message; the graph itself needs some of it
 EXTERNAL_THRESHOLD = 1800 * 2**20
+# Constants of this many bytes and more are kept once, beside the models that hold them, and mapped by the runtime.
+_SHARED = 128 * 2**20
 # smaller tensors stay in the model: a reference to them would be as long
 _SMALLEST_OUTSIDE = 1024
 
@@ -53,16 +55,18 @@ def write_model(
 def constants_beside(models: Sequence[ir.Model], folder: Path, name: str) -> Iterator[None]:
     """Within it, models that are saved in `folder` refer to one file there for what they read from elsewhere.
 
-    Constants that come from another model's external data, or are too many for a protobuf message, are written
-    to the file `name`, each once however many of the models hold it. Where there are none, no file is made.
+    Constants that come from another model's external data, or that take 128 MiB and more in a model, are written to
+    the file `name`, each once however many of the models hold it: a frozen base is read by training and evaluation
+    from one place, with no copy of it in memory. Where there are none, no file is made.
     """
-    moved = [
-        value
-        for model in models
-        for value in model.graph.initializers.values()
-        if isinstance(value.const_value, ir.ExternalTensor)
-        or (value.const_value is not None and initializer_bytes(model) > EXTERNAL_THRESHOLD)
-    ]
+    moved = []
+    for model in models:
+        many = initializer_bytes(model) >= _SHARED
+        moved += [
+            value
+            for value in model.graph.initializers.values()
+            if isinstance(value.const_value, ir.ExternalTensor) or (value.const_value is not None and many)
+        ]
     held = [(value, value.const_value) for value in moved]
     large: dict[object, ir.TensorProtocol] = {
         _identity(tensor): tensor
