@@ -427,3 +427,91 @@ def test_hostile_metadata_is_refused_in_one_line(shop: Path, run: Run, about: st
     with pytest.raises(onward.OnwardError, match=text):
         onward.load("hostile.onnx")
     assert text in run("infer", "hostile.onnx", "-d", "pictures/red/1.png", code=1).stderr
+
+
+def test_int8_of_convolutions_says_that_it_is_slow_and_offers_a_static_form(shop: Path, run: Run) -> None:
+    run("artifacts", "model.onnx", "--classes", "pictures")
+    run("train", "artifacts", "-d", "pictures", "-e", 12, "--lr", 0.05, "-b", 8)
+    run("deploy", "run")
+    found = run(
+        "deploy", "run", "small.onnx", "--quantize", "int8-static", "--json"
+    ).json  # on the training data
+    assert found["quantization"]["cosine_min"] > 0.98
+    operators = {node.op_type for node in onnx.load("small.onnx").graph.node}
+    assert {"QuantizeLinear", "DequantizeLinear"} <= operators
+    assert metadata("small.onnx") == metadata("trained.onnx")
+    answer = onward.load("small.onnx")
+    assert [answer(f"pictures/{name}/1.png")["label"] for name in ("red", "blue")] == ["red", "blue"]  # type: ignore[operator]
+
+
+def test_slow_quantization_is_said(shop: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    from onward.export import inference
+
+    run("artifacts", "model.onnx", "--classes", 3)
+    real = inference.measure
+
+    def slow(*args: Any, **options: Any) -> Any:
+        import dataclasses
+
+        return dataclasses.replace(real(*args, **options), speedup=1 / 9)
+
+    monkeypatch.setattr(inference, "measure", slow)
+    said = run("deploy", "artifacts", "int8.onnx", "--quantize", "int8").stderr
+    assert "9.0 times as slow as the float one" in said and "--quantize int8-static" in said
+    refused = run("deploy", "artifacts", "other.onnx", "--quantize", "int8-static", code=1).stderr
+    assert "int8-static needs samples" in refused and "--data" in refused
+
+
+def test_resuming_a_finished_run_says_so(artifacts: Path, run: Run) -> None:
+    run("train", "artifacts", "-d", "data.npz", "-e", 2)
+    assert "nothing is left to do: the run has its 2 epochs" in run("train", "run", "--resume").stderr
+    assert "nothing is left" not in run("train", "run", "--resume", "-e", 3).stderr
+
+
+def test_a_full_disk_is_one_line(artifacts: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    import errno
+
+    real, calls = os.fsync, []
+
+    def full(descriptor: int) -> None:
+        calls.append(descriptor)
+        if len(calls) > 20:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", full)
+    said = run("train", "artifacts", "-d", "data.npz", "-e", 40, code=1).stderr
+    monkeypatch.undo()
+    assert "no space is left on the disk of 'run'" in said and "onward train run --resume" in said
+    os.chdir(artifacts.parent)
+    run("train", "run", "--resume", "-e", 20)
+
+
+def test_check_keeps_to_a_budget_of_time(shop: Path, run: Run) -> None:
+    found = run("check", "model.onnx", "-b", 4096, "--seconds", 0.1, "--json").json
+    assert "samples at a time and multiplied" in found["measurement"]
+    assert found["seconds_per_step"] > 0
+
+
+def test_a_value_called_as_the_next_statistic_does_no_harm() -> None:
+    text = (
+        "(float[N, 3, 4, 4] x) => (float[N, 3] y) { c = Relu(x)"
+        " n = BatchNormalization(c, gamma, beta, mean, var) mean.next = GlobalAveragePool(n) y = Flatten(mean.next) }"
+    )
+    model = onnx.parser.parse_model(
+        f'<ir_version: 8, opset_import: ["": 17]> net {text}'.replace("mean.next", "mean_next")
+    )
+    for node in model.graph.node:
+        for names in (node.input, node.output):
+            for index, name in enumerate(names):
+                if name == "mean_next":
+                    names[index] = "mean.next"
+    for name, number in {"gamma": 1, "beta": 0, "mean": 0, "var": 1}.items():
+        model.graph.initializer.append(onnx.numpy_helper.from_array(np.full(3, number, np.float32), name))
+    made = onward.build_artifacts(
+        model, requires_grad=["gamma"], loss="cross-entropy", optimizer="sgd", batch_norm="train"
+    )
+    trainer = onward.Trainer(made, progress=False)
+    x = np.random.default_rng(0).normal(size=(8, 3, 4, 4)).astype(np.float32) + 3
+    trainer.fit((x, np.zeros(8, np.int64)))
+    assert np.asarray(trainer.state.parameters["mean"].data).max() > 0.1

@@ -145,7 +145,14 @@ def _build_step(
 
 
 def _name_output(op: DifferentiableBuilder, value: ir.Value, name: str, like: ir.Value) -> None:
-    value.name = op.namer(name)
+    for other in [v for v in values_of(op.graph).values() if v.name == name and v is not value]:
+        if other.is_graph_input() or other.is_graph_output() or other.is_initializer():
+            raise ModelError(
+                f"the model has a '{name}', a name that the training step needs for its own output: rename it"
+            )
+        other.name = op.namer(f"{name}.inner")  # what reads it reads the value, not the name
+    op.namer.take(name)
+    value.name = name
     value.type, value.shape = like.type, like.shape
     op.graph.outputs.append(value)
 

@@ -67,6 +67,7 @@ class QuantizeChoice(enum.StrEnum):
     """Ways to store weights in fewer bits."""
 
     INT8 = "int8"
+    INT8_STATIC = "int8-static"
     INT8_TENSOR = "int8-tensor"
     INT8_WEIGHTS = "int8-weights"
     INT4 = "int4"

@@ -36,6 +36,7 @@ class Found:
     label: str | None = None
     mapping: list[str] | None = None
     preprocessing: dict[str, Any] | None = None
+    data: list[str] | None = None
 
     def data_options(
         self, *, mapping: list[str] | None = None, label: str | None = None, place: Path
@@ -184,6 +185,7 @@ def find(place: Path, checkpoint: str | None = None, *, prefix: str = "") -> Fou
         label=options.get("label"),
         mapping=options.get("mapping"),
         preprocessing=run.get("preprocessing"),
+        data=options.get("data"),
     )
 
 

@@ -20,6 +20,7 @@ from onward.checkpoint import CheckpointData
 from onward.errors import ExportError, ParityError
 from onward.export.parity import Report, compare
 from onward.export.quantize.quantizer import QuantizationReport, measure, quantize, scheme_name
+from onward.export.quantize.static import STATIC, quantize_static
 from onward.graph.load import load_model
 from onward.graph.prune import prune
 from onward.graph.save import write_model
@@ -64,8 +65,9 @@ def for_inference(
 
     `state` is a CheckpointState or the path of a checkpoint. `inputs` are used for the proof (random ones of
     the model's shapes without them); a difference above the tolerances raises `ParityError` and leaves an
-    older file as it was. `quantize_to` is "int8", "int8-tensor", "int4", "int8-weights" or "fp16"; its effect
-    is measured and reported, not judged. `external_data` puts the weights into a file of their own; `opset`
+    older file as it was. `quantize_to` is "int8", "int8-tensor", "int4", "int8-weights", "fp16", or
+    "int8-static", which finds ranges on `inputs` and is the fast one for convolutions; its effect is measured and
+    reported, not judged. `external_data` puts the weights into a file of their own; `opset`
     writes the model in an older one, where its operators have the same meaning there. `metadata` is written into
     the file besides: the names of its classes, say.
 
@@ -75,7 +77,9 @@ def for_inference(
     """
     data = _data(state)
     target = Path(path)
-    scheme = scheme_name(quantize_to)
+    scheme = STATIC if quantize_to == STATIC else scheme_name(quantize_to)
+    if scheme == STATIC and inputs is None:
+        raise ExportError(f"{STATIC} needs samples of the data to find ranges on: pass inputs=…")
     model = inference_model(eval_model, data, outputs)
     model.metadata_props.update(metadata or {})
     if opset is not None:
@@ -113,7 +117,11 @@ def _quantize(
         whole = Path(elsewhere) / path.name
         for file in list(path.parent.iterdir()):  # the model, and its data if that is apart
             shutil.move(file, whole.with_name(file.name))
-        quantize(str(whole), scheme, output=path)
+        if scheme == STATIC:
+            assert feeds is not None
+            quantize_static(whole, feeds, path)
+        else:
+            quantize(str(whole), scheme, output=path)
         if external:
             smaller = load_model(path.read_bytes())
             path.unlink()

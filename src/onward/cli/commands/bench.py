@@ -74,6 +74,7 @@ def time_steps(
     warmup: int = 3,
     threads: int | None = None,
     prefix: str = "",
+    evaluate: bool = True,
 ) -> dict[str, Any]:
     """Seconds of each part of a step, of artifacts in a folder or in memory, on random inputs."""
     import onnxruntime as ort
@@ -103,7 +104,9 @@ def time_steps(
             spent["update"].append(ended - between)
             spent["step"].append(ended - begun)
     spent["evaluation"] = []
-    evaluates = not isinstance(artifacts, Path) or (artifacts / f"{prefix}eval_model.onnx").is_file()
+    evaluates = evaluate and (
+        not isinstance(artifacts, Path) or (artifacts / f"{prefix}eval_model.onnx").is_file()
+    )
     if evaluates:
         trainer.module.eval()
     for index in range(warmup + steps if evaluates else 0):

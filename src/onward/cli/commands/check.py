@@ -39,6 +39,10 @@ def check(
     steps: Annotated[
         int, typer.Option(min=0, help="Steps to measure on random inputs; 0 measures none.")
     ] = 5,
+    seconds: Annotated[
+        float,
+        typer.Option(min=0.1, help="Measure for about this long; a large model on a smaller batch then."),
+    ] = 10.0,
 ) -> int:
     """Can this model be trained? Exit code 0 if so, 2 if operators lack a gradient; nothing is written."""
     from onward.artifacts import build_artifacts
@@ -69,9 +73,12 @@ def check(
             {"trainable": False, "reason": head, "operators": [_unsupported(line) for line in rest[:-1]]}
         )
         return 2
-    seconds = time.perf_counter() - started
+    spent = time.perf_counter() - started
     sizes = footprint(made, batch_size)
-    measured = _measure(made, batch_size, steps) if steps else {"seconds": None, "note": "not asked for"}
+    measured = {"seconds": None, "note": "not asked for"}
+    if steps:
+        with output.working("measuring steps"):
+            measured = _measure(made, batch_size, steps, budget=seconds)
     rows = [
         ["parameters that train", f"{sizes['trainable_values']:,} values in {len(made.trainable)}"],
         ["frozen parameters", f"{sizes['frozen_values']:,} values in {len(made.frozen)}"],
@@ -88,7 +95,7 @@ def check(
     output.line("yes: every operator between the loss and the parameters has a gradient")
     output.table("", ["", ""], rows)
     output.result(
-        {"trainable": True, "remark": remark, "batch_size": batch_size, "build_seconds": seconds, **sizes,
+        {"trainable": True, "remark": remark, "batch_size": batch_size, "build_seconds": spent, **sizes,
          "seconds_per_step": measured["seconds"], "measurement": measured["note"]}
     )  # fmt: skip
     return 0
@@ -100,18 +107,33 @@ def _unsupported(line: str) -> dict[str, str]:
     return {"operator": operator, "node": node.removeprefix("node ").strip("'"), "reached": reached.strip()}
 
 
-def _measure(made: Any, batch_size: int, steps: int) -> dict[str, Any]:
-    """The median time of a few steps on random inputs; a note where such inputs do not fit."""
+def _measure(made: Any, batch_size: int, steps: int, *, budget: float) -> dict[str, Any]:
+    """The median time of a few steps on random inputs; a note where such inputs do not fit.
+
+    One step on a small batch tells how long the others will take: what does not fit into the budget is measured on
+    fewer samples and multiplied.
+    """
     from onward.cli.commands.bench import time_steps
 
     try:
-        found = time_steps(made, batch_size=batch_size, steps=steps, warmup=1)
+        small = min(2, batch_size)
+        first = time_steps(made, batch_size=small, steps=1, warmup=0, evaluate=False)["step"]["median"]
+        room = int(small * budget / (first * (steps + 1)))
+        size = min(batch_size, max(small, room))
+        if first * (steps + 1) > budget:
+            steps = 1
+        found = time_steps(
+            made, batch_size=size, steps=steps, warmup=1 if first < budget / 2 else 0, evaluate=False
+        )
     except (CommandError, ValueError, RuntimeError) as error:
         return {
             "seconds": None,
             "note": f"not measured: random inputs do not fit ({str(error).splitlines()[0][:120]})",
         }
-    return {"seconds": found["step"]["median"], "note": f"median of {steps} steps on random inputs"}
+    note = f"median of {steps} steps on random inputs"
+    if size < batch_size:
+        note += f", {size} samples at a time and multiplied: more would take over {budget:g} s"
+    return {"seconds": found["step"]["median"] * batch_size / size, "note": note}
 
 
 def _time(measured: dict[str, Any]) -> str:

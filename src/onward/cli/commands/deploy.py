@@ -72,6 +72,11 @@ def deploy(
         raise CommandError(
             "the model has no output besides its loss", "name values of its graph with --outputs"
         )
+    if quantize is QuantizeChoice.INT8_STATIC and not data:
+        # ranges of activations are found on the training data; a function is not called for it
+        data = [source for source in found.data or [] if Path(source.partition("=")[2] or source).exists()]
+        if not data:
+            raise CommandError("int8-static needs samples of the data", "name some with --data")
     inputs = _inputs(found, run, eval_model, names, data, mapping, samples) if data else None
     tokenizer = _tokenizer(found, run)
     beside = model.with_name(f"{model.stem}.tokenizer.json")
@@ -99,6 +104,16 @@ def deploy(
         output.note("parity was not checked: random inputs do not fit this model; give some with --data")
     if made.quantization is not None:
         output.line(f"{quantize}: {made.quantization}")
+        if made.quantization.speedup < 0.8:
+            better = (
+                ""
+                if quantize is QuantizeChoice.INT8_STATIC
+                else (
+                    "; --quantize int8-static finds ranges once, on the training data, which suits convolutions"
+                )
+            )
+            slower = 1 / made.quantization.speedup
+            output.note(f"this model is {slower:.1f} times as slow as the float one on this machine{better}")
     output.result(
         {
             "path": made.path,

@@ -68,6 +68,8 @@ def export(
     if not is_entry(source):
         _require_folder(source)
     options: dict[str, Any] = {} if opset is None else {"opset": opset}
+    if quantize is QuantizeChoice.INT8_STATIC:
+        raise CommandError("int8-static needs data", "use it with onward deploy, or choose int8")
     if is_entry(source) and (quantize or artifacts):
         raise CommandError(
             "--quantize and --artifacts are for Hugging Face models",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import math
 import shutil
@@ -262,8 +263,9 @@ def _fit(
     from onward import Trainer
     from onward.cli.data import input_specs, load_data, parse_pairs
     from onward.data.read import blame_data, check_labels, prepare, split
-    from onward.errors import NonFiniteError
+    from onward.errors import CheckpointError, NonFiniteError
     from onward.train.callbacks import Callback, EarlyStopping, LogFile
+    from onward.train.history import History
 
     mapping = parse_pairs(options["mapping"] or (), "--map")
     callbacks: list[Callback] = []
@@ -329,6 +331,7 @@ def _fit(
         clear_run(directory)  # only now, when all that was asked for is there
     done = loaded.preprocessing
     kept = None if done is None else {"kind": done.kind, "input": done.input, **done.settings}
+    done_before = len(History.load(directory / "history.json").epochs) if resume else -1
     with begun_run(directory, artifacts, options, loaded.classes, kept):
         if (
             loaded.tokenizer is not None
@@ -349,18 +352,39 @@ def _fit(
             )
         except NonFiniteError as error:
             raise blame_data(error, whole) from error
+        except (OSError, CheckpointError) as error:
+            raise _disk_full(error, directory, trainer.step) from error
         except KeyboardInterrupt:
             if not any(directory.glob("checkpoint-*")):
                 raise
             raise KeyboardInterrupt(
                 f"stopped after {trainer.step} updates, all saved; go on with: onward train {directory} --resume"
             ) from None
+    if len(trainer.history.epochs) == done_before:
+        output.note(
+            f"nothing is left to do: the run has its {done_before} epochs; for more, say --epochs {done_before + 5}"
+        )
     return {
         "epochs": trainer.history.epochs,
         "best": trainer.best,
         "steps": trainer.step,
         "samples": loaded.samples,
     }
+
+
+def _disk_full(error: Exception, directory: Path, step: int) -> Exception:
+    """What to say where the disk is full: what is safe, and how to go on; other errors as they are."""
+    cause = error if isinstance(error, OSError) else error.__cause__
+    if not isinstance(cause, OSError) or cause.errno != errno.ENOSPC:
+        return error
+    if any(directory.glob("checkpoint-*")):
+        return CommandError(
+            f"no space is left on the disk of '{directory}': stopped after {step} updates, the last save is whole",
+            f"free some, then go on with: onward train {directory} --resume",
+        )
+    return CommandError(
+        f"no space is left on the disk of '{directory}', nothing was saved", "free some, or choose -o"
+    )
 
 
 def _about(model: str) -> dict[str, str]:
