@@ -1,0 +1,191 @@
+"""An optimizer model written out inside another graph, over tensors that are there.
+
+Knows the three forms of optimizer models: elementwise, by parameter, and a user's own over sequences.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
+
+import numpy as np
+import onnx_ir as ir
+
+from onward.graph.builder import Builder
+
+__all__ = ["InlineOptimizer", "Unit"]
+
+_MOMENTS = ("first_order_moments", "second_order_moments", "third_order_moments")
+# Parameters with fewer numbers are updated as one vector: a node costs more time than so many numbers.
+_SMALL = 1 << 16
+
+Values = Mapping[str, ir.Value]
+
+
+@dataclasses.dataclass
+class Unit:
+    """Parameters that are updated together: the state's inputs, and the gradient in the same shape."""
+
+    sizes: dict[str, int]
+    shape: tuple[int, ...]
+    parameter: ir.Value
+    slots: dict[str, ir.Value] = dataclasses.field(default_factory=dict)
+    gradient: ir.Value | None = None
+    in_pieces: bool = False
+
+    @property
+    def names(self) -> list[str]:
+        return list(self.sizes)
+
+
+class InlineOptimizer:
+    """The optimizer model, to be written out over the tensors of the state."""
+
+    def __init__(self, op: Builder, optimizer: ir.Model, *, rate: ir.Value) -> None:
+        self._root, self._optimizer, self._rate = op, optimizer, rate
+        self._options = json.loads(optimizer.metadata_props["onward.optimizer"])
+        self.sequences = bool(self._options.get("sequences"))
+        self.elementwise = not self.sequences and bool(self._options["elementwise"])
+        self.clip_norm: float | None = self._options.get("clip_norm")
+        given = {value.name for value in optimizer.graph.inputs}
+        moments = [name for name in _MOMENTS if name in given]
+        # as checkpoints name the state, and as the graph does
+        self.slots: dict[str, str] = (
+            {f"momentum{index}": name for index, name in enumerate(moments)}
+            if self.sequences
+            else {slot: slot for slot in self._options["slots"]}
+        )
+        self._groups = {
+            name: i for i, group in enumerate(self._options.get("groups", ())) for name in group["parameters"]
+        }
+
+    def together(self, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[list[str]]:
+        """The parameters by those that are updated together: small ones with the same settings."""
+        small: dict[int | None, list[str]] = {}
+        for name, shape in shapes.items():
+            if self.elementwise and 0 < prod(shape) < _SMALL:
+                small.setdefault(self._groups.get(name), []).append(name)
+            else:
+                yield [name]
+        yield from small.values()
+
+    def slot_shape(self, slot: str, unit: Unit) -> tuple[int, ...]:
+        """The shape of a unit's state."""
+        if self.elementwise or self.sequences:
+            return unit.shape
+        value = next(v for v in self._optimizer.graph.inputs if v.name == f"{unit.names[0]}.{slot}")
+        assert value.shape is not None
+        return tuple(value.shape.numpy())
+
+    def build(
+        self, op: Builder, units: Sequence[Unit], step: ir.Value, scale: ir.Value | None
+    ) -> list[list[ir.Value]]:
+        """For each unit the next value of its parameter and of its slots."""
+        scalars = {"step": step, "learning_rate": self._rate}
+        if scale is not None:
+            scalars["gradient_scale"] = scale
+        if self.sequences:
+            return self._over_sequences(op, units, scalars)
+        if not self.elementwise:
+            return self._by_name(op, units, scalars)
+        return [self._elementwise(op, unit, scalars) for unit in units]
+
+    def _elementwise(self, op: Builder, unit: Unit, scalars: dict[str, ir.Value]) -> list[ir.Value]:
+        index = self._groups.get(unit.names[0])
+        group = (
+            {"weight_decay": None, "learning_rate_scale": 1.0}
+            if index is None
+            else self._options["groups"][index]
+        )
+        decay = self._options["weight_decay"] if group["weight_decay"] is None else group["weight_decay"]
+        scalars = {**scalars, "weight_decay": self._decay(decay)}
+        if group["learning_rate_scale"] != 1.0:
+            scalars["learning_rate"] = op.Mul(self._rate, group["learning_rate_scale"])
+        assert unit.gradient is not None
+        tensors = {"parameter": unit.parameter, "gradient": unit.gradient, **unit.slots}
+        kept = ["parameter", *unit.slots]
+        if not unit.in_pieces:
+            made = self._graft(op, {**{k: _at_least_1d(op, v) for k, v in tensors.items()}, **scalars})
+            return [made[f"{name}.next"] for name in kept]
+        body = op.subgraph("piece")
+        rows = {k: body.input(k, ir.DataType.FLOAT, unit.shape[1:]) for k in tensors}
+        made = self._graft(body, {**rows, **scalars})
+        for name in kept:
+            made[f"{name}.next"].dtype, made[f"{name}.next"].shape = (
+                ir.DataType.FLOAT,
+                ir.Shape(unit.shape[1:]),
+            )
+            body.graph.outputs.append(made[f"{name}.next"])
+        attributes = {"body": ir.AttrGraph("body", body.graph), "num_scan_inputs": len(tensors)}
+        return list(op.node("Scan", list(tensors.values()), attributes, outputs=len(kept)))
+
+    def _by_name(
+        self, op: Builder, units: Sequence[Unit], scalars: dict[str, ir.Value]
+    ) -> list[list[ir.Value]]:
+        given: dict[str, ir.Value] = {"weight_decay": self._decay(self._options["weight_decay"])}
+        for unit in units:
+            assert unit.gradient is not None
+            (name,) = unit.names
+            given |= {name: unit.parameter, f"{name}_grad": unit.gradient}
+            given |= {f"{name}.{slot}": value for slot, value in unit.slots.items()}
+        made = self._graft(op, {**given, **scalars})
+        return [
+            [made[f"{name}.next"], *(made[f"{name}.{slot}.next"] for slot in unit.slots)]
+            for unit in units
+            for name in unit.names
+        ]
+
+    def _over_sequences(
+        self, op: Builder, units: Sequence[Unit], scalars: dict[str, ir.Value]
+    ) -> list[list[ir.Value]]:
+        lists = {"params": [unit.parameter for unit in units], "gradients": [unit.gradient for unit in units]}
+        lists |= {source: [unit.slots[slot] for unit in units] for slot, source in self.slots.items()}
+        given = {name: op.SequenceConstruct(*values) for name, values in lists.items()}
+        made = self._graft(op, {**given, **scalars})
+        sources = ["params", *self.slots.values()]
+        return [
+            [op.SequenceAt(made[f"updated_{source}"], np.int64(index)) for source in sources]
+            for index in range(len(units))
+        ]
+
+    def _decay(self, number: float) -> ir.Value:
+        return self._root.constant(np.asarray([number], np.float32), name="weight_decay")
+
+    def _graft(self, op: Builder, given: Values) -> dict[str, ir.Value]:
+        """Copy the optimizer's nodes to the end of a branch, reading `given`; its outputs by name."""
+        copy = self._optimizer.graph.clone()
+        for value in list(copy.inputs):
+            if value.name == "gradient_scale" and value.name not in given:
+                _drop_scaling(value)
+            elif value.uses():
+                ir.convenience.replace_all_uses_with(value, given[value.name or ""])
+        for value in list(copy.initializers.values()):
+            assert value.const_value is not None
+            constant = self._root.constant(value.const_value.numpy(), name=value.name or "constant")
+            ir.convenience.replace_all_uses_with(value, constant)
+        made = {value.name or "": value for value in copy.outputs}
+        copy.outputs.clear()
+        nodes = list(copy)
+        copy.remove(nodes)
+        for node in nodes:
+            node.name = op.namer(f"update/{node.op_type}")
+            for value in node.outputs:
+                # sizes are those of this parameter now
+                value.name, value.shape = op.namer(f"{node.name}.out"), None
+        op.graph.extend(nodes)
+        return made
+
+
+def _at_least_1d(op: Builder, value: ir.Value) -> ir.Value:
+    return op.Reshape(value, [1]) if value.shape is not None and value.shape.rank() == 0 else value
+
+
+def _drop_scaling(scale: ir.Value) -> None:
+    """Let what reads gradient·scale read the gradient: nothing limits it."""
+    for node, index in list(scale.uses()):
+        assert node.op_type == "Mul"
+        gradient = node.inputs[1 - index]
+        assert gradient is not None
+        ir.convenience.replace_all_uses_with(node.outputs[0], gradient)
