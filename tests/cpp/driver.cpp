@@ -1,7 +1,7 @@
 // Does with the C++ library what tests ask for on the command line; prints what it found, one number a line.
 //
 //   driver train FOLDER STATE BATCHES STEPS RATE [save=PATH] [export=PATH] [output=NAME] [weights=PATH] [eval]
-//                [linear=WARMUP,TOTAL] [skip] [seed=N] [property=NAME]
+//                [linear=WARMUP,TOTAL] [skip] [seed=N] [property=NAME] [modules=N]
 //   driver time FOLDER STATE BATCHES STEPS REPEATS THREADS
 //   driver load STATE...
 //   driver mistakes FOLDER STATE BATCHES
@@ -62,11 +62,9 @@ Ort::SessionOptions SessionOptions(int threads) {
   return options;
 }
 
-void Train(char** words, const Options& options) {
+void Train(char** words, const Options& options, onward::CheckpointState& state, int first) {
   const std::filesystem::path folder = words[2];
   Ort::Env env(ORT_LOGGING_LEVEL_ERROR, "driver");
-  auto state = onward::CheckpointState::Load(words[3]);
-  if (options.count("seed")) state.SetSeed(std::stoll(options.at("seed")));
   onward::Module module(env, SessionOptions(1), state, folder / "train_step.onnx", folder / "eval_model.onnx");
   onward::Optimizer optimizer(module);
   if (std::stod(words[6]) > 0) optimizer.SetLearningRate(std::stod(words[6]));
@@ -77,7 +75,7 @@ void Train(char** words, const Options& options) {
   }
   if (options.count("skip")) module.on_nonfinite = onward::OnNonFinite::kSkip;
   auto batches = ReadBatches(words[4], module.InputNames().size());
-  for (int step = 0; step < std::stoi(words[5]); ++step) {
+  for (int step = first; step < first + std::stoi(words[5]); ++step) {
     const auto& inputs = batches.at(static_cast<size_t>(step) % batches.size()).values;
     const auto results = module.TrainStep(inputs);
     std::printf("%.9g\n", static_cast<double>(*results[0].GetTensorData<float>()));
@@ -184,6 +182,14 @@ void Mistakes(char** words) {
   Expect("no eval model", [&] { module.EvalStep(good); });
   Expect("no outputs", [&] { module.ExportModelForInferencing(folder / "new.onnx", {}); });
   Expect("no such output", [&] { module.ExportModelForInferencing(folder / "new.onnx", {"nothing"}); });
+  Expect("the model itself", [&] {
+    module.ExportModelForInferencing(folder / "inference_model.onnx", {"scores"});
+  });
+  Expect("another inference model", [&] {
+    auto other = onward::CheckpointState::Load(words[3]);
+    onward::Module(env, SessionOptions(1), other, folder / "train_step.onnx", {}, folder / "eval_model.onnx")
+        .ExportModelForInferencing(folder / "new.onnx", {"scores"});
+  });
   Expect("no such folder", [&] { state.Save(folder / "nowhere" / "state.bin"); });
   Expect("a folder", [&] { state.Save(folder); });
   Expect("a second module", [&] { onward::Module(env, SessionOptions(1), state, folder / "train_step.onnx"); });
@@ -205,7 +211,11 @@ int main(int count, char** words) {
   try {
     const std::string command = count > 1 ? words[1] : "";
     if (command == "train" && count >= 7) {
-      Train(words, ReadOptions(count, words, 7));
+      const auto options = ReadOptions(count, words, 7);
+      auto state = onward::CheckpointState::Load(words[3]);
+      if (options.count("seed")) state.SetSeed(std::stoll(options.at("seed")));
+      const int modules = options.count("modules") ? std::stoi(options.at("modules")) : 1;
+      for (int i = 0; i < modules; ++i) Train(words, options, state, i * std::stoi(words[5]));
     } else if (command == "time" && count == 8) {
       Time(words);
     } else if (command == "load") {

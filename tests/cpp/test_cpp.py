@@ -196,6 +196,25 @@ def test_training_goes_on_in_the_other_language(driver: Path, tmp_path: Path) ->
     np.testing.assert_allclose(found, whole, rtol=1e-6, atol=1e-6)
 
 
+def test_a_state_goes_on_in_a_second_module(driver: Path, tmp_path: Path) -> None:
+    artifacts(tmp_path, classifier(dropout=0.3), CLASSIFIER)
+    file = write_batches(tmp_path / "batches", samples(9))
+    words = ["train", tmp_path, tmp_path / "state.bin", file]
+    whole = numbers(run(driver, *words, 9, 0.01, "seed=7"))
+    assert numbers(run(driver, *words, 3, 0.01, "seed=7", "modules=3")) == whole
+    assert numbers(run(driver, *words, 9, 0.01, "seed=8")) != whole
+
+
+def test_a_link_is_followed_when_saving(driver: Path, tmp_path: Path) -> None:
+    artifacts(tmp_path, classifier(), CLASSIFIER)
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "link.bin").symlink_to(tmp_path / "elsewhere" / "real.bin")
+    file = write_batches(tmp_path / "batches", samples(1))
+    run(driver, "train", tmp_path, tmp_path / "state.bin", file, 1, 0.01, f"save={tmp_path / 'link.bin'}")
+    assert (tmp_path / "link.bin").is_symlink()
+    assert from_portable(tmp_path / "elsewhere" / "real.bin").optimizer[0].step == 1
+
+
 def test_the_schedule_is_python_s_and_goes_on(driver: Path, tmp_path: Path) -> None:
     artifacts(tmp_path, classifier(), CLASSIFIER)
     batches = list(samples(10))
@@ -270,6 +289,8 @@ MISTAKES = {
     "no eval model": "Eval model was not provided.",
     "no outputs": "Expected a non empty vector of graph output names",
     "no such output": "graph nothing could not be found",
+    "the model itself": "is what exports are made from: choose another name",
+    "another inference model": "is the inference model of another state",
     "no such folder": "not committed, the old one is kept: No such file or directory",
     "a folder": "not committed, the old one is kept: it is a folder",
     "a second module": "belongs to another Module",

@@ -429,16 +429,20 @@ inline File Open(const std::filesystem::path& path, bool writing) {
 inline std::string Reason() { return errno ? std::strerror(errno) : "it failed"; }
 
 /// Write a file as a whole or not at all: beside the target, flushed to the disk, then renamed.
-inline void ReplaceFile(const std::filesystem::path& path, const std::function<void(std::FILE*)>& write,
+inline void ReplaceFile(const std::filesystem::path& given, const std::function<void(std::FILE*)>& write,
                         const std::function<void(const std::filesystem::path&)>& check = {}) {
   namespace fs = std::filesystem;
+  std::error_code ignored;
+  fs::path path = given;
+  // what a link leads to is replaced, not the link
+  for (int links = 0; links < 40 && fs::is_symlink(path, ignored); ++links)
+    path = path.parent_path() / fs::read_symlink(path, ignored);
   std::random_device random;
   std::ostringstream suffix;
   suffix << std::hex << random() << random() << ".onward-tmp";
   const fs::path temporary =
       path.parent_path() / fs::path("." + path.filename().string() + "." + suffix.str());
   const std::string refused = "not committed, the old one is kept: ";
-  std::error_code ignored;
   if (fs::is_directory(path, ignored)) throw CheckpointError(path, refused + "it is a folder");
   errno = 0;
   File file = Open(temporary, true);
@@ -826,9 +830,13 @@ class Module {
     step_.Open(env, options_, train_step, "training");
     ReadStep(train_step);
     inference_path_ = inference_model ? *inference_model : Sibling(train_step);
-    state.memory_[1] = detail::Allocate(state.layout_.end - state.layout_.changing);
-    std::memcpy(state.memory_[1].get(), state.memory_[0].get() + state.layout_.changing,
-                static_cast<size_t>(state.layout_.end - state.layout_.changing));
+    const uint64_t changing = state.layout_.end - state.layout_.changing;
+    if (state.current_ == 1) {  // an earlier module left it there
+      std::memcpy(state.memory_[0].get() + state.layout_.changing, state.memory_[1].get(), changing);
+      state.current_ = 0;
+    }
+    if (!state.memory_[1]) state.memory_[1] = detail::Allocate(changing);
+    std::memcpy(state.memory_[1].get(), state.memory_[0].get() + state.layout_.changing, changing);
     BindState();
     state.taken_ = true;
   }
@@ -886,6 +894,9 @@ class Module {
                                  const std::vector<std::string>& graph_output_names) const {
     if (graph_output_names.empty())
       throw ModelError("Expected a non empty vector of graph output names: a list with at least one name.");
+    std::error_code ignored;
+    if (std::filesystem::equivalent(path, inference_path_, ignored))
+      throw ModelError("'" + path.string() + "' is what exports are made from: choose another name");
     const std::string model = Embed(detail::ReadFile(inference_path_), graph_output_names);
     detail::ReplaceFile(
         path, [&](std::FILE* file) { detail::WriteAll(file, model.data(), model.size(), path); },
@@ -1268,9 +1279,15 @@ class Module {
   }
 
   std::string Embed(const std::string& model, const std::vector<std::string>& outputs) const {
-    // ModelProto.graph is 7; GraphProto: initializer 5, output 12, value_info 13
-    std::string made;
-    for (const auto& field : Fields(model)) {
+    // ModelProto: graph 7, metadata_props 14; GraphProto: initializer 5, output 12
+    std::string made, digest;
+    const auto fields = Fields(model);
+    for (const auto& field : fields)
+      if (field.number() == 14 && Name(field.body, 1) == "onward.state_digest") digest = Name(field.body, 2);
+    if (digest != detail::Hex(state_->memory_[0].get() + 32, detail::kDigest))
+      throw ModelError("'" + inference_path_.string() + "' is the inference model of another state: do they belong "
+                       "together?");
+    for (const auto& field : fields) {
       if (field.number() != 7) {
         made += field.whole;
         continue;
