@@ -161,7 +161,7 @@ def build(name: str) -> nn.Module:
     return MODELS[name][0]().train()
 
 
-def prepare(name: str, folder: Path) -> None:
+def prepare(name: str, folder: Path, precision: str = "fp32") -> None:
     """Export the model and generate its artifacts."""
     from onward import onnxblock
     from onward.artifacts import LossType, generate_artifacts
@@ -177,6 +177,7 @@ def prepare(name: str, folder: Path) -> None:
     generate_artifacts(
         folder / "forward.onnx", requires_grad=trained, frozen_params=frozen, loss=LossType.CrossEntropyLoss,
         optimizer=onnxblock.optim.AdamW(eps=EPSILON, weight_decay=0.0), artifact_directory=folder,
+        precision=precision,
     )  # fmt: skip
 
 

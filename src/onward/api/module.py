@@ -20,6 +20,7 @@ from onward.api.inputs import check_labels, prepare
 from onward.api.state import CheckpointState
 from onward.checkpoint import CheckpointData, NominalTensor
 from onward.errors import DeviceMemoryError, ModelError, NonFiniteError, OnwardError
+from onward.graph.passes.specialize import FIRST_SCALE
 from onward.runtime.devices import DeviceLike, find_device
 from onward.runtime.environment import environment, warn_if_changed
 from onward.runtime.memory import HostTensor, ModelMemory, onnx_type
@@ -36,12 +37,16 @@ _PATIENCE = 10
 
 @dataclasses.dataclass
 class RunState:
-    """Where a run is: what the seed of the next step follows from, and what was wrong since the last update."""
+    """Where a run is: what the seed of the next step follows from, and what was wrong since the last update.
+
+    `scale_steps` counts the updates since the loss's scale changed, in float16.
+    """
 
     seed: int
     steps: int = 0
     skipped_in_a_row: int = 0
     invalid: str | None = None
+    scale_steps: int = 0
 
 
 class Module:
@@ -109,6 +114,7 @@ class Module:
             steps=int(extras.get("train_step", 0)),
             skipped_in_a_row=int(extras.get("skipped_in_a_row", 0)),
             invalid=str(extras["invalid"]) if extras.get("invalid") else None,
+            scale_steps=int(extras.get("scale_steps", 0)),
         )
         self._optimizer: Any = None
         self.attach()
@@ -306,6 +312,8 @@ class Module:
         """Move the state's parameters into the buffers that the sessions read."""
         plan, memory = self.plan, self.memory
         given = {**data.trainable, **data.frozen}
+        if plan.loss_scale is not None and isinstance(given.get(plan.loss_scale), NominalTensor | None):
+            given[plan.loss_scale] = np.full(1, FIRST_SCALE, np.float32)  # models in float32 have none
         missing = [name for name in plan.parameters if name not in given]
         if missing:
             raise OnwardError(
@@ -364,6 +372,8 @@ class Module:
             data.extras["skipped_in_a_row"] = run.skipped_in_a_row
         if run.invalid is not None:
             data.extras["invalid"] = run.invalid
+        if run.scale_steps:
+            data.extras["scale_steps"] = run.scale_steps
         if not self._reset:
             data.accumulation = self.memory.gradients.arrays()
         if self._optimizer is not None:

@@ -11,6 +11,7 @@ import numpy as np
 from onward.api.module import Module
 from onward.checkpoint import CheckpointData, OptimizerGroup
 from onward.errors import OnwardError
+from onward.runtime.memory import Tensor
 from onward.runtime.optimizers import Updater, make_updater, wanted_order
 from onward.runtime.sessions import ModelFile
 
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
     from onward.api.schedulers import LRScheduler
 
 __all__ = ["Optimizer"]
+
+# Updates after which the loss's scale is doubled, and where that ends.
+_PATIENCE, _LARGEST_SCALE = 2000, 2.0**24
 
 
 class Optimizer:
@@ -55,10 +59,17 @@ class Optimizer:
             raise OnwardError(
                 "The state is nominal: it has no parameter values. Please load the model parameters first."
             )
-        scale = self.gradient_scale
-        if self.clip_norm is not None or module.on_nonfinite != "ignore":
+        loss_scale = module.plan.loss_scale and module.memory[module.plan.loss_scale]
+        scale = self.gradient_scale / (loss_scale.read().item() if loss_scale else 1.0)
+        if self.clip_norm is not None or module.on_nonfinite != "ignore" or loss_scale:
             norm = self._norm() * scale
             self.gradient_norm = norm
+            if (
+                loss_scale
+                and module.run_state.invalid is None
+                and not self._adapt(loss_scale, math.isfinite(norm))
+            ):
+                return False
             if module.on_nonfinite != "ignore":
                 invalid = module.run_state.invalid
                 if invalid is None and not math.isfinite(norm):
@@ -91,6 +102,23 @@ class Optimizer:
     def get_learning_rate(self) -> float:
         """The learning rate of the next step."""
         return self._updater.learning_rate
+
+    def _adapt(self, loss_scale: Tensor, fits: bool) -> bool:
+        """Lower the loss's scale where gradients ran out of float16; double it when none did for a long time.
+
+        False where this update is to be skipped for it. At a scale of one, the gradients themselves are not finite.
+        """
+        run, scale = self._module.run_state, loss_scale.read().item()
+        if not fits and scale > 1:
+            loss_scale.write(np.full(1, scale / 2, np.float32))
+            run.scale_steps = 0
+            self._module.lazy_reset_grad()
+            return False
+        run.scale_steps += 1
+        if fits and run.scale_steps >= _PATIENCE:
+            loss_scale.write(np.full(1, min(2 * scale, _LARGEST_SCALE), np.float32))
+            run.scale_steps = 0
+        return True
 
     def _norm(self) -> float:
         """‖g‖ over all gradients; ranks that share the work add up theirs."""

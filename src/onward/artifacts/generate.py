@@ -36,6 +36,7 @@ from onward.graph.load import ModelSource, load_model
 from onward.graph.passes.head import HEAD
 from onward.graph.passes.inference_mode import freeze_statistics
 from onward.graph.passes.lora import LoRA, add_adapters
+from onward.graph.passes.precision import PRECISIONS, Precision
 from onward.graph.prune import find_value, values_of
 from onward.losses import LossFunction, target_inputs
 from onward.optim import rules
@@ -153,6 +154,7 @@ def generate_artifacts(
     recompute: Recompute = None,
     portable: bool = False,
     batch_norm: BatchNorm = None,
+    precision: Precision = "fp32",
     metadata: Mapping[str, str] | None = None,
 ) -> None:
     """Write `training_model.onnx`, `eval_model.onnx`, `optimizer_model.onnx` and `checkpoint`.
@@ -166,9 +168,11 @@ def generate_artifacts(
     low-rank adapters of the targeted weights train, and what `requires_grad` names besides; the rest stays as it
     is. The files are in the model's own opset where that has all it takes, else in 21; `opset` asks for one.
     `recompute` trades time for memory: True, a share of the memory of activations to keep (0.5), bytes ("500MB"),
-    or scopes whose inner values are computed again ("encoder.layer.*"). `loss=None` means that the model's first
-    output is the loss. `portable` adds what programs in other languages train with: `train_step.onnx`, `state.bin`,
-    `inference_model.onnx` and its weights (docs/portable.md). All files are written, or none; the directory
+    or scopes whose inner values are computed again ("encoder.layer.*"). `precision` "fp16" or "bf16" lets products
+    of matrices and convolutions run in 16 bits (docs/gpu.md); parameters, and the eval model, stay float32.
+    `loss=None` means that the model's first output is the loss. `portable` adds what programs in other languages
+    train with: `train_step.onnx`, `state.bin`, `inference_model.onnx` and its weights (docs/portable.md). All
+    files are written, or none; the directory
     is made where it is missing.
 
     >>> import tempfile, onnx.parser
@@ -195,6 +199,7 @@ def generate_artifacts(
         recompute=recompute,
         portable=portable,
         batch_norm=batch_norm,
+        precision=precision,
         metadata=metadata,
     )
     models = {"training_model": made.training, "eval_model": made.evaluation}
@@ -238,9 +243,11 @@ def build_artifacts(
     recompute: Recompute = None,
     portable: bool = False,
     batch_norm: BatchNorm = None,
+    precision: Precision = "fp32",
     metadata: Mapping[str, str] | None = None,
 ) -> Artifacts:
     """Build the artifacts of a forward model in memory; arguments as for `generate_artifacts`."""
+    _check_precision(precision, portable=portable)
     add_loss = _chosen_loss(loss)
     rule = _chosen_optimizer(optimizer)
     if additional_output_names is not None and not isinstance(additional_output_names, list):
@@ -267,8 +274,9 @@ def build_artifacts(
     trainable, frozen = choice.trainable, choice.frozen
     extra = [*more, *(additional_output_names or [])]
     graphs = build_training_graphs(
-        prepared, loss_name, trainable=trainable, frozen=frozen, outputs=extra, recompute=recompute
-    )
+        prepared, loss_name, trainable=trainable, frozen=frozen, outputs=extra,
+        recompute=recompute, precision=precision,
+    )  # fmt: skip
     optimizer_made = None
     if rule is not None:
         groups = _resolve_groups(parameter_groups, list(graphs.trainable))
@@ -303,6 +311,16 @@ def _loss_name(loss: Loss) -> str:
     if isinstance(loss, LossType):
         return next(name for name, kind in LOSSES.items() if kind is loss)
     return "the model's first output" if loss is None else type(loss).__name__
+
+
+def _check_precision(precision: str, *, portable: bool) -> None:
+    if precision not in PRECISIONS:
+        raise ValueError(f"precision is {precision!r}: it is one of {', '.join(PRECISIONS)}")
+    if portable and precision != "fp32":
+        raise ModelError(
+            f"portable=True takes precision='fp32' only, not '{precision}': the programs that run the portable step "
+            "do not adapt the scale of the loss"
+        )
 
 
 def _set_batch_norm(model: ir.Model, wanted: BatchNorm) -> list[str]:

@@ -22,10 +22,11 @@ from onward.errors import ModelError
 from onward.graph.cleanup import finish
 from onward.graph.passes.gelu import fuse_gelu
 from onward.graph.passes.inference_mode import to_inference
+from onward.graph.passes.precision import Precision, lower_precision
 from onward.graph.passes.randomness import SEED_INPUT, make_random_explicit
 from onward.graph.passes.running_stats import make_statistics_explicit
 from onward.graph.passes.schedule import schedule_gradients_early
-from onward.graph.passes.specialize import BUFFER, OUT, RESET
+from onward.graph.passes.specialize import BUFFER, FIRST_SCALE, LOSS_SCALE, OUT, RESET
 from onward.graph.prune import find_value, values_of
 
 __all__ = ["RESET", "TrainingGraphs", "build_training_graphs", "producer"]
@@ -49,6 +50,7 @@ def build_training_graphs(
     frozen: Sequence[str] = (),
     outputs: Sequence[str] = (),
     recompute: Recompute = None,
+    precision: Precision = "fp32",
 ) -> TrainingGraphs:
     """Differentiate `loss` with respect to the trainables; takes over `model`, which must be in the dialect."""
     graph = model.graph
@@ -65,7 +67,10 @@ def build_training_graphs(
     _turn_into_inputs(evaluation.graph, order)
     wanted = [name for name in order if name in trained]
     wanted += [value.name or "" for value in graph.inputs if value.name in trained]  # gradients of inputs
-    _build_step(model, loss, wanted, order, recompute)
+    scale = _build_step(model, loss, wanted, order, recompute, precision)
+    if scale is not None:  # state that checkpoints keep, like what is frozen
+        tensors[scale] = ir.tensor(np.full(1, FIRST_SCALE, np.float32), name=scale)
+        order, frozen = [*order, scale], [*frozen, scale]
     about = {
         "onward.version": producer()[1],
         "onward.loss": loss,
@@ -110,8 +115,14 @@ def producer() -> tuple[str, str]:
 
 
 def _build_step(
-    model: ir.Model, loss: str, wanted: Sequence[str], order: Sequence[str], recompute: Recompute
-) -> None:
+    model: ir.Model,
+    loss: str,
+    wanted: Sequence[str],
+    order: Sequence[str],
+    recompute: Recompute,
+    precision: Precision,
+) -> str | None:
+    """Turn the forward model into the step; the name of the loss's scale, where it has one."""
     graph = model.graph
     seed = make_random_explicit(model)
     fuse_gelu(model)
@@ -120,12 +131,16 @@ def _build_step(
     statistics = make_statistics_explicit(op)
     known = values_of(graph)
     sources = [known[name] for name in wanted]
-    one = op.constant(np.ones(op.static_shape(target) or (), op.dtype(target).numpy()), name="one")
     forward = list(graph)
-    gradients = add_gradients(op, {target: one}, sources) if sources else {}
-    if seed is not None:
-        graph.inputs.remove(seed)
+    scale = op.input(LOSS_SCALE, ir.DataType.FLOAT, [1]) if precision == "fp16" and sources else None
+    start = _start(op, target, scale)
+    gradients = add_gradients(op, {target: start}, sources) if sources else {}
+    for value in (seed, scale):
+        if value is not None:
+            graph.inputs.remove(value)
     _turn_into_inputs(graph, order)
+    if scale is not None:
+        graph.inputs.append(scale)
     buffers = [op.input(f"{value.name}{BUFFER}", value.dtype, value.shape) for value in gradients]
     reset = op.input(RESET, ir.DataType.BOOL, [1])
     if seed is not None:
@@ -142,6 +157,21 @@ def _build_step(
         )
     model.metadata_props["onward.statistics"] = json.dumps([s.current.name for s in statistics])
     model.metadata_props["onward.random"] = json.dumps(SEED_INPUT if seed is not None else None)
+    lower_precision(model, order, precision)
+    model.metadata_props["onward.precision"] = precision
+    if scale is None:
+        return None
+    model.metadata_props["onward.loss_scale"] = scale.name or ""
+    return scale.name
+
+
+def _start(op: DifferentiableBuilder, loss: ir.Value, scale: ir.Value | None) -> ir.Value:
+    """The gradient of the loss itself: one, or the scale by which all gradients are multiplied."""
+    shape, kind = op.static_shape(loss) or (), op.dtype(loss)
+    if scale is None:
+        return op.constant(np.ones(shape, kind.numpy()), name="one")
+    start: ir.Value = op.Reshape(scale, np.array(shape, np.int64))
+    return start if kind == ir.DataType.FLOAT else op.Cast(start, to=kind)
 
 
 def _name_output(op: DifferentiableBuilder, value: ir.Value, name: str, like: ir.Value) -> None:

@@ -11,6 +11,7 @@ __all__ = [
     "LossChoice",
     "MetricChoice",
     "OptimizerChoice",
+    "PrecisionChoice",
     "QuantizeChoice",
     "ScheduleChoice",
     "loss_of",
@@ -50,6 +51,14 @@ class BatchNormChoice(enum.StrEnum):
 
     TRAIN = "train"
     FROZEN = "frozen"
+
+
+class PrecisionChoice(enum.StrEnum):
+    """What matrix products and convolutions compute in."""
+
+    FP32 = "fp32"
+    FP16 = "fp16"
+    BF16 = "bf16"
 
 
 class ScheduleChoice(enum.StrEnum):

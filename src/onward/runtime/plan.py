@@ -22,6 +22,7 @@ class Plan:
 
     `labels` are (index of the input, number of classes, label that is ignored or None). `same` are pairs of
     axes that must agree, each (input, axis, labels, axis): too few labels would be evaluated silently.
+    `loss_scale` is the parameter by which gradients come multiplied, where the model is in float16.
     """
 
     inputs: list[str]
@@ -35,6 +36,7 @@ class Plan:
     dtypes: dict[str, np.dtype]
     labels: list[tuple[int, int, int | None]]
     same: list[tuple[int, int, int, int]] = dataclasses.field(default_factory=list)
+    loss_scale: str | None = None
 
 
 def read_plan(model: onnx.ModelProto, path: str) -> Plan:
@@ -76,6 +78,7 @@ def read_plan(model: onnx.ModelProto, path: str) -> Plan:
         dtypes=dtypes,
         labels=labels,
         same=_shared_axes(model, inputs, [index for index, _, _ in labels]),
+        loss_scale=about.get("onward.loss_scale"),
     )
 
 

@@ -113,13 +113,29 @@ def make_session(
             source, chosen, providers=providers, disabled_optimizers=unwanted_fusions(providers)
         )
     except Exception as error:
-        raise ModelError(f"onnxruntime cannot load the {what}: {error}") from error
+        raise ModelError(
+            f"onnxruntime cannot load the {what}: {error}{_advice(model, device, error)}"
+        ) from error
     if session.get_providers()[0] != device.provider:
         raise DeviceError(
             f"onnxruntime would run the {what} on {session.get_providers()[0]} and not on device='{device}': "
             "see what it printed above, and `onward doctor`"
         )
     return session
+
+
+def _advice(model: onnx.ModelProto | bytes | str, device: Device, error: Exception) -> str:
+    """What to do where a provider lacks the kernels of a precision."""
+    if "NOT_IMPLEMENTED" not in str(error) or not isinstance(model, onnx.ModelProto):
+        return ""
+    precision = {entry.key: entry.value for entry in model.metadata_props}.get("onward.precision", "fp32")
+    if precision == "fp32":
+        return ""
+    other = "precision='fp16' or 'fp32'" if precision == "bf16" else "precision='fp32'"
+    return (
+        f". The model is in {precision}, for which {device.provider} lacks this operator: train on a device that has "
+        f"it (device='cuda'), or make the artifacts again with {other}"
+    )
 
 
 def unwanted_fusions(providers: Sequence[Any]) -> list[str]:

@@ -8,7 +8,14 @@ from typing import Annotated, Any, cast
 import typer
 
 from onward.cli.advice import advice
-from onward.cli.choices import BatchNormChoice, LossChoice, OptimizerChoice, loss_of, optimizer_of
+from onward.cli.choices import (
+    BatchNormChoice,
+    LossChoice,
+    OptimizerChoice,
+    PrecisionChoice,
+    loss_of,
+    optimizer_of,
+)
 from onward.cli.command import CommandError, Output, command, examples, human_size
 from onward.cli.model_file import read_model
 from onward.cli.output_paths import Overwrite, folder_target, plain_prefix, refuse_strangers
@@ -101,6 +108,10 @@ def artifacts(
     nominal: Annotated[
         bool, typer.Option("--nominal", help="Write a checkpoint without values too.")
     ] = False,
+    precision: Annotated[
+        PrecisionChoice,
+        typer.Option(help="Run matrix products and convolutions in 16 bits; weights stay float32."),
+    ] = PrecisionChoice.FP32,
     portable: Annotated[
         bool, typer.Option("--portable", help="Write a step, a state and a model for other languages too.")
     ] = False,
@@ -152,6 +163,7 @@ def artifacts(
             nominal_checkpoint=nominal,
             loss_input_names=loss_input or None,
             portable=portable,
+            precision=cast("Any", str(precision)),
             **options,
         )
         _keep_tokenizer(model, directory)

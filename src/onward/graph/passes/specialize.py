@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import onnx
 
-__all__ = ["BUFFER", "OUT", "RESET", "specialize_reset"]
+__all__ = ["BUFFER", "FIRST_SCALE", "LOSS_SCALE", "OUT", "RESET", "specialize_reset"]
 
 # What follows a parameter's name: the gradients so far, and those after the step; and whether to forget the former.
 BUFFER = "_grad.accumulation.buffer"
 OUT = "_grad.accumulation.out"
 RESET = "lazy_reset_grad"
+# What the gradients of a model in float16 are multiplied by on their way, and where that begins.
+LOSS_SCALE, FIRST_SCALE = "loss_scale", 65536.0
 
 
 def specialize_reset(model: onnx.ModelProto, *, reset: bool, keep_shapes: bool = False) -> onnx.ModelProto:

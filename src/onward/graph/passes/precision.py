@@ -1,0 +1,195 @@
+"""Mixed precision: products of matrices and convolutions in float16 or bfloat16, the rest as it was.
+
+A pass over a finished training graph, forward and backward alike. Parameters stay float32, and so do
+normalisations, softmax, losses, sums and every operator that is not named here. What moves or adds up numbers
+follows what it reads. Casts are inserted where a type changes; outputs keep theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Literal
+
+import numpy as np
+import onnx_ir as ir
+
+from onward.graph.builder import Builder
+from onward.graph.nodes import subgraphs_of
+
+__all__ = ["PRECISIONS", "Precision", "lower_precision"]
+
+Precision = Literal["fp32", "fp16", "bf16"]
+PRECISIONS: dict[str, ir.DataType] = {
+    "fp32": ir.DataType.FLOAT,
+    "fp16": ir.DataType.FLOAT16,
+    "bf16": ir.DataType.BFLOAT16,
+}
+
+_PRODUCTS = frozenset({"MatMul", "Gemm", "Conv", "ConvTranspose"})
+# Numbers go elsewhere and stay what they are.
+_MOVES = frozenset(
+    {"Expand", "Flatten", "Gather", "Identity", "Reshape", "Slice", "Squeeze", "Transpose", "Unsqueeze", "Concat",
+     "Split"}
+)  # fmt: skip
+# One rounding each: as exact as the numbers that they read.
+_FOLLOWS = _MOVES | {"Add", "Div", "Mul", "Neg", "Relu", "Sub", "Where"}
+_FLOAT = ir.DataType.FLOAT
+# beyond this, a float16 is infinite
+_LARGEST = 65504.0
+
+
+def lower_precision(model: ir.Model, parameters: Collection[str], precision: Precision) -> None:
+    """Let the products of a training graph run in fewer bits; `parameters` are inputs that it trains or keeps."""
+    kind = PRECISIONS[precision]
+    if kind != _FLOAT:
+        _Lowering(model, parameters, kind).run()
+
+
+class _Lowering:
+    """The graph while casts are inserted: which values are in fewer bits, and what they were cast to already."""
+
+    def __init__(self, model: ir.Model, parameters: Collection[str], kind: ir.DataType) -> None:
+        self._graph, self._kind = model.graph, kind
+        self._op = Builder(model.graph)
+        self._op.scope = "precision"
+        self._weights = {value for value in model.graph.inputs if value.name in parameters}
+        self._weights |= set(model.graph.initializers.values())
+        self._nodes = list(model.graph)
+        self._products = self._find_products()
+        self._wanted = self._find_wanted()
+        self._neutral: set[ir.Value] = set()
+        self._low: set[ir.Value] = set()
+        self._casts: dict[tuple[ir.Value, ir.DataType], ir.Value] = {}
+
+    def run(self) -> None:
+        """Visit every node in order: its inputs are settled when it comes."""
+        for node in self._nodes:
+            if self._is_lowered(node):
+                self._lower(node)
+            else:
+                self._raise(node)
+        self._raise_outputs()
+
+    # ---- which nodes -----------------------------------------------------------------------------
+
+    def _find_products(self) -> set[ir.Node]:
+        """Products of what the model computes from data and weights.
+
+        Not those of positions and frequencies, which need every bit, and not sums that are written as products.
+        """
+        data = {v for v in self._weights if v.dtype == _FLOAT and (v.shape is None or v.shape.rank() > 1)}
+        data |= {v for v in self._graph.inputs if v.dtype == _FLOAT and v not in self._weights}
+        found = set()
+        for node in self._nodes:
+            given = [value for value in node.inputs if value is not None and value.dtype == _FLOAT]
+            if any(value in data for value in given) or subgraphs_of(node):
+                data.update(node.outputs)
+            if node.op_type in _PRODUCTS and not node.domain and all(value in data for value in given[:2]):
+                found.add(node)
+        return found
+
+    def _find_wanted(self) -> set[ir.Node]:
+        """Nodes that move numbers to products and nowhere else: a cast before them serves them all."""
+        wanted: set[ir.Node] = set()
+        for node in reversed(self._nodes):
+            if node.op_type not in _MOVES or node.domain:
+                continue
+            uses = [use.node for value in node.outputs for use in value.uses()]
+            outward = any(value.is_graph_output() for value in node.outputs)
+            if uses and not outward and all(user in self._products or user in wanted for user in uses):
+                wanted.add(node)
+        return wanted
+
+    def _is_lowered(self, node: ir.Node) -> bool:
+        numbers = self._numbers(node)
+        if not numbers or node.domain:
+            return False
+        if node in self._products or node in self._wanted:
+            return True
+        if node.op_type not in _FOLLOWS and not self._is_sum(node):
+            return False
+        if self._is_neutral(node):
+            self._neutral.update(node.outputs)
+            return False
+        deciding = [v for v in numbers if v not in self._weights and v not in self._neutral]
+        if not deciding or any(value not in self._low for value in deciding):
+            return False
+        return not any(self._overflows(value) for value in numbers)
+
+    def _is_sum(self, node: ir.Node) -> bool:
+        """Ones times a matrix: the product adds up in float32, and rounds once."""
+        first = node.inputs[0] if node.op_type == "MatMul" else None
+        made = None if first is None else first.producer()
+        return made is not None and made.op_type == "ConstantOfShape"
+
+    def _is_neutral(self, node: ir.Node) -> bool:
+        """Whether it gives a mask: zeros and one other number, of which casts lose nothing that matters."""
+        numbers = self._numbers(node)
+        if node.op_type == "Where":
+            return all(
+                v in self._weights and v.const_value is not None and v.const_value.size == 1 for v in numbers
+            )
+        return node.op_type in _MOVES and all(value in self._neutral for value in numbers)
+
+    def _overflows(self, value: ir.Value) -> bool:
+        """Whether a constant has finite numbers that float16 does not have, such as those that mask scores."""
+        if self._kind != ir.DataType.FLOAT16 or value.const_value is None or value.is_graph_input():
+            return False
+        numbers = np.abs(value.const_value.numpy())
+        return bool(np.any(np.isfinite(numbers) & (numbers > _LARGEST)))
+
+    def _numbers(self, node: ir.Node) -> list[ir.Value]:
+        """The inputs of a node that are floats, or were before this pass."""
+        return [v for v in node.inputs if v is not None and (v.dtype == _FLOAT or v in self._low)]
+
+    # ---- casts -----------------------------------------------------------------------------------
+
+    def _lower(self, node: ir.Node) -> None:
+        for index, value in enumerate(node.inputs):
+            if value is not None and value.dtype == _FLOAT:
+                node.replace_input_with(index, self._cast(value, self._kind, node))
+        for value in node.outputs:
+            if value.dtype == _FLOAT:
+                value.type = ir.TensorType(self._kind)
+                self._low.add(value)
+
+    def _raise(self, node: ir.Node) -> None:
+        for index, value in enumerate(node.inputs):
+            if value is not None and value in self._low:
+                node.replace_input_with(index, self._cast(value, _FLOAT, node))
+        for body in subgraphs_of(node):
+            for inner in ir.traversal.RecursiveGraphIterator(body):
+                for index, value in enumerate(inner.inputs):
+                    if value is not None and value in self._low:
+                        inner.replace_input_with(index, self._cast(value, _FLOAT, node))
+        if _is_mask(node):
+            self._neutral.update(node.outputs)
+
+    def _cast(self, value: ir.Value, kind: ir.DataType, before: ir.Node | None) -> ir.Value:
+        """The value in another type, cast once for all that read it so."""
+        key = (value, kind)
+        if key not in self._casts:
+            made = value.producer()
+            self._op.before = before
+            if kind == self._kind and value.const_value is not None and not value.is_graph_input():
+                self._casts[key] = self._op.constant(value.const_value.numpy().astype(kind.numpy()))
+            else:
+                source = (
+                    made.inputs[0] if made is not None and kind == self._kind and _is_mask(made) else value
+                )
+                self._casts[key] = self._op.Cast(source, to=kind)
+        return self._casts[key]
+
+    def _raise_outputs(self) -> None:
+        for index, value in enumerate(self._graph.outputs):
+            if value not in self._low:
+                continue
+            raised = self._cast(value, _FLOAT, None)
+            raised.shape = value.shape
+            raised.name, value.name = value.name, self._op.namer(f"{value.name}.low")
+            self._graph.outputs[index] = raised
+
+
+def _is_mask(node: ir.Node) -> bool:
+    """Whether it makes numbers of truth values."""
+    return node.op_type == "Cast" and node.inputs[0] is not None and node.inputs[0].dtype == ir.DataType.BOOL
