@@ -230,6 +230,26 @@ def test_integer_inputs_large_tables_and_scalars(rule: Any, tmp_path: Path) -> N
     compare(tmp_path, ((rng.integers(0, 8200, 9), rng.integers(0, 3, 9)) for _ in itertools.count()), steps=4)
 
 
+def test_the_gradient_of_a_table_is_looked_at_too(tmp_path: Path) -> None:
+    model = with_weights(
+        """net (int64[n] ids, float[n, 64] x) => (float[n, 64] y) {
+            row = Gather (table, ids)  y = Mul (row, x) }""",
+        table=(8200, 64),
+    )
+    artifacts(tmp_path, model, requires_grad=["table"], loss=LossType.MSELoss)
+    assert "ScatterElements" in {node.op_type for node in onnx.load(tmp_path / "train_step.onnx").graph.node}
+    loop = Loop(tmp_path)
+    ids, x, target = np.arange(3), np.ones((3, 64), np.float32), np.zeros((3, 64), np.float32)
+    before = loop.bytes()
+    x[1, 2] = 1e19  # the loss is finite; a gradient beyond 1e30 counts as an overflow
+    assert np.isfinite(loop(ids, x, target)[0]) and loop.bytes() == before
+    x[1, 2] = np.inf
+    assert not np.isfinite(loop(ids, x, target)[0]) and loop.bytes() == before
+    x[1, 2] = 1.0
+    loop(ids, x, target)
+    assert loop.bytes() != before
+
+
 def test_a_large_parameter_of_any_size(tmp_path: Path) -> None:
     """A prime number of elements has no even pieces."""
     model = with_weights("net (float[n, 1] x) => (float[n, 524309] y) { y = MatMul (x, w) }", w=(1, 524309))

@@ -281,7 +281,7 @@ def _judge(
     if not gradients:
         return good, None
     if limit is None:
-        parts = [op.ReduceL1(value, keepdims=0) for value in gradients]
+        parts = [op.ReduceL1(_summands(op, value), keepdims=0) for value in gradients]
         total = parts[0] if len(parts) == 1 else op.Sum(*parts)
         return op.And(good, op.Less(total, _OVERFLOW)), None
     total = _squared_norm(op, gradients)
@@ -289,6 +289,23 @@ def _judge(
     scale = op.Min(op.Div(limit, op.Add(norm, 1e-6)), 1.0)
     scale = op.Reshape(op.Cast(scale, to=ir.DataType.FLOAT), [1])
     return op.And(good, op.Less(norm, _OVERFLOW)), scale
+
+
+def _summands(op: Builder, gradient: ir.Value) -> ir.Value:
+    """The rows that were added to zeros, where a gradient is a table of these: finite if and only if it is."""
+    node = gradient.producer()
+    if node is not None and node.op_type == "Reshape" and node.inputs[0] is not None:
+        node = node.inputs[0].producer()
+    if (
+        node is None
+        or node.op_type != "ScatterElements"
+        or node.attributes.get_string("reduction", "") != "add"
+    ):
+        return gradient
+    zeros, rows = node.inputs[0], node.inputs[2]
+    made = None if zeros is None else zeros.producer()
+    zero = op.const_value(made.inputs[0]) if made is not None and made.op_type == "Expand" else None
+    return gradient if rows is None or zero is None or zero.any() else rows
 
 
 def _as_float(op: Builder, value: ir.Value) -> ir.Value:

@@ -62,14 +62,18 @@ class InlineOptimizer:
         }
 
     def together(self, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[list[str]]:
-        """The parameters by those that are updated together: small ones with the same settings."""
+        """The parameters by those that are updated together, small ones with the same settings; these come first.
+
+        What is computed of the learning rate for them is there, then, for the bodies of Scan after them.
+        """
         small: dict[int | None, list[str]] = {}
+        large: list[list[str]] = []
         for name, shape in shapes.items():
             if self.elementwise and 0 < prod(shape) < _SMALL:
                 small.setdefault(self._groups.get(name), []).append(name)
             else:
-                yield [name]
-        yield from small.values()
+                large.append([name])
+        yield from [*small.values(), *large]
 
     def slot_shape(self, slot: str, unit: Unit) -> tuple[int, ...]:
         """The shape of a unit's state."""
