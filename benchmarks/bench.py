@@ -21,6 +21,7 @@ from suite import (
     checkpoints,
     costs,
     generation,
+    graphs,
     inference,
     limit,
     memory,
@@ -35,7 +36,7 @@ from suite.settings import CACHE, ENGINES, HERE, MODELS, Settings
 
 SECTIONS = [
     module.SECTION
-    for module in (steps, limit, profile, start, memory, inference, generation, checkpoints, costs)
+    for module in (steps, limit, profile, start, memory, inference, generation, graphs, checkpoints, costs)
 ]
 
 

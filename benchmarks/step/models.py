@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-__all__ = ["MODELS", "Workload", "sized_encoder", "workload"]
+__all__ = ["MODELS", "NETWORKS", "Workload", "sized_encoder", "workload"]
 
 Made = tuple[nn.Module, tuple[torch.Tensor, ...], torch.Tensor]
 
@@ -87,6 +87,37 @@ def _mobilenet() -> Made:
         nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(256, 10),
     )  # fmt: skip
     return net, (torch.randn(16, 3, 56, 56),), torch.randint(0, 10, (16,))
+
+
+def _resnet18() -> Made:
+    """ResNet-18's layers, a quarter as wide, on small images: what counts here is the graph."""
+    widths = (16, 32, 64, 128)
+    blocks = [
+        Residual(before if half == 0 else width, width, 2 if half == 0 and width > 16 else 1)
+        for before, width in zip((16, *widths), widths)
+        for half in range(2)
+    ]
+    net = nn.Sequential(
+        nn.Conv2d(3, 16, 7, 2, 3, bias=False), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(3, 2, 1), *blocks,
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(128, 10),
+    )  # fmt: skip
+    return net, (torch.randn(2, 3, 64, 64),), torch.randint(0, 10, (2,))
+
+
+def _video() -> Made:
+    """Three-dimensional convolutions with batch norms and residuals, as in networks for video."""
+
+    def layer(inside: int, outside: int, stride: int) -> list[nn.Module]:
+        return [nn.Conv3d(inside, outside, 3, stride, 1, bias=False), nn.BatchNorm3d(outside), nn.ReLU()]
+
+    widths = (16, 16, 16, 32, 32, 64, 64, 128, 128)
+    layers = [
+        part
+        for before, width in zip((3, *widths), widths)
+        for part in layer(before, width, 1 if before == width else 2)
+    ]
+    net = nn.Sequential(*layers, nn.AdaptiveAvgPool3d(1), nn.Flatten(), nn.Linear(128, 10))
+    return net, (torch.randn(2, 3, 8, 32, 32),), torch.randint(0, 10, (2,))
 
 
 class Encoder(nn.Module):
@@ -179,6 +210,11 @@ MODELS: dict[str, Workload] = {
         Workload("lstm", _lstm, {"x": {0: "batch", 1: "sequence"}}),
     )
 }
+# Networks whose graphs are counted and not timed.
+NETWORKS: dict[str, Workload] = {
+    "resnet18": Workload("resnet18", _resnet18, _IMAGES),
+    "video": Workload("video", _video, _IMAGES),
+}
 
 
 def sized_encoder(layers: int, batch: int) -> str:
@@ -188,7 +224,7 @@ def sized_encoder(layers: int, batch: int) -> str:
 
 def workload(name: str) -> Workload:
     """A model by its name."""
-    if name in MODELS:
-        return MODELS[name]
+    if name in MODELS or name in NETWORKS:
+        return {**MODELS, **NETWORKS}[name]
     layers, batch = (int(number) for number in re.fullmatch(r"encoder-(\d+)-layers-(\d+)x64", name).groups())
     return Workload(name, _encoder(batch, 64, layers), {"input_ids": _TOKENS, "attention_mask": _TOKENS})
