@@ -1,14 +1,18 @@
 """LoRA: train a few low-rank numbers beside a frozen model, quantized or not.
 
 `apply_lora` adds the adapters to any model, `generate_artifacts(…, lora=LoRA(…))` trains them, `extract_lora`
-and `load_lora` move them between states, `merge_lora` adds them to the weights of an exported model.
+and `load_lora` move them between states, `save_peft` and `load_peft` write and read peft's format, `merge_lora`
+adds them to the weights of an exported model.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import onnx
@@ -21,9 +25,23 @@ from onward.graph.dialect.normalize import normalize
 from onward.graph.load import ModelSource, load_model
 from onward.graph.passes.lora import LoRA, add_adapters, merge_adapters
 
-__all__ = ["LoRA", "apply_lora", "extract_lora", "load_lora", "merge_lora", "save_lora"]
+__all__ = [
+    "LoRA",
+    "apply_lora",
+    "extract_lora",
+    "load_lora",
+    "load_peft",
+    "merge_lora",
+    "save_lora",
+    "save_peft",
+]
 
 _ADAPTER = (".lora_a", ".lora_b")
+# peft names an adapter after its module, Onward after the weight that it stands beside
+_CONFIG, _TENSORS = "adapter_config.json", "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+_MODULE = re.compile(r"(\.weight)?(\.transposed)?(_quantized|_Q\d+\w*|_as_\dbit)*$")
+_PARTS = {"lora_A": ".lora_a", "lora_B": ".lora_b"}
 
 
 class _State(Protocol):
@@ -109,3 +127,74 @@ def load_lora(state: _State | CheckpointData, source: CheckpointData | str | os.
         else:
             state._assign(name, value)
     return list(adapters.trainable)
+
+
+def save_peft(
+    adapters: Mapping[str, np.ndarray], lora: LoRA, folder: str | os.PathLike[str], *, base: str = ""
+) -> Path:
+    """Write adapters as peft's `PeftModel.from_pretrained` reads them; returns the folder."""
+    from safetensors.numpy import save_file
+
+    tensors, modules = {}, set()
+    for name, value in adapters.items():
+        label, _, part = name.rpartition(".")
+        module = _MODULE.sub("", label)
+        modules.add(module)
+        tensors[f"{_PREFIX}{module}.{'lora_A' if part == 'lora_a' else 'lora_B'}.weight"] = (
+            np.ascontiguousarray(value)
+        )
+    settings = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": lora.dropout,
+        "target_modules": sorted(modules),
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+    }
+    target = Path(folder)
+    target.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, target / _TENSORS)
+    (target / _CONFIG).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    return target
+
+
+def load_peft(folder: str | os.PathLike[str], weights: Sequence[str]) -> tuple[LoRA, dict[str, np.ndarray]]:
+    """The settings and values of adapters that peft wrote, under the names of a model's `weights`.
+
+    All modules must be among the weights: adapters of another base are an error that names the first missing.
+    """
+    from safetensors.numpy import load_file
+
+    path = Path(folder)
+    for name in (_CONFIG, _TENSORS):
+        if not (path / name).is_file():
+            raise OnwardError(f"'{path}': no {name}; peft's save_pretrained writes both")
+    try:
+        settings: dict[str, Any] = json.loads((path / _CONFIG).read_text(encoding="utf-8"))
+        rank, alpha = int(settings["r"]), float(settings["lora_alpha"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise OnwardError(f"'{path / _CONFIG}': no LoRA settings of peft ({error})") from error
+    unsupported = [
+        name for name in ("use_dora", "use_rslora", "rank_pattern", "alpha_pattern") if settings.get(name)
+    ]
+    if unsupported:
+        raise OnwardError(f"'{path / _CONFIG}': {', '.join(unsupported)} has no form here; plain LoRA only")
+    labels = {_MODULE.sub("", label): label for label in weights}
+    values: dict[str, np.ndarray] = {}
+    for key, value in load_file(path / _TENSORS).items():
+        module, _, rest = key.removeprefix(_PREFIX).partition(".lora_")
+        part = _PARTS.get(f"lora_{rest.partition('.')[0]}")
+        if part is None:
+            raise OnwardError(f"'{path}': '{key}' is no adapter of LoRA")
+        if module not in labels:
+            raise OnwardError(
+                f"'{path}': adapters of '{module}', which this base does not have: is it another base's?"
+            )
+        label = re.sub(r"(_quantized|_as_\dbit|_(DQ_)?[Qq]\d+\w*)+$", "", labels[module])
+        values[f"{label}{part}"] = np.asarray(value, np.float32)
+    targets = sorted({name.rpartition(".")[0] for name in values})
+    return LoRA(rank=rank, alpha=alpha, dropout=0.0, targets=targets), values

@@ -1,0 +1,381 @@
+"""Fine-tune a language model with LoRA, from a folder that generates text to another that does.
+
+The base is the inference model itself, with its key-value cache: trained without past tokens, and deployed with
+them. It is never changed, and what is quantized stays so. Needs neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from onward.artifacts import Artifacts, build_artifacts
+from onward.artifacts.names import OptimType
+from onward.data.conversations import Batches, Example, encode_lines, pack, read_lines
+from onward.errors import DataError, ModelError
+from onward.export.huggingface.folder import CARD, MODEL, read_card, staged, write_card
+from onward.graph.builder import Builder
+from onward.graph.cleanup import remove_unused
+from onward.graph.dialect.normalize import normalize
+from onward.graph.load import load_model
+from onward.graph.passes.lora import LoRA, add_adapters, merge_adapters
+from onward.graph.save import write_model
+from onward.lora import load_peft, save_peft
+from onward.losses.next_token import next_token_loss, without_surrogate
+from onward.pipeline.chat import read_template
+from onward.train.history import History
+from onward.train.trainer import Trainer
+
+__all__ = ["LanguageModel", "finetune_language_model", "load_adapters", "open_language_model", "without_past"]
+
+_PAST = "past_key_values."
+_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "c_attn", "query_key_value", "qkv_proj", "query", "value")
+
+
+@dataclasses.dataclass(frozen=True)
+class LanguageModel:
+    """A base and what was trained beside it."""
+
+    folder: Path
+    card: Mapping[str, Any]
+    lora: LoRA
+    adapters: Mapping[str, np.ndarray]
+    history: History
+    metrics: Mapping[str, float]
+
+    def export(
+        self, folder: str | os.PathLike[str], *, quantize: bool | str = False, merge: bool = True
+    ) -> Path:
+        """Write a folder for `onward.load`: the base with its adapters, added to the weights where these are float.
+
+        >>> result.export("assistant", quantize="int4")  # doctest: +SKIP
+        """
+        from onward.export.quantize.quantizer import quantize as quantize_model
+        from onward.export.quantize.quantizer import scheme_name
+
+        scheme = scheme_name(quantize)
+        target = Path(folder)
+        if target.resolve() == self.folder.resolve():
+            raise ModelError(
+                f"'{target}' is the base's own folder: choose another, so that the base stays as it is"
+            )
+        model = normalize(load_model(_model_file(self.folder)))
+        named = add_adapters(model, self.lora)
+        if set(named) != set(self.adapters):
+            raise ModelError(f"'{self.folder}' is not the base that these adapters were trained beside")
+        for name, value in self.adapters.items():
+            _set(model.graph.initializers[name], value)
+        model = merge_adapters(model) if merge else remove_unused(model)
+        with staged(target, single=False) as stage:
+            write_model(model, stage / MODEL)
+            if scheme is not None:
+                large = (stage / MODEL).rename(stage / f"float-{MODEL}")
+                quantize_model(large, scheme, output=stage / MODEL)
+                large.unlink()
+            for path in _companions(self.folder):
+                shutil.copyfile(path, stage / path.name)
+            write_card({**self.card, "quantize": scheme or self.card.get("quantize"), "parity": None}, stage)
+        return target
+
+    def save_adapters(self, folder: str | os.PathLike[str]) -> Path:
+        """Write the adapters alone, in peft's format: `adapter_config.json` and `adapter_model.safetensors`."""
+        return save_peft(
+            self.adapters, self.lora, folder, base=str(self.card.get("base") or self.folder.name)
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Base:
+    folder: Path
+    card: Mapping[str, Any]
+    model: ir.Model
+    inputs: list[str]
+    tokenizer: Any
+    vocabulary: int
+
+
+def open_language_model(folder: str | os.PathLike[str]) -> Mapping[str, Any]:
+    """The card of a folder that can be fine-tuned as a language model, or an error that says what it lacks."""
+    path = Path(folder)
+    if not path.is_dir():
+        raise ModelError(f"'{path}': no such folder")
+    card = read_card(path) if (path / CARD).is_file() else _card_of_strangers(path)
+    if card["task"] != "text-generation":
+        raise ModelError(f"'{path}': its task is {card['task']!r}, and language models are 'text-generation'")
+    _model_file(path)
+    if not (path / "tokenizer.json").is_file():
+        raise ModelError(f"'{path}': no tokenizer.json beside the model")
+    return card
+
+
+def _card_of_strangers(folder: Path) -> dict[str, Any]:
+    """A card for a folder that others exported, from its `config.json` and `generation_config.json`."""
+    settings: dict[str, Any] = {}
+    for name in ("config.json", "generation_config.json"):
+        path = folder / name
+        if path.is_file():
+            try:
+                settings |= json.loads(path.read_text(encoding="utf-8"))
+            except ValueError as error:
+                raise ModelError(f"'{path}': not valid JSON ({error})") from error
+    if not settings:
+        raise ModelError(
+            f"'{folder}': neither {CARD} nor config.json; export with from_transformers(…, output=folder)"
+        )
+    if not any(
+        str(name).endswith(("ForCausalLM", "LMHeadModel")) for name in settings.get("architectures") or ()
+    ):
+        raise ModelError(
+            f"'{folder}': config.json names {settings.get('architectures')}, which is no language model"
+        )
+    ends = settings.get("eos_token_id")
+    pad = settings.get("pad_token_id")
+    first = ends if isinstance(ends, int) else next(iter(ends or ()), 0)
+    model = load_model(_model_file(folder))
+    return {
+        "format": 1,
+        "task": "text-generation",
+        "answer": "generate",
+        "inputs": {value.name: {} for value in model.graph.inputs},
+        "outputs": {value.name: {} for value in model.graph.outputs},
+        "tokenizer": {
+            "pad_id": pad if isinstance(pad, int) else first,
+            "padding_side": "left",
+            "max_length": settings.get("max_position_embeddings") or settings.get("n_positions"),
+        },
+        "generation": {"eos_ids": [ends] if isinstance(ends, int) else list(ends or ())},
+    }
+
+
+def _model_file(folder: Path) -> Path:
+    for name in (MODEL, f"onnx/{MODEL}"):
+        if (folder / name).is_file():
+            return folder / name
+    raise ModelError(f"'{folder}': no {MODEL}")
+
+
+def _companions(folder: Path) -> list[Path]:
+    """The tokenizer's files and templates."""
+    return [
+        path
+        for path in sorted(folder.iterdir())
+        if path.is_file() and path.suffix in (".json", ".jinja", ".txt", ".model") and path.name != CARD
+    ]
+
+
+def finetune_language_model(
+    folder: str | os.PathLike[str],
+    data: str | os.PathLike[str] | Sequence[Mapping[str, Any]],
+    *,
+    lora: LoRA | None = None,
+    eval_data: str | os.PathLike[str] | Sequence[Mapping[str, Any]] | None = None,
+    hold_out: float = 0.0,
+    epochs: int = 1,
+    batch_size: int = 1,
+    max_length: int = 512,
+    packing: bool = False,
+    accumulation: int = 1,
+    learning_rate: float = 2e-4,
+    schedule: Any = "linear",
+    warmup: float = 0.03,
+    clip_norm: float = 1.0,
+    slices: int = 8,
+    recompute: Any = None,
+    output_directory: str | os.PathLike[str] | None = None,
+    seed: int = 0,
+    progress: bool = True,
+    callbacks: Sequence[Any] = (),
+) -> LanguageModel:
+    """Train LoRA adapters beside a language model's weights on conversations, prompts with answers, or texts.
+
+    `folder` is what `from_transformers(…, "text-generation", folder)` wrote, or a ready-made export with
+    `tokenizer.json` and `config.json` beside it; its weights may be float32, int8 or 4-bit, and stay so. `data` is
+    a JSON lines file: `{"messages": […]}`, `{"prompt", "completion"}` or `{"text"}`. The loss counts what the model
+    is to say: the assistant's turns and the completions. `packing` puts short examples behind one another.
+    `slices` is in how many parts the vocabulary's scores are computed.
+
+    >>> result = finetune_language_model("smollm", "chat.jsonl", epochs=2)  # doctest: +SKIP
+    >>> result.export("assistant", quantize="int8")  # doctest: +SKIP
+    """
+    base = _open(Path(folder))
+    chosen = lora or LoRA(rank=8, alpha=16.0, targets=_default_targets(base.model))
+    made = _artifacts(base, chosen, slices=slices, recompute=recompute)
+    options = {"max_length": _longest(base, max_length)}
+    examples = _examples(base, data, **options)
+    held = _examples(base, eval_data, **options) if eval_data is not None else []
+    if not held and hold_out:
+        count = max(1, round(hold_out * len(examples)))
+        order = np.random.default_rng(seed).permutation(len(examples))
+        held = [examples[index] for index in order[:count]]
+        examples = [examples[index] for index in order[count:]]
+        if not examples:
+            raise DataError(f"hold_out={hold_out} leaves nothing of {count} lines to train on")
+    if packing:
+        examples = pack(examples, options["max_length"])
+    pad = int(base.card["tokenizer"]["pad_id"])
+    trainer = Trainer(
+        made, learning_rate=learning_rate, schedule=schedule, warmup=warmup, accumulation=accumulation,
+        clip_norm=clip_norm, seed=seed, progress=progress, output_directory=output_directory, callbacks=callbacks,
+    )  # fmt: skip
+    batches = Batches(examples, batch_size, pad=pad, inputs=base.inputs, seed=seed)
+    evaluation = Batches(held, batch_size, pad=pad, inputs=base.inputs, shuffle=False) if held else None
+    history = trainer.fit(batches, evaluation, epochs=epochs)
+    metrics = {}
+    if evaluation is not None:
+        loss = float(trainer.evaluate(evaluation)["loss"])
+        metrics = {"loss": loss, "perplexity": math.exp(min(loss, 80.0))}
+    data_now = trainer.state.to_data()
+    adapters = {name: np.asarray(value) for name, value in data_now.trainable.items()}
+    return LanguageModel(base.folder, base.card, chosen, adapters, history, metrics)
+
+
+def _open(folder: Path) -> _Base:
+    card = open_language_model(folder)
+    try:
+        from tokenizers import Tokenizer
+    except ImportError as error:
+        raise ModelError("text needs the tokenizers package: pip install 'onward[text]'") from error
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    model = without_past(normalize(load_model(_model_file(folder))))
+    names = [value.name or "" for value in model.graph.inputs]
+    known = ("input_ids", "attention_mask", "position_ids")
+    strange = [name for name in names if name not in known]
+    if strange or "input_ids" not in names:
+        raise ModelError(
+            f"'{folder}': the model also takes {', '.join(strange)}, which training cannot give it"
+        )
+    logits = next((value for value in model.graph.outputs if value.name == "logits"), None)
+    if logits is None or logits.shape is None or not isinstance(logits.shape[-1], int):
+        raise ModelError(f"'{folder}': the model has no output 'logits' over a known vocabulary")
+    return _Base(folder, card, model, names, tokenizer, int(logits.shape[-1]))
+
+
+def without_past(model: ir.Model) -> ir.Model:
+    """A decoder that begins with its first token, in place: no keys and values come in or go out."""
+    graph = model.graph
+    op = Builder(graph)
+    first = next(iter(graph), None)
+    op.before = first
+    ids = next((value for value in graph.inputs if value.name == "input_ids"), None)
+    if ids is None:
+        raise ModelError("the model takes no input_ids")
+    batch = op.dim(ids, 0)
+    for value in [value for value in graph.inputs if (value.name or "").startswith(_PAST)]:
+        assert value.shape is not None
+        heads, size = value.shape[1], value.shape[3]
+        if not isinstance(heads, int) or not isinstance(size, int) or value.dtype is None:
+            raise ModelError(f"the cache '{value.name}' has an unknown number or size of heads")
+        nothing = op.constant(np.zeros((1, heads, 0, size), value.dtype.numpy()), name="no_past")
+        shape = op.Concat(batch, np.asarray([heads, 0, size], np.int64), axis=0)
+        ir.convenience.replace_all_uses_with(value, op.Expand(nothing, shape))
+        graph.inputs.remove(value)
+    kept = [value for value in graph.outputs if value.name == "logits"]
+    graph.outputs.clear()
+    graph.outputs.extend(kept)
+    for node in list(graph):
+        _drop_empty(node)
+    return remove_unused(model)
+
+
+def _drop_empty(node: ir.Node) -> None:
+    """Concatenation with the empty cache is what is left of it."""
+    if node.op_type != "Concat" or len(node.inputs) != 2:
+        return
+    old, new = node.inputs
+    if old is None or new is None or old.shape is None or old.shape.rank() != 4:
+        return
+    made = old.producer()
+    if made is not None and made.op_type == "Expand" and old.shape[2] == 0:
+        ir.convenience.replace_all_uses_with(node.outputs[0], new)
+
+
+def _default_targets(model: ir.Model) -> list[str]:
+    """Patterns for the projections of attention, or every product but the output layer where none has their names."""
+    names = [node.name or "" for node in model.graph] + list(model.graph.initializers)
+    found = [f"*{target}*" for target in _TARGETS if any(target in name for name in names)]
+    return found or ["*"]
+
+
+def _artifacts(base: _Base, lora: LoRA, *, slices: int, recompute: Any) -> Artifacts:
+    model = base.model
+    adapters = add_adapters(model, lora)
+    graph = model.graph
+    logits = graph.outputs[0]
+    if logits.producer() is not None and "onward.lora" in (logits.producer() or graph[0]).metadata_props:
+        raise ModelError("LoRA beside the output layer has no loss in slices: leave it out of the targets")
+    dims = None if logits.shape is None else list(logits.shape)
+    labels = ir.Value(
+        name="labels",
+        type=ir.TensorType(ir.DataType.INT64),
+        shape=ir.Shape([None, None] if dims is None else dims[:2]),
+    )
+    graph.inputs.append(labels)
+    op = Builder(graph)
+    op.scope = "loss"
+    loss = next_token_loss(op, logits, labels, slices=slices)
+    graph.outputs.clear()
+    graph.outputs.append(loss)
+    remove_unused(model)
+    made = build_artifacts(model, requires_grad=adapters, optimizer=OptimType.AdamW, recompute=recompute)
+    without_surrogate(made.evaluation)
+    remove_unused(made.evaluation)
+    return made
+
+
+def _longest(base: _Base, asked: int) -> int:
+    if asked < 2:
+        raise ValueError(f"max_length is {asked}: it must be 2 or more")
+    limit = base.card["tokenizer"].get("max_length")
+    return min(asked, limit) if limit else asked
+
+
+def _examples(base: _Base, data: Any, *, max_length: int) -> list[Example]:
+    where = "data"
+    if isinstance(data, (str, os.PathLike)):
+        where = f"'{os.fspath(data)}'"
+        lines = read_lines(Path(data))
+    else:
+        lines = list(data)
+    render = None
+    if any("messages" in line for line in lines):
+        try:
+            render = read_template(base.folder).render
+        except ModelError as error:
+            raise DataError(str(error)) from error
+    ends = base.card["generation"].get("eos_ids") or [None]
+    return encode_lines(
+        lines,
+        base.tokenizer,
+        render,
+        end=ends[0],
+        max_length=max_length,
+        vocabulary=base.vocabulary,
+        where=where,
+    )
+
+
+def _set(value: ir.Value, array: np.ndarray) -> None:
+    value.const_value = ir.tensor(np.ascontiguousarray(array), name=value.name)
+
+
+def load_adapters(folder: str | os.PathLike[str], adapters: str | os.PathLike[str]) -> LanguageModel:
+    """Adapters in peft's format beside the base in `folder`; `export` then writes both as one.
+
+    >>> load_adapters("smollm", "adapters").export("assistant")  # doctest: +SKIP
+    """
+    path = Path(folder)
+    card = open_language_model(path)
+    model = normalize(load_model(_model_file(path)))
+    lora, values = load_peft(adapters, list(model.graph.initializers))
+    return LanguageModel(path, card, lora, values, History(), {})

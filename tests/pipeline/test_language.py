@@ -1,0 +1,306 @@
+"""Language models: LoRA beside a base that stays as it is, the loss in slices, and a folder that answers."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+
+from export.huggingface_types import tiny_of
+from onward.data.conversations import IGNORED, Batches, Example, encode_lines, pack
+from onward.errors import DataError, ModelError, OnwardError
+from onward.export import from_transformers
+from onward.lora import LoRA
+from onward.pipeline.chat import read_template
+from onward.pipeline.language import _artifacts, _open, finetune_language_model, load_adapters
+from onward.pipeline.load import load
+from onward.train.trainer import Trainer
+
+LINES = [
+    {"prompt": "where does the path end", "completion": " at a bridge"},
+    {"prompt": "hello there", "completion": " friend"},
+    {"text": "the ferry leaves at noon"},
+    {"prompt": "prices rose by", "completion": " March economists had said"},
+]
+TEMPLATE = (
+    "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} </s> {% endfor %}"
+    "{% if add_generation_prompt %}assistant {% endif %}"
+)
+LORA = LoRA(rank=4, alpha=8.0, targets=["*q_proj*", "*v_proj*"])
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, Any]:
+    folder = tmp_path_factory.mktemp("language") / "base"
+    model, tokenizer = tiny_of("llama", "text-generation")
+    tokenizer.chat_template = TEMPLATE
+    from_transformers((model, tokenizer), "text-generation", folder, opset=18)
+    return folder, model, tokenizer
+
+
+class Torch:
+    """The same adapters in torch, beside the same weights."""
+
+    def __init__(self, model: Any, adapters: dict[str, np.ndarray], lora: LoRA) -> None:
+        self.model, self.scale = model, lora.alpha / lora.rank
+        self.values = {name: torch.tensor(value, requires_grad=True) for name, value in adapters.items()}
+
+    def loss(self, batch: dict[str, np.ndarray]) -> torch.Tensor:
+        weights = dict(self.model.named_parameters())
+        for name in {name.rpartition(".")[0] for name in self.values}:
+            change = self.values[f"{name}.lora_b"] @ self.values[f"{name}.lora_a"]
+            plain = name.removesuffix(".transposed")
+            weights[plain] = weights[plain].detach() + self.scale * change
+        inputs = {name: torch.tensor(value) for name, value in batch.items()}
+        return torch.func.functional_call(self.model, weights, kwargs={**inputs, "use_cache": False}).loss
+
+
+def batches(folder: Path, lines: Any = LINES, size: int = 2) -> tuple[Any, Batches]:
+    opened = _open(folder)
+    examples = encode_lines(lines, opened.tokenizer, None, end=5, max_length=32, vocabulary=opened.vocabulary)
+    return opened, Batches(examples, size, pad=0, inputs=opened.inputs, shuffle=False)
+
+
+@pytest.mark.parametrize("slices", [1, 3, 8])
+def test_the_loss_in_slices_and_its_gradients_are_those_of_torch(base: Any, slices: int) -> None:
+    folder, model, _ = base
+    opened, data = batches(folder)
+    made = _artifacts(opened, LORA, slices=slices, recompute=None)
+    trainer = Trainer(made, progress=False)
+    start = {name: np.asarray(value) for name, value in trainer.state.to_data().trainable.items()}
+    random = np.random.default_rng(0)
+    start = {name: random.normal(0, 0.1, value.shape).astype(np.float32) for name, value in start.items()}
+    for name, value in start.items():
+        trainer.state.parameters[name].data = value
+    reference = Torch(model, start, LORA)
+    for batch in data:
+        expected = reference.loss(batch)
+        gradients = torch.autograd.grad(expected, list(reference.values.values()))
+        loss = trainer.module(*[batch[name] for name in [*opened.inputs, "labels"]])
+        assert float(np.asarray(loss)) == pytest.approx(float(expected.detach()), rel=1e-5)
+        for (name, _), gradient in zip(reference.values.items(), gradients):
+            found = trainer.state.parameters[name].grad
+            scale = float(gradient.abs().max())
+            np.testing.assert_allclose(found, gradient, atol=1e-4 * scale + 1e-8, err_msg=name)
+        trainer.module.lazy_reset_grad()
+
+
+def test_scores_never_exist_whole(base: Any) -> None:
+    opened, _ = batches(base[0])
+    words = opened.vocabulary
+    made = _artifacts(opened, LORA, slices=8, recompute=None)
+    for model in (made.training, made.evaluation):
+        widths = [
+            value.shape[-1]
+            for node in model.graph
+            for value in node.outputs
+            if node.op_type not in ("Transpose", "Identity", "Constant")
+            and value.shape
+            and len(value.shape) >= 2
+        ]
+        assert words not in widths
+    # what only the gradient needs is not in the evaluation model
+    products = [
+        sum(node.op_type in ("MatMul", "Gemm") for node in m.graph) for m in (made.training, made.evaluation)
+    ]
+    assert products[1] < products[0] / 2
+
+
+def test_fifty_steps_end_where_torch_ends(base: Any) -> None:
+    folder, model, _ = base
+    opened, data = batches(folder)
+    trainer = Trainer(_artifacts(opened, LORA, slices=4, recompute=None), learning_rate=1e-2, progress=False)
+    start = {name: np.array(value) for name, value in trainer.state.to_data().trainable.items()}
+    reference = Torch(model, start, LORA)
+    optimizer = torch.optim.AdamW(reference.values.values(), lr=1e-2, weight_decay=0.01)
+    losses = []
+    for _ in range(25):
+        for batch in data:
+            optimizer.zero_grad()
+            loss = reference.loss(batch)
+            loss.backward()
+            optimizer.step()
+            losses.append(float(loss.detach()))
+    history = trainer.fit(data, epochs=25)
+    found = [row["loss"] for row in history.steps]
+    assert len(found) == len(losses) == 50
+    assert losses[-1] < 0.7 * losses[0]
+    assert math.exp(found[-1]) == pytest.approx(math.exp(losses[-1]), rel=0.01)
+
+
+def test_a_trained_model_writes_with_its_cache_what_torch_writes(base: Any, tmp_path: Path) -> None:
+    folder, _, tokenizer = base
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    result = finetune_language_model(
+        folder, LINES, lora=LORA, epochs=20, batch_size=2, learning_rate=2e-2, hold_out=0.25, progress=False
+    )
+    assert result.metrics["perplexity"] == pytest.approx(math.exp(result.metrics["loss"]))
+    result.export(tmp_path / "merged")
+    result.export(tmp_path / "apart", merge=False)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    merged, _ = tiny_of("llama", "text-generation")
+    weights = dict(merged.named_parameters())
+    with torch.no_grad():
+        for name in {name.rpartition(".")[0] for name in result.adapters}:
+            change = result.adapters[f"{name}.lora_b"] @ result.adapters[f"{name}.lora_a"]
+            weights[name.removesuffix(".transposed")] += torch.tensor(LORA.alpha / LORA.rank * change)
+    for prompt in ("where does the path end", "hello there", "nobody expected"):
+        encoded = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
+        ids = merged.generate(**encoded, do_sample=False, max_new_tokens=8, pad_token_id=0)[0]
+        expected = tokenizer.decode(ids, skip_special_tokens=True)
+        for where in ("merged", "apart"):
+            assert load(tmp_path / where)(prompt, max_new_tokens=8, full_text=True) == expected
+    with pytest.raises(ModelError, match="the base's own folder"):
+        result.export(folder)
+
+
+def test_adapters_go_to_peft_and_come_back(base: Any, tmp_path: Path) -> None:
+    result = finetune_language_model(base[0], LINES, lora=LORA, epochs=1, batch_size=2, progress=False)
+    result.save_adapters(tmp_path / "adapters")
+    settings = json.loads((tmp_path / "adapters" / "adapter_config.json").read_text())
+    assert (settings["r"], settings["lora_alpha"], settings["peft_type"]) == (4, 8.0, "LORA")
+    assert "model.layers.0.self_attn.q_proj" in settings["target_modules"]
+    again = load_adapters(base[0], tmp_path / "adapters")
+    assert again.adapters.keys() == result.adapters.keys()
+    for name, value in result.adapters.items():
+        np.testing.assert_array_equal(again.adapters[name], value)
+    again.export(tmp_path / "one")
+    result.export(tmp_path / "two")
+    assert load(tmp_path / "one")("hello there") == load(tmp_path / "two")("hello there")
+    other, tokenizer = tiny_of("gpt2", "text-generation")
+    from_transformers((other, tokenizer), "text-generation", tmp_path / "other")
+    with pytest.raises(OnwardError, match="which this base does not have"):
+        load_adapters(tmp_path / "other", tmp_path / "adapters")
+
+
+@pytest.mark.parametrize("scheme", ["int8-weights", "int4"])
+def test_a_quantized_base_stays_quantized(base: Any, tmp_path: Path, scheme: str) -> None:
+    _, model, tokenizer = base
+    from_transformers((model, tokenizer), "text-generation", tmp_path / "small", quantize=scheme, opset=18)
+    result = finetune_language_model(
+        tmp_path / "small", LINES, lora=LORA, epochs=10, batch_size=2, learning_rate=1e-2, progress=False
+    )
+    first, last = result.history.steps[0]["loss"], result.history.steps[-1]["loss"]
+    assert last < first
+    result.export(tmp_path / "out")
+    exported = onnx.load(tmp_path / "out" / "model.onnx")
+    kinds = {onnx.TensorProto.DataType.Name(tensor.data_type) for tensor in exported.graph.initializer}
+    assert kinds & {"UINT8", "INT8", "UINT4", "INT4"}
+    assert isinstance(load(tmp_path / "out")("hello there"), str)
+
+
+def test_only_the_assistants_words_count(base: Any) -> None:
+    folder, _, tokenizer = base
+    opened = _open(folder)
+    messages = [
+        {"role": "user", "content": "where does the path end"},
+        {"role": "assistant", "content": "at a bridge"},
+        {"role": "user", "content": "why"},
+        {"role": "assistant", "content": "hello friend"},
+    ]
+    render = read_template(folder).render
+    for prompt in (True, False):
+        expected = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
+        assert render(messages, prompt=prompt) == expected
+    (example,) = encode_lines(
+        [{"messages": messages}], opened.tokenizer, render, end=5, max_length=64, vocabulary=opened.vocabulary
+    )
+    said = [token for token, label in zip(example.ids, example.labels) if label != IGNORED]
+    assert opened.tokenizer.decode(said, skip_special_tokens=False) == "at a bridge </s> hello friend </s>"
+    (plain,) = encode_lines(
+        LINES[:1], opened.tokenizer, None, end=5, max_length=64, vocabulary=opened.vocabulary
+    )
+    answer = [token for token, label in zip(plain.ids, plain.labels) if label != IGNORED]
+    assert opened.tokenizer.decode(answer) == "at a bridge" and answer[-1] == 5
+
+
+def test_examples_are_packed_and_batched_by_length() -> None:
+    examples = [Example([1] * n, [1] * n) for n in (5, 3, 9, 2, 4)]
+    packed = pack(examples, 10)
+    assert sorted(len(example.ids) for example in packed) == [5, 9, 9]
+    assert all(len(example.ids) <= 10 for example in packed)
+    assert sum(label != IGNORED for example in packed for label in example.labels) == 23 - len(examples)
+    data = Batches(examples, 2, pad=0, inputs=["input_ids", "attention_mask"], seed=1)
+    assert len(data) == 3
+    seen = [int(row.sum()) for batch in data for row in batch["attention_mask"]]
+    assert sorted(seen) == [2, 3, 4, 5, 9]
+    assert all(batch["input_ids"].shape[1] % 16 == 0 for batch in data)
+
+
+def test_a_conversation_is_answered_and_streamed(base: Any) -> None:
+    folder, _, tokenizer = base
+    answer = load(folder)
+    messages = [{"role": "user", "content": "where does the path end"}]
+    text = answer(messages, max_new_tokens=6)
+    prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert text == answer(prompt, max_new_tokens=6)
+    assert "".join(answer.stream(messages, max_new_tokens=6)) == text
+    word = text.split()[1]
+    assert answer(messages, max_new_tokens=6, stop=word) == text[: text.index(word)]
+    assert "".join(answer.stream(messages, max_new_tokens=6, stop=[word])) == text[: text.index(word)]
+
+
+QUESTION = [{"messages": [{"role": "user", "content": "why"}]}]
+
+
+def without(name: str, data: Any = LINES) -> Any:
+    return lambda folder: ((folder / name).unlink(), data)[1]
+
+
+def written(name: str, text: str) -> Any:
+    return lambda folder: (
+        (folder / name).write_text(text),
+        folder / name if name == "chat.jsonl" else LINES,
+    )[1]
+
+
+BAD: list[tuple[str, Any, type[Exception], str]] = [
+    ("no template", without("chat_template.jinja", QUESTION), DataError, "no chat template"),
+    (
+        "an unknown line",
+        lambda f: [{"question": "why"}],
+        DataError,
+        "line 1: has question; expected messages",
+    ),
+    ("nothing to learn", lambda f: QUESTION, DataError, "line 1: nothing to learn"),
+    ("broken JSON", written("chat.jsonl", '{"text": 1}\n{'), DataError, "line 2: not valid JSON"),
+    ("no file", lambda f: f / "missing.jsonl", DataError, "no such file"),
+    ("no tokenizer", without("tokenizer.json"), ModelError, "no tokenizer.json"),
+    ("no model", without("model.onnx"), ModelError, "no model.onnx"),
+    (
+        "a classifier",
+        written("onward.json", '{"format": 1, "task": "fill-mask"}'),
+        ModelError,
+        "is 'fill-mask'",
+    ),
+]
+
+
+@pytest.mark.parametrize(("spoil", "error", "message"), [b[1:] for b in BAD], ids=[b[0] for b in BAD])
+def test_bad_input_is_one_clear_error(
+    base: Any, tmp_path: Path, spoil: Any, error: Any, message: str
+) -> None:
+    folder = tmp_path / "folder"
+    shutil.copytree(base[0], folder)
+    data = spoil(folder)
+    with pytest.raises(error, match=message):
+        finetune_language_model(folder, data, lora=LORA, progress=False)
+
+
+def test_a_token_outside_the_vocabulary_is_named(base: Any) -> None:
+    opened = _open(base[0])
+    with pytest.raises(DataError, match=r"line 1: token .* is outside the model's vocabulary of 6"):
+        encode_lines(LINES[:1], opened.tokenizer, None, end=5, max_length=32, vocabulary=6)
+
+
+def test_a_template_cannot_run_code(tmp_path: Path) -> None:
+    (tmp_path / "chat_template.jinja").write_text("{{ ''.__class__.__mro__[1].__subclasses__() }}")
+    with pytest.raises(ModelError, match="refuses these messages"):
+        read_template(tmp_path).render([{"role": "user", "content": "why"}])
