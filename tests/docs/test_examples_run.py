@@ -5,6 +5,7 @@ A block that cannot run here says why in a comment above it: `<!-- not run: reas
 
 from __future__ import annotations
 
+import json
 import re
 import traceback
 from pathlib import Path
@@ -38,8 +39,33 @@ def stand_in_for_the_hub() -> None:
             part.save_pretrained(name)
 
 
+def stand_in_for_a_language_model() -> None:
+    """A small model that writes, with a chat template, and a conversation to learn from."""
+    from export.huggingface_types import tiny_of
+
+    model, tokenizer = tiny_of("llama", "text-generation")
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} </s> {% endfor %}"
+        "{% if add_generation_prompt %}assistant {% endif %}"
+    )
+    for part in (model, tokenizer):
+        part.save_pretrained("HuggingFaceTB/SmolLM2-135M-Instruct")
+    line = {"messages": [{"role": "user", "content": "why"}, {"role": "assistant", "content": "at noon"}]}
+    Path("chat.jsonl").write_text(json.dumps(line), encoding="utf-8")
+
+
+def stand_in_for_all_that_is_exported() -> None:
+    """What the page on exporting uses: encoders from the hub, and a folder that writes."""
+    from onward.export import from_transformers
+
+    stand_in_for_the_hub()
+    stand_in_for_a_language_model()
+    from_transformers("HuggingFaceTB/SmolLM2-135M-Instruct", "text-generation", "smollm")
+
+
 PREPARE = {
-    "exporting-from-hugging-face": stand_in_for_the_hub,
+    "language-models": stand_in_for_a_language_model,
+    "exporting-from-hugging-face": stand_in_for_all_that_is_exported,
     "fine-tuning-hugging-face": stand_in_for_the_hub,
 }
 

@@ -10,8 +10,8 @@ import pytest
 
 from export.huggingface_types import tiny_of
 from onward.export import from_transformers
+from onward.pipeline import load as load_any
 from onward.pipeline.generate import Decoder, Options, generate
-from onward.pipeline.load import load
 
 DECODERS = [
     "gpt2",
@@ -39,6 +39,11 @@ PROMPTS = [
     "this example is sport or politics",
     "a bridge",
 ]
+
+
+def load(folder: Path) -> Any:
+    """A folder's pipeline."""
+    return load_any(folder)
 
 
 def written(model: Any, tokenizer: Any, prompt: str, **options: Any) -> list[int]:

@@ -16,6 +16,7 @@ from onward.cli.commands import (
     doctor,
     evaluate,
     export,
+    finetune,
     gradcheck,
     inspect,
     lora,
@@ -59,7 +60,7 @@ def root(
 
 
 for _module in (
-    export, artifacts, check, train, evaluate, deploy, inspect, bench, gradcheck, convert, lora, distributed, web,
-    doctor,
+    export, artifacts, check, train, finetune, evaluate, deploy, inspect, bench, gradcheck, convert, lora, distributed,
+    web, doctor,
 ):  # fmt: skip
     _module.register(app)

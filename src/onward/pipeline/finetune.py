@@ -28,6 +28,7 @@ from onward.export.inference import InferenceExport, for_inference
 from onward.head import replace_head
 from onward.lora import LoRA
 from onward.pipeline.classifier import Classifier
+from onward.pipeline.language import finetune_language_model
 from onward.runtime.inference_model import inference_model, to_bytes
 from onward.train.callbacks import Callback
 from onward.train.history import History
@@ -110,7 +111,7 @@ def finetune(
     loss: str = "cross-entropy",
     optimizer: str = "adamw",
     epochs: int = 5,
-    batch_size: int = 32,
+    batch_size: int | None = None,
     learning_rate: float | Literal["auto"] | None = None,
     schedule: Schedule = "constant",
     batch_norm: Literal["train", "frozen"] | None = None,
@@ -147,7 +148,23 @@ def finetune(
     >>> result.metrics["accuracy"], result.predict("cat.jpg")  # doctest: +SKIP
     (0.97, {'label': 'cat', 'score': 0.99})
     >>> result.export("mine.onnx")  # doctest: +SKIP
+
+    The folder of a language model is trained with LoRA on JSON lines of conversations, prompts or texts instead, and
+    the result is a `LanguageModel`: see `onward.pipeline.language.finetune_language_model`.
     """
+    if isinstance(model, str | os.PathLike) and Path(model).is_dir():
+        if learning_rate == "auto":
+            raise ValueError(
+                "learning_rate='auto' is for classifiers; give a language model a number, such as 2e-4"
+            )
+        rate = 2e-4 if learning_rate is None else float(learning_rate)
+        language: Any = finetune_language_model(
+            model, data, eval_data=eval_data, hold_out=0.0 if eval_data is not None else hold_out, lora=lora,
+            epochs=epochs, batch_size=batch_size or 1, max_length=max_length or 512, schedule=schedule,
+            callbacks=callbacks, output_directory=output_directory, seed=seed, progress=progress,
+            learning_rate=rate,
+        )  # fmt: skip
+        return language
     kind = loss_type(loss)
     optimizer_type(optimizer)
     require_schedule(schedule)
@@ -198,7 +215,7 @@ def finetune(
         try:
             trainer.fit(
                 arrays, None if evaluation is None else _in_order(evaluation, order, target.name),
-                epochs=epochs, batch_size=batch_size, best_metric=best_metric, transform=transform,
+                epochs=epochs, batch_size=batch_size or 32, best_metric=best_metric, transform=transform,
             )  # fmt: skip
         except NonFiniteError as error:
             raise blame_data(error, whole) from error

@@ -201,13 +201,16 @@ def finetune_language_model(
     `tokenizer.json` and `config.json` beside it; its weights may be float32, int8 or 4-bit, and stay so. `data` is
     a JSON lines file: `{"messages": […]}`, `{"prompt", "completion"}` or `{"text"}`. The loss counts what the model
     is to say: the assistant's turns and the completions. `packing` puts short examples behind one another.
-    `slices` is in how many parts the vocabulary's scores are computed.
+    `slices` is in how many parts the vocabulary's scores are computed. Adapters are rank 8 beside the projections
+    of attention, unless `lora` says otherwise; its `targets="attention"` means the same ones.
 
     >>> result = finetune_language_model("smollm", "chat.jsonl", epochs=2)  # doctest: +SKIP
     >>> result.export("assistant", quantize="int8")  # doctest: +SKIP
     """
     base = _open(Path(folder))
-    chosen = lora or LoRA(rank=8, alpha=16.0, targets=_default_targets(base.model))
+    chosen = lora or LoRA(rank=8, alpha=16.0, targets="attention")
+    if chosen.targets == "attention":
+        chosen = dataclasses.replace(chosen, targets=_default_targets(base.model))
     made = _artifacts(base, chosen, slices=slices, recompute=recompute)
     options = {"max_length": _longest(base, max_length)}
     examples = _examples(base, data, **options)
@@ -256,9 +259,10 @@ def _open(folder: Path) -> _Base:
             f"'{folder}': the model also takes {', '.join(strange)}, which training cannot give it"
         )
     logits = next((value for value in model.graph.outputs if value.name == "logits"), None)
-    if logits is None or logits.shape is None or not isinstance(logits.shape[-1], int):
+    words = None if logits is None or logits.shape is None else logits.shape[-1]
+    if not isinstance(words, int):
         raise ModelError(f"'{folder}': the model has no output 'logits' over a known vocabulary")
-    return _Base(folder, card, model, names, tokenizer, int(logits.shape[-1]))
+    return _Base(folder, card, model, names, tokenizer, words)
 
 
 def without_past(model: ir.Model) -> ir.Model:

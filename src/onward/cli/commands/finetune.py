@@ -1,0 +1,119 @@
+"""`onward finetune`: a model that others have trained, and data of one's own, in one command."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from onward.cli.command import CommandError, Output, command, examples
+
+__all__ = ["register"]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command(
+        "finetune",
+        epilog=examples(
+            "onward finetune smollm --lora --data chat.jsonl --output assistant     # a language model's folder",
+            "onward finetune model.onnx --data pictures --output mine.onnx          # a classifier",
+        ),
+    )(finetune)
+
+
+@command
+def finetune(
+    output: Output,
+    model: Annotated[
+        Path,
+        typer.Argument(
+            help="A language model's folder (onward export), or an ONNX file.", show_default=False
+        ),
+    ],
+    data: Annotated[
+        Path,
+        typer.Option(
+            "--data",
+            "-d",
+            help="JSON lines of messages, prompts or texts; or a classifier's pictures or table.",
+            show_default=False,
+        ),
+    ],
+    target: Annotated[
+        Path, typer.Option("--output", "-o", help="Where to write the result.", show_default=False)
+    ],
+    lora: Annotated[
+        bool, typer.Option("--lora", help="Train low-rank adapters; the base stays as it is.")
+    ] = False,
+    rank: Annotated[int, typer.Option(min=1, help="The rank of the adapters.")] = 8,
+    alpha: Annotated[float, typer.Option(help="Their scale is alpha / rank.")] = 16.0,
+    targets: Annotated[
+        list[str] | None,
+        typer.Option("--target", "-t", metavar="NAME", help="Weights to adapt; patterns count."),
+    ] = None,
+    epochs: Annotated[int, typer.Option(min=1, help="How often to go through the data.")] = 1,
+    batch_size: Annotated[int, typer.Option(min=1, help="Examples per step.")] = 1,
+    accumulation: Annotated[int, typer.Option(min=1, help="Steps whose gradients make one update.")] = 1,
+    max_length: Annotated[int, typer.Option(min=2, help="Tokens of an example that are read.")] = 512,
+    packing: Annotated[
+        bool, typer.Option("--packing", help="Put short examples behind one another.")
+    ] = False,
+    learning_rate: Annotated[float | None, typer.Option("--lr", help="The learning rate.")] = None,
+    hold_out: Annotated[float, typer.Option(min=0.0, max=0.9, help="The share to evaluate on.")] = 0.0,
+    quantize: Annotated[str | None, typer.Option(help="int8, int8-weights, int4 or fp16.")] = None,
+    adapters: Annotated[
+        Path | None, typer.Option(help="Write the adapters there too, in peft's format.", show_default=False)
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of the order of the data and of the adapters.")] = 0,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")] = False,
+) -> None:
+    """Fine-tune a language model with LoRA, or a classifier on classes of your own."""
+    if target.exists() and not overwrite:
+        raise CommandError(f"'{target}' is there already", "--overwrite replaces it, --output names another")
+    if not model.is_dir():
+        _classifier(output, model, data, target, epochs, batch_size, learning_rate, hold_out, quantize, seed)
+        return
+    if not lora:
+        raise CommandError("a language model is trained with adapters here", "add --lora")
+    from onward.lora import LoRA
+    from onward.pipeline.language import finetune_language_model
+
+    chosen = LoRA(rank=rank, alpha=alpha, targets=targets or "attention", seed=seed)
+    result = finetune_language_model(
+        model, data, lora=chosen, epochs=epochs, batch_size=batch_size, accumulation=accumulation,
+        max_length=max_length, packing=packing, learning_rate=learning_rate or 2e-4, hold_out=hold_out, seed=seed,
+    )  # fmt: skip
+    with output.working("writing"):
+        result.export(target, quantize=quantize or False)
+        if adapters is not None:
+            result.save_adapters(adapters)
+    if result.metrics:
+        output.line(f"perplexity {result.metrics['perplexity']:.4g} on what was held out")
+    output.line(f"next: python -c \"import onward; print(onward.load('{target}')('…'))\"")
+    output.result({"path": target, "metrics": dict(result.metrics), "adapters": sorted(result.adapters)})
+
+
+def _classifier(
+    output: Output,
+    model: Path,
+    data: Path,
+    target: Path,
+    epochs: int,
+    batch_size: int,
+    learning_rate: float | None,
+    hold_out: float,
+    quantize: str | None,
+    seed: int,
+) -> None:
+    from onward.pipeline.finetune import finetune as finetune_classifier
+
+    result = finetune_classifier(
+        model, data, epochs=epochs, batch_size=max(batch_size, 1), learning_rate=learning_rate,
+        hold_out=hold_out or 0.2, seed=seed,
+    )  # fmt: skip
+    result.export(target, quantize=quantize)
+    for name, value in result.metrics.items():
+        output.line(f"{name} {value:.4g}")
+    output.result({"path": target, "metrics": dict(result.metrics)})

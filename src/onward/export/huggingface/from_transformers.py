@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from os import PathLike, fspath
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -133,6 +133,9 @@ def artifacts_from_transformers(
     source = load_source(
         model, task, pooling=pooling, normalize=normalize, labels=labels, max_length=max_length
     )
+    if loss is None and source.task.loss == "picture":
+        # Labels are pictures too, whose sizes would have to follow the input's: training has one size.
+        source = replace(source, task=replace(source.task, sizes="fixed"))
     with adapt(source, training=True) as traceable:
         card = describe(source, traceable.inputs, traceable.outputs, opset=opset)
         sample = _sample(traceable) if source.task.kind == "text" and source.tokenizer is not None else None

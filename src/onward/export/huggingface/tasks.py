@@ -19,7 +19,7 @@ Axes = Mapping[int, str]
 _ROW: Axes = {0: "batch"}
 _TOKENS: Axes = {0: "batch", 1: "sequence"}
 _FRAMES: Axes = {0: "batch", 1: "frames"}
-_PICTURE: Axes = {0: "batch", 2: "height", 3: "width"}
+_PICTURE: Axes = {0: "batch", 2: "output_height", 3: "output_width"}
 
 
 @dataclass(frozen=True)
