@@ -1,0 +1,108 @@
+"""The portable step against `Module` and `Optimizer`: processor time of a step on one thread, taken in turns.
+
+    python benchmarks/portable_step.py [MODEL...]
+
+Processor time, as wall time on a machine with other work says little; the fastest and the median of many steps.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+
+from onward.api import CheckpointState, Module, Optimizer
+from onward.artifacts import LossType, OptimType, generate_artifacts
+from onward.checkpoint.portable import read_layout
+
+sys.path.insert(0, str(Path(__file__).parent / "step"))
+from prepare import prepare
+
+CACHE = Path(__file__).parent / ".cache" / "step"
+
+
+def one_thread() -> ort.SessionOptions:
+    options = ort.SessionOptions()
+    options.intra_op_num_threads, options.log_severity_level, options.enable_mem_pattern = 1, 3, False
+    return options
+
+
+def portable(folder: Path, inputs: dict[str, np.ndarray]) -> Callable[[], object]:
+    """The step with two sets of state tensors that take turns, as the C++ library has them."""
+    layout, file = read_layout(folder / "state.bin"), np.fromfile(folder / "state.bin", np.uint8)
+    session = ort.InferenceSession(folder / "train_step.onnx", one_thread())
+    given = {**inputs, "learning_rate": np.full(1, 1e-4, np.float32)}
+    sets: list[dict[str, np.ndarray]] = [{}, {}]
+    for tensor, offset in zip(layout.tensors, layout.offsets):
+        for arrays in sets:
+            part = file[offset : offset + tensor.nbytes].copy()
+            arrays[tensor.name] = part.view(tensor.dtype).reshape(tensor.shape)
+    bindings = []
+    for now, following in (sets, sets[::-1]):
+        binding = session.io_binding()
+        for value in session.get_inputs():
+            array = now[value.name] if value.name in now else given[value.name]
+            binding.bind_ortvalue_input(value.name, ort.OrtValue.ortvalue_from_numpy(array))
+        for value in session.get_outputs():
+            array = following.get(value.name.removesuffix(".next"), np.zeros((), np.float32))
+            given[f"{value.name} {len(bindings)}"] = array  # bindings hold addresses only
+            binding.bind_output(value.name, "cpu", 0, array.dtype.type, list(array.shape), array.ctypes.data)
+        bindings.append(binding)
+
+    def step() -> None:
+        session.run_with_iobinding(bindings[0])
+        bindings.reverse()
+
+    step.keeps = (sets, given)  # type: ignore[attr-defined]
+    return step
+
+
+def module(folder: Path, inputs: dict[str, np.ndarray]) -> Callable[[], object]:
+    state = CheckpointState.load_checkpoint(folder / "checkpoint")
+    made = Module(folder / "training_model.onnx", state, session_options=one_thread())
+    optimizer = Optimizer(folder / "optimizer_model.onnx", made)
+    optimizer.set_learning_rate(1e-4)
+
+    def step() -> None:
+        made(*inputs.values())
+        optimizer.step()
+        made.lazy_reset_grad()
+
+    return step
+
+
+def main(names: list[str]) -> None:
+    for name in names:
+        home = prepare(name, CACHE)
+        generate_artifacts(
+            onnx.load(home / "forward.onnx"),
+            requires_grad=json.loads((home / "trainable.json").read_text()),
+            loss=LossType.CrossEntropyLoss,
+            optimizer=OptimType.AdamW,
+            artifact_directory=home / "portable",
+            portable=True,
+        )
+        inputs = dict(np.load(home / "inputs.npz"))
+        uses = {"module": module(home / "portable", inputs), "portable": portable(home / "portable", inputs)}
+        times: dict[str, list[float]] = {use: [] for use in uses}
+        for turn in range(400 if name == "mlp" else 12):
+            for use, step in uses.items():
+                begun = time.process_time_ns()
+                step()
+                if turn >= 2:
+                    times[use].append((time.process_time_ns() - begun) / 1e6)
+        fastest, median = ({u: f(t) for u, t in times.items()} for f in (min, statistics.median))
+        for what, found in (("fastest", fastest), ("median", median)):
+            both = "  ".join(f"{use} {value:9.3f} ms" for use, value in found.items())
+            print(f"{name:14} {what:8} {both}  {found['portable'] / found['module']:.3f}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:] or ["mlp", "encoder-2x32", "encoder-8x128"])
