@@ -44,3 +44,21 @@ def test_the_readme_counts_published_models_as_the_benchmark_did() -> None:
     assert f"training: {len(trained)} of\n{len(rows)} train" in page
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert f"[{len(trained)} of {len(rows)} published models]" in readme
+
+
+def test_the_table_of_hugging_face_types_has_every_pair_that_is_tried() -> None:
+    spec = importlib.util.spec_from_file_location(
+        "generate_huggingface", ROOT / "docs" / "generate_huggingface.py"
+    )
+    assert spec is not None and spec.loader is not None
+    program = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(program)
+    assert program.listed() == program.rows(), "run: python docs/generate_huggingface.py"
+    assert len({kind for kind, _, _ in program.rows()}) >= 70
+    # a slice of it, exported anew
+    for kind, task in (
+        ("electra", "token-classification"),
+        ("olmo", "text-generation"),
+        ("swin", "image-classification"),
+    ):
+        assert program.difference(kind, task) < 1e-5
