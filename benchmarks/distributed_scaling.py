@@ -187,7 +187,7 @@ def simulate() -> None:
     cluster = Cluster()
     alone = update_seconds(cluster, 1)
     print(
-        "| ranks | all-reduce, one ring | in groups of | all-reduce | update | efficiency | save every | kept |"
+        "| ranks | all-reduce, one ring | in groups of | all-reduce | update | efficiency | save every | useful time |"
     )
     print("|---:|---:|---:|---:|---:|---:|---:|---:|")
     for ranks in (1, 2, 8, 32, 128, 512, 2048, 4096):

@@ -15,11 +15,11 @@ def page() -> str:
 
 {summary()}. This page is generated from the registry.
 
-- **differentiable**: there is a rule. **by expansion**: the operator is written in others first.
-- **constant**: its gradient is zero almost everywhere, or it carries no real numbers; the walk stops there.
-- **no gradient**: refused, with the parameters that reach it; [you can add one](adding-a-gradient.md).
+- **differentiable**: there is a rule. **by expansion**: the operator is decomposed into others first.
+- **constant**: its gradient is zero almost everywhere, or it carries no real numbers; backpropagation stops there.
+- **no gradient**: an error, with the parameters that reach it; [you can add one](adding-a-gradient.md).
 
-Every rule is held to finite differences in float64, and to onnxruntime in float32. Fused operators of other domains are
+Every rule is checked against finite differences in float64, and against onnxruntime in float32. Fused operators of other domains are
 [expanded](dialect.md#fused-operators).
 
 {table()}
