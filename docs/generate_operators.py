@@ -19,8 +19,8 @@ def page() -> str:
 - **constant**: its gradient is zero almost everywhere, or it carries no real numbers; backpropagation stops there.
 - **no gradient**: an error, with the parameters that reach it; [you can add one](adding-a-gradient.md).
 
-Every rule is checked against finite differences in float64, and against onnxruntime in float32. Fused operators of other domains are
-[expanded](dialect.md#fused-operators).
+Every rule is checked against finite differences in float64, and against onnxruntime in float32. Fused operators of
+other domains are [expanded](dialect.md#fused-operators).
 
 {table()}
 """
