@@ -4,6 +4,7 @@
 //                [linear=WARMUP,TOTAL] [skip] [seed=N] [property=NAME] [modules=N]
 //   driver time FOLDER STATE BATCHES STEPS REPEATS THREADS
 //   driver load STATE...
+//   driver session FOLDER STATE BATCHES STEPS RATE SAVED
 //   driver mistakes FOLDER STATE BATCHES
 //
 // BATCHES has, for each batch, each tensor: type (int64), rank (int64), sizes (int64 each), the bytes.
@@ -113,6 +114,45 @@ void Time(char** words) {
   }
 }
 
+/// The names of onnxruntime-training: the same losses, parameters as one vector, a state from memory.
+void Session(char** words) {
+  const std::filesystem::path folder = words[2];
+  std::ifstream file(words[3], std::ios::binary);
+  const std::vector<uint8_t> bytes{std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
+  Ort::Env env(ORT_LOGGING_LEVEL_ERROR, "driver");
+  auto state = onward::CheckpointState::LoadCheckpointFromBuffer(bytes);
+  onward::TrainingSession session(env, SessionOptions(1), state, folder / "train_step.onnx", folder / "eval_model.onnx");
+  const int steps = std::stoi(words[5]);
+  session.RegisterLinearLRScheduler(0, 2 * steps, std::stof(words[6]));
+  auto batches = ReadBatches(words[4], 2);
+  for (int step = 0; step < steps; ++step) {
+    const auto results = session.TrainStep(batches.at(static_cast<size_t>(step)).values);
+    std::printf("%.9g\n", static_cast<double>(*results[0].GetTensorData<float>()));
+    session.OptimizerStep();
+    session.SchedulerStep();
+    session.LazyResetGrad();
+  }
+  const auto evaluated = [&] {
+    return static_cast<double>(*session.EvalStep(batches[0].values)[0].GetTensorData<float>());
+  };
+  const double before = evaluated();
+  auto kept = session.ToBuffer(true);
+  auto zeros = session.ToBuffer(true);
+  std::fill_n(zeros.GetTensorMutableData<float>(), zeros.GetTensorTypeAndShapeInfo().GetElementCount(), 0.0f);
+  session.FromBuffer(zeros);
+  std::printf("%.9g\n", evaluated());
+  session.FromBuffer(kept);
+  std::printf("%d\n", evaluated() == before);
+  std::printf("%.9g\n", static_cast<double>(session.GetLearningRate()));
+  state.AddProperty("share", 0.25);
+  state.AddProperty("count", int64_t{-3});
+  onward::CheckpointState::SaveCheckpoint(state, words[7]);
+  auto again = onward::CheckpointState::LoadCheckpoint(words[7]);
+  std::printf("%d\n", again.GetProperty("share") == onward::Property(0.25) &&
+                          again.GetProperty("count") == onward::Property(int64_t{-3}) && again.OptimizerSteps() == 0 &&
+                          state.OptimizerSteps() == steps);
+}
+
 template <typename Function>
 void Expect(const std::string& what, Function&& function) {
   try {
@@ -220,6 +260,8 @@ int main(int count, char** words) {
       Time(words);
     } else if (command == "load") {
       for (int i = 2; i < count; ++i) Expect(words[i], [&] { onward::CheckpointState::Load(words[i]); });
+    } else if (command == "session" && count == 8) {
+      Session(words);
     } else if (command == "mistakes" && count == 5) {
       Mistakes(words);
     } else {

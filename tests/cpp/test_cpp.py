@@ -236,6 +236,28 @@ def test_the_schedule_is_python_s_and_goes_on(driver: Path, tmp_path: Path) -> N
     np.testing.assert_allclose(found, wanted, rtol=1e-6, atol=1e-6)
 
 
+def test_the_names_of_the_predecessor(driver: Path, tmp_path: Path) -> None:
+    artifacts(tmp_path, classifier(), CLASSIFIER)
+    batches = list(samples(6))
+    file = write_batches(tmp_path / "batches", batches)
+    saved = tmp_path / "saved.bin"
+    *found, at_zero, same, rate, right = numbers(
+        run(driver, "session", tmp_path, tmp_path / "state.bin", file, 6, 0.5, saved)
+    )
+    _, module, optimizer = start(tmp_path)
+    scheduler = LinearLRScheduler(optimizer, 0, 12, 0.5)
+    for loss, inputs in zip(found, batches, strict=True):
+        np.testing.assert_allclose(loss, float(module(*inputs)), rtol=1e-6)
+        optimizer.step()
+        scheduler.step()
+        module.lazy_reset_grad()
+    np.testing.assert_allclose(at_zero, np.log(3), rtol=1e-6)  # all parameters zero: every class alike
+    assert (same, rate, right) == (1, 0.25, 1)
+    data = from_portable(saved)  # without the optimizer's state, as asked
+    assert data.optimizer[0].step == 0 and not data.optimizer[0].slots["w1"]["momentum0"].any()
+    assert data.properties == {"share": 0.25, "count": -3}
+
+
 def test_evaluation_and_export(driver: Path, tmp_path: Path) -> None:
     artifacts(tmp_path, normalized(), NORMALIZED)
     batches = list(samples(8))
