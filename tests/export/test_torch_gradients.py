@@ -184,7 +184,7 @@ class Mixing(nn.Module):
 
 
 def test_a_backward_pass_that_cannot_be_kept_is_refused_with_its_line() -> None:
-    with pytest.raises(ExportError, match=r"Summed \(.*test_torch_gradients.py:\d+\).*called from .*py:\d+"):
+    with pytest.raises(ExportError, match=r"Summed \(.*test_torch_gradients.py:\d+\).*called at .*py:\d+"):
         from_torch(Mixing(), X)
 
 

@@ -162,7 +162,7 @@ class _Exported:
         for name in self.outputs.values():
             if name not in present:
                 neutral.graph.output.append(onnx.ValueInfoProto(name=name))
-        self.session = make_session(neutral, risky=_is_risky(neutral))
+        self.session = make_session(_runnable(neutral), risky=_is_risky(neutral))
         self.taken = {value.name for value in self.session.get_inputs()}
         self.weights = {name: array_of(name, tensor) for name, tensor in weights.items()}
         for name, tensor in weights.items():
@@ -177,6 +177,17 @@ class _Exported:
         statistics = {n: a.copy() for n, a in self.weights.items() if n + ".next" in self.outputs}
         got = self.session.run(list(self.outputs.values()), feeds | self.weights | statistics)
         return dict(zip(self.outputs, got))
+
+
+def _runnable(model: onnx.ModelProto) -> onnx.ModelProto:
+    """The model itself; below opset 14 batch norm can be written as it trains, but no runtime runs it so."""
+    if max(entry.version for entry in model.opset_import if entry.domain == "") >= 14:
+        return model
+    import onnx_ir as ir
+
+    from onward.graph.dialect.normalize import normalize
+
+    return ir.to_proto(normalize(model))
 
 
 def _statistics(model: onnx.ModelProto, weights: Mapping[str, torch.Tensor]) -> dict[str, str]:

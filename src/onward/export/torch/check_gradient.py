@@ -38,9 +38,17 @@ def check_gradient(
         for raw, parameter in plan.adapter.model.named_parameters()
         if parameter.requires_grad and plan.names[raw] in weights and parameter.dtype == torch.float32
     }
-    if not trained:
+    lost = {
+        plan.names[raw]: parameter
+        for raw, parameter in plan.adapter.model.named_parameters()
+        if parameter.requires_grad and plan.names[raw] not in weights
+    }
+    if not trained and not lost:
         return None
     check = _Check(plan, weights, trained)
+    check.refuse_lost(lost, subject)
+    if not trained:
+        return None
     try:
         reference = check.torch_gradients()
     except Exception as error:  # the module cannot be trained in torch either, or not in this form
@@ -92,6 +100,19 @@ class _Check:
             name: np.zeros(tuple(parameter.shape)) if gradient is None else array_of(name, gradient)
             for (name, parameter), gradient in zip(self.trained.items(), found)
         }
+
+    def refuse_lost(self, lost: Mapping[str, torch.nn.Parameter], subject: str) -> None:
+        """Raise where a parameter that torch trains is not in the export: it became a constant there."""
+        try:
+            found = _Check(self.plan, self.weights, lost).torch_gradients() if lost else {}
+        except Exception:  # said once, by the comparison
+            return
+        frozen = [name for name, gradient in found.items() if np.any(gradient)]
+        if frozen:
+            raise ParityError(
+                f"{subject}: torch trains {', '.join(frozen[:4])}{' and more' if len(frozen) > 4 else ''}, "
+                "which the exported model holds as constants: it would not train them"
+            )
 
     def exported_gradients(self, proto: onnx.ModelProto) -> _Gradients:
         from onward.autodiff.gradient import vector_jacobian  # late: exporting alone needs no differentiator

@@ -14,12 +14,12 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import onnx
 import torch
 
-from onward.errors import ExportError
+from onward.errors import ExportError, ParityError
 from onward.export import parity
 from onward.export.torch import assemble, modules
 from onward.export.torch.axes import DynamicAxes
@@ -30,7 +30,7 @@ from onward.export.torch.probe import Plan, make_plan
 
 __all__ = ["artifacts_from_torch", "from_torch"]
 
-Exporter = Literal["torchscript", "dynamo"]
+Exporter = Literal["auto", "torchscript", "dynamo"]
 Check = Literal["outputs", "gradient"]
 
 
@@ -40,16 +40,18 @@ def from_torch(
     path: str | os.PathLike[str] | None = None,
     *,
     kwargs: Mapping[str, Any] | None = None,
-    training: bool = True,
+    training: bool | torch.onnx.TrainingMode = True,
     opset: int = 18,
     input_names: Sequence[str] | None = None,
     output_names: Sequence[str] | None = None,
     dynamic_axes: DynamicAxes | Literal["auto"] | None = "auto",
-    exporter: Exporter = "torchscript",
+    exporter: Exporter = "auto",
     check: bool | Check = True,
     rtol: float = 1e-5,
     atol: float = 1e-6,
     external_data: bool | Literal["auto"] = "auto",
+    opset_version: int | None = None,
+    **exporter_options: Any,
 ) -> onnx.ModelProto | Path:
     """Export a module as it trains, or for inference; return the model, or the path if one is given.
 
@@ -68,9 +70,10 @@ def from_torch(
     >>> [tensor.name for tensor in proto.graph.initializer]
     ['weight', 'bias']
     """
-    trace = _exporter(exporter, opset)
+    training = _accept_torchs_keywords(training, exporter_options)
+    opset = opset if opset_version is None else opset_version
+    _check_exporter(exporter, opset)
     level = _check_level(check, training=training)
-    not_compared = None
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
     target = None if path is None else assemble.checkable_target(path)
@@ -78,6 +81,7 @@ def from_torch(
     modules.refuse_unusable(bare, training=training)
     positional, keywords = bind_arguments(bare, args, kwargs)
     external_data_needed = _weights_outside(bare, target, external_data)
+    said: list[str] = []
     with _quiet() as heard, modules.borrowed(bare), modules.prepared(bare, training=training):
         # Only the initial values count: running the module moves batch norm's statistics.
         original = {
@@ -85,51 +89,138 @@ def from_torch(
         }
         values = dict(bare.named_parameters(remove_duplicate=False)) | original
         plan = make_plan(bare, positional, keywords, input_names, output_names, dynamic_axes)
-        fold = not training and exporter == "torchscript" and not external_data_needed
+        said += [
+            f"{type(bare).__name__} decides by the data {place}: the export always takes the branch that the "
+            "example arguments took"
+            for place in plan.decisions
+        ]
 
-        def export(plan: Plan) -> tuple[onnx.ModelProto, dict[str, torch.Tensor]]:
-            proto, used = _graph(trace, plan, opset=opset, fold=fold, training=training)
-            by_clean = {clean: values[raw] for raw, clean in plan.names.items()}
-            return proto, {name: by_clean[name] for name in used}
+        def attempt(chosen: Exporter) -> _Exported:
+            return _export(
+                plan,
+                values,
+                exporter=chosen,
+                opset=opset,
+                training=training,
+                fold=not training and chosen == "torchscript" and not external_data_needed,
+                auto_axes=dynamic_axes == "auto",
+                level=level,
+                tolerances=(rtol, atol),
+                heard=heard,
+            )
 
-        found = plan.groups
-        try:
-            proto, weights = export(plan)
-        except ExportError:
-            # Some operators take one size only (pooling to a grid, say): the batch may still be free.
-            if dynamic_axes != "auto" or not plan.groups:
-                raise
-            plan = plan.keeping([group for group in plan.groups if group.name == "batch"])
-            proto, weights = export(plan)
-        if level:
-            report = compare_with_torch(plan, proto, weights, rtol=rtol, atol=atol)
-            if not report.passed and dynamic_axes == "auto" and plan.groups:
-                follow = groups_that_follow(plan, proto, weights, rtol=rtol, atol=atol)
-                plan = plan.keeping(follow)
-                proto, weights = export(plan)
-                report = compare_with_torch(plan, proto, weights, rtol=rtol, atol=atol)
-            subject = f"{type(bare).__name__} at opset {opset} ({exporter})"
-            parity.merge(report, notes=tuple(heard)).raise_if_failed(subject)
-            if level == "gradient":
-                not_compared = check_gradient(plan, proto, weights, subject=subject)
-        if training:
-            _require_dropout(plan, proto)
-        properties = _properties(bare, plan.names, list(weights), training=training, exporter=exporter)
-    fixed = [group.name for group in found if group not in plan.groups]
-    if fixed:
-        warnings.warn(
-            f"the export fixes {', '.join(fixed)} at the example's size: the module takes others, "
-            "but what it does with them cannot be exported for any size",
-            stacklevel=2,
+        if exporter != "auto":
+            made = attempt(exporter)
+        else:
+            try:
+                made = attempt("torchscript")
+            except (ExportError, ParityError) as error:
+                if opset not in _opsets("dynamo"):
+                    raise
+                try:
+                    made = attempt("dynamo")
+                except Exception:  # what the first one said is nearer to what users write
+                    raise error from None
+                reason = str(error).splitlines()[0]
+                said.append(f"exported through torch.export, because the tracer cannot: {reason}")
+        properties = _properties(
+            bare, made.plan.names, list(made.weights), training=training, exporter=made.exporter
         )
-    if not_compared is not None:
-        warnings.warn(f"the gradient was not compared with torch's: {not_compared}", stacklevel=2)
-    assemble.record(proto, properties)
+    fixed = [group.name for group in plan.groups if group not in made.plan.groups]
+    if fixed:
+        said.append(
+            f"the export fixes {', '.join(fixed)} at the example's size: the module takes others, "
+            "but what it does with them cannot be exported for any size"
+        )
+    if made.not_compared is not None:
+        said.append(f"the gradient was not compared with torch's: {made.not_compared}")
+    for line in said:
+        warnings.warn(line, stacklevel=2)
+    assemble.record(made.proto, properties)
     if target is None:
-        assemble.attach(proto, weights)
-        return proto
-    assemble.save(proto, weights, target, external=external_data_needed)
+        assemble.attach(made.proto, made.weights)
+        return made.proto
+    assemble.save(made.proto, made.weights, target, external=external_data_needed)
     return target
+
+
+@dataclass(frozen=True)
+class _Exported:
+    """A graph, its weights, what is left of the plan, and why its gradient was not compared, if it was not."""
+
+    proto: onnx.ModelProto
+    weights: dict[str, torch.Tensor]
+    plan: Plan
+    exporter: Exporter
+    not_compared: str | None
+
+
+def _export(
+    plan: Plan,
+    values: Mapping[str, torch.Tensor],
+    *,
+    exporter: Exporter,
+    opset: int,
+    training: bool,
+    fold: bool,
+    auto_axes: bool,
+    level: str | None,
+    tolerances: tuple[float, float],
+    heard: _Heard,
+) -> _Exported:
+    """Export with one of torch's exporters and check the result; axes that do not follow become fixed."""
+    trace = _tracer(exporter)
+    rtol, atol = tolerances
+
+    def export(plan: Plan) -> tuple[onnx.ModelProto, dict[str, torch.Tensor]]:
+        proto, used = _graph(trace, plan, opset=opset, fold=fold, training=training)
+        by_clean = {clean: values[raw] for raw, clean in plan.names.items()}
+        return proto, {name: by_clean[name] for name in used}
+
+    try:
+        proto, weights = export(plan)
+    except ExportError:
+        # Some operators take one size only (pooling to a grid, say): the batch may still be free.
+        if not auto_axes or not plan.groups:
+            raise
+        plan = plan.keeping([group for group in plan.groups if group.name == "batch"])
+        proto, weights = export(plan)
+    not_compared = None
+    if level:
+        report = compare_with_torch(plan, proto, weights, rtol=rtol, atol=atol)
+        if not report.passed and auto_axes and plan.groups:
+            follow = groups_that_follow(plan, proto, weights, rtol=rtol, atol=atol)
+            plan = plan.keeping(follow)
+            proto, weights = export(plan)
+            report = compare_with_torch(plan, proto, weights, rtol=rtol, atol=atol)
+        subject = f"{type(plan.adapter.model).__name__} at opset {opset} ({exporter})"
+        notes = (*heard, *(f"it decides by the data {place}" for place in plan.decisions))
+        parity.merge(report, notes=notes).raise_if_failed(subject)
+        if level == "gradient":
+            not_compared = check_gradient(plan, proto, weights, subject=subject)
+    if training:
+        _require_dropout(plan, proto, opset)
+    return _Exported(proto, weights, plan, exporter, not_compared)
+
+
+def _accept_torchs_keywords(training: bool | torch.onnx.TrainingMode, options: Mapping[str, Any]) -> bool:
+    """The keywords of `torch.onnx.export`'s training call, which mean what is done here in any case."""
+    if isinstance(training, torch.onnx.TrainingMode):
+        if training is torch.onnx.TrainingMode.PRESERVE:
+            raise ValueError(
+                "training=TrainingMode.PRESERVE: say True (as it trains) or False (for inference)"
+            )
+        training = training is torch.onnx.TrainingMode.TRAINING
+    known = {"export_params": True, "keep_initializers_as_inputs": False, "verbose": False, "dynamo": False}
+    for name, value in options.items():
+        if name == "do_constant_folding":
+            if training and value:
+                raise ValueError("do_constant_folding=True would rename or remove parameters: leave it out")
+        elif name not in known:
+            raise TypeError(f"from_torch() got an unexpected keyword argument '{name}'")
+        elif value is not None and bool(value) != known[name] and name != "verbose":
+            raise ValueError(f"{name}={value!r} is not what from_torch does: leave it out")
+    return training
 
 
 def artifacts_from_torch(
@@ -238,16 +329,25 @@ def _check_level(check: bool | Check, *, training: bool) -> str | None:
     return None if not check else ("gradient" if training else "outputs")
 
 
-def _exporter(name: str, opset: int) -> Callable[..., onnx.ModelProto]:
-    if name == "torchscript":
-        from onward.export.torch.torchscript import OPSETS, trace
-    elif name == "dynamo":
-        from onward.export.torch.dynamo import OPSETS, trace
-    else:
-        raise ValueError(f'exporter must be "torchscript" or "dynamo", not {name!r}')
-    if not isinstance(opset, int) or opset not in OPSETS:
-        raise ValueError(f"opset must be {OPSETS[0]} to {OPSETS[-1]} for exporter={name!r}, not {opset!r}")
-    return trace
+def _check_exporter(name: str, opset: int) -> None:
+    known = get_args(Exporter)
+    if name not in known:
+        raise ValueError(f"exporter must be one of {', '.join(known)}, not {name!r}")
+    allowed = _opsets("torchscript" if name == "auto" else name)
+    if not isinstance(opset, int) or opset not in allowed:
+        raise ValueError(f"opset must be {allowed[0]} to {allowed[-1]} for exporter={name!r}, not {opset!r}")
+
+
+def _opsets(exporter: str) -> range:
+    from onward.export.torch import dynamo, torchscript
+
+    return (torchscript if exporter == "torchscript" else dynamo).OPSETS
+
+
+def _tracer(exporter: str) -> Callable[..., onnx.ModelProto]:
+    from onward.export.torch import dynamo, torchscript
+
+    return (torchscript if exporter == "torchscript" else dynamo).trace
 
 
 @contextmanager
@@ -276,13 +376,14 @@ class _Heard:
         return iter(dict.fromkeys(said))
 
 
-def _require_dropout(plan: Plan, proto: onnx.ModelProto) -> None:
+def _require_dropout(plan: Plan, proto: onnx.ModelProto, opset: int) -> None:
     active = assemble.active_dropouts(proto)
     has_bodies = len(list(assemble.graphs(proto.graph))) > 1  # a loop's body stands for many
     if plan.dropouts > active and not has_bodies:
         raise ExportError(
             f"{plan.dropouts} dropouts are active in the module but only {active} in the export: "
             "it would train without them"
+            + (". Dropout can be told to drop since opset 12" if opset < 12 else "")
         )
 
 

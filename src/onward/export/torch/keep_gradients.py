@@ -9,7 +9,6 @@ Knows torch's tracer; knows nothing of ONNX files.
 from __future__ import annotations
 
 import inspect
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -19,6 +18,7 @@ import torch.utils.checkpoint
 from torch import nn
 
 from onward.errors import ExportError
+from onward.export.torch.no_randomness import calling_line
 
 __all__ = ["STOP", "keeping_gradients", "stop_symbolics"]
 
@@ -190,7 +190,7 @@ def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         return _forward(cls, args)[0]
     if kind != "scaled":
         raise ExportError(
-            f"{_place(cls)} has a backward pass of its own that an ONNX model cannot say, called from {_caller()}: "
+            f"{_place(cls)} has a backward pass of its own that an ONNX model cannot say, called {calling_line()}: "
             "it is neither the derivative of its forward pass nor a multiple of what arrives, element by element. "
             "Compute the forward pass with torch's operators instead"
         )
@@ -287,12 +287,3 @@ def _place(cls: Any) -> str:
         return f"{cls.__name__} ({inspect.getsourcefile(cls)}:{inspect.getsourcelines(cls.backward)[1]})"
     except (OSError, TypeError):
         return str(cls.__name__)
-
-
-def _caller() -> str:
-    """The line of the user's own code that called the function."""
-    own = (torch.__path__[0], __file__)
-    for frame in reversed(traceback.extract_stack()):
-        if not frame.filename.startswith(own):
-            return f"{frame.filename}:{frame.lineno}"
-    return "an unknown place"

@@ -178,6 +178,7 @@ def _plain_transformers(model: nn.Module) -> Iterator[None]:
 
     for config in _configs(model):
         set_aside(config, "_attn_implementation", "eager")
+        set_aside(config, "_experts_implementation", "eager")
         set_aside(config, "use_cache", False)
     try:
         yield

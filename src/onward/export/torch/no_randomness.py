@@ -5,15 +5,19 @@ Knows torch's random functions; their ONNX counterparts are in `assemble.neutral
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["Neutral", "neutral_dropout"]
+from onward.export.torch.patches import alpha_dropout_constants
+
+__all__ = ["Neutral", "calling_line", "neutral_dropout"]
 
 
 class Neutral(TorchFunctionMode):
@@ -26,15 +30,29 @@ class Neutral(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.active = 0
+        # the lines of the module that ask a tensor whether it is true
+        self.decisions: dict[str, None] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
+        if name == "__bool__":
+            self.decisions[calling_line()] = None
         if name in _DROPOUTS:
             bound = dict(zip(("input", "p", "training"), args)) | kwargs
-            on = bound.get("training", bound.get("train", True))
-            self.active += bool(on and bound.get("p", 0.5) > 0)
-            return bound["input"]
+            on = bound.get("training", bound.get("train", True)) and bound.get("p", 0.5) > 0
+            self.active += bool(on)
+            if not on or "alpha" not in name:
+                return bound["input"]
+            scale, shift, _ = alpha_dropout_constants(
+                bound.get("p", 0.5)
+            )  # that stay where nothing is dropped
+            return bound["input"] * scale + shift
+        if name in ("rrelu", "rrelu_"):
+            bound = dict(zip(("input", "lower", "upper", "training"), args)) | kwargs
+            if bound.get("training", False):
+                slope = (bound.get("lower", 1 / 8) + bound.get("upper", 1 / 3)) / 2
+                return torch.nn.functional.leaky_relu(bound["input"], slope)
         if name == "scaled_dot_product_attention":
             bound = dict(zip(("query", "key", "value", "attn_mask", "dropout_p"), args)) | kwargs
             self.active += bound.get("dropout_p", 0.0) > 0
@@ -49,6 +67,15 @@ class Neutral(TorchFunctionMode):
         if name in _DRAWS:
             return _DRAWS[name](func(*args, **kwargs), args, kwargs)
         return func(*args, **kwargs)
+
+
+def calling_line() -> str:
+    """Where in the user's own code, or a library's, we are: the nearest line that is not torch's or ours."""
+    own = (torch.__path__[0], str(Path(__file__).parent))
+    for frame in reversed(traceback.extract_stack()):
+        if not frame.filename.startswith(own):
+            return f"at {frame.filename}:{frame.lineno} ({frame.line})"
+    return "somewhere"
 
 
 _DROPOUTS = {

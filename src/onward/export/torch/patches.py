@@ -29,6 +29,13 @@ def traceable(model: nn.Module) -> Iterator[None]:
         stack.enter_context(_replaced(F, "scaled_dot_product_attention", _attention))
         for name in ("dropout1d", "dropout2d", "dropout3d"):
             stack.enter_context(_replaced(F, name, _channel_dropout))
+        for name in ("alpha_dropout", "feature_alpha_dropout"):
+            stack.enter_context(
+                _replaced(F, name, _alpha_dropout if name[0] == "a" else _feature_alpha_dropout)
+            )
+        stack.enter_context(_replaced(F, "rms_norm", _rms_norm))
+        stack.enter_context(_replaced(F, "channel_shuffle", _channel_shuffle))
+        stack.enter_context(_replaced(F, "bilinear", _bilinear))
         stack.enter_context(_replaced(torch.Tensor, "unflatten", _unflatten))
         stack.enter_context(_replaced(torch, "unflatten", _unflatten))
         for owner in (torch, torch.Tensor):
@@ -119,6 +126,63 @@ def _channel_dropout(
         return input
     ones = input.new_ones(input.size(0), input.size(1), *[1] * (input.dim() - 2))
     return input * F.dropout(ones, p, training=True)
+
+
+def _alpha_dropout(
+    input: torch.Tensor, p: float = 0.5, training: bool = False, inplace: bool = False
+) -> torch.Tensor:
+    """Elements dropped to the value that SELU tends to, then scaled so that mean and variance stay."""
+    return _dropped_to_alpha(input, input, p) if training and p > 0 else input
+
+
+def _feature_alpha_dropout(
+    input: torch.Tensor, p: float = 0.5, training: bool = False, inplace: bool = False
+) -> torch.Tensor:
+    """The same for whole channels."""
+    if not training or p == 0:
+        return input
+    return _dropped_to_alpha(input, input.new_ones(*input.shape[:2], *[1] * (input.dim() - 2)), p)
+
+
+def _dropped_to_alpha(x: torch.Tensor, like: torch.Tensor, p: float) -> torch.Tensor:
+    kept = F.dropout(torch.ones_like(like), p, training=True) > 0
+    scale, shift, alpha = alpha_dropout_constants(p)
+    return torch.where(kept, x, torch.full_like(x, alpha)) * scale + shift
+
+
+def alpha_dropout_constants(p: float) -> tuple[float, float, float]:
+    """Scale, shift and the value of a dropped element."""
+    alpha = -1.7580993408473766
+    scale = ((1 - p) * (1 + p * alpha**2)) ** -0.5
+    return scale, -scale * alpha * p, alpha
+
+
+def _rms_norm(
+    input: torch.Tensor,
+    normalized_shape: Any,
+    weight: torch.Tensor | None = None,
+    eps: float | None = None,
+) -> torch.Tensor:
+    """x / √(mean x² + ε), times the weight."""
+    axes = list(range(-len(normalized_shape), 0))
+    eps = torch.finfo(input.dtype).eps if eps is None else eps
+    normal = input * torch.rsqrt((input * input).mean(axes, keepdim=True) + eps)
+    return normal if weight is None else normal * weight
+
+
+def _channel_shuffle(input: torch.Tensor, groups: int) -> torch.Tensor:
+    """Channels dealt out to the groups in turn."""
+    rest = input.shape[2:]
+    parts = input.reshape(input.shape[0], groups, input.shape[1] // groups, *rest).transpose(1, 2)
+    return parts.reshape(input.shape)
+
+
+def _bilinear(
+    input1: torch.Tensor, input2: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """y_o = x·W_o·z + b_o"""
+    made = torch.einsum("...i,oij,...j->...o", input1, weight, input2)
+    return made if bias is None else made + bias
 
 
 def _batch_statistics(self: Any, input: torch.Tensor) -> torch.Tensor:

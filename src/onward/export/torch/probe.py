@@ -32,6 +32,7 @@ class Plan:
     output_axes: Mapping[str, Mapping[int, str]]
     names: Mapping[str, str]
     dropouts: int
+    decisions: tuple[str, ...] = ()
 
     def run(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """The module's outputs without randomness."""
@@ -89,7 +90,15 @@ def make_plan(
             raise ValueError(f"dynamic_axes names '{name}', which is neither input nor output: {known}")
     by_output = axes.output_axes(leaves, results, groups, run, base=outputs, declared=declared)
     return Plan(
-        adapter, leaves, tuple(groups), tuple(results), outputs, by_output, names, dropouts=mode.active
+        adapter,
+        leaves,
+        tuple(groups),
+        tuple(results),
+        outputs,
+        by_output,
+        names,
+        dropouts=mode.active,
+        decisions=tuple(mode.decisions),
     )
 
 

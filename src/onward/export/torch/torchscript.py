@@ -21,8 +21,8 @@ from onward.export.torch.patches import traceable
 
 __all__ = ["OPSETS", "trace"]
 
-# Below 14 BatchNormalization has no training_mode; 22 is the newest that the tracer accepts.
-OPSETS = range(14, 23)
+# What the tracer accepts.
+OPSETS = range(7, 23)
 
 
 def trace(

@@ -1,0 +1,353 @@
+"""The architectures of `benchmarks/models.py`: layers and small networks of torch, and Hugging Face types.
+
+Each is built with random weights and without dropout, so that a step can be compared with torch to the last digit.
+Hugging Face models come from their own configuration classes with small sizes. Nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+from export.architectures import ARCHITECTURES
+from export.test_torch_check import NETWORKS
+
+__all__ = ["Entry", "entries"]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A model and example arguments, as tensors by the name of the parameter of `forward`."""
+
+    name: str
+    family: str
+    build: Callable[[], tuple[nn.Module, tuple[Any, ...], dict[str, Any]]]
+
+
+class Call(nn.Module):
+    """A linear layer before and after something."""
+
+    def __init__(
+        self, function: Callable[[Call, torch.Tensor], torch.Tensor], *parts: nn.Module, width: int = 8
+    ):
+        super().__init__()
+        self.function, self.parts = function, nn.ModuleList(parts)
+        self.first, self.last = nn.Linear(width, width), nn.LazyLinear(3)
+
+    def forward(self, x):
+        return self.last(self.function(self, self.first(x)))
+
+
+def _after(part: nn.Module) -> Callable[[], nn.Module]:
+    return lambda: Call(lambda model, x: model.parts[0](x), part)
+
+
+def _image(part: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    return lambda: nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), part(), nn.Flatten(), nn.LazyLinear(3))
+
+
+class Codebook(nn.Module):
+    """A vector-quantized autoencoder: nearest codes, gradients straight through, two detached terms."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encode, self.decode = nn.Linear(8, 4), nn.Linear(4, 8)
+        self.codes = nn.Parameter(torch.randn(10, 4))
+
+    def forward(self, x):
+        z = self.encode(x)
+        near = torch.cdist(z.detach(), self.codes.detach()).argmin(-1)
+        code = F.embedding(near, self.codes)
+        apart = (code - z.detach()).pow(2).mean() + 0.25 * (code.detach() - z).pow(2).mean()
+        return self.decode(z + (code - z).detach()) + apart
+
+
+class Graph(nn.Module):
+    """Two rounds of messages along edges, summed by scatter, as graph networks do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.message, self.update = nn.Linear(8, 8), nn.GRUCell(8, 8)
+
+    def forward(self, x, edges):
+        for _ in range(2):
+            sent = self.message(x)[edges[0]]
+            gathered = torch.zeros_like(x).index_add(0, edges[1], sent)
+            x = self.update(gathered, x)
+        return x
+
+
+class Mixture(nn.Module):
+    """A soft mixture of experts, and the two best of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(8, 4)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)) for _ in range(4)
+        )
+
+    def forward(self, x):
+        weights, places = self.gate(x).softmax(-1).topk(2, -1)
+        every = torch.stack([expert(x) for expert in self.experts], -2)
+        return (every.gather(-2, places[..., None].expand(*places.shape, 8)) * weights[..., None]).sum(-2)
+
+
+class TwoTowers(nn.Module):
+    """Embeddings of users and things, a dot product, and a bias of each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.users, self.things = nn.Embedding(20, 8, padding_idx=0), nn.Embedding(30, 8, padding_idx=0)
+        self.bias = nn.Embedding(30, 1)
+
+    def forward(self, user, thing):
+        return (self.users(user) * self.things(thing)).sum(-1, keepdim=True) + self.bias(thing)
+
+
+class Attend(nn.Module):
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.layer = nn.MultiheadAttention(8, 2, batch_first=True, **options)
+
+    def forward(self, x):
+        return self.layer(x, x, x)[0]
+
+
+class States(nn.Module):
+    """A state-space model: a diagonal recurrence unrolled over the sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rate, self.inside, self.outside = (
+            nn.Parameter(torch.randn(16)),
+            nn.Linear(8, 16),
+            nn.Linear(16, 3),
+        )
+
+    def forward(self, x):
+        state, decay, steps = x.new_zeros(x.size(0), 16), torch.sigmoid(self.rate), []
+        for step in self.inside(x).unbind(1):
+            state = decay * state + (1 - decay) * step
+            steps.append(state)
+        return self.outside(torch.stack(steps, 1))
+
+
+class Autoencoder(nn.Module):
+    """Mean and spread, and the sample that dropout-free training gives: the mean."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encode, self.decode = nn.Linear(8, 8), nn.Linear(4, 8)
+
+    def forward(self, x):
+        mean, spread = self.encode(x).chunk(2, -1)
+        return self.decode(mean), (mean.pow(2) + spread.exp() - spread - 1).mean()
+
+
+class Coupling(nn.Module):
+    """A coupling layer of a normalizing flow, with its log determinant."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 8))
+
+    def forward(self, x):
+        a, b = x.chunk(2, -1)
+        scale, shift = self.net(a).chunk(2, -1)
+        return torch.cat([a, b * torch.exp(torch.tanh(scale)) + shift], -1), torch.tanh(scale).sum(-1)
+
+
+_ROWS, _TIME, _PICTURE = (4, 8), (2, 6, 8), (2, 3, 8, 8)
+
+_LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    **{
+        f"nn.{type(part).__name__}": (_after(part), _ROWS)
+        for part in (
+            nn.ELU(), nn.SELU(), nn.CELU(), nn.GELU(), nn.SiLU(), nn.Mish(), nn.Hardswish(), nn.PReLU(), nn.Softsign(),
+            nn.LayerNorm(8), nn.RMSNorm(8), nn.BatchNorm1d(8), nn.GLU(), nn.LogSoftmax(-1), nn.RReLU(0.2, 0.2),
+        )
+    },
+    **{
+        f"nn.{name}": (_image(part), _PICTURE)
+        for name, part in {
+            "GroupNorm": lambda: nn.GroupNorm(2, 8), "InstanceNorm2d": lambda: nn.InstanceNorm2d(8, affine=True),
+            "BatchNorm2d": lambda: nn.BatchNorm2d(8), "LocalResponseNorm": lambda: nn.LocalResponseNorm(3),
+            "MaxPool2d": lambda: nn.MaxPool2d(3, 2, 1), "AvgPool2d": lambda: nn.AvgPool2d(3, 2, 1, ceil_mode=True),
+            "LPPool2d": lambda: nn.LPPool2d(2, 2), "AdaptiveAvgPool2d": lambda: nn.AdaptiveAvgPool2d(4),
+            "AdaptiveMaxPool2d": lambda: nn.AdaptiveMaxPool2d(2), "PixelShuffle": lambda: nn.PixelShuffle(2),
+            "PixelUnshuffle": lambda: nn.PixelUnshuffle(2), "ChannelShuffle": lambda: nn.ChannelShuffle(2),
+            "ConvTranspose2d": lambda: nn.ConvTranspose2d(8, 4, 3, 2, 1, output_padding=1),
+            "Conv2d dilated": lambda: nn.Conv2d(8, 8, 3, dilation=2, padding=2, groups=4),
+            "Upsample bilinear": lambda: nn.Upsample(scale_factor=2, mode="bilinear"),
+            "Upsample bicubic": lambda: nn.Upsample(scale_factor=1.5, mode="bicubic"),
+            "ReflectionPad2d": lambda: nn.ReflectionPad2d(2), "CircularPad2d": lambda: nn.CircularPad2d(1),
+            "Unfold": lambda: nn.Unfold(3, padding=1),
+        }.items()
+    },
+    "nn.MultiheadAttention": (Attend, _TIME),
+    "nn.MultiheadAttention bias_kv": (lambda: Attend(add_bias_kv=True, add_zero_attn=True), _TIME),
+    "nn.TransformerEncoder": (
+        lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True), 2), _TIME
+    ),
+    "nn.TransformerEncoder norm_first": (
+        lambda: nn.TransformerEncoder(
+            nn.TransformerEncoderLayer(8, 2, 16, 0.0, "gelu", batch_first=True, norm_first=True), 2
+        ), _TIME
+    ),
+    "nn.LSTM bidirectional": (lambda: nn.Sequential(nn.LSTM(8, 5, 2, batch_first=True, bidirectional=True)), _TIME),
+    "nn.GRU": (lambda: nn.Sequential(nn.GRU(8, 5, 2, batch_first=True)), _TIME),
+    "nn.RNN": (lambda: nn.Sequential(nn.RNN(8, 5, batch_first=True)), _TIME),
+    "Conv1d over time": (lambda: nn.Sequential(nn.Conv1d(6, 4, 3, padding=1), nn.ReLU(), nn.Linear(8, 3)), _TIME),
+    "Conv3d": (lambda: nn.Sequential(nn.Conv3d(2, 4, 3), nn.ReLU(), nn.Flatten(), nn.LazyLinear(3)), (2, 2, 4, 4, 4)),
+    "state space": (States, _TIME),
+    "soft mixture of experts": (Mixture, _TIME),
+    "vector-quantized autoencoder": (Codebook, _ROWS),
+    "variational autoencoder": (Autoencoder, _ROWS),
+    "normalizing flow": (Coupling, _ROWS),
+    "einsum": (lambda: Call(lambda model, x: torch.einsum("bi,bj->bij", x, x).flatten(1)), _ROWS),
+    "cumulative sum": (lambda: Call(lambda model, x: x.cumsum(-1)), _ROWS),
+    "sort": (lambda: Call(lambda model, x: x.sort(-1).values), _ROWS),
+    "norms": (lambda: Call(lambda model, x: F.normalize(x) * x.norm(dim=-1, keepdim=True)), _ROWS),
+    "rfft": (lambda: Call(lambda model, x: torch.fft.rfft(x).abs()), _ROWS),
+    "logsumexp": (lambda: Call(lambda model, x: x.logsumexp(-1, keepdim=True) + x), _ROWS),
+    "where and clamp": (lambda: Call(lambda model, x: torch.where(x > 0, x.clamp(max=1), 0.1 * x)), _ROWS),
+}  # fmt: skip
+
+
+def _layers() -> Iterator[Entry]:
+    for name, (make, shape) in _LAYERS.items():
+
+        def build(make=make, shape=shape):
+            model, x = make(), torch.randn(*shape)
+            model(x)  # lazy layers learn their sizes
+            return model, (x,), {}
+
+        yield Entry(name, "torch", build)
+    yield Entry("graph network", "torch", lambda: (
+        Graph(), (torch.randn(5, 8), torch.tensor([[0, 1, 2, 3, 4, 0], [1, 2, 3, 4, 0, 2]])), {}
+    ))  # fmt: skip
+    yield Entry("two towers", "torch", lambda: (
+        TwoTowers(), (torch.tensor([1, 5, 0, 7]), torch.tensor([3, 0, 8, 9])), {}
+    ))  # fmt: skip
+    yield Entry(
+        "nn.Bilinear", "torch", lambda: (nn.Bilinear(8, 6, 3), (torch.randn(4, 8), torch.randn(4, 6)), {})
+    )
+    yield Entry("nn.EmbeddingBag", "torch", lambda: (
+        nn.EmbeddingBag(12, 4, mode="mean"), (torch.randint(12, (3, 5)),), {}
+    ))  # fmt: skip
+    yield Entry("nn.Transformer", "torch", lambda: (
+        nn.Transformer(8, 2, 1, 1, 16, 0.0, batch_first=True), (torch.randn(2, 5, 8), torch.randn(2, 4, 8)), {}
+    ))  # fmt: skip
+    for name in ("mlp", "resnet", "mobilenet", "convnext", "unet", "lstm", "gru"):
+
+        def from_table(name=name):
+            row = ARCHITECTURES[name]
+            return _without_dropout(row.module()), *row.args()
+
+        yield Entry(name, "torch", from_table)
+    for name in NETWORKS:
+
+        def deep(name=name):
+            return NETWORKS[name](), (torch.randn(3, 3, 4, 4),), {}
+
+        yield Entry(f"{name}, deep", "torch", deep)
+
+
+def _without_dropout(model: nn.Module) -> nn.Module:
+    for part in model.modules():
+        if isinstance(part, nn.modules.dropout._DropoutNd):
+            part.p = 0.0
+        if isinstance(part, nn.RNNBase):
+            part.dropout = 0.0
+        if hasattr(part, "drop_prob"):
+            part.drop_prob = 0.0
+    return model
+
+
+# ---- Hugging Face ----------------------------------------------------------------------------------
+
+_SMALL = {
+    **dict.fromkeys(
+        ("hidden_size", "d_model", "n_embd", "dim", "embedding_size", "emb_dim", "embed_dim"), 16
+    ),
+    **dict.fromkeys(("word_embed_proj_dim", "moe_intermediate_size"), 16),
+    **dict.fromkeys(("num_hidden_layers", "num_layers", "n_layer", "n_layers", "encoder_layers"), 2),
+    **dict.fromkeys(("decoder_layers", "num_decoder_layers", "num_encoder_layers"), 2),
+    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads"), 2),
+    **dict.fromkeys(
+        ("decoder_attention_heads", "num_key_value_heads", "num_experts_per_tok", "type_vocab_size"), 2
+    ),
+    **dict.fromkeys(
+        ("intermediate_size", "ffn_dim", "encoder_ffn_dim", "decoder_ffn_dim", "d_ff", "n_inner"), 32
+    ),
+    **dict.fromkeys(("hidden_dim", "image_size"), 32),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4),
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "max_seq_len"), 64),
+    **dict.fromkeys(("d_kv", "head_dim", "patch_size"), 8),
+    **dict.fromkeys(
+        ("encoder_layerdrop", "decoder_layerdrop", "layerdrop", "hidden_dropout_prob", "dropout"), 0.0
+    ),
+    **dict.fromkeys(("attention_probs_dropout_prob", "attention_dropout", "resid_pdrop", "embd_pdrop"), 0.0),
+    **dict.fromkeys(("attn_pdrop", "dropout_rate", "activation_dropout", "hidden_dropout"), 0.0),
+    **{
+        "vocab_size": 60,
+        "decoder_start_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+    },
+    "use_cache": False,
+}
+
+_TEXT = """albert bert bert-generation big_bird biogpt bloom camembert canine codegen cohere convbert cpmant ctrl
+data2vec-text deberta deberta-v2 distilbert electra ernie esm eurobert flaubert fnet gemma gemma2 gemma3_text glm glm4
+gpt2 gpt_bigcode gpt_neox gpt_neox_japanese granite granitemoe helium ibert jetmoe layoutlm llama longformer mamba
+megatron-bert mistral mixtral mobilebert modernbert mpnet mpt mra nomic_bert nystromformer olmo olmo2 olmoe openai-gpt
+opt persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe rembert roberta roberta-prelayernorm roformer rwkv
+smollm3 splinter squeezebert stablelm starcoder2 tapas visual_bert xglm xlm xlm-roberta xlm-roberta-xl xlstm
+yoso""".split()
+_PAIRS = """bart blenderbot blenderbot-small led longt5 m2m_100 marian mbart mt5 mvp pegasus pegasus_x plbart
+switch_transformers t5 umt5""".split()
+_IMAGES = """beit data2vec-vision deit dinov2 dinov2_with_registers dinov3_vit dpt ijepa siglip_vision_model
+clip_vision_model vit vit_msn mobilenet_v1 mobilenet_v2 mobilevit swiftformer""".split()
+
+
+def _transformer(kind: str, inputs: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    cls = transformers.CONFIG_MAPPING[kind]
+    default = cls()
+    sizes = {
+        name: value
+        for name, value in _SMALL.items()
+        if getattr(default, name, None) is not None and not isinstance(getattr(default, name), (list, tuple))
+    }
+    model = _without_dropout(transformers.AutoModel.from_config(cls(**sizes)))
+    ids = torch.randint(3, 50, (2, 8))
+    if inputs == "pictures":
+        return model, (), {"pixel_values": torch.randn(2, 3, 32, 32)}
+    if inputs == "pairs":
+        return model, (), {"input_ids": ids, "decoder_input_ids": torch.randint(3, 50, (2, 6))}
+    return model, (), {"input_ids": ids}
+
+
+def entries() -> list[Entry]:
+    """Every architecture of the page."""
+    found = list(_layers())
+    for kinds, inputs in ((_TEXT, "text"), (_PAIRS, "pairs"), (_IMAGES, "pictures")):
+        for kind in kinds:
+            found.append(
+                Entry(kind, "transformers", lambda kind=kind, inputs=inputs: _transformer(kind, inputs))
+            )
+    return found

@@ -1,0 +1,295 @@
+"""Take many architectures through every path, and write docs/models.md: one command for one page.
+
+    python benchmarks/models.py [--only NAME,…] [--family torch|transformers] [--missing] [--seconds N]
+
+Each row is a process of its own: export for training (outputs, statistics and one backward pass compared with
+torch), artifacts and three steps of AdamW, the gradient of the first of them against torch autograd, export for
+inference. Results are kept in docs/models.json, so that the page can be made in pieces: `--missing` runs what has no
+result yet, `--seconds` stops starting rows after that time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import tempfile
+import time
+import traceback
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import torch
+from model_zoo import Entry, entries
+
+ROOT = Path(__file__).parents[1]
+RESULTS, PAGE = ROOT / "docs" / "models.json", ROOT / "docs" / "models.md"
+PATHS = ("export", "gradient", "train", "inference")
+TIMEOUT = 400
+
+
+def run(entry: Entry) -> dict[str, Any]:
+    """Every path of one architecture: figures where it works, the reason where it does not."""
+    torch.manual_seed(0)
+    row: dict[str, Any] = {"family": entry.family}
+    model, args, kwargs = entry.build()
+    row["parameters"] = sum(parameter.numel() for parameter in model.parameters())
+    with tempfile.TemporaryDirectory() as folder:
+        steps = (
+            ("export", lambda: export(model, args, kwargs, Path(folder))),
+            ("gradient", lambda: gradient(model, args, kwargs, Path(folder))),
+            ("train", lambda: train(Path(folder))),
+            ("inference", lambda: inference(model, args, kwargs)),
+        )
+        for name, step in steps:
+            if name in ("gradient", "train") and "error" in row.get("export", {}):
+                row[name] = {"error": "not exported"}
+                continue
+            begun = time.monotonic()
+            try:
+                row[name] = {**step(), "seconds": round(time.monotonic() - begun, 1)}
+            except Exception as error:
+                row[name] = {"error": _line(error)}
+                if os.environ.get("MODELS_DEBUG"):
+                    traceback.print_exc()
+    return row
+
+
+def _line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join([type(error).__name__ + ":", *lines[:3]])[:400]
+
+
+def export(model: torch.nn.Module, args: Any, kwargs: Any, folder: Path) -> dict[str, Any]:
+    """For training, with its checks."""
+    from onward.export import from_torch
+
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        from_torch(model, args, folder / "forward.onnx", kwargs=kwargs or None)
+    said = [str(w.message) for w in heard if issubclass(w.category, UserWarning)]
+    proto = onnx.load(folder / "forward.onnx", load_external_data=False)
+    origin = next(json.loads(e.value) for e in proto.metadata_props if e.key == "onward.export")
+    shapes = [[d.dim_param or d.dim_value for d in v.type.tensor_type.shape.dim] for v in proto.graph.input]
+    axes = sorted({size for shape in shapes for size in shape if isinstance(size, str)})
+    return {"exporter": origin["exporter"], "axes": axes, "said": [line[:200] for line in said]}
+
+
+def gradient(model: torch.nn.Module, args: Any, kwargs: Any, folder: Path) -> dict[str, Any]:
+    """Of the mean square of the first output against random numbers, through the artifacts; against torch."""
+    from onward.api import CheckpointState, Module
+    from onward.artifacts import LossType, OptimType, generate_artifacts
+    from onward.export.torch.float64 import in_float64
+    from onward.export.torch.flatten import Adapter, bind_arguments
+    from onward.export.torch.modules import borrowed, clean_names, prepared
+
+    generate_artifacts(
+        folder / "forward.onnx", loss=LossType.MSELoss, optimizer=OptimType.AdamW, artifact_directory=folder
+    )
+    names = clean_names(model)
+    with borrowed(model), prepared(model, training=True), torch.enable_grad():
+        adapter = Adapter(model, *bind_arguments(model, args, kwargs))
+        tensors = [leaf.value for leaf in adapter.inputs]
+        first = adapter(*tensors)[0]
+        target = torch.randn(first.shape, generator=torch.Generator().manual_seed(1))
+        chosen = {names[raw]: p for raw, p in model.named_parameters() if p.requires_grad}
+
+        def autograd(inputs: list[torch.Tensor], goal: torch.Tensor) -> tuple[float, dict[str, np.ndarray]]:
+            loss = torch.nn.functional.mse_loss(adapter(*inputs)[0], goal)
+            found = torch.autograd.grad(loss, list(chosen.values()), allow_unused=True)
+            return float(loss.detach()), {
+                n: g.double().numpy() for n, g in zip(chosen, found) if g is not None
+            }
+
+        loss, plain = autograd(tensors, target)
+        with in_float64(model):
+            wide = [t.double() if t.dtype == torch.float32 else t for t in tensors]
+            try:
+                _, exact = autograd(wide, target.double())
+            except Exception:
+                exact = plain
+    state = CheckpointState.load_checkpoint(folder / "checkpoint")
+    module = Module(folder / "training_model.onnx", state, folder / "eval_model.onnx")
+    given = {leaf.name: leaf.value.numpy() for leaf in adapter.inputs} | {"target": target.numpy()}
+    feeds = [given[name] for name in module.input_names()]
+    np.savez(folder / "batch.npz", *feeds)
+    mine = float(module(*feeds))
+    got = {name: state.parameters[name].grad for name in plain if name in state.parameters}
+    shared = [name for name in got if got[name] is not None and name in exact]
+    norm = float(np.sqrt(sum((exact[n] ** 2).sum() for n in exact))) or 1.0
+
+    def apart(other: dict[str, Any]) -> float:
+        return float(np.sqrt(sum(((other[n] - exact[n]) ** 2).sum() for n in shared))) / norm
+
+    missing = sorted(n for n in exact if n not in shared and np.any(exact[n]))
+    if missing:
+        raise AssertionError(f"no gradient of {', '.join(missing[:3])}")
+    error, own = apart(got), apart(plain)
+    if error > max(1e-4, 10 * own) or abs(mine - loss) > 1e-3 * max(1.0, abs(loss)):
+        raise AssertionError(
+            f"gradient {error:.1e} from float64, torch's own {own:.1e}; loss {mine} and {loss}"
+        )
+    return {"error_of_gradient": error, "torchs_own": own, "loss": mine}
+
+
+def train(folder: Path) -> dict[str, Any]:
+    """Three steps of AdamW on one batch: the loss goes down."""
+    from onward.api import CheckpointState, Module, Optimizer
+
+    state = CheckpointState.load_checkpoint(folder / "checkpoint")
+    module = Module(folder / "training_model.onnx", state, folder / "eval_model.onnx")
+    optimizer = Optimizer(folder / "optimizer_model.onnx", module)
+    with np.load(folder / "batch.npz") as batch:
+        feeds = [batch[name] for name in batch.files]
+    losses = []
+    for _ in range(4):
+        losses.append(float(module(*feeds)))
+        optimizer.step()
+        module.lazy_reset_grad()
+    if not losses[-1] < losses[0]:
+        raise AssertionError(f"the loss does not go down: {losses}")
+    return {"losses": losses}
+
+
+def inference(model: torch.nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:
+    """For inference, compared with torch at other sizes too."""
+    from onward.export import from_torch
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        proto = from_torch(model, args, kwargs=kwargs or None, training=False)
+    return {"nodes": len(proto.graph.node)}
+
+
+def in_a_child(entry: Entry) -> dict[str, Any]:
+    """A row, also where it crashes or takes for ever."""
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe(duplex=False)
+
+    def work() -> None:
+        try:
+            theirs.send(run(entry))
+        except Exception as error:
+            theirs.send({"family": entry.family, "export": {"error": _line(error)}})
+
+    child = context.Process(target=work)
+    child.start()
+    theirs.close()
+    try:
+        if ours.poll(TIMEOUT):
+            return ours.recv()
+        return {"family": entry.family, "export": {"error": f"took more than {TIMEOUT} seconds"}}
+    except EOFError:
+        return {"family": entry.family, "export": {"error": f"the process ended with {child.exitcode}"}}
+    finally:
+        child.join(1)
+        if child.is_alive():
+            child.kill()
+
+
+# Why a cell is red, in words; what is not here says it in its own error.
+REASONS: dict[str, str] = {}
+
+
+def page(results: dict[str, Any]) -> str:
+    versions = results["versions"]
+    rows = results["rows"]
+    green = sum(all("error" not in row.get(path, {"error": ""}) for path in PATHS) for row in rows.values())
+    lines = [
+        "# Models and paths",
+        "",
+        f"Written by `benchmarks/models.py`; do not edit. {', '.join(f'{k} {v}' for k, v in versions.items())}.",
+        "",
+        f"{len(rows)} architectures with random weights, {green} of them without a red cell. **export**: `from_torch` for",
+        "training, compared with torch in outputs, running statistics and one backward pass, at sizes that it was not",
+        "exported at too. **gradient**: of the artifacts' first step against torch autograd in float64, as a share of its",
+        "norm (torch's own float32 in brackets where that is above 1e-6). **train**: three steps of AdamW on one batch lower the loss.",
+        "**inference**: `from_torch(training=False)`, compared with torch at other sizes too.",
+    ]
+    for family, title in (("torch", "Layers and small networks"), ("transformers", "Hugging Face types")):
+        chosen = {name: row for name, row in rows.items() if row["family"] == family}
+        lines += [
+            "",
+            f"## {title}",
+            "",
+            "| model | export | gradient | train | inference |",
+            "|---|---|---|---|---|",
+        ]
+        for name, row in chosen.items():
+            cells = [_cell(path, row.get(path, {"error": "not run"})) for path in PATHS]
+            lines.append(f"| {name} | {' | '.join(cells)} |")
+    red = {n: row for n, row in rows.items() if any("error" in row.get(p, {"error": ""}) for p in PATHS)}
+    if red:
+        lines += ["", "## Red cells", ""]
+        for name, row in red.items():
+            path = next(p for p in PATHS if "error" in row.get(p, {"error": "not run"}))
+            reason = REASONS.get(name) or row.get(path, {"error": "not run"})["error"]
+            lines.append(f"- **{name}**, {path}: {_plain(reason)}")
+    return "\n".join(lines) + "\n"
+
+
+def _plain(text: str) -> str:
+    return text.replace("|", "/").replace("<", "&lt;").replace(str(ROOT), "")
+
+
+def _cell(path: str, result: dict[str, Any]) -> str:
+    if "error" in result:
+        return "**no**"
+    if path == "export":
+        axes = ", ".join(result["axes"]) or "fixed sizes"
+        return axes + (" (torch.export)" if result["exporter"] == "dynamo" else "")
+    if path == "gradient":
+        own = f" ({result['torchs_own']:.0e})" if result["torchs_own"] > 1e-6 else ""
+        return f"{result['error_of_gradient']:.0e}{own}"
+    if path == "train":
+        return f"{result['losses'][0]:.3g} → {result['losses'][-1]:.3g}"
+    return "yes"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", default="", help="names, with commas between")
+    parser.add_argument("--family", choices=["torch", "transformers"])
+    parser.add_argument(
+        "--missing", action="store_true", help="only rows that have no result yet, or a red cell"
+    )
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="start no row after that time")
+    options = parser.parse_args()
+    import transformers
+
+    torch.set_num_threads(1)
+    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"rows": {}}
+    results["versions"] = {
+        "torch": torch.__version__.partition("+")[0],
+        "onnx": onnx.__version__,
+        "onnxruntime": onnxruntime.__version__,
+        "transformers": transformers.__version__,
+    }
+    known, begun = entries(), time.monotonic()
+    only = set(filter(None, options.only.split(",")))
+    for entry in known:
+        old = results["rows"].get(entry.name)
+        done = old is not None and all("error" not in old.get(path, {"error": ""}) for path in PATHS)
+        if (only and entry.name not in only) or (options.family and entry.family != options.family):
+            continue
+        if (options.missing and done) or time.monotonic() - begun > options.seconds:
+            continue
+        row = in_a_child(entry)
+        results["rows"][entry.name] = row
+        bad = [f"{path}: {row[path]['error']}" for path in PATHS if "error" in row.get(path, {})]
+        print(f"{entry.name:32} {'; '.join(bad) or 'ok'}", flush=True)
+        order = {e.name: results["rows"][e.name] for e in known if e.name in results["rows"]}
+        results["rows"] = order
+        RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+        PAGE.write_text(page(results))
+
+
+if __name__ == "__main__":
+    main()

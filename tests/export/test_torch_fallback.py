@@ -1,0 +1,175 @@
+"""Modules that torch's tracer cannot take, old opsets, data-dependent branches, and torch's own keywords."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from onward.errors import ExportError, ParityError
+from onward.export import from_torch
+
+
+class Net(nn.Module):
+    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.layer, self.function = nn.Linear(8, 8), function
+
+    def forward(self, x):
+        return self.function(self.layer(x))
+
+
+def exporter_of(model: onnx.ModelProto) -> str:
+    return next(json.loads(e.value)["exporter"] for e in model.metadata_props if e.key == "onward.export")
+
+
+# ---- layers that the tracer does not know, written in those that it does -----------------------------
+
+REWRITTEN: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
+    "RMSNorm": (nn.Sequential(nn.Linear(8, 8), nn.RMSNorm(8)), (3, 8)),
+    "ChannelShuffle": (nn.Sequential(nn.Linear(8, 8), nn.ChannelShuffle(2)), (2, 4, 3, 8)),
+    "AlphaDropout": (nn.Sequential(nn.Linear(8, 8), nn.AlphaDropout(0.3)), (3, 8)),
+    "FeatureAlphaDropout": (nn.Sequential(nn.Linear(8, 8), nn.FeatureAlphaDropout(0.3)), (2, 4, 3, 8)),
+    "RReLU": (nn.Sequential(nn.Linear(8, 8), nn.RReLU()), (3, 8)),
+}
+
+
+@pytest.mark.parametrize("name", REWRITTEN)
+def test_layers_without_a_translation_are_traced(name: str) -> None:
+    module, shape = REWRITTEN[name]
+    proto = from_torch(module, torch.randn(*shape), exporter="torchscript")
+    assert exporter_of(proto) == "torchscript"
+
+
+def test_bilinear_is_traced() -> None:
+    assert from_torch(nn.Bilinear(4, 3, 5), (torch.randn(2, 4), torch.randn(2, 3)), exporter="torchscript")
+
+
+@pytest.mark.parametrize("features", [False, True])
+def test_alpha_dropout_keeps_mean_and_spread(features: bool) -> None:
+    layer = nn.FeatureAlphaDropout(0.3) if features else nn.AlphaDropout(0.3)
+    proto = from_torch(nn.Sequential(nn.Identity(), layer), torch.randn(100, 200), check="outputs")
+    options = ort.SessionOptions()
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    session = ort.InferenceSession(proto.SerializeToString(), options)
+    x = np.random.default_rng(0).normal(size=(500, 200)).astype(np.float32)
+    (y,) = session.run(None, {"input": x})
+    assert abs(y.mean()) < 0.05 and abs(y.std() - 1) < 0.05
+    assert not np.allclose(y, session.run(None, {"input": x})[0])
+
+
+# ---- the other exporter ----------------------------------------------------------------------------
+
+
+def test_what_the_tracer_cannot_take_goes_through_torch_export() -> None:
+    module = Net(lambda y: torch.fft.rfft(y).abs())
+    with pytest.warns(UserWarning, match="exported through torch.export, because the tracer cannot"):
+        proto = from_torch(module, torch.randn(3, 8))
+    assert exporter_of(proto) == "dynamo"
+    assert [tensor.name for tensor in proto.graph.initializer][:2] == ["layer.weight", "layer.bias"]
+
+
+def test_a_chosen_exporter_is_not_replaced() -> None:
+    with pytest.raises(ExportError, match="cannot be exported at opset 18"):
+        from_torch(Net(lambda y: torch.fft.rfft(y).abs()), torch.randn(3, 8), exporter="torchscript")
+
+
+class Baked(nn.Module):
+    """A parameter that the export would hold as a constant."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scale = nn.Linear(8, 8), nn.Parameter(torch.ones(8))
+
+    def forward(self, x):
+        scale = self.scale if not torch.jit.is_tracing() else torch.tensor([1.0] * 8)
+        return self.layer(x) * scale
+
+
+def test_a_parameter_that_becomes_a_constant_is_refused() -> None:
+    with pytest.raises(ParityError, match="torch trains scale, which the exported model holds as constants"):
+        from_torch(Baked(), torch.randn(3, 8), exporter="torchscript")
+
+
+# ---- opsets ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("opset", [7, 9, 11, 12, 13])
+def test_old_opsets_train_and_infer(opset: int, training: bool) -> None:
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(36, 2))
+    proto = from_torch(net, torch.randn(2, 3, 5, 5), opset=opset, training=training)
+    assert proto.opset_import[0].version == opset
+
+
+def test_dropout_before_opset_twelve_is_refused() -> None:
+    net = nn.Sequential(nn.Linear(4, 4), nn.Dropout())
+    with pytest.raises(ExportError, match="told to drop since opset 12"):
+        from_torch(net, torch.randn(3, 4), opset=11)
+    assert from_torch(net, torch.randn(3, 4), opset=12)
+
+
+# ---- decisions -------------------------------------------------------------------------------------
+
+
+def test_a_branch_that_depends_on_data_is_named_with_its_line() -> None:
+    module = Net(lambda y: y if y.abs().sum() > 0 else y * 2)
+    with pytest.warns(UserWarning, match=r"decides by the data at .*test_torch_fallback.py:\d+ \(.*> 0"):
+        from_torch(module, torch.randn(3, 8))
+
+
+def test_a_branch_that_the_check_sees_differ_is_an_error_with_its_line() -> None:
+    module = Net(lambda y: y if y.sum() > 0 else y * 2)
+    nn.init.eye_(module.layer.weight)
+    for seed in range(8):  # some example goes one way and the check the other
+        x = torch.randn(3, 8, generator=torch.Generator().manual_seed(seed))
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                from_torch(module, x, exporter="torchscript")
+        except ParityError as error:
+            assert "decides by the data at" in str(error)
+            return
+    raise AssertionError("the check never saw the other branch")
+
+
+# ---- torch's own call ------------------------------------------------------------------------------
+
+
+def test_the_keywords_of_torchs_training_call() -> None:
+    proto = from_torch(
+        nn.Linear(4, 2), torch.randn(3, 4), training=torch.onnx.TrainingMode.TRAINING, opset_version=15,
+        do_constant_folding=False, export_params=True, keep_initializers_as_inputs=False, verbose=True, dynamo=False,
+        input_names=["x"], output_names=["y"], dynamic_axes={"x": {0: "batch"}, "y": {0: "batch"}},
+    )  # fmt: skip
+    assert proto.opset_import[0].version == 15
+    assert [tensor.name for tensor in proto.graph.initializer] == ["weight", "bias"]
+
+
+@pytest.mark.parametrize(
+    ("keywords", "error"),
+    [
+        ({"do_constant_folding": True}, ValueError),
+        ({"export_params": False}, ValueError),
+        ({"training": torch.onnx.TrainingMode.PRESERVE}, ValueError),
+        ({"colour": "red"}, TypeError),
+    ],
+    ids=str,
+)
+def test_keywords_that_mean_something_else_are_refused(keywords: dict, error: type[Exception]) -> None:
+    with pytest.raises(error, match=next(iter(keywords))):
+        from_torch(nn.Linear(4, 2), torch.randn(3, 4), **keywords)
+
+
+def test_interpolation_with_antialiasing() -> None:
+    module = Net(lambda y: F.interpolate(y, size=(4, 4), mode="bilinear", antialias=True))
+    with pytest.warns(UserWarning, match="torch.export"):
+        assert from_torch(module, torch.randn(2, 3, 8, 8))
