@@ -269,8 +269,9 @@ def _without_dropout(model: nn.Module) -> nn.Module:
             part.p = 0.0
         if isinstance(part, nn.RNNBase):
             part.dropout = 0.0
-        if hasattr(part, "drop_prob"):
-            part.drop_prob = 0.0
+        for rate in ("drop_prob", "rate"):  # layers skipped at random
+            if isinstance(getattr(part, rate, None), float):
+                setattr(part, rate, 0.0)
     return model
 
 
@@ -299,27 +300,138 @@ _SMALL = {
     ),
     **dict.fromkeys(("attention_probs_dropout_prob", "attention_dropout", "resid_pdrop", "embd_pdrop"), 0.0),
     **dict.fromkeys(("attn_pdrop", "dropout_rate", "activation_dropout", "hidden_dropout"), 0.0),
-    **{
-        "vocab_size": 60,
-        "decoder_start_token_id": 0,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "pad_token_id": 0,
-    },
+    "vocab_size": 60,
+    "decoder_start_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
     "use_cache": False,
 }
 
-_TEXT = """albert bert bert-generation big_bird biogpt bloom camembert canine codegen cohere convbert cpmant ctrl
-data2vec-text deberta deberta-v2 distilbert electra ernie esm eurobert flaubert fnet gemma gemma2 gemma3_text glm glm4
-gpt2 gpt_bigcode gpt_neox gpt_neox_japanese granite granitemoe helium ibert jetmoe layoutlm llama longformer mamba
-megatron-bert mistral mixtral mobilebert modernbert mpnet mpt mra nomic_bert nystromformer olmo olmo2 olmoe openai-gpt
-opt persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe rembert roberta roberta-prelayernorm roformer rwkv
-smollm3 splinter squeezebert stablelm starcoder2 tapas visual_bert xglm xlm xlm-roberta xlm-roberta-xl xlstm
-yoso""".split()
-_PAIRS = """bart blenderbot blenderbot-small led longt5 m2m_100 marian mbart mt5 mvp pegasus pegasus_x plbart
-switch_transformers t5 umt5""".split()
-_IMAGES = """beit data2vec-vision deit dinov2 dinov2_with_registers dinov3_vit dpt ijepa siglip_vision_model
-clip_vision_model vit vit_msn mobilenet_v1 mobilenet_v2 mobilevit swiftformer""".split()
+_TEXT = [
+    "albert",
+    "bert",
+    "bert-generation",
+    "big_bird",
+    "biogpt",
+    "bloom",
+    "camembert",
+    "canine",
+    "codegen",
+    "cohere",
+    "convbert",
+    "cpmant",
+    "ctrl",
+    "data2vec-text",
+    "deberta",
+    "deberta-v2",
+    "distilbert",
+    "electra",
+    "ernie",
+    "esm",
+    "eurobert",
+    "flaubert",
+    "fnet",
+    "gemma",
+    "gemma2",
+    "gemma3_text",
+    "glm",
+    "glm4",
+    "gpt2",
+    "gpt_bigcode",
+    "gpt_neox",
+    "gpt_neox_japanese",
+    "granite",
+    "granitemoe",
+    "helium",
+    "ibert",
+    "jetmoe",
+    "layoutlm",
+    "llama",
+    "longformer",
+    "mamba",
+    "megatron-bert",
+    "mistral",
+    "mixtral",
+    "mobilebert",
+    "modernbert",
+    "mpnet",
+    "mpt",
+    "mra",
+    "nomic_bert",
+    "nystromformer",
+    "olmo",
+    "olmo2",
+    "olmoe",
+    "openai-gpt",
+    "opt",
+    "persimmon",
+    "phi",
+    "phi3",
+    "phimoe",
+    "qwen2",
+    "qwen2_moe",
+    "qwen3",
+    "qwen3_moe",
+    "rembert",
+    "roberta",
+    "roberta-prelayernorm",
+    "roformer",
+    "rwkv",
+    "smollm3",
+    "splinter",
+    "squeezebert",
+    "stablelm",
+    "starcoder2",
+    "tapas",
+    "visual_bert",
+    "xglm",
+    "xlm",
+    "xlm-roberta",
+    "xlm-roberta-xl",
+    "xlstm",
+    "yoso",
+]
+_PAIRS = [
+    "bart",
+    "blenderbot",
+    "blenderbot-small",
+    "led",
+    "longt5",
+    "m2m_100",
+    "marian",
+    "mbart",
+    "mt5",
+    "mvp",
+    "pegasus",
+    "pegasus_x",
+    "plbart",
+    "switch_transformers",
+    "t5",
+    "umt5",
+]
+_IMAGES = [
+    "beit",
+    "data2vec-vision",
+    "deit",
+    "dinov2",
+    "dinov2_with_registers",
+    "dinov3_vit",
+    "dpt",
+    "ijepa",
+    "siglip_vision_model",
+    "clip_vision_model",
+    "vit",
+    "vit_msn",
+    "mobilenet_v1",
+    "mobilenet_v2",
+    "mobilevit",
+    "swiftformer",
+]
+
+
+# Sizes that a type needs otherwise.
+_OWN: dict[str, dict[str, Any]] = {"codegen": {"n_head": 4}}
 
 
 def _transformer(kind: str, inputs: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
@@ -333,7 +445,8 @@ def _transformer(kind: str, inputs: str) -> tuple[nn.Module, tuple[Any, ...], di
         for name, value in _SMALL.items()
         if getattr(default, name, None) is not None and not isinstance(getattr(default, name), (list, tuple))
     }
-    model = _without_dropout(transformers.AutoModel.from_config(cls(**sizes)))
+    config = cls(**{**sizes, **_OWN.get(kind, {})})
+    model = _without_dropout(transformers.AutoModel.from_config(config))
     ids = torch.randint(3, 50, (2, 8))
     if inputs == "pictures":
         return model, (), {"pixel_values": torch.randn(2, 3, 32, 32)}

@@ -84,8 +84,8 @@ def gradient(model: torch.nn.Module, args: Any, kwargs: Any, folder: Path) -> di
     """Of the mean square of the first output against random numbers, through the artifacts; against torch."""
     from onward.api import CheckpointState, Module
     from onward.artifacts import LossType, OptimType, generate_artifacts
-    from onward.export.torch.float64 import in_float64
     from onward.export.torch.flatten import Adapter, bind_arguments
+    from onward.export.torch.float64 import in_float64
     from onward.export.torch.modules import borrowed, clean_names, prepared
 
     generate_artifacts(
@@ -144,6 +144,7 @@ def train(folder: Path) -> dict[str, Any]:
     state = CheckpointState.load_checkpoint(folder / "checkpoint")
     module = Module(folder / "training_model.onnx", state, folder / "eval_model.onnx")
     optimizer = Optimizer(folder / "optimizer_model.onnx", module)
+    optimizer.set_learning_rate(1e-4)  # small enough for every depth
     with np.load(folder / "batch.npz") as batch:
         feeds = [batch[name] for name in batch.files]
     losses = []
@@ -205,11 +206,11 @@ def page(results: dict[str, Any]) -> str:
         "",
         f"Written by `benchmarks/models.py`; do not edit. {', '.join(f'{k} {v}' for k, v in versions.items())}.",
         "",
-        f"{len(rows)} architectures with random weights, {green} of them without a red cell. **export**: `from_torch` for",
-        "training, compared with torch in outputs, running statistics and one backward pass, at sizes that it was not",
-        "exported at too. **gradient**: of the artifacts' first step against torch autograd in float64, as a share of its",
-        "norm (torch's own float32 in brackets where that is above 1e-6). **train**: three steps of AdamW on one batch lower the loss.",
-        "**inference**: `from_torch(training=False)`, compared with torch at other sizes too.",
+        f"{len(rows)} architectures with random weights, {green} of them without a red cell. **export**: `from_torch`",
+        "for training, compared with torch in outputs, running statistics and one backward pass, at sizes that it was",
+        "not exported at too. **gradient**: of the artifacts' first step against torch autograd in float64, as a share",
+        "of its norm (torch's own float32 in brackets where that is above 1e-6). **train**: three steps of AdamW",
+        "on one batch lower the loss. **inference**: `from_torch(training=False)`, compared with torch too.",
     ]
     for family, title in (("torch", "Layers and small networks"), ("transformers", "Hugging Face types")):
         chosen = {name: row for name, row in rows.items() if row["family"] == family}

@@ -21,7 +21,7 @@ from onward.api import CheckpointState, Module, Optimizer
 from onward.artifacts import Artifacts, LossType, OptimType, build_artifacts, generate_artifacts
 from onward.artifacts import write as artifact_files
 from onward.checkpoint import load
-from onward.errors import ModelError, UnsupportedOps
+from onward.errors import CheckpointError, ModelError, UnsupportedOps
 from onward.graph import save
 from onward.graph.builder import Builder
 from onward.optim.graph import ParameterGroup
@@ -440,8 +440,6 @@ REFUSED: list[tuple[str, dict[str, Any], type[Exception], list[str]]] = [
     ("an unknown trainable", {"requires_grad": ["nope"]}, RuntimeError,
      ["Node arg nope is not found in the graph"]),
     ("a mistyped trainable", {"requires_grad": ["fc1.wieght"]}, RuntimeError, ["did you mean 'fc1.weight'"]),
-    ("an unknown frozen", {"requires_grad": [], "frozen_params": ["fc2.bais"]}, RuntimeError,
-     ["frozen_params", "did you mean 'fc2.bias'"]),
     ("a pattern without a match", {"requires_grad": ["decoder.*"]}, RuntimeError, ["no parameter matches"]),
     ("a string for a list", {"requires_grad": "fc1.weight"}, TypeError, ["write ['fc1.weight']"]),
     ("no loss for a large output", {"loss": None}, RuntimeError, ["'output-0'", "single number"]),
@@ -554,6 +552,71 @@ def test_a_new_set_replaces_the_old_one(tmp_path: Path) -> None:
     generate(tmp_path, two_layers(seed=1))
     generate(tmp_path / "fresh", two_layers(seed=1))
     assert {name: (tmp_path / name).read_bytes() for name in FOUR} == files(tmp_path / "fresh")
+
+
+def test_an_unknown_frozen_name_is_warned_of(tmp_path: Path) -> None:
+    with pytest.warns(
+        UserWarning, match=r"frozen_params: the model has no parameter 'fc2.bais'; did you mean 'fc2.b"
+    ):
+        generate(tmp_path, requires_grad=["fc1.weight"], frozen_params=["fc2.bais", "fc1.bias"])
+    assert list(load(tmp_path / "checkpoint").frozen) == ["fc1.bias"]
+
+
+def test_an_operator_that_nothing_trains_through_is_named(tmp_path: Path) -> None:
+    text = "(float[N, 4] x) => (float[N, 3] y) { h = MatMul(x, a)  r = Round(h)  y = MatMul(r, b) }"
+    model = model_of(text, a=np.ones((4, 4), np.float32), b=np.ones((4, 3), np.float32))
+    with pytest.warns(
+        UserWarning, match=r"'a' gets no gradient: Round '.*' between it and the loss is constant"
+    ):
+        generate(tmp_path, model, requires_grad=["a", "b"])
+
+
+def test_ort_files_and_checkpoint_bytes_are_taken(tmp_path: Path) -> None:
+    generate(tmp_path, ort_format=True)
+    state = CheckpointState.load_checkpoint((tmp_path / "checkpoint").read_bytes())
+    module = Module(tmp_path / "training_model.ort", state, tmp_path / "eval_model.ort")
+    optimizer = Optimizer(tmp_path / "optimizer_model.ort", module)
+    plain = module_of(tmp_path)
+    assert module(X, LABELS) == plain(X, LABELS)
+    optimizer.step()
+    (tmp_path / "training_model.onnx").unlink()
+    with pytest.raises(RuntimeError, match=r"ORT format.*keep the .onnx file beside it"):
+        Module(tmp_path / "training_model.ort", CheckpointState.load_checkpoint(tmp_path / "checkpoint"))
+
+
+@pytest.mark.parametrize("cut", [0, 10, 200])
+def test_damaged_checkpoint_bytes_are_refused(tmp_path: Path, cut: int) -> None:
+    generate(tmp_path)
+    with pytest.raises(CheckpointError, match="the bytes given"):
+        CheckpointState.load_checkpoint((tmp_path / "checkpoint").read_bytes()[:cut])
+
+
+class WrappedOptimizer(onnxblock.ForwardBlock):
+    def __init__(self) -> None:
+        self.optimizer = onnxblock.optim.AdamW(weight_decay=0.1)
+
+    def build(self, parameters: Any) -> str:
+        return self.optimizer(parameters)
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_an_optimizer_block_of_its_own_is_taken_by_the_optimizer(tmp_path: Path, wrapped: bool) -> None:
+    generate(tmp_path, optimizer=onnxblock.optim.AdamW(weight_decay=0.1))
+    trainable = [onnx.numpy_helper.from_array(array, name) for name, array in values().items()]
+    block = WrappedOptimizer() if wrapped else onnxblock.optim.AdamW(weight_decay=0.1)
+    with onnxblock.empty_base():
+        block((trainable, []))
+        onnx.save(block.to_model_proto(), tmp_path / "own.onnx")
+    results = []
+    for name in ("optimizer_model.onnx", "own.onnx"):
+        module = module_of(tmp_path)
+        optimizer = Optimizer(tmp_path / name, module)
+        for _ in range(3):
+            module(X, LABELS)
+            optimizer.step()
+            module.lazy_reset_grad()
+        results.append(module.get_contiguous_parameters().numpy())
+    np.testing.assert_allclose(results[0], results[1], rtol=1e-5, atol=1e-7)
 
 
 # ---- external data ---------------------------------------------------------------------------------

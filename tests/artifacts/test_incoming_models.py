@@ -110,6 +110,44 @@ def test_reductions_over_a_scalar(op: str) -> None:
     np.testing.assert_allclose(got, [2.25, 3.0], rtol=1e-5)
 
 
+# ---- bodies ----------------------------------------------------------------------------------------
+
+
+def test_a_body_that_returns_its_own_initializer() -> None:
+    text = """net (float[N, 4] x, bool c) => (float[N, 4] y) {
+        s = If (c) <then_branch = t () => (float[4] a) <float[4] a = {1, 2, 3, 4}> { },
+                    else_branch = e () => (float[4] b) { b = Mul (v, v) }>
+        y = Mul (x, s) }"""
+    model = parsed(text, v=np.ones(4, np.float32))
+    session = ort.InferenceSession(gradient(model, of="y", wrt=["v"], cotangent="d").SerializeToString())
+    for c, expected in ((True, 0 * X.sum(0)), (False, 2 * X.sum(0))):
+        got = session.run(["v_grad"], {"x": X, "c": np.asarray(c), "d": np.ones_like(X)})[0]
+        np.testing.assert_allclose(got, expected, rtol=1e-5)
+
+
+def test_a_body_that_returns_a_value_of_the_graph_around_it_is_refused() -> None:
+    text = """net (float[4] x, bool c) => (float[4] y) {
+        y = If (c) <then_branch = t () => (float[4] x) { }, else_branch = e () => (float[4] b) { b = Neg (x) }> }"""
+    with pytest.raises(ModelError, match="a body returns 'x' of the graph around it"):
+        normalize(parsed(text))
+
+
+def test_weights_inside_branches_train(tmp_path: Path) -> None:
+    text = """net (float[N, 4] x, bool c) => (float[N, 1] y) {
+        y = If (c) <then_branch = t () => (float[N, 1] a) <float[4, 1] wt = {1, 2, 3, 4}> { a = MatMul (x, wt) },
+                    else_branch = e () => (float[N, 1] b) <float[4, 1] we = {1, 2, 3, 4}> { b = MatMul (x, we) }> }"""
+    generate_artifacts(
+        parsed(text), requires_grad=["wt", "we"], loss=LossType.MSELoss, artifact_directory=tmp_path
+    )
+    state = CheckpointState.load_checkpoint(tmp_path / "checkpoint")
+    module = Module(tmp_path / "training_model.onnx", state)
+    target = np.zeros((5, 1), np.float32)
+    module(X, np.asarray(True), target)
+    weights = np.asarray([[1], [2], [3], [4]], np.float32)
+    np.testing.assert_allclose(state.parameters["wt"].grad, 2 / 5 * X.T @ (X @ weights), rtol=1e-4)
+    assert not state.parameters["we"].grad.any()
+
+
 # ---- labels ----------------------------------------------------------------------------------------
 
 INTEGERS = ["int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"]

@@ -173,3 +173,43 @@ def test_interpolation_with_antialiasing() -> None:
     module = Net(lambda y: F.interpolate(y, size=(4, 4), mode="bilinear", antialias=True))
     with pytest.warns(UserWarning, match="torch.export"):
         assert from_torch(module, torch.randn(2, 3, 8, 8))
+
+
+# ---- scatter_reduce, and inputs that rows must agree on -----------------------------------------------
+
+
+class Scattered(nn.Module):
+    def __init__(self, reduce: str, include_self: bool) -> None:
+        super().__init__()
+        self.layer, self.reduce, self.include_self = nn.Linear(8, 8), reduce, include_self
+
+    def forward(self, x, index, base):
+        return base.scatter_reduce(1, index, self.layer(x), self.reduce, include_self=self.include_self)
+
+
+@pytest.mark.parametrize("include_self", [True, False])
+@pytest.mark.parametrize("reduce", ["sum", "prod", "mean", "amax", "amin"])
+def test_scatter_reduce_in_two_dimensions(reduce: str, include_self: bool) -> None:
+    index = torch.tensor([[0, 1, 1, 0, 2, 3, 3, 1], [3, 2, 1, 0, 0, 0, 2, 2], [1, 1, 1, 1, 2, 0, 3, 3]])
+    args = (torch.randn(3, 8), index, torch.randn(3, 5))
+    assert from_torch(Scattered(reduce, include_self), args, exporter="torchscript")
+
+
+class Counting(nn.Module):
+    """Needs as many end tokens in each row, as sequence classifiers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(10, 4)
+
+    def forward(self, ids):
+        ends = ids.eq(2)
+        if not torch.jit.is_tracing() and len(torch.unique(ends.sum(1))) > 1:
+            raise ValueError("All examples must have the same number of <eos> tokens.")
+        return (self.table(ids) * ends.unsqueeze(-1)).sum(1)
+
+
+def test_inputs_tried_keep_what_rows_must_agree_on() -> None:
+    proto = from_torch(Counting(), torch.tensor([[5, 6, 7, 8, 2], [3, 4, 9, 1, 2]]))
+    dims = proto.graph.input[0].type.tensor_type.shape.dim
+    assert [dim.dim_param for dim in dims] == ["batch", "sequence"]

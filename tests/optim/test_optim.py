@@ -379,3 +379,25 @@ def test_clipping_blocks_are_torchs(block: onnxblock.Block, clip: Callable[..., 
 def test_bad_options_are_refused(make: Callable[[], Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_adamw_in_the_order_of_the_original() -> None:
+    """w −= lr·√(1−β₂ᵗ)/(1−β₁ᵗ) · m/(√v + ε), and only then w −= lr·wd·w."""
+    rng = np.random.default_rng(0)
+    rule = optim.adamw(eps=1e-3, weight_decay=0.3, decay_last=True)
+    session = ort.InferenceSession(ir.to_proto(optimizer_model(rule, {"w": (5,)})).SerializeToString())
+    w, m, v = rng.normal(size=5).astype(np.float32), np.zeros(5, np.float32), np.zeros(5, np.float32)
+    expected = [a.astype(np.float64) for a in (w, m, v)]
+    for step in range(1, 4):
+        g = rng.normal(size=5).astype(np.float32)
+        feeds = {"parameter": w, "gradient": g, "momentum0": m, "momentum1": v}
+        scalars = {"learning_rate": 0.1, "gradient_scale": 1.0, "weight_decay": 0.3}
+        feeds |= {name: np.asarray([value], np.float32) for name, value in scalars.items()}
+        w, m, v = session.run(None, feeds | {"step": np.asarray([step])})
+        p, first, second = expected
+        first, second = 0.9 * first + 0.1 * g, 0.999 * second + 0.001 * g.astype(np.float64) ** 2
+        rate = 0.1 * np.sqrt(1 - 0.999**step) / (1 - 0.9**step)
+        p = p - rate * first / (np.sqrt(second) + 1e-3)
+        expected = [p - 0.1 * 0.3 * p, first, second]
+        for got, exact in zip((w, m, v), expected):
+            np.testing.assert_allclose(got, exact, rtol=2e-5)

@@ -135,8 +135,8 @@ class CheckpointState:
         self.properties = Properties(state.properties)
 
     @classmethod
-    def load_checkpoint(cls, checkpoint_uri: str | os.PathLike[str]) -> CheckpointState:
-        """Read a checkpoint file, verified before anything of it is used."""
+    def load_checkpoint(cls, checkpoint_uri: str | os.PathLike[str] | bytes) -> CheckpointState:
+        """Read a checkpoint file, or its bytes, verified before anything of it is used."""
         return cls(checkpoint.load(checkpoint_uri))
 
     @classmethod

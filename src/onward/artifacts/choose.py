@@ -11,6 +11,7 @@ import difflib
 import fnmatch
 import json
 import logging
+import warnings
 from collections.abc import Collection, Sequence
 
 import onnx_ir as ir
@@ -62,7 +63,7 @@ def choose(
     """
     graph = model.graph
     base = [name for name in graph.initializers if name in given and name not in set(adapters)]
-    frozen = resolve(frozen_params or [], base, "frozen_params")
+    frozen = resolve(_known(frozen_params or [], base), base, "frozen_params")
     by_default = False
     if requires_grad is None and adapters:
         requires_grad = []
@@ -96,6 +97,20 @@ def choose(
                 f"'{name}' is {types[name]}: trainable parameters must be float32; freeze it (frozen_params=…)"
             )
     return Choice(trainable, frozen, by_default)
+
+
+def _known(names: Sequence[str], candidates: Collection[str]) -> Sequence[str]:
+    """The names and patterns that a model has; others are warned of, as there is nothing to freeze."""
+    if isinstance(names, str):
+        return names  # refused by `resolve`
+    lost = [
+        n for n in names if n not in candidates and not any(fnmatch.fnmatchcase(c, n) for c in candidates)
+    ]
+    for name in lost:
+        near = difflib.get_close_matches(name, candidates, n=3)
+        hint = f"; did you mean {', '.join(repr(n) for n in near)}?" if near else ""
+        warnings.warn(f"frozen_params: the model has no parameter '{name}'{hint}", stacklevel=4)
+    return [name for name in names if name not in lost]
 
 
 def resolve(wanted: Sequence[str], candidates: Sequence[str], argument: str) -> list[str]:

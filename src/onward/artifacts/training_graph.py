@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import warnings
 from collections.abc import Sequence
 from importlib import metadata
 
@@ -18,6 +19,7 @@ import onnx_ir as ir
 from onward.autodiff.engine import DifferentiableBuilder, is_differentiable
 from onward.autodiff.gradient import add_gradients
 from onward.autodiff.recompute.segments import Recompute, recompute_activations
+from onward.autodiff.stops import untrainable
 from onward.errors import ModelError
 from onward.graph.cleanup import finish
 from onward.graph.passes.gelu import fuse_gelu
@@ -132,6 +134,8 @@ def _build_step(
     known = values_of(graph)
     sources = [known[name] for name in wanted]
     forward = list(graph)
+    for line in untrainable(graph, target, sources):
+        warnings.warn(line, stacklevel=2)
     scale = op.input(LOSS_SCALE, ir.DataType.FLOAT, [1]) if precision == "fp16" and sources else None
     start = _start(op, target, scale)
     gradients = add_gradients(op, {target: start}, sources) if sources else {}

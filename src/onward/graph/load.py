@@ -148,6 +148,11 @@ def _check_graph(graph: onnx.GraphProto, outer: frozenset[str], where: str) -> N
         for inner in _inner_graphs(node):
             _check_graph(inner, known, where)
     for value in graph.output:
+        if outer and value.name in outer and value.name not in {*inputs, *initializers, *produced}:
+            raise ModelError(
+                f"{where}: a body returns '{value.name}' of the graph around it as it is, which ONNX does not allow; "
+                "put an Identity between"
+            )
         if value.name not in known:
             raise ModelError(f"{where}: the graph output '{value.name}' is defined by nothing in the model")
 

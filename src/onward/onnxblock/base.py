@@ -208,6 +208,9 @@ def _set_outputs(model: onnx.ModelProto, output: str | Sequence[str]) -> None:
         value = onnx.ValueInfoProto(name=name)
         value.type.CopyFrom(find_type(name))
         values.append(value)
+    if {"params", "gradients"} <= {value.name for value in model.graph.input}:
+        # an optimizer block has made outputs of its own, of which it names the first
+        values += [value for value in model.graph.output if value.name not in names]
     del model.graph.output[:]
     model.graph.output.extend(values)
 

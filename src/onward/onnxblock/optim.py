@@ -12,6 +12,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
+from onward.errors import ModelError
 from onward.graph.builder import Builder
 from onward.onnxblock.base import Block
 from onward.onnxblock.blocks import total_norm
@@ -85,6 +86,13 @@ class OptimizerBlock(Block):
 
     rule: rules.Optimizer
     clip_grad: ClipGradNorm | ClipGradValue | None = None
+    _model: onnx.ModelProto | None = None
+
+    def to_model_proto(self) -> onnx.ModelProto:
+        """The optimizer model that was built; `onward.api.Optimizer` takes it."""
+        if self._model is None:
+            raise ModelError("Please build the optimizer model first before trying to retrieve it.")
+        return self._model
 
     def build(self, parameters: Parameters) -> str:
         """Add the optimizer's inputs, updates and outputs; returns the name of the flag `updated_flag`."""
@@ -114,6 +122,7 @@ class OptimizerBlock(Block):
             model.graph.output.append(
                 onnx.helper.make_tensor_sequence_value_info(name, onnx.TensorProto.FLOAT, None)
             )
+        self._model = model
         return final[0]
 
     def optimizer_model(
@@ -161,7 +170,7 @@ class OptimizerBlock(Block):
 
 
 class AdamW(OptimizerBlock):
-    """AdamW with the defaults of the API it stands in for."""
+    """AdamW with the defaults of the API it stands in for, and with `decay_last` its arithmetic."""
 
     def __init__(
         self,
@@ -170,9 +179,15 @@ class AdamW(OptimizerBlock):
         eps: float = 1e-6,
         weight_decay: float = 0.0,
         clip_grad: ClipGradNorm | ClipGradValue | None = None,
+        *,
+        decay_last: bool = False,
     ) -> None:
         self.rule = rules.adamw(
-            betas=betas, eps=eps, weight_decay=weight_decay, bias_correction=bias_correction
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            bias_correction=bias_correction,
+            decay_last=decay_last,
         )
         self.clip_grad = clip_grad
 

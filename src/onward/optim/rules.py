@@ -93,8 +93,13 @@ def _adam_step(
     betas: tuple[float, float],
     eps: float,
     bias_correction: bool,
+    *,
+    scaled_eps: bool = True,
 ) -> ir.Value:
-    """lr/(1−β₁ᵗ) · m / (√v/√(1−β₂ᵗ) + ε), with the scalars gathered: lr·√c₂/c₁ · m / (√v + ε·√c₂)"""
+    """lr/(1−β₁ᵗ) · m / (√v/√(1−β₂ᵗ) + ε), with the scalars gathered: lr·√c₂/c₁ · m / (√v + ε·√c₂)
+
+    Without `scaled_eps`, ε is not multiplied by √c₂.
+    """
     if not bias_correction:
         return op.Mul(op.Div(m, op.Add(op.Sqrt(v), eps)), s.learning_rate)
     # in double: 1 − 0.999 has four digits less in float32
@@ -103,7 +108,8 @@ def _adam_step(
     root = op.Sqrt(op.Sub(1.0, op.Pow(np.asarray([betas[1]]), step)))
     second = op.Cast(root, to=ir.DataType.FLOAT)
     rate = op.Mul(s.learning_rate, op.Cast(op.Div(root, first), to=ir.DataType.FLOAT))
-    return op.Mul(op.Div(m, op.Add(op.Sqrt(v), op.Mul(second, eps))), rate)
+    small = op.Mul(second, eps) if scaled_eps else eps
+    return op.Mul(op.Div(m, op.Add(op.Sqrt(v), small)), rate)
 
 
 def adam(
@@ -124,17 +130,22 @@ def adam(
 
 def adamw(
     *, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.01,
-    bias_correction: bool = True,
+    bias_correction: bool = True, decay_last: bool = False,
 ) -> Optimizer:  # fmt: skip
-    """p ← p·(1 − lr·wd) − Adam's step, as torch.optim.AdamW"""
+    """p ← p·(1 − lr·wd) − Adam's step, as torch.optim.AdamW
+
+    With `decay_last` in the order of onnxruntime-training: p ← (p − lr·√c₂/c₁ · m/(√v + ε))·(1 − lr·wd).
+    """
 
     def update(op: Builder, p: ir.Value, g: ir.Value, state: State, s: Scalars) -> tuple[ir.Value, State]:
         m, v = _moments(op, g, state, betas)
-        p = _decayed(op, p, s)
-        step = _adam_step(op, m, v, s, betas, eps, bias_correction)
-        return op.Sub(p, step), {"momentum0": m, "momentum1": v}
+        p = p if decay_last else _decayed(op, p, s)
+        step = _adam_step(op, m, v, s, betas, eps, bias_correction, scaled_eps=not decay_last)
+        p = op.Sub(p, step)
+        return _decayed(op, p, s) if decay_last else p, {"momentum0": m, "momentum1": v}
 
     hyper = {"beta1": betas[0], "beta2": betas[1], "eps": eps, "bias_correction": bias_correction}
+    hyper |= {"decay_last": True} if decay_last else {}
     return Optimizer("AdamW", ("momentum0", "momentum1"), update, hyper, weight_decay=weight_decay)
 
 

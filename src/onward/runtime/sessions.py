@@ -42,6 +42,8 @@ def read_model(source: ModelFile, role: str) -> onnx.ModelProto:
             f"the {role} model is a {type(source).__name__}: pass its path, its bytes or a ModelProto"
         )
     file = Path(source)
+    if file.suffix == ".ort" and (twin := file.with_suffix(".onnx")).is_file():
+        file = twin  # the same model, in the form that training can change
     if not file.is_file():
         raise ModelError(f"no {role} model at '{file}'")
     try:
@@ -75,7 +77,9 @@ def _check_external(model: onnx.ModelProto, base: Path | None, where: str) -> No
 
 def _parse(data: bytes, where: str) -> onnx.ModelProto:
     if data[4:8] == b"ORTM":
-        raise ModelError(f"{where} is in ORT format, which training cannot change: use the .onnx file")
+        raise ModelError(
+            f"{where} is in ORT format, which training cannot change: keep the .onnx file beside it"
+        )
     model = onnx.ModelProto()
     try:
         model.ParseFromString(data)

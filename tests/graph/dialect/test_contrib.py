@@ -297,6 +297,8 @@ ELSEWHERE = {
     "BitmaskDropout",
     "FusedMatMulActivation",
     "GemmFastGelu",
+    *("ConcatTraining", "ScaledSum", "BatchNormInternal", "PadAndUnflatten", "SoftmaxCrossEntropy"),
+    *("SparseSoftmaxCrossEntropy", "DynamicQuantizeLSTM"),
 }
 
 
@@ -354,6 +356,75 @@ def test_operators_without_a_kernel_mean_what_they_say(
 ) -> None:
     model, feeds = node_model(op, inputs, opset=17, domain=MICROSOFT, **attributes)
     assert_same([expected], run(in_dialect(model), feeds))
+
+
+scores, classes = f(2, 3, 5), i(5, 2, 3, dtype=np.int64)
+log_prob = scores - np.log(np.exp(scores).sum(-1, keepdims=True))
+picked = np.take_along_axis(log_prob, classes[..., None], -1)[..., 0]
+shares = np.exp(f(2, 3, 5))
+images, scale, shift = f(4, 3, 2, 2), f(3), f(3)
+mean, variance = images.mean((0, 2, 3)), images.var((0, 2, 3))
+normal = (images - mean[:, None, None]) / np.sqrt(variance + 1e-5)[:, None, None]
+placed = np.zeros((6, 5), np.float32)
+placed[[4, 0, 3]] = scores[0]
+
+
+@pytest.mark.parametrize(
+    ("op", "inputs", "attributes", "expected"),
+    [
+        ("ConcatTraining", [x, rest], {"axis": 1}, [np.concatenate([x, rest], 1), np.asarray([4, 4])]),
+        ("ScaledSum", [x, rest], {"scale_0": 2.0, "scale_1": -0.5}, [2 * x - 0.5 * rest]),
+        ("ScaledSum", [x, x, rest], {"scale_0": 1.0, "scale_1": 2.0, "scale_2": 3.0}, [3 * x + 3 * rest]),
+        (
+            "BatchNormInternal",
+            [images, scale, shift, np.zeros(3, np.float32), np.ones(3, np.float32)],
+            {"training_mode": 1, "momentum": 0.9},
+            [
+                normal * scale[:, None, None] + shift[:, None, None],
+                0.1 * mean,
+                0.9 + 0.1 * variance,
+                mean,
+                1 / np.sqrt(variance + 1e-5),
+            ],
+        ),
+        (
+            "PadAndUnflatten",
+            [scores[0], np.asarray([4, 0, 3]), np.asarray([2, 3])],
+            {},
+            [placed.reshape(2, 3, 5)],
+        ),
+        ("SoftmaxCrossEntropy", [scores, shares], {}, [-(shares * log_prob).sum(-1).mean(), log_prob]),
+        (
+            "SoftmaxCrossEntropy",
+            [scores, shares],
+            {"reduction": "sum"},
+            [-(shares * log_prob).sum(-1).sum(), log_prob],
+        ),
+        ("SparseSoftmaxCrossEntropy", [scores, classes], {}, [-picked.mean(), log_prob]),
+        ("SparseSoftmaxCrossEntropy", [scores, classes], {"reduction": "none"}, [-picked, log_prob]),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_operators_of_training_builds_mean_what_they_say(
+    op: str, inputs: list[np.ndarray], attributes: dict[str, Any], expected: list[np.ndarray]
+) -> None:
+    model, feeds = node_model(
+        op, inputs, opset=17, domain=MICROSOFT, outputs=[f"o{k}" for k in range(len(expected))], **attributes
+    )
+    assert_same([np.asarray(e) for e in expected], run(in_dialect(model), feeds))
+
+
+def test_a_quantized_lstm_is_one_with_dequantized_weights() -> None:
+    hidden, width = 3, 4
+    scale = np.asarray([0.01], np.float32)
+    stored = [RANDOM.integers(-100, 100, (1, n, 4 * hidden)).astype(np.int8) for n in (width, hidden)]
+    model, feeds = node_model(
+        "DynamicQuantizeLSTM",
+        [f(5, 2, width), *stored, f(1, 8 * hidden), None, None, None, None, scale, np.zeros(1, np.int8),
+         scale, np.zeros(1, np.int8)],
+        opset=17, domain=MICROSOFT, outputs=["y", "h", "c"], hidden_size=hidden,
+    )  # fmt: skip
+    assert_same(run(model, feeds), run(in_dialect(model), feeds), tolerance=0.02)
 
 
 def test_gemm_with_gelu_is_gelu_of_the_product() -> None:

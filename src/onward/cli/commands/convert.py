@@ -194,6 +194,7 @@ def _optimizer(path: Path) -> Any:
                 weight_decay=values.get("weight_decay", 0.0),
                 bias_correction=bool(values.get("correct_bias", 1)),
                 clip_grad=clip,
+                decay_last=values.get("adam_mode", 0) == 1,  # the same curve as before
             )
         if node.op_type == "SGDOptimizerV2":
             return optim.SGD(clip_grad=clip)

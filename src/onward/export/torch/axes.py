@@ -36,8 +36,9 @@ def fresh_inputs(
 ) -> list[torch.Tensor]:
     """New values like the example's at the given sizes; sizes not given stay.
 
-    Floats are drawn with the example's mean and spread and stay non-negative if it is. Integers are drawn
-    from the example's own values, so that they remain valid indices. Masks (zeros and ones) are repeated.
+    Floats are drawn with the example's mean and spread and stay non-negative if it is. Integers are
+    the example's own, each row in another order, so that they remain valid indices and every row has as many of
+    each as the module may count on (end tokens, say). Masks (zeros and ones) are repeated.
     """
     generator = torch.Generator().manual_seed(seed)
     return [
@@ -62,8 +63,10 @@ def _fresh(
         return (drawn.abs() if bool((example >= 0).all()) else drawn).to(example.dtype)
     if example.is_complex():
         return tiled
-    choice = torch.randint(example.numel(), tiled.shape, generator=generator).to(example.device)
-    return example.detach().reshape(-1)[choice]
+    if not tiled.dim():
+        return tiled
+    order = torch.rand(tiled.shape, generator=generator).argsort(-1).to(example.device)
+    return tiled.gather(-1, order)
 
 
 def declared_groups(leaves: Sequence[Leaf], axes: DynamicAxes, run: Run) -> list[AxisGroup]:

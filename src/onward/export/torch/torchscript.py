@@ -93,7 +93,7 @@ def _silent() -> Iterator[None]:
 def _translations(opset: int, more: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
     """Operators that the tracer does not know or writes wrongly, for as long as we trace."""
     registry: Any = torch.onnx
-    table = {"aten::diff": _diff, "aten::cumsum": _cumsum, **more}
+    table = {"aten::diff": _diff, "aten::cumsum": _cumsum, "aten::scatter_reduce": _scatter_reduce, **more}
     for name, translation in table.items():
         registry.register_custom_op_symbolic(name, translation, opset)
     try:
@@ -130,3 +130,32 @@ def _diff(g: Any, x: Any, n: Any, dim: Any, prepend: Any, append: Any) -> Any:
     after = g.op("Slice", whole, constant(1), constant(2**62), constant(axis))
     before = g.op("Slice", whole, constant(0), constant(-1), constant(axis))
     return g.op("Sub", after, before)
+
+
+def _scatter_reduce(g: Any, x: Any, dim: Any, index: Any, source: Any, reduce: Any, include_self: Any) -> Any:
+    """x with what falls on each place reduced into it; the tracer's own asks for ranks at run time."""
+    symbolic: Any = torch.onnx.symbolic_helper  # type: ignore[reportPrivateImportUsage]
+    axis, kind = symbolic._parse_arg(dim, "i"), symbolic._parse_arg(reduce, "s")
+    dtype = symbolic._try_get_scalar_type(source).dtype()
+
+    def full(number: float, like: Any) -> Any:
+        value = torch.tensor([number], dtype=dtype)
+        return g.op("ConstantOfShape", g.op("Shape", like), value_t=value)
+
+    def scatter(base: Any, values: Any, how: str) -> Any:
+        return g.op("ScatterElements", base, index, values, axis_i=axis, reduction_s=how).setType(x.type())
+
+    how, neutral = {
+        "sum": ("add", 0.0),
+        "mean": ("add", 0.0),
+        "prod": ("mul", 1.0),
+        "amax": ("max", -torch.inf),
+        "amin": ("min", torch.inf),
+    }[kind]
+    kept = symbolic._parse_arg(include_self, "b")
+    base = x if kept else scatter(x, full(neutral, source), "none")
+    total = scatter(base, source, how)
+    if kind != "mean":
+        return total
+    count = scatter(full(1.0 if kept else 0.0, x), full(1.0, source), "add")
+    return g.op("Div", total, g.op("Max", count, g.op("Constant", value_t=torch.tensor(1.0, dtype=dtype))))

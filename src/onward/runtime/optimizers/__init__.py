@@ -45,6 +45,8 @@ def wanted_order(source: ModelFile, parameters: FlatBuffer) -> list[str]:
 def _read(source: ModelFile) -> tuple[onnx.ModelProto, dict]:
     model = read_model(source, "optimizer")
     about = {entry.key: entry.value for entry in model.metadata_props}
+    if "onward.optimizer" not in about and {"params", "gradients"} <= {i.name for i in model.graph.input}:
+        return model, {"name": model.graph.name, "sequences": True}  # as `onnxblock.optim` builds it
     if "onward.optimizer" not in about:
         raise ModelError("this is not an optimizer model of Onward: make it with onward.artifacts")
     return model, json.loads(about["onward.optimizer"])

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from onward.graph.dialect.contrib import activations, attentions, norms, products, quantized
+from onward.graph.dialect.contrib import activations, attentions, norms, products, quantized, training
 from onward.graph.dialect.contrib.table import TABLE
 from onward.graph.dialect.rewrite import Expansion
 
 __all__ = ["contrib_operators", "expand_contrib"]
 
 # Named, so that importing this package fills the table and no reader wonders whether it does.
-_MODULES = (activations, attentions, norms, products, quantized)
+_MODULES = (activations, attentions, norms, products, quantized, training)
 
 
 def expand_contrib(node: ir.Node) -> Expansion | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import onnx_ir as ir
 
@@ -132,3 +134,21 @@ def _quantize(op: Builder, node: ir.Node) -> ir.Value:
         scalar = np.asarray([], np.int64)
         inputs = [inputs[0], *(None if value is None else op.Reshape(value, scalar) for value in inputs[1:])]
     return op.node(node.op_type, inputs, {"axis": axis})[0]
+
+
+@fused("DynamicQuantizeLSTM")
+def _dynamic_quantize_lstm(op: Builder, node: ir.Node) -> Sequence[ir.Value]:
+    """LSTM with dequantized weights, which are stored transposed; its inputs are not quantized here"""
+    weights = []
+    for index, place in ((1, 8), (2, 10)):
+        stored, scale, zero = needed(node, index), needed(node, place), given(node, place + 1)
+        # one scale for each direction, or one for each of its columns
+        shape = [0, 1, 1] if op.rank(scale) == 1 else [0, 1, -1]
+        number = op.Cast(stored, to=int(op.dtype(scale)))
+        if zero is not None:
+            number = op.Sub(number, op.Reshape(op.Cast(zero, to=int(op.dtype(scale))), shape))
+        weights.append(op.Transpose(op.Mul(number, op.Reshape(scale, shape)), perm=[0, 2, 1]))
+    rest = [given(node, index) for index in range(3, 8)]
+    return op.node(
+        "LSTM", [needed(node, 0), *weights, *rest], dict(node.attributes), outputs=len(node.outputs)
+    )
