@@ -2,9 +2,9 @@
 
     python benchmarks/models.py [--only NAME,…] [--family torch|transformers] [--missing] [--seconds N]
 
-Each row is a process of its own: export for training (outputs, statistics and one backward pass compared with
-torch), artifacts and three steps of AdamW, the gradient of the first of them against torch autograd, export for
-inference. Results are kept in docs/models.json, so that the page can be made in pieces: `--missing` runs what has no
+Each row is a process of its own: export for training (outputs and statistics compared with torch), artifacts and
+three steps of AdamW, the gradient of the first of them against torch autograd, export for inference.
+Results are kept in docs/models.json, so that the page can be made in pieces: `--missing` runs what has no
 result yet, `--seconds` stops starting rows after that time.
 """
 
@@ -71,7 +71,8 @@ def export(model: torch.nn.Module, args: Any, kwargs: Any, folder: Path) -> dict
 
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
-        from_torch(model, args, folder / "forward.onnx", kwargs=kwargs or None)
+        # gradients have a column of their own, through the artifacts
+        from_torch(model, args, folder / "forward.onnx", kwargs=kwargs or None, check="outputs")
     said = [str(w.message) for w in heard if issubclass(w.category, UserWarning)]
     proto = onnx.load(folder / "forward.onnx", load_external_data=False)
     origin = next(json.loads(e.value) for e in proto.metadata_props if e.key == "onward.export")
@@ -207,7 +208,7 @@ def page(results: dict[str, Any]) -> str:
         f"Written by `benchmarks/models.py`; do not edit. {', '.join(f'{k} {v}' for k, v in versions.items())}.",
         "",
         f"{len(rows)} architectures with random weights, {green} of them without a red cell. **export**: `from_torch`",
-        "for training, compared with torch in outputs, running statistics and one backward pass, at sizes that it was",
+        "for training, compared with torch in outputs and running statistics, at sizes that it was",
         "not exported at too. **gradient**: of the artifacts' first step against torch autograd in float64, as a share",
         "of its norm (torch's own float32 in brackets where that is above 1e-6). **train**: three steps of AdamW",
         "on one batch lower the loss. **inference**: `from_torch(training=False)`, compared with torch too.",
