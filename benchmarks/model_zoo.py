@@ -431,7 +431,9 @@ _IMAGES = [
 
 
 # Sizes that a type needs otherwise.
-_OWN: dict[str, dict[str, Any]] = {"codegen": {"n_head": 4}}
+_OWN: dict[str, dict[str, Any]] = {
+    "codegen": {"num_attention_heads": 4, "n_head": 4, "hidden_size": 64, "n_embd": 64, "rotary_dim": 8}
+}
 
 
 # Types that share most of their code with another one: the last to be run.

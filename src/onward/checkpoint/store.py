@@ -48,8 +48,8 @@ _CHUNK = 4 << 20
 _FLATBUFFER_LIMIT = 2**31
 
 
-def load(path: str | os.PathLike[str]) -> CheckpointData:
-    """Return a checkpoint's content after verifying all of it; arrays are read-only.
+def load(path: str | os.PathLike[str] | bytes | bytearray | memoryview) -> CheckpointData:
+    """Return the content of a checkpoint file, or of its bytes, after verifying all of it; arrays are read-only.
 
     Files of the original runtime are read too, with a warning because they carry no checksum. Raises
     `CheckpointError` for anything that is missing, damaged or not a checkpoint.
@@ -58,14 +58,20 @@ def load(path: str | os.PathLike[str]) -> CheckpointData:
     Traceback (most recent call last):
     onward.errors.CheckpointError: checkpoint 'missing': No such file or directory
     """
-    name = os.fspath(path)
-    try:
-        with open_regular(name) as file:
-            size = _plausible_size(file, name)
-            buffer = read_all(file, size)
-    except OSError as error:
-        raise CheckpointError(name, error.strerror or str(error)) from error
-    payload, layout, sealed = codec.open_layout(buffer.data, path=name)
+    if isinstance(path, bytes | bytearray | memoryview):
+        # a copy with an address that every type is aligned to
+        name, view = "the bytes given", np.frombuffer(path, np.uint8).copy().data
+    else:
+        name = os.fspath(path)
+        try:
+            with open_regular(name) as file:
+                size = _plausible_size(file, name)
+                view = read_all(file, size).data
+        except OSError as error:
+            raise CheckpointError(name, error.strerror or str(error)) from error
+    payload, layout, sealed = codec.open_layout(view, path=name)
+    if layout.data_beside and not isinstance(path, str | os.PathLike):
+        raise CheckpointError(name, "its values lie in a file beside it: pass the path")
     data = _read_beside(layout, name).data if layout.data_beside else None
     result = codec.arrays(layout, payload, data, path=name)
     if not sealed:
