@@ -567,7 +567,7 @@ LINEAR, X = nn.Linear(3, 2), torch.randn(4, 3)
 
 REFUSED = {
     "not a module": (lambda: from_torch(lambda x: x, X), TypeError, "torch.nn.Module, not function"),
-    "old opset": (lambda: from_torch(LINEAR, X, opset=13), ValueError, "14 to 22"),
+    "old opset": (lambda: from_torch(LINEAR, X, opset=6), ValueError, "7 to 22"),
     "future opset": (lambda: from_torch(LINEAR, X, opset=99), ValueError, "not 99"),
     "old opset for dynamo": (lambda: from_torch(LINEAR, X, opset=17, exporter="dynamo"), ValueError, "18 to"),
     "unknown exporter": (lambda: from_torch(LINEAR, X, exporter="fx"), ValueError, "'fx'"),
