@@ -208,10 +208,10 @@ def page(results: dict[str, Any]) -> str:
         f"Written by `benchmarks/models.py`; do not edit. {', '.join(f'{k} {v}' for k, v in versions.items())}.",
         "",
         f"{len(rows)} of {len(entries())} architectures were run, with random weights; {green} have no red cell.",
-        "**export**: `from_torch` for training, compared with torch in outputs and running statistics, at sizes that it was",
-        "not exported at too. **gradient**: of the artifacts' first step against torch autograd in float64, as a share",
-        "of its norm (torch's own float32 in brackets where that is above 1e-6). **train**: three steps of AdamW",
-        "on one batch lower the loss. **inference**: `from_torch(training=False)`, compared with torch too.",
+        "**export**: `from_torch` for training, compared with torch in outputs and running statistics, at other sizes",
+        "too. **gradient**: of the artifacts' first step against torch autograd in float64, as a share of its norm",
+        "(torch's own float32 in brackets where that is above 1e-6). **train**: three steps of AdamW on one batch",
+        "lower the loss. **inference**: `from_torch(training=False)`, compared with torch too.",
     ]
     for family, title in (("torch", "Layers and small networks"), ("transformers", "Hugging Face types")):
         chosen = {name: row for name, row in rows.items() if row["family"] == family}
