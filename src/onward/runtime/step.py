@@ -14,6 +14,7 @@ import onnxruntime as ort
 
 from onward.errors import ModelError
 from onward.graph.passes.batch_norm import expand_batch_norm
+from onward.graph.passes.device_forms import prefer_device_forms
 from onward.graph.passes.known_shapes import specialize_shapes
 from onward.graph.passes.row_gradients import scatter_in_place
 from onward.graph.passes.specialize import BUFFER, OUT, specialize_reset
@@ -156,6 +157,8 @@ class TrainingStep:
             known = {name: tuple(shape) for name, shape in shapes.items()}
             known |= {f"{n}{BUFFER}": known[n] for n in self.plan.input_gradients}
             specialize_shapes(model, known)
+        if self._device.memory == "device":
+            prefer_device_forms(model)
         capture = shapes is not None and self._device.captures
         bound = self._open(model, rows, capture=capture)
         if isinstance(bound, DeviceBound) and capture and not _can_capture(bound):

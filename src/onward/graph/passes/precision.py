@@ -1,4 +1,4 @@
-"""Mixed precision: products of matrices and convolutions in float16 or bfloat16, the rest as it was.
+"""Mixed precision: products of matrices (and convolutions, in float16) in 16 bits, the rest as it was.
 
 A pass over a finished training graph, forward and backward alike. Parameters stay float32, and so do
 normalisations, softmax, losses, sums and every operator that is not named here. What moves or adds up numbers
@@ -25,7 +25,11 @@ PRECISIONS: dict[str, ir.DataType] = {
     "bf16": ir.DataType.BFLOAT16,
 }
 
-_PRODUCTS = frozenset({"MatMul", "Gemm", "Conv", "ConvTranspose"})
+# ONNX has no convolution of bfloat16 before opset 22.
+_PRODUCTS = {
+    ir.DataType.FLOAT16: frozenset({"MatMul", "Gemm", "Conv", "ConvTranspose"}),
+    ir.DataType.BFLOAT16: frozenset({"MatMul", "Gemm"}),
+}
 # Numbers go elsewhere and stay what they are.
 _MOVES = frozenset(
     {"Expand", "Flatten", "Gather", "Identity", "Reshape", "Slice", "Squeeze", "Transpose", "Unsqueeze", "Concat",
@@ -84,7 +88,11 @@ class _Lowering:
             given = [value for value in node.inputs if value is not None and value.dtype == _FLOAT]
             if any(value in data for value in given) or subgraphs_of(node):
                 data.update(node.outputs)
-            if node.op_type in _PRODUCTS and not node.domain and all(value in data for value in given[:2]):
+            if (
+                node.op_type in _PRODUCTS[self._kind]
+                and not node.domain
+                and all(value in data for value in given[:2])
+            ):
                 found.add(node)
         return found
 

@@ -1,0 +1,139 @@
+"""Operators in the forms that onnxruntime's CUDA provider has, or has fast kernels for.
+
+Works on protobuf alone, in place, since it is on the way of every start of training. Each form gives the same
+numbers, up to the order of sums.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx
+
+__all__ = ["prefer_device_forms"]
+
+_AXES_AS_INPUT = {"ReduceSum": 13, "ReduceMean": 18}
+
+
+def prefer_device_forms(model: onnx.ModelProto) -> None:
+    """Rewrite Col2Im, sums over axes that do not lie together, and pads of transposed images."""
+    if any(node.op_type == "Col2Im" for node in model.graph.node):
+        model.graph.CopyFrom(onnx.shape_inference.infer_shapes(model).graph)
+    rewriting = _Rewriting(model)
+    nodes = [made for node in model.graph.node for made in rewriting.forms(node)]
+    used = {name for node in nodes for name in node.input} | {value.name for value in model.graph.output}
+    del model.graph.node[:]
+    # a transposition that its only pad now comes before
+    model.graph.node.extend(n for n in nodes if n.op_type != "Transpose" or used.intersection(n.output))
+
+
+class _Rewriting:
+    def __init__(self, model: onnx.ModelProto) -> None:
+        self._graph = model.graph
+        self._opset = next(entry.version for entry in model.opset_import if not entry.domain)
+        self._constants = {tensor.name: tensor for tensor in model.graph.initializer}
+        self._producers = {name: node for node in model.graph.node for name in node.output}
+        self._shapes = {
+            value.name: [dim.dim_value for dim in value.type.tensor_type.shape.dim]
+            for value in [*model.graph.value_info, *model.graph.input]
+        }
+
+    def forms(self, node: onnx.NodeProto) -> list[onnx.NodeProto]:
+        """What is to stand in a node's place."""
+        if node.domain:
+            return [node]
+        if node.op_type in _AXES_AS_INPUT:
+            return self._reduction(node)
+        if node.op_type == "Pad":
+            return self._pad(node)
+        return self._columns(node) if node.op_type == "Col2Im" else [node]
+
+    def _reduction(self, node: onnx.NodeProto) -> list[onnx.NodeProto]:
+        """One axis after the other where they do not lie together: each of those has a kernel of its own."""
+        as_input = self._opset >= _AXES_AS_INPUT[node.op_type]
+        given = _attribute(node, "axes", None)
+        if as_input:
+            given = self._numbers(node.input[1]) if len(node.input) > 1 else None
+        axes = sorted(int(axis) for axis in given) if given is not None else []
+        breaks = [i for i in range(1, len(axes)) if axes[i] != axes[i - 1] + 1]
+        if not breaks or axes[0] < 0:
+            return [node]
+        runs = [run.tolist() for run in np.split(np.array(axes), breaks)]
+        made, value = [], node.input[0]
+        for index, run in enumerate(
+            reversed(runs)
+        ):  # from behind, so that the axes before stay where they are
+            result = node.output[0] if index == len(runs) - 1 else f"{node.output[0]}/part{index}"
+            inputs, attributes = [value], {"keepdims": _attribute(node, "keepdims", 1)}
+            if as_input:
+                inputs.append(self._constant(f"{result}/axes", np.array(run, np.int64)))
+            else:
+                attributes["axes"] = run
+            made.append(onnx.helper.make_node(node.op_type, inputs, [result], name=result, **attributes))
+            value = result
+        return made
+
+    def _pad(self, node: onnx.NodeProto) -> list[onnx.NodeProto]:
+        """Pad images as they are and transpose then: the provider has a kernel for channels before rows."""
+        before = self._producers.get(node.input[0])
+        pads = self._numbers(node.input[1]) if len(node.input) > 1 else None
+        if before is None or before.op_type != "Transpose" or pads is None or len(pads) != 8:
+            return [node]
+        order = _attribute(before, "perm", None)
+        if order is None or (len(node.input) > 3 and node.input[3]):
+            return [node]
+        moved = np.zeros(8, np.int64)
+        for axis, source in enumerate(order):
+            moved[source], moved[source + 4] = pads[axis], pads[axis + 4]
+        if moved[[0, 1, 4, 5]].any():
+            return [node]
+        padded = onnx.NodeProto()
+        padded.CopyFrom(node)
+        padded.input[0] = before.input[0]
+        padded.input[1] = self._constant(f"{node.output[0]}/pads", moved)
+        padded.output[0] = f"{node.output[0]}/padded"
+        turned = onnx.helper.make_node(
+            "Transpose", [padded.output[0]], [node.output[0]], name=f"{node.output[0]}/turned", perm=order
+        )
+        return [padded, turned]
+
+    def _columns(self, node: onnx.NodeProto) -> list[onnx.NodeProto]:
+        """Col2Im, which the provider lacks, is a transposed convolution of each channel with unit kernels."""
+        size, kernel = self._numbers(node.input[1]), self._numbers(node.input[2])
+        shape = self._shapes.get(node.input[0], [])
+        if size is None or kernel is None or len(size) != 2 or len(shape) != 3 or not shape[1]:
+            return [node]
+        strides = np.array(_attribute(node, "strides", [1, 1]))
+        dilations = np.array(_attribute(node, "dilations", [1, 1]))
+        pads = np.array(_attribute(node, "pads", [0, 0, 0, 0]))
+        reach = dilations * (kernel - 1) + 1
+        counts = (size + pads[:2] + pads[2:] - reach) // strides + 1
+        rest = (size + pads[:2] + pads[2:] - reach) % strides
+        window = int(np.prod(kernel))
+        channels = shape[1] // window
+        unit = np.eye(window, dtype=np.float32).reshape(window, 1, *kernel)
+        name = node.output[0]
+        images = self._constant(f"{name}/shape", np.array([0, shape[1], *counts], np.int64))
+        kernels = self._constant(f"{name}/kernels", np.tile(unit, (channels, 1, 1, 1)))
+        return [
+            onnx.helper.make_node("Reshape", [node.input[0], images], [f"{name}/columns"], name=f"{name}/columns"),
+            onnx.helper.make_node(
+                "ConvTranspose", [f"{name}/columns", kernels], [name], name=name, group=channels,
+                kernel_shape=[int(k) for k in kernel], strides=strides.tolist(), dilations=dilations.tolist(),
+                pads=pads.tolist(), output_padding=rest.tolist(),
+            ),
+        ]  # fmt: skip
+
+    def _numbers(self, name: str) -> np.ndarray | None:
+        tensor = self._constants.get(name)
+        return None if tensor is None else onnx.numpy_helper.to_array(tensor).reshape(-1)
+
+    def _constant(self, name: str, array: np.ndarray) -> str:
+        self._graph.initializer.append(onnx.numpy_helper.from_array(array, name))
+        return name
+
+
+def _attribute(node: onnx.NodeProto, name: str, default: Any) -> Any:
+    found = next((a for a in node.attribute if a.name == name), None)
+    return default if found is None else onnx.helper.get_attribute_value(found)

@@ -1,0 +1,63 @@
+"""Forms for devices give the numbers of the operators that they replace."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import onnx.parser
+import onnxruntime as ort
+import pytest
+
+from onward.graph.passes.device_forms import prefer_device_forms
+
+CASES = {
+    "a mean over axes apart": (
+        "float[2, 3, 4, 5] x", "<int64[3] a = {0, 2, 3}> { y = ReduceMean <keepdims = 0> (x, a) }", ["ReduceMean"] * 2,
+    ),
+    "a sum over axes apart, kept": (
+        "float[2, 3, 4, 5] x", "<int64[2] a = {0, 2}> { y = ReduceSum (x, a) }", ["ReduceSum"] * 2,
+    ),
+    "a mean over axes together": (
+        "float[2, 3, 4, 5] x", "<int64[2] a = {2, 3}> { y = ReduceMean (x, a) }", ["ReduceMean"],
+    ),
+    "a pad of a transposed image": (
+        "float[2, 3, 4, 5] x",
+        "<int64[8] p = {0, 1, 2, 0, 0, 3, 4, 0}> { t = Transpose <perm = [0, 2, 3, 1]> (x)  y = Pad (t, p) }",
+        ["Pad", "Transpose"],
+    ),
+    "a pad of channels": (
+        "float[2, 3, 4, 5] x",
+        "<int64[8] p = {0, 0, 0, 1, 0, 0, 0, 1}> { t = Transpose <perm = [0, 2, 3, 1]> (x)  y = Pad (t, p) }",
+        ["Transpose", "Pad"],
+    ),
+    "windows apart": (
+        "float[2, 12, 6] x", "<int64[2] s = {4, 6}, int64[2] k = {2, 2}> { y = Col2Im <strides = [2, 2]> (x, s, k) }",
+        ["Reshape", "ConvTranspose"],
+    ),
+    "windows that overlap, pads and a rest": (
+        "float[2, 18, 12] x",
+        "<int64[2] s = {6, 8}, int64[2] k = {3, 3}> "
+        "{ y = Col2Im <strides = [2, 2], pads = [1, 1, 1, 0]> (x, s, k) }",
+        ["Reshape", "ConvTranspose"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_form_gives_the_same_numbers(name):
+    given, body, expected = CASES[name]
+    model = onnx.parser.parse_model(
+        f'<ir_version: 10, opset_import: ["": 18]> g ({given}) => (float y) {body}'
+    )
+    model.graph.output[0].type.tensor_type.ClearField("shape")
+    changed = onnx.ModelProto()
+    changed.CopyFrom(model)
+    prefer_device_forms(changed)
+    assert [node.op_type for node in changed.graph.node] == expected
+    shape = [dim.dim_value for dim in model.graph.input[0].type.tensor_type.shape.dim]
+    x = np.random.default_rng(0).normal(size=shape).astype(np.float32)
+    first, second = (
+        ort.InferenceSession(m.SerializeToString(), providers=["CPUExecutionProvider"]).run(None, {"x": x})[0]
+        for m in (model, changed)
+    )
+    np.testing.assert_allclose(second, first, rtol=1e-5, atol=1e-6)
