@@ -30,6 +30,7 @@ from models import Residual  # the same network as on the CPU
 
 Batch = tuple[torch.Tensor, ...]
 RATE, EPSILON = 1e-4, 1e-6
+LOW = ("fp16", "bf16")  # the precisions that an engine's name may end in; TF32 is on with them
 
 
 class Layer(nn.Module):
@@ -146,7 +147,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[torch.Generator], Bat
 }
 ENGINES = [
     "torch", "torch-tf32", "torch-compile-tf32", "torch-bf16", "torch-compile-bf16",
-    "onward", "onward-tf32", "onward-tf32-no-graphs", "onward-cpu",
+    "torch-fp16", "onward", "onward-tf32", "onward-tf32-no-graphs", "onward-fp16", "onward-bf16", "onward-cpu",
 ]  # fmt: skip
 
 
@@ -162,7 +163,7 @@ def build(name: str) -> nn.Module:
 
 
 def prepare(name: str, folder: Path, precision: str = "fp32") -> None:
-    """Export the model and generate its artifacts."""
+    """Export the model, if it is not there already, and generate its artifacts."""
     from onward import onnxblock
     from onward.artifacts import LossType, generate_artifacts
     from onward.export import from_torch
@@ -170,19 +171,25 @@ def prepare(name: str, folder: Path, precision: str = "fp32") -> None:
     module, (x, _) = build(name), next(batches(name))
     trained = [n for n, p in module.named_parameters() if p.requires_grad]
     frozen = [n for n, p in module.named_parameters() if not p.requires_grad]
-    from_torch(
-        module, (x,), folder / "forward.onnx", training=True, input_names=["x"], output_names=["scores"],
-        dynamic_axes={"x": MODELS[name][2]}, check=False,
-    )  # fmt: skip
+    forward = (
+        folder.with_name(name) / "forward.onnx" if folder.name.startswith(name) else folder / "forward.onnx"
+    )
+    if not forward.is_file():
+        forward.parent.mkdir(parents=True, exist_ok=True)
+        from_torch(
+            module, (x,), forward, training=True, input_names=["x"], output_names=["scores"],
+            dynamic_axes={"x": MODELS[name][2]}, check=False,
+        )  # fmt: skip
     generate_artifacts(
-        folder / "forward.onnx", requires_grad=trained, frozen_params=frozen, loss=LossType.CrossEntropyLoss,
+        forward, requires_grad=trained, frozen_params=frozen, loss=LossType.CrossEntropyLoss,
         optimizer=onnxblock.optim.AdamW(eps=EPSILON, weight_decay=0.0), artifact_directory=folder,
         precision=precision,
     )  # fmt: skip
 
 
 def torch_step(name: str, engine: str) -> Callable[[Batch], float]:
-    tf32 = "tf32" in engine or "bf16" in engine
+    low = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(engine[-4:])
+    tf32 = "tf32" in engine or low is not None
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = tf32
     module = build(name).cuda()
     run: Any = torch.compile(module) if "compile" in engine else module
@@ -190,13 +197,16 @@ def torch_step(name: str, engine: str) -> Callable[[Batch], float]:
         [p for p in module.parameters() if p.requires_grad], lr=RATE, eps=EPSILON, weight_decay=0.0
     )
 
+    scaler = torch.amp.GradScaler("cuda", enabled=low == torch.float16)
+
     def step(batch: Batch) -> float:
         x, labels = (value.cuda() for value in batch)
         optimizer.zero_grad(set_to_none=True)
-        with torch.autocast("cuda", torch.bfloat16, enabled="bf16" in engine):
+        with torch.autocast("cuda", low or torch.bfloat16, enabled=low is not None):
             loss = F.cross_entropy(run(x), labels)
-        loss.backward()
-        optimizer.step()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
         return loss.item()
 
     return step
@@ -207,7 +217,7 @@ def onward_step(folder: Path, engine: str) -> tuple[Callable[[Batch], float], An
     from onward.runtime.devices import Device
 
     kind = "cpu" if engine.endswith("cpu") else "cuda"
-    device = Device(kind, tf32="tf32" in engine, graphs="no-graphs" not in engine)
+    device = Device(kind, tf32="tf32" in engine or engine[-4:] in LOW, graphs="no-graphs" not in engine)
     state = CheckpointState.load_checkpoint(folder / "checkpoint")
     module = Module(folder / "training_model.onnx", state, device=device)
     optimizer = Optimizer(folder / "optimizer_model.onnx", module)
@@ -297,10 +307,11 @@ def main() -> None:
     cache = given.cache or Path(tempfile.mkdtemp(prefix="gpu-step-"))
     if given.one:
         name, engine = given.one
-        folder = cache / name
-        if engine == "prepare":
+        low = engine[-4:] if engine[-4:] in LOW and not engine.startswith("torch") else None
+        folder = cache / (f"{name}-{low}" if low else name)
+        if engine.startswith("prepare"):
             folder.mkdir(parents=True, exist_ok=True)
-            prepare(name, folder)
+            prepare(name, folder, low or "fp32")
             print(json.dumps({"seconds": round(time.process_time(), 2)}))
         else:
             print(json.dumps(measure(name, engine, folder, given.steps, given.warm)))
@@ -309,7 +320,9 @@ def main() -> None:
     print(json.dumps(figures["versions"]), flush=True)
     for name in given.models.split(","):
         figures[name] = {}
-        for engine in ["prepare", *given.engines.split(",")]:
+        engines = given.engines.split(",")
+        low = [f"prepare-{kind}" for kind in LOW if f"onward-{kind}" in engines]
+        for engine in ["prepare", *low, *engines]:
             command = [sys.executable, __file__, "--one", name, engine, "--cache", str(cache)]
             command += ["--steps", str(given.steps), "--warm", str(given.warm)]
             run = subprocess.run(command, capture_output=True, text=True, env=dict(os.environ), check=False)

@@ -50,7 +50,7 @@ def diagnose() -> list[Section]:
     """Run every check.
 
     >>> [section.title for section in diagnose()]
-    ['versions', 'providers', 'processor', 'threads', 'optional packages']
+    ['versions', 'providers', 'gpu', 'processor', 'threads', 'optional packages']
     """
     return [_guarded(check) for check in CHECKS]
 
@@ -213,6 +213,58 @@ def _product(weights: Any) -> bytes:
     return model.SerializeToString()
 
 
+# ---- gpu -------------------------------------------------------------------------------------------
+
+_SMI = ("nvidia-smi", "--query-gpu=index,name,driver_version,memory.total", "--format=csv,noheader")
+
+
+def _gpu() -> Section:
+    """NVIDIA GPUs, what onnxruntime was built for, and whether training starts there."""
+    import onnxruntime as ort
+
+    from onward.runtime.devices import why_not
+
+    cards, problem = _cards()
+    findings = [Finding(f"cuda:{number}", about) for number, about in cards]
+    if problem:
+        findings.append(Finding("driver", problem, State.ABSENT))
+    built = getattr(ort, "cuda_version", "")
+    if built:
+        findings.append(Finding("onnxruntime was built for", f"CUDA {built}"))
+    trouble = why_not("cuda")
+    if trouble is None:
+        findings.append(Finding("training", "starts on cuda"))
+    elif cards:
+        findings.append(Finding("training", f"does not start on cuda: {trouble}", *_gpu_fix(built)))
+    return Section("gpu", tuple(findings))
+
+
+def _cards() -> tuple[list[tuple[str, str]], str]:
+    """Number and description of each GPU, or why none is seen."""
+    import subprocess
+
+    try:
+        asked = subprocess.run(_SMI, capture_output=True, text=True, timeout=20, check=False)
+    except FileNotFoundError:
+        return [], "no NVIDIA driver (nvidia-smi is not there)"
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return [], f"nvidia-smi fails: {error}"
+    if asked.returncode:
+        return [], f"nvidia-smi fails: {(asked.stdout + asked.stderr).strip().splitlines()[0]}"
+    rows = [[part.strip() for part in line.split(",")] for line in asked.stdout.splitlines() if line.strip()]
+    return [(row[0], f"{row[1]}, driver {row[2]}, {row[3]}") for row in rows if len(row) == 4], ""
+
+
+def _gpu_fix(built: str) -> tuple[State, str]:
+    """A GPU without a runtime for it is an offer; a runtime that does not start is wrong."""
+    if not built:
+        return (
+            State.ABSENT,
+            f"pip uninstall -y {_installed_runtime()} && pip install 'onnxruntime-gpu[cuda,cudnn]'",
+        )
+    return State.WRONG, "pip install 'onnxruntime-gpu[cuda,cudnn]'"
+
+
 # ---- processor and threads -------------------------------------------------------------------------
 
 
@@ -285,4 +337,4 @@ def _extras() -> Section:
     return Section("optional packages", tuple(findings))
 
 
-CHECKS: tuple[Callable[[], Section], ...] = (_versions, _providers, _processor, _threads, _extras)
+CHECKS: tuple[Callable[[], Section], ...] = (_versions, _providers, _gpu, _processor, _threads, _extras)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import enum
 import math
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 __all__ = [
     "BatchNormChoice",
+    "DeviceOption",
     "LossChoice",
     "MetricChoice",
     "OptimizerChoice",
@@ -51,6 +54,14 @@ class BatchNormChoice(enum.StrEnum):
 
     TRAIN = "train"
     FROZEN = "frozen"
+
+
+DeviceOption = Annotated[
+    str,
+    typer.Option(
+        "--device", metavar="NAME", help="Where to run: cpu, cuda, cuda:1, or auto for what is there."
+    ),
+]
 
 
 class PrecisionChoice(enum.StrEnum):

@@ -80,6 +80,7 @@ def _train(options: dict[str, Any], stop: threading.Event) -> int | None:
             seed=options["seed"],
             pipeline_parallel_size=options["stages"],
             shard_optimizer=options["shard_optimizer"],
+            device=options.get("device") or "cpu",
             checkpoint_directory=directory,
             checkpoint_every=options["save_every"],
         )

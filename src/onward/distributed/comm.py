@@ -16,7 +16,7 @@ import numpy as np
 
 from onward.distributed.errors import DistributedError
 
-__all__ = ["Communicator", "LocalCommunicator", "TorchCommunicator", "connect"]
+__all__ = ["Communicator", "LocalCommunicator", "TorchCommunicator", "connect", "device_of_rank"]
 
 
 class Communicator(Protocol):
@@ -275,3 +275,13 @@ def _integer(name: str, default: int | None) -> int:
     if not text.isdecimal():
         raise DistributedError(f"{name} is '{text}': it must be a number")
     return int(text)
+
+
+def device_of_rank(device: str) -> str:
+    """The device of this rank: where a machine has several GPUs, "cuda" gives each of its ranks another."""
+    if device != "cuda":
+        return device
+    import torch
+
+    count = torch.cuda.device_count()
+    return f"cuda:{_integer('LOCAL_RANK', 0) % count}" if count > 1 else device

@@ -18,7 +18,7 @@ import onnxruntime as ort
 from onward.api import CheckpointState, Module, Optimizer
 from onward.checkpoint import CheckpointData
 from onward.distributed.agreement import same_everywhere
-from onward.distributed.comm import Communicator
+from onward.distributed.comm import Communicator, device_of_rank
 from onward.distributed.settings import RunnerSettings
 from onward.distributed.sharding import ShardedOptimizer, bounds_of
 from onward.runtime.memory import ModelMemory, exchanged
@@ -52,7 +52,7 @@ class DataParallel:
             parameters.training_model,
             self.state,
             parameters.eval_model,
-            parameters.device,
+            device_of_rank(parameters.device),
             session_options(parameters),
             on_nonfinite=parameters.on_nonfinite,
             parts=comm.world if sharded else 1,  # buffers that divide into equal shares, one for each rank

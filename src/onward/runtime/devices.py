@@ -17,7 +17,7 @@ import onnxruntime as ort
 
 from onward.errors import DeviceError
 
-__all__ = ["CPU", "Device", "DeviceLike", "find_device"]
+__all__ = ["CPU", "Device", "DeviceLike", "find_device", "why_not"]
 
 CPU = "CPUExecutionProvider"
 _PROVIDERS = {
@@ -111,6 +111,16 @@ def find_device(device: DeviceLike) -> Device:
         if problem is not None:
             raise DeviceError(f"device='{device}' cannot be used: {problem}, or use device='cpu'")
     return device
+
+
+def why_not(name: str) -> str | None:
+    """Why a device of this name cannot be used and what to do about it; None where it works.
+
+    >>> why_not("cpu") is None
+    True
+    """
+    kind, _, number = name.partition(":")
+    return None if kind == "cpu" else _problem(kind, int(number or 0))
 
 
 def _best() -> Device:

@@ -147,7 +147,10 @@ class TrainingStep:
                 gradient[rows.reshape(-1)] = 0
         return []
 
-    def _bind(self, *, reset: bool, shapes: dict[str, tuple[int, ...]] | None = None) -> Bound:
+    def prepared(
+        self, *, reset: bool, shapes: dict[str, tuple[int, ...]] | None = None
+    ) -> tuple[onnx.ModelProto, dict[str, str] | None]:
+        """The training model as a session gets it, and the gradients of which it writes some rows only."""
         model, rows = specialize_reset(self._model, reset=reset), None
         if self._device.memory == "host":
             rows = scatter_in_place(model)
@@ -159,6 +162,10 @@ class TrainingStep:
             specialize_shapes(model, known)
         if self._device.memory == "device":
             prefer_device_forms(model)
+        return model, rows
+
+    def _bind(self, *, reset: bool, shapes: dict[str, tuple[int, ...]] | None = None) -> Bound:
+        model, rows = self.prepared(reset=reset, shapes=shapes)
         capture = shapes is not None and self._device.captures
         bound = self._open(model, rows, capture=capture)
         if isinstance(bound, DeviceBound) and capture and not _can_capture(bound):

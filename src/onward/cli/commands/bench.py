@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from onward.cli.choices import DeviceOption
 from onward.cli.command import Output, command, examples
 from onward.cli.output_paths import plain_prefix
 from onward.cli.run_folder import find
@@ -22,7 +23,9 @@ def register(app: typer.Typer) -> None:
     app.command(
         "bench",
         epilog=examples(
-            "onward bench artifacts --batch-size 32", "onward bench artifacts --threads 1 --steps 100 --json"
+            "onward bench artifacts --batch-size 32",
+            "onward bench artifacts --threads 1 --steps 100 --json",
+            "onward bench artifacts --device cuda",
         ),
     )(bench)
 
@@ -39,6 +42,7 @@ def bench(
     threads: Annotated[
         int | None, typer.Option(min=1, help="Threads; onnxruntime's choice by default.")
     ] = None,
+    device: DeviceOption = "cpu",
     prefix: Annotated[str, typer.Option(help="The prefix of the artifacts' file names.")] = "",
 ) -> None:
     """Measure forward and backward, update and evaluation on random inputs."""
@@ -46,7 +50,7 @@ def bench(
     with output.working("measuring"):
         found = time_steps(
             place.artifacts, batch_size=batch_size, steps=steps, warmup=warmup, threads=threads,
-            prefix=place.prefix,
+            prefix=place.prefix, device=device,
         )  # fmt: skip
     names = {
         "step": "step in all",
@@ -75,6 +79,7 @@ def time_steps(
     threads: int | None = None,
     prefix: str = "",
     evaluate: bool = True,
+    device: str = "cpu",
 ) -> dict[str, Any]:
     """Seconds of each part of a step, of artifacts in a folder or in memory, on random inputs."""
     import onnxruntime as ort
@@ -87,7 +92,12 @@ def time_steps(
     if threads is not None:
         options.intra_op_num_threads = threads
     trainer = Trainer(
-        artifacts, session_options=options, progress=False, on_nonfinite="ignore", prefix=prefix
+        artifacts,
+        session_options=options,
+        progress=False,
+        on_nonfinite="ignore",
+        prefix=prefix,
+        device=device,
     )
     specs, classes = _inputs_of(artifacts, prefix, trainer.module.input_names())
     batch = list(random_inputs(specs, size=batch_size, classes=classes).values())

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
+from onward.cli.choices import DeviceOption
 from onward.cli.command import CommandError, Output, command, examples
 from onward.cli.commands.train import DataOption, LabelOption, MapOption
 from onward.cli.launch import launch
@@ -60,6 +61,7 @@ def distributed(
         bool,
         typer.Option("--shard-optimizer", help="Keep only a share of the optimizer state on each process."),
     ] = False,
+    device: DeviceOption = "cpu",
     save_every: Annotated[int, typer.Option(min=1, help="Save after so many updates.")] = 100,
     seed: Annotated[int, typer.Option(min=0)] = 0,
     nodes: Annotated[int, typer.Option(min=1, help="Machines.")] = 1,
@@ -91,7 +93,7 @@ def distributed(
         "artifacts": str(artifacts), "data": data, "eval_data": eval_data, "mapping": mapping, "label": label,
         "stages": stages, "directory": str(directory), "epochs": epochs, "batch_size": batch_size,
         "learning_rate": learning_rate, "accumulation": accumulation, "shard_optimizer": shard_optimizer,
-        "save_every": save_every, "seed": seed,
+        "save_every": save_every, "seed": seed, "device": device,
     }  # fmt: skip
     require_folder_target(directory)
     classes, samples = _check_data(artifacts, options)

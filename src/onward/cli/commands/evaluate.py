@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from onward.cli.choices import MetricChoice
+from onward.cli.choices import DeviceOption, MetricChoice
 from onward.cli.command import CommandError, Output, command, examples
 from onward.cli.commands.train import DataOption, LabelOption, MapOption
 from onward.cli.model_file import read_model
@@ -48,6 +48,7 @@ def evaluate(
     mapping: MapOption = None,
     label: LabelOption = None,
     batch_size: Annotated[int, typer.Option("--batch-size", "-b", min=1)] = 64,
+    device: DeviceOption = "cpu",
     prefix: Annotated[str, typer.Option(help="The prefix of the artifacts' file names.")] = "",
 ) -> None:
     """The loss and metrics of a run's best checkpoint over some data, dropout off."""
@@ -59,8 +60,9 @@ def evaluate(
 
     found = find(run, checkpoint, prefix=prefix)
     trainer = Trainer(
-        found.artifacts, metrics=[str(name) for name in metric or []], progress=False, prefix=found.prefix
-    )
+        found.artifacts, metrics=[str(name) for name in metric or []], progress=False, prefix=found.prefix,
+        device=device,
+    )  # fmt: skip
     for name, array in checkpoints.load(found.checkpoint).parameters().items():
         trainer.state.parameters[name].data = np.asarray(array)
     model = str(found.artifacts / f"{found.prefix}training_model.onnx")
@@ -99,6 +101,7 @@ def infer(
     mapping: MapOption = None,
     label: LabelOption = None,
     batch_size: Annotated[int, typer.Option("--batch-size", "-b", min=1)] = 256,
+    device: DeviceOption = "cpu",
     top_k: Annotated[int, typer.Option("--top-k", "-k", min=1, help="So many labels for each sample.")] = 1,
     overwrite: Overwrite = False,
 ) -> None:
@@ -107,11 +110,13 @@ def infer(
         raise CommandError(f"'{answers}' must end in .npz or .csv", "choose one of them")
     if text and (data or answers is not None):
         raise CommandError("--text goes without --data and --output", "ask for one after the other")
+    if text and device != "cpu":
+        raise CommandError("--text runs on the CPU", "leave --device away, or give the tokens with --data")
     if text:
         return _answer_text(output, model, text)
     with contextlib.ExitStack() as stack:
         file = None if answers is None else stack.enter_context(new_file(answers, overwrite=overwrite))
-        found, inputs, classes = _run_model(output, model, data, outputs, mapping, label, batch_size)
+        found, inputs, classes = _run_model(output, model, data, outputs, mapping, label, batch_size, device)
         labels = _labels(found, classes, top_k)
         if file is not None:
             _write(file, found, labels)
@@ -181,15 +186,19 @@ def _run_model(
     mapping: list[str] | None,
     label: str | None,
     batch_size: int,
+    device: str,
 ) -> tuple[dict[str, Any], int, list[str] | None]:
     import tempfile
 
     import numpy as np
-    import onnxruntime as ort
 
     from onward.cli.data import input_specs, load_data, parse_pairs
     from onward.data.read import DataOptions
+    from onward.errors import ModelError
+    from onward.runtime.devices import find_device
+    from onward.runtime.sessions import make_session
 
+    place = find_device(device)
     options_of = DataOptions(mapping=parse_pairs(mapping or (), "--map"), label=label)
     with tempfile.TemporaryDirectory(prefix="onward-") as folder:
         path = model
@@ -202,14 +211,10 @@ def _run_model(
                 path = _exported(found, Path(folder) / "model.onnx", outputs)
         if options_of.preprocessing is None and options_of.classes is None:
             options_of = _own_options(path, options_of)
-        options = ort.SessionOptions()
-        options.log_severity_level = 3
         try:
-            session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-        except Exception as error:
-            raise CommandError(
-                f"onnxruntime cannot load '{path}': {error}".splitlines()[0], "is the model whole and valid?"
-            ) from error
+            session = make_session(str(path), device=place, what=f"model '{path}'")
+        except ModelError as error:
+            raise CommandError(str(error).splitlines()[0], "is the model whole and valid?") from error
         known = [value.name for value in session.get_outputs()]
         names = list(dict.fromkeys(outputs or known))
         for name in names:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from onward.cli.command import Output, command, examples, human_size
+from onward.cli.command import CommandError, Output, command, examples, human_size
 from onward.cli.output_paths import Overwrite, new_file
 
 __all__ = ["register"]
@@ -19,7 +20,10 @@ def register(app: typer.Typer) -> None:
     app.command(
         "inspect",
         epilog=examples(
-            "onward inspect model.onnx", "onward inspect artifacts --html page.html", "onward inspect run"
+            "onward inspect model.onnx",
+            "onward inspect artifacts --html page.html",
+            "onward inspect run",
+            "onward inspect artifacts --device cuda      # what would run on the CPU there, and why",
         ),
     )(inspect)
 
@@ -34,11 +38,19 @@ def inspect(
     html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write a page instead.")] = None,
     all_parameters: Annotated[bool, typer.Option("--all", "-a", help="Show every parameter.")] = False,
     prefix: Annotated[str, typer.Option(help="The prefix of the artifacts' file names.")] = "",
+    device: Annotated[
+        str | None,
+        typer.Option("--device", metavar="NAME", help="List the nodes that this device leaves to the CPU."),
+    ] = None,
+    batch_size: Annotated[int, typer.Option("--batch-size", "-b", min=1, help="With --device.")] = 8,
     overwrite: Overwrite = False,
 ) -> None:
     """Show what a file or folder holds; checkpoints are verified on the way."""
     from onward.cli.file_contents import describe
 
+    if device is not None:
+        _show_host_nodes(output, path, prefix, device, batch_size)
+        return
     found = describe(path, prefix=prefix)
     if html is not None:
         from onward.cli.inspect_page import render_page
@@ -52,6 +64,32 @@ def inspect(
     limit = None if all_parameters else 30
     for section in sections(found):
         _show(output, section, limit)
+
+
+def _show_host_nodes(output: Output, path: Path, prefix: str, device: str, batch_size: int) -> None:
+    from onward.cli.data import input_specs
+    from onward.cli.samples import random_inputs
+    from onward.runtime.devices import find_device
+    from onward.runtime.placement import host_nodes
+    from onward.runtime.step import TrainingStep
+
+    place = find_device(device)
+    if place.kind == "cpu":
+        raise CommandError("on the CPU every node runs on the CPU", "name another device: --device cuda")
+    model: Any = str(path)
+    if path.is_dir():
+        model = str(path / f"{prefix}training_model.onnx")
+        step = TrainingStep(model, device=place)
+        samples = random_inputs(input_specs(model, step.plan.inputs), size=batch_size)
+        shapes = {name: array.shape for name, array in samples.items()}
+        model, _ = step.prepared(reset=True, shapes=shapes if place.memory == "device" else None)
+    nodes = host_nodes(model, place)
+    rows = [[node.operator, node.name, node.reason] for node in nodes]
+    if rows:
+        output.table(f"nodes that {place} leaves to the CPU", ["operator", "name", "why"], rows)
+    else:
+        output.line(f"every node runs on {place}")
+    output.result({"device": str(place), "nodes": [dataclasses.asdict(node) for node in nodes]})
 
 
 def sections(found: Mapping[str, Any]) -> list[tuple[str, list[str], list[list[Any]]]]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from onward.cli.choices import MetricChoice, ScheduleChoice
+from onward.cli.choices import DeviceOption, MetricChoice, ScheduleChoice
 from onward.cli.command import CommandError, Output, command, examples
 from onward.cli.model_file import read_model
 from onward.cli.output_paths import plain_prefix, require_folder_target
@@ -119,6 +119,7 @@ def train(
     sample_rate: Annotated[
         int | None, typer.Option(min=1, help="WAV files: the rate that the model takes.")
     ] = None,
+    device: DeviceOption = "cpu",
     epochs: Annotated[int, typer.Option("--epochs", "-e", min=1, help="Passes over the data, in all.")] = 1,
     batch_size: Annotated[int, typer.Option("--batch-size", "-b", min=1, help="Samples per batch.")] = 32,
     learning_rate: Annotated[
@@ -190,6 +191,7 @@ def train(
         "normalize": normalize, "resize": resize, "crop": crop, "augment": augment, "standardize": standardize,
         "text_column": text_column, "tokenizer": None if tokenizer is None else str(tokenizer),
         "max_length": max_length, "sample_rate": sample_rate, "mlflow": mlflow, "wandb": wandb,
+        "device": device,
     }  # fmt: skip
     artifacts, directory, options = _continue_or_begin(
         context, artifacts, directory, options, resume=resume, overwrite=overwrite
@@ -303,6 +305,7 @@ def _fit(
         keep=options["keep"],
         progress=not output.silent,
         prefix=options["prefix"],
+        device=options.get("device") or "cpu",
     )
     model = str(artifacts / f"{options['prefix']}training_model.onnx")
     inputs = input_specs(model, trainer.module.input_names())

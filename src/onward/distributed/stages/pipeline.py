@@ -17,7 +17,7 @@ import numpy as np
 from onward.api import CheckpointState, Module, Optimizer
 from onward.api.inputs import check_labels, prepare
 from onward.checkpoint import CheckpointData, NominalTensor
-from onward.distributed.comm import Communicator, LocalCommunicator, TorchCommunicator
+from onward.distributed.comm import Communicator, LocalCommunicator, TorchCommunicator, device_of_rank
 from onward.distributed.data_parallel import Report, reconcile, session_options, weight_of
 from onward.distributed.errors import DistributedError, OtherStageFailed
 from onward.distributed.settings import Grid, RunnerSettings
@@ -144,7 +144,7 @@ class PipelineParallel:
             frozen={name: value for name, value in data.frozen.items() if name in own},
             optimizer=list(data.optimizer),
         )
-        options, device = session_options(settings), find_device(settings.device)
+        options, device = session_options(settings), find_device(device_of_rank(settings.device))
         self._step = StageStep(blueprint, grid.stage, device=device, options=options)
         self._state = CheckpointState(kept)
         self.module = Module(
