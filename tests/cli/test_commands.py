@@ -320,3 +320,33 @@ def test_a_hugging_face_folder_is_exported_and_answers(place: Path, run: Any) ->
     run("export", "bert", "--task", "pooling", "-o", "sentences")
     found = run("infer", "sentences", "--text", "The ferry leaves at noon.", "--json").json
     assert found["task"] == "pooling" and len(found["answers"][0]) == 16
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("train", "artifacts", "--data", "data.npz"),
+        ("evaluate", "artifacts", "--data", "data.npz"),
+        ("bench", "artifacts", "--steps", 1),
+        ("infer", "model.onnx", "--data", "data.npz"),
+        ("inspect", "artifacts"),
+    ],
+    ids=lambda arguments: arguments[0],
+)
+def test_a_device_that_is_not_there_is_refused(
+    artifacts: Path, run: Any, arguments: tuple[object, ...]
+) -> None:
+    result = run(*arguments, "--device", "openvino", code=1)
+    assert "device='openvino' cannot be used" in result.stderr
+    assert not (artifacts.parent / "run").exists()
+
+
+def test_every_node_of_the_cpu_runs_there(artifacts: Path, run: Any) -> None:
+    assert "every node runs on the CPU" in run("inspect", "artifacts", "--device", "cpu", code=1).stderr
+
+
+def test_a_run_in_float16_trains_and_is_deployed(place: Path, run: Any) -> None:
+    run("artifacts", "model.onnx", "--loss", "cross-entropy", "--precision", "fp16")
+    run("train", "artifacts", "--data", "data.npz", "--epochs", 2, "--hold-out", 0.25, "--lr", 0.01)
+    run("deploy", "run", "trained.onnx", "--data", "data.npz")
+    run("train", "run", "--resume", "--epochs", 3)
