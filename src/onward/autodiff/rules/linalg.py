@@ -60,20 +60,8 @@ def matmul(op, node, dy):
 
 
 def _product(op, a, b, *, alpha=1.0, turn_a=0, turn_b=0):
-    """α·A'·B' of two matrices; one that is transposed in the graph is read as it was before."""
-    (a, turn_a), (b, turn_b) = _before_transposition(a, turn_a), _before_transposition(b, turn_b)
+    """α·A'·B' of two matrices, each transposed first where it is turned."""
     return op.Gemm(a, b, alpha=alpha, transA=turn_a, transB=turn_b)
-
-
-def _before_transposition(matrix, turn):
-    node = matrix.producer()
-    if (
-        node is None
-        or node.op_type != "Transpose"
-        or list(node.attributes.get_ints("perm", (1, 0))) != [1, 0]
-    ):
-        return matrix, turn
-    return node.inputs[0], 1 - turn
 
 
 def _by_vector(op, matrix, vector, dy, *, transposed=False):

@@ -115,24 +115,9 @@ def unsqueeze(op, node, dz):
 def transpose(op, node, dz):
     """z = x permuted by p   ⇒   dx = dz permuted by p⁻¹"""
     perm = node.attributes.get_ints("perm", None)
-    product = dz.producer()
-    if product is not None and product.op_type == "Gemm" and len(product.inputs) == 2:
-        return _transposed_product(op, product) if perm is None or list(perm) == [1, 0] else dz
     if perm is None:
         return op.Transpose(dz)
     return op.Transpose(dz, perm=[int(axis) for axis in np.argsort(perm)])
-
-
-def _transposed_product(op, node):
-    """(A'·B')ᵀ = B'ᵀ·A'ᵀ; the product itself is left without a reader."""
-    a, b = node.inputs
-    return op.Gemm(
-        b,
-        a,
-        alpha=node.attributes.get_float("alpha", 1.0),
-        transA=1 - node.attributes.get_int("transB", 0),
-        transB=1 - node.attributes.get_int("transA", 0),
-    )
 
 
 @gradient_rule("Expand", broadcasts=True)
