@@ -61,7 +61,7 @@ def main() -> None:
     encoder = AutoModel.from_pretrained(str(source)).eval()  # as exported for inference: no dropout
     head = torch.nn.Linear(384, 2)
     with torch.no_grad():
-        head.weight.copy_(torch.from_numpy(np.asarray(made.checkpoint.trainable["head.weight"])))
+        head.weight.copy_(torch.from_numpy(np.array(made.checkpoint.trainable["head.weight"])))
         head.bias.zero_()
     theirs, loss = train_in_torch(encoder, head, order, arrays, decay=rule["weight_decay"] or 0.0)
     print("PyTorch", [f"{value:.1%}" for value in theirs], f"loss {loss:.4f}")
@@ -102,7 +102,7 @@ def train_in_torch(
             optimizer.step()
             schedule.step()
             optimizer.zero_grad()
-            total += float(loss) * len(batch[-1])
+            total += float(loss.detach()) * len(batch[-1])
         with torch.no_grad():
             test = ArrayBatches(arrays["test"], batch_size=64, shuffle=False, seed=0)
             right = [scores(b).argmax(1).numpy() == b[-1] for b in test.epoch(0)]

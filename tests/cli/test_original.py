@@ -75,7 +75,7 @@ MISMATCHED = {
     "another model's checkpoint": (
         "checkpoint",
         "artifacts/checkpoint",
-        "'w1' has shape [16, 4], the eval model takes [6,4]",
+        "'w1' has shape [16, 4], the eval model takes [6, 4]",
     ),
     "no optimizer of the original's": (
         "optimizer_model.onnx",

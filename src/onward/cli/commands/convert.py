@@ -109,12 +109,11 @@ def _load(path: Path) -> Any:
 def _artifacts(output: Output, source: Path, target: Path, prefix: str) -> dict[str, Any]:
     """Artifacts of the original: its eval model has the forward graph and the loss, the rest is made anew."""
     import numpy as np
-    import onnx_ir as ir
+    import onnx
 
     from onward import checkpoint
     from onward.artifacts import generate_artifacts
     from onward.files import place, staging_folder
-    from onward.graph.load import load_model
 
     model, state = source / f"{prefix}eval_model.onnx", source / f"{prefix}checkpoint"
     missing = [path.name for path in (model, state) if not path.is_file()]
@@ -130,37 +129,39 @@ def _artifacts(output: Output, source: Path, target: Path, prefix: str) -> dict[
         data = checkpoint.load(state)
     if data.nominal:
         raise CommandError(f"'{state}' is nominal: it has no values", "convert the full checkpoint")
-    forward = load_model(model)
+    read_model(model)
+    forward = onnx.load(str(model))
     graph = forward.graph
     values = data.parameters()
-    known = {value.name for value in graph.inputs}
+    known = {value.name for value in graph.input}
     strangers = [name for name in values if name not in known]
     if strangers:
         raise CommandError(
             f"the checkpoint has '{strangers[0]}', which the eval model does not take",
             "do both files belong together?",
         )
-    for value in [value for value in graph.inputs if value.name in values]:
-        array = np.asarray(values[value.name or ""])
-        if value.shape is not None and list(value.shape) != list(array.shape):
+    for value in [value for value in graph.input if value.name in values]:
+        array = np.asarray(values[value.name])
+        kind = value.type.tensor_type
+        takes = [dim.dim_value for dim in kind.shape.dim]
+        if kind.HasField("shape") and takes != list(array.shape):
             raise CommandError(
-                f"the checkpoint's '{value.name}' has shape {list(array.shape)}, the eval model takes {value.shape}",
+                f"the checkpoint's '{value.name}' has shape {list(array.shape)}, the eval model takes {takes}",
                 "do both files belong together?",
             )
-        graph.inputs.remove(value)
-        value.const_value = ir.tensor(array, name=value.name)
-        graph.register_initializer(value)
+        graph.input.remove(value)
+        graph.initializer.append(onnx.numpy_helper.from_array(array, value.name))
     optimizer = _optimizer(source / f"{prefix}optimizer_model.onnx")
     with staging_folder(target.parent) as aside:
         generate_artifacts(
-            ir.to_proto(forward),
+            forward,
             requires_grad=list(data.trainable),
             frozen_params=list(data.frozen),
             loss=None,
             optimizer=optimizer,
             artifact_directory=aside,
             prefix=prefix,
-            additional_output_names=[value.name or "" for value in graph.outputs[1:]] or None,
+            additional_output_names=[value.name for value in graph.output[1:]] or None,
         )
         if data.optimizer or data.properties:  # momenta and properties go on where they stopped
             made = checkpoint.load(aside / f"{prefix}checkpoint")

@@ -12,6 +12,11 @@ from onward.cli.command import CommandError, Output, command, examples
 
 __all__ = ["register"]
 
+# operators that give other results at each call; dropout does in training mode only
+_RANDOM = {
+    "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike", "Bernoulli", "Multinomial",
+}  # fmt: skip
+
 
 def register(app: typer.Typer) -> None:
     """Add the command."""
@@ -93,10 +98,8 @@ def _read_point(path: Path, specs: Mapping[str, Any]) -> dict[str, Any]:
 def _refuse_random(model: Path) -> None:
     """Finite differences of a function that is another at every call mean nothing."""
     from onward.cli.file_contents import describe_model
-    from onward.graph.nodes import RANDOM
 
-    # dropout is random in training mode only
-    found = sorted((RANDOM - {"Dropout"}) & set(describe_model(model)["operators"]))
+    found = sorted(_RANDOM & set(describe_model(model)["operators"]))
     if _has_dropout(model):
         found.append("Dropout")
     if found:
