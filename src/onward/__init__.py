@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from onward import api, artifacts, distributed, export, lora, onnxblock, optim
+    from onward import api, artifacts, distributed, export, limits, lora, onnxblock, optim
     from onward.artifacts import build_artifacts, generate_artifacts
     from onward.autodiff.check import check_gradient
     from onward.autodiff.gradient import gradient
@@ -31,6 +31,7 @@ __all__ = [
     "finetune",
     "generate_artifacts",
     "gradient",
+    "limits",
     "load",
     "lora",
     "onnxblock",
@@ -38,7 +39,7 @@ __all__ = [
     "replace_head",
 ]
 
-_MODULES = frozenset({"api", "artifacts", "distributed", "export", "lora", "onnxblock", "optim"})
+_MODULES = frozenset({"api", "artifacts", "distributed", "export", "limits", "lora", "onnxblock", "optim"})
 _ATTRIBUTES = {
     "OnwardError": "onward.errors",
     "Trainer": "onward.train.trainer",

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import importlib
-import re
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from onward.cli.errors import CommandError
 from onward.cli.model_file import read_model
+from onward.cli.python_entry import import_entry, is_entry
 from onward.data.inputs import InputSpec, specs_of
 from onward.data.read import FORMATS, Data, DataOptions, read_data
 
-__all__ = ["import_entry", "input_specs", "is_entry", "load_data", "parse_pairs"]
-
-_ENTRY = re.compile(r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
+__all__ = ["input_specs", "load_data", "parse_pairs"]
 
 
 def load_data(
@@ -31,34 +27,6 @@ def load_data(
 def input_specs(model: str, names: Sequence[str] | None = None) -> list[InputSpec]:
     """The inputs of a model file, all or those of these names, in that order."""
     return specs_of(read_model(Path(model)).graph, names)
-
-
-def is_entry(text: str) -> bool:
-    """Whether a text is `module:function` and not a path."""
-    return bool(_ENTRY.match(text)) and not Path(text).exists()
-
-
-def import_entry(text: str) -> Any:
-    """What `module:name` names; modules of the current folder count."""
-    module_name, _, attribute = text.partition(":")
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.insert(0, here)
-    importlib.invalidate_caches()
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name and (module_name == error.name or module_name.startswith(f"{error.name}.")):
-            raise CommandError(
-                f"'{text}': there is no module '{error.name}'",
-                f"write it without .py: {module_name.removesuffix('.py')}:{attribute}"
-                if module_name.endswith(".py")
-                else "write module:function; the module may be a .py file of the current folder",
-            ) from error
-        raise
-    if not hasattr(module, attribute):
-        raise CommandError(f"'{text}': the module has no '{attribute}'", "write module:function")
-    return getattr(module, attribute)
 
 
 def parse_pairs(pairs: Sequence[str], option: str) -> dict[str, str]:

@@ -1,7 +1,8 @@
 """A folder of a run: what `onward train` writes besides the trainer's files, and how others find it again.
 
 `run.json` says where the artifacts are and with which options the run was started, so that `train --resume`,
-`evaluate`, `infer` and `deploy` need the folder only.
+`evaluate`, `infer` and `deploy` need the folder only. A run may come from someone else: what its `run.json` says
+is checked, never imported as code, and leads to no file being written outside of the run.
 """
 
 from __future__ import annotations
@@ -15,14 +16,27 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from onward.cli.errors import CommandError
-from onward.cli.output_paths import folder_target
+from onward.cli.output_paths import folder_target, plain_prefix
+from onward.cli.python_entry import names_code
+from onward.reading import read_json
 
 if TYPE_CHECKING:
     from onward.data.read import DataOptions
 
-__all__ = ["Found", "begun_run", "clear_run", "find", "read_run", "refuse_earlier_run", "write_run"]
+__all__ = [
+    "Found", "begun_run", "clear_run", "find", "read_run", "refuse_earlier_run", "trusted_options",
+    "write_run",
+]  # fmt: skip
 
 _RUN = "run.json"
+# what run.json may hold, by option; each may be absent or null too
+_TEXTS = frozenset({"data", "eval_data", "mapping", "metric"})
+_TEXT = frozenset({"label", "schedule", "best", "prefix", "tensorboard", "artifacts", "directory"})
+_FLAGS = frozenset({"no_shuffle", "shard_optimizer"})
+_COUNTS = frozenset(
+    {"epochs", "batch_size", "accumulation", "patience", "save_every", "keep", "seed", "stages"}
+)
+_NUMBERS = frozenset({"hold_out", "learning_rate", "warmup", "clip_norm"})
 
 
 @dataclass(frozen=True)
@@ -93,12 +107,61 @@ def read_run(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
+        document = read_json(path)
         document["artifacts"] = (folder / document["artifacts"]).resolve()
-        dict(document["options"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise CommandError(f"'{path}' is damaged: {error}", "name the artifacts and options again") from error
+        for name, value in dict(document["options"]).items():
+            _check_option(name, value)
+        _check_option("classes", document.get("classes"))
+    except (ValueError, KeyError, TypeError, OSError, RuntimeError) as error:
+        what = f"it has no {error}" if isinstance(error, KeyError) else error
+        raise CommandError(f"'{path}' is damaged: {what}", "name the artifacts and options again") from error
     return document
+
+
+def _check_option(name: str, value: Any) -> None:
+    """Refuse a value of another kind than the option has; options that are not known here are not read."""
+    if value is None:
+        return
+    if name in _TEXTS or name == "classes":
+        right = isinstance(value, list) and all(isinstance(item, str) for item in value)
+    elif name in _TEXT:
+        right = isinstance(value, str) and "\0" not in value
+    elif name in _FLAGS:
+        right = isinstance(value, bool)
+    elif name in _COUNTS:
+        right = isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
+    elif name in _NUMBERS:
+        right = isinstance(value, int | float) and not isinstance(value, bool)
+    else:
+        return
+    if not right:
+        raise ValueError(f"its option '{name}' is {str(value)[:40]!r}")
+    if name == "prefix":
+        plain_prefix(value)
+
+
+def trusted_options(folder: Path, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of an earlier run, those left out that could run code or write outside of the run.
+
+    The person at the command line has to give these again.
+    """
+    kept = dict(options)
+    for name in ("data", "eval_data"):
+        entry = names_code(kept.get(name))
+        if entry is not None:
+            raise CommandError(
+                f"'{folder / _RUN}' names Python code as its data, '{entry}', and a file never runs code here",
+                f"if you trust that code, say so: --{name.replace('_', '-')} {entry}",
+            )
+    events = kept.get("tensorboard")
+    if events is not None and not any(
+        Path(events).resolve().is_relative_to(place.resolve()) for place in (folder, Path.cwd())
+    ):
+        raise CommandError(
+            f"'{folder / _RUN}' would have '{events}' written, outside of the run and of this folder",
+            f"if that is right, say so: --tensorboard {events}",
+        )
+    return kept
 
 
 def clear_run(folder: Path) -> None:

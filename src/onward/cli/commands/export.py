@@ -63,7 +63,7 @@ def export(
     overwrite: Overwrite = False,
 ) -> None:
     """Export a model to ONNX, its outputs compared with the original's."""
-    from onward.cli.data import is_entry
+    from onward.cli.python_entry import is_entry
 
     if not is_entry(source):
         _require_folder(source)
@@ -125,7 +125,7 @@ def _require_folder(source: str) -> None:
 
 
 def _from_torch(entry: str, target: Path, **options: Any) -> None:
-    from onward.cli.data import import_entry
+    from onward.cli.python_entry import import_entry
 
     made = import_entry(entry)
     made = made() if callable(made) and not hasattr(made, "forward") else made

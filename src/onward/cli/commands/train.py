@@ -17,7 +17,7 @@ from onward.cli.choices import DeviceOption, MetricChoice, ScheduleChoice
 from onward.cli.command import CommandError, Output, command, examples
 from onward.cli.model_file import read_model
 from onward.cli.output_paths import plain_prefix, require_folder_target
-from onward.cli.run_folder import begun_run, clear_run, read_run, refuse_earlier_run
+from onward.cli.run_folder import begun_run, clear_run, read_run, refuse_earlier_run, trusted_options
 
 if TYPE_CHECKING:
     from onward.data.read import DataOptions
@@ -217,11 +217,11 @@ def _continue_or_begin(
     if resume:
         if not earlier:
             raise CommandError(f"there is no run to resume in '{directory}'", "start it without --resume")
-        kept = earlier["options"]
-        for name in options:
-            source = context.get_parameter_source(name)
-            if name in kept and (source is None or source.name == "DEFAULT"):
-                options[name] = kept[name]
+        given = {name for name in options if not _is_default(context, name)}
+        kept = {name: value for name, value in earlier["options"].items() if name not in given}
+        options |= {
+            k: v for k, v in trusted_options(directory, kept).items() if k in options and v is not None
+        }
         artifacts = artifacts or earlier["artifacts"]
     else:
         refuse_earlier_run(directory, overwrite=overwrite)
@@ -230,6 +230,11 @@ def _continue_or_begin(
             "which artifacts?", "onward train ARTIFACTS --data FILE; make them with: onward artifacts"
         )
     return artifacts, directory, options
+
+
+def _is_default(context: typer.Context, name: str) -> bool:
+    source = context.get_parameter_source(name)
+    return source is None or source.name == "DEFAULT"
 
 
 def _refuse_others(artifacts: Path, options: Mapping[str, Any]) -> None:

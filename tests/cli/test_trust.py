@@ -1,0 +1,137 @@
+"""Files of a run, or of options, that someone else wrote: they are read, and run nothing."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from onward.cli.app import app
+
+EVIL = "import pathlib\npathlib.Path('ran').write_text('')\ndef go():\n    return []\n"
+ENTRIES = ["evil:go", "evil:go\n", "x=evil:go", "evil.go:go"]
+
+
+@pytest.fixture
+def evil(trained: Path) -> Path:
+    """A module that leaves a trace when it is imported, beside a run."""
+    Path("evil.py").write_text(EVIL, encoding="utf-8")
+    return trained
+
+
+def change(run: Path, **options: Any) -> None:
+    path = run / "run.json"
+    document = json.loads(path.read_text(encoding="utf-8"))
+    document["options"] |= options
+    path.write_text(json.dumps(document), encoding="utf-8")
+
+
+def test_a_run_folder_runs_no_code(evil: Path, run: Any) -> None:
+    for option, entry in itertools.product(["data", "eval_data"], ENTRIES):
+        change(evil, data=["data.npz"], eval_data=None, hold_out=None)
+        change(evil, **{option: [entry]})
+        result = run("train", "run", "--resume", "--epochs", 3, code=1)
+        assert not Path("ran").exists()
+        if entry == "evil:go":
+            assert "a file never runs code here" in result.stderr
+            assert f"--{option.replace('_', '-')} evil:go" in result.stderr
+
+
+def test_code_runs_where_it_is_named_again(evil: Path, run: Any) -> None:
+    Path("mine.py").write_text(
+        "import numpy as np\ndef batches():\n    return dict(np.load('data.npz'))\n", encoding="utf-8"
+    )
+    change(evil, data=["mine:batches"], hold_out=None)
+    assert "mine:batches" in run("train", "run", "--resume", "-e", 3, code=1).stderr
+    run("train", "run", "--resume", "-e", 3, "--data", "mine:batches")
+
+
+def test_no_command_runs_what_a_run_folder_names(evil: Path) -> None:
+    change(evil, data=["evil:go"], eval_data=["evil:go"], mapping=["x=evil:go"], label="evil:go")
+    for line in ("train --resume run", "evaluate run", "deploy run new.onnx", "infer run"):
+        CliRunner().invoke(app, line.split())
+        assert not Path("ran").exists()
+
+
+def test_a_run_folder_has_nothing_written_elsewhere(trained: Path, run: Any, tmp_path_factory: Any) -> None:
+    elsewhere = tmp_path_factory.mktemp("elsewhere") / "events"
+    change(trained, tensorboard=str(elsewhere))
+    assert "--tensorboard" in run("train", "run", "--resume", "-e", 3, code=1).stderr
+    assert not elsewhere.exists()
+    run("train", "run", "--resume", "-e", 3, "--tensorboard", elsewhere)
+    assert elsewhere.is_dir()
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {"epochs": "many"}, {"epochs": -1}, {"epochs": 2**70}, {"data": "data.npz"}, {"data": [3]},
+    {"mapping": {"x": "x"}}, {"prefix": "../"}, {"prefix": 3}, {"label": ["y"]}, {"learning_rate": "NaN"},
+    {"no_shuffle": 1}, {"tensorboard": "\0"},
+]  # fmt: skip
+
+
+def test_options_of_the_wrong_kind_in_a_run_folder(trained: Path, run: Any) -> None:
+    before = (trained / "run.json").read_bytes()
+    for options in OPTIONS:
+        change(trained, **options)
+        for line in ("train run --resume -e 3", "evaluate run -d data.npz"):
+            result = run(*line.split(), code=1)
+            assert "run.json' is damaged" in result.stderr or "prefix" in result.stderr, options
+            assert len(result.stderr.strip().splitlines()) == 2
+        (trained / "run.json").write_bytes(before)
+
+
+DOCUMENTS = {
+    "null": "null",
+    "a list": "[1, 2]",
+    "empty": "",
+    "no options": '{"artifacts": "artifacts"}',
+    "options are null": '{"artifacts": "artifacts", "options": null}',
+    "artifacts are a number": '{"artifacts": 3, "options": {}}',
+    "deep": '{"artifacts": "artifacts", "options": ' + '{"a": ' * 5000 + "1" + "}" * 5001,
+    "deep lists": "[" * 200_000,
+    "not UTF-8": "\udcff",
+}
+
+
+def test_documents_that_are_no_run(trained: Path, run: Any) -> None:
+    for name, text in DOCUMENTS.items():
+        (trained / "run.json").write_text(text, encoding="utf-8", errors="surrogateescape")
+        for line in ("train run --resume", "evaluate run -d data.npz", "deploy run new.onnx"):
+            result = run(*line.split(), code=1)
+            assert "run.json' is damaged" in result.stderr, name
+            assert len(result.stderr.strip().splitlines()) == 2
+
+
+def test_a_configuration_file_runs_no_code(place: Path, run: Any) -> None:
+    Path("evil.py").write_text(EVIL, encoding="utf-8")
+    for table, command in (
+        ('[train]\ndata = "evil:go"', ("train", "artifacts")),
+        ('[train]\ndata = ["evil:go"]', ("train", "artifacts")),
+        ('[export]\nsource = "evil:go"\noutput = "new.onnx"', ("export",)),
+        ('[evaluate]\ndata = "evil:go"', ("evaluate", "artifacts")),
+    ):
+        Path("onward.toml").write_text(table, encoding="utf-8")
+        result = run(*command, "--config", "onward.toml", code=2)
+        assert "a file never runs code here" in result.stderr
+        assert not Path("ran").exists()
+
+
+def test_nested_configuration_is_refused(place: Path, run: Any) -> None:
+    for depth in (100, 5000, 100_000):
+        Path("onward.toml").write_text("[train]\nepochs = " + "[" * depth + "]" * depth, encoding="utf-8")
+        result = run("train", "artifacts", "--config", "onward.toml", code=2)
+        assert "text_nesting" in result.stderr
+        Path("onward.toml").write_text("[train]\n" + ".".join(["a"] * depth) + " = 1", encoding="utf-8")
+        assert "onward.toml'" in run("train", "artifacts", "--config", "onward.toml", code=2).stderr
+
+
+def test_artifacts_of_a_run_may_move_with_it(trained: Path, run: Any) -> None:
+    Path("there").mkdir()
+    shutil.move("run", "there/run")
+    shutil.move("artifacts", "there/artifacts")
+    run("evaluate", "there/run", "-d", "data.npz")
