@@ -130,6 +130,8 @@ class _Watched:
         self._loader, self._stop, self._counter = loader, stop, counter
         self._given, self._told = 0, 0.0
         self.sampler = getattr(loader, "sampler", None)
+        if hasattr(loader, "description"):
+            self.description = loader.description
         if hasattr(loader, "epoch"):
             self.epoch = lambda *place, **named: self._watch(loader.epoch(*place, **named))
 

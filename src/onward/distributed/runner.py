@@ -24,6 +24,7 @@ from onward.distributed.agreement import all_or_none, broadcast_bytes, raise_tog
 from onward.distributed.comm import Communicator, connect
 from onward.distributed.data_parallel import DataParallel, Report
 from onward.distributed.errors import DistributedError
+from onward.distributed.same_job import describe_job, describe_loader, require_same
 from onward.distributed.settings import Grid, RunnerSettings, make_grid
 from onward.distributed.two_level import two_level
 from onward.errors import ModelError, OnwardError
@@ -117,6 +118,7 @@ class TrainingRunner:
             raise DistributedError("this runner is initialized already")
         settings = self.parameters
         comm = self._given or connect(timeout=settings.timeout, backend=settings.backend)
+        require_same(comm, describe_job(settings))
         with all_or_none(comm):
             self._grid = make_grid(settings, rank=comm.rank, world=comm.world)
         self._comm = comm = two_level(comm, settings.reduce_group_size, timeout=settings.timeout)
@@ -136,7 +138,9 @@ class TrainingRunner:
 
     def run(self, train_loader: Any, test_loader: Any = None) -> History:
         """Train for the epochs (or steps) of the parameters, from where a resumed run stopped."""
-        self._ready()
+        _, comm = self._ready()
+        require_same(comm, describe_loader(train_loader, "training data"))
+        require_same(comm, describe_loader(test_loader, "evaluation data"))
         settings, history = self.parameters, History()
         while self._epoch < settings.epochs and not self._finished():
             self._train_epoch(train_loader, test_loader, history)

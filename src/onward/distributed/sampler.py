@@ -41,6 +41,16 @@ class ShardedSampler:
     def __len__(self) -> int:
         return self.batches
 
+    def description(self) -> dict[str, Any]:
+        """What must be the same on all ranks, by name."""
+        return {
+            "samples": self.samples,
+            "batch size": self.batch_size,
+            "batches": self.batches,
+            "shuffle": self._shuffle,
+            "seed": self._seed,
+        }
+
     def epoch(self, number: int, *, rank: int, world: int, skip: int = 0) -> Iterator[np.ndarray]:
         """This rank's indices of each global batch, from batch `skip` on; a share may be empty."""
         order = np.arange(self.samples)
@@ -83,6 +93,11 @@ class ShardedArrays:
 
     def __len__(self) -> int:
         return len(self.sampler)
+
+    def description(self) -> dict[str, Any]:
+        """What must be the same on all ranks, by name."""
+        shapes = [f"{array.dtype}{list(array.shape[1:])}" for array in self._arrays]
+        return {**self.sampler.description(), "arrays": shapes}
 
     def epoch(self, number: int, *, rank: int, world: int, skip: int = 0) -> Iterator[list[np.ndarray]]:
         """This rank's share of each global batch of an epoch, from batch `skip` on."""
