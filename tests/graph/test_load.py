@@ -225,7 +225,7 @@ def test_paths_that_are_no_files_are_refused_at_once(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for path, message in [
         (tmp_path, "not a file"),
-        (tmp_path / "pipe", "not a file"),
+        (tmp_path / "pipe", "not a regular file"),
         (tmp_path / "x", "no model"),
     ]:
         with pytest.raises(ModelError, match=message):

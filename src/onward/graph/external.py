@@ -7,6 +7,7 @@ Reads no tensor data; knows nothing of graphs.
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import stat
@@ -14,11 +15,17 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePosixPath, PureWindowsPath
 
 import onnx
-import onnx_ir as ir
 
 from onward.errors import ModelError
 
-__all__ = ["check_external", "check_location", "external_tensors", "tensor_bytes"]
+__all__ = [
+    "check_external",
+    "check_location",
+    "external_range",
+    "external_tensors",
+    "tensor_bytes",
+    "tensors",
+]
 
 _KEYS = frozenset({"location", "offset", "length", "checksum"})
 # No file system has files past this size; larger numbers are attempts to overflow someone's arithmetic.
@@ -30,14 +37,26 @@ def tensor_bytes(dims: Iterable[int], dtype: int, name: str) -> int:
     sizes = list(dims)
     if any(size < 0 for size in sizes):
         raise ModelError(f"tensor '{name}' has a negative dimension: {sizes}")
-    try:
-        bits = ir.DataType(dtype).bitwidth
-    except (ValueError, TypeError):
-        raise ModelError(f"tensor '{name}' has element type {dtype}, which has no fixed size here") from None
+    bits = _bits(dtype)
+    if bits is None:
+        raise ModelError(f"tensor '{name}' has element type {dtype}, which has no fixed size here")
     total = math.prod(sizes) * bits
     if total > _LARGEST:
         raise ModelError(f"tensor '{name}' of shape {sizes} is larger than any memory")
     return (total + 7) // 8
+
+
+@functools.cache
+def _bits(dtype: int) -> int | None:
+    """How many bits an element of a type takes in a file; None for strings and what is no type."""
+    kinds = onnx.TensorProto.DataType
+    if dtype not in kinds.values() or dtype in (onnx.TensorProto.UNDEFINED, onnx.TensorProto.STRING):
+        return None
+    name = kinds.Name(dtype)
+    for text, bits in (("INT4", 4), ("FLOAT4", 4), ("FLOAT6", 6), ("INT2", 2)):
+        if name.startswith((text, f"U{text}")):
+            return bits
+    return 8 * onnx.helper.tensor_dtype_to_np_dtype(dtype).itemsize
 
 
 def check_external(tensor: onnx.TensorProto, base: Path) -> None:
@@ -61,6 +80,13 @@ def check_external(tensor: onnx.TensorProto, base: Path) -> None:
         length=_number(tensor.name, "length", entries["length"]) if "length" in entries else None,
         expected=tensor_bytes(tensor.dims, tensor.data_type, tensor.name),
     )
+
+
+def external_range(tensor: onnx.TensorProto) -> tuple[str, int, int]:
+    """The file, offset and length that a checked reference names."""
+    entries = {entry.key: entry.value for entry in tensor.external_data}
+    size = tensor_bytes(tensor.dims, tensor.data_type, tensor.name)
+    return os.path.normpath(entries["location"]), int(entries.get("offset", "0")), size
 
 
 def check_location(
@@ -95,12 +121,13 @@ def check_location(
 
 def external_tensors(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
     """Every tensor of a model, wherever it is held, whose data lies in another file."""
-    for tensor in _tensors(model):
+    for tensor in tensors(model):
         if tensor.data_location == onnx.TensorProto.EXTERNAL or tensor.external_data:
             yield tensor
 
 
-def _tensors(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
+def tensors(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
+    """Every tensor of a model, wherever it is held."""
     yield from _graph_tensors(model.graph)
     for function in model.functions:
         yield from _node_tensors(function.node)
@@ -147,4 +174,7 @@ def _number(name: str, key: str, text: str) -> int:
 
 
 def _bad(name: str, reason: str) -> ModelError:
-    return ModelError(f"external data of tensor '{name}' is refused: {reason}")
+    return ModelError(
+        f"external data of tensor '{name}' is refused: {reason}",
+        hint="the file with the weights belongs beside the model",
+    )

@@ -1,0 +1,219 @@
+"""How large the constants of a model grow before it runs, found without computing them.
+
+The runtime computes what depends on constants alone when it loads a model: 34 Concats of a value with itself turn
+one number into 64 GB. Here sizes are followed instead, node by node, through functions and bodies; only values of
+a few numbers are computed, since shapes depend on them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import onnx
+
+from onward.errors import ModelError
+from onward.graph.external import tensor_bytes, tensors
+from onward.limits import current, require
+
+__all__ = ["check_constants"]
+
+_SMALL = 1024
+# What a runtime never computes ahead, or what is another value at each run.
+_LEFT = frozenset(
+    {"RandomNormal", "RandomUniform", "RandomNormalLike", "RandomUniformLike", "Multinomial", "Bernoulli"}
+    | {"Dropout", "If", "Loop", "Scan", "SequenceMap"}
+)
+Functions = Mapping[tuple[str, str, str], onnx.FunctionProto]
+
+
+@dataclass
+class _Constant:
+    """A value that depends on constants alone: its type, and its numbers where they are few."""
+
+    type: onnx.TypeProto | None
+    tensor: onnx.TensorProto | None = None
+
+
+def check_constants(proto: onnx.ModelProto, functions: Functions, where: str) -> None:
+    """Refuse a model whose constants grow past the limit, which counts from 16 times the size of its data."""
+    held = sum(_bytes(tensor.dims, tensor.data_type) for tensor in tensors(proto))
+    budget = _Budget(where, allowance=16 * held)
+    imports = list(proto.opset_import)
+    _Walk(functions, imports, proto.ir_version, budget).graph(proto.graph, {})
+
+
+class _Budget:
+    def __init__(self, where: str, *, allowance: int) -> None:
+        self._where, self._allowance, self._spent = where, allowance, 0
+
+    def spend(self, size: int, node: onnx.NodeProto) -> None:
+        self._spent += size
+        require(
+            "folded_bytes",
+            self._spent - self._allowance,
+            f"{self._where}: what {node.op_type} '{node.name}' and others make of constants, in bytes,",
+        )
+
+
+@dataclass
+class _Walk:
+    functions: Functions
+    imports: list[onnx.OperatorSetIdProto]
+    ir_version: int
+    budget: _Budget
+
+    def graph(self, graph: onnx.GraphProto, outer: Mapping[str, _Constant]) -> None:
+        known = dict(outer)
+        given = {value.name for value in graph.input}
+        for name in given:
+            known.pop(name, None)
+        for tensor in graph.initializer:
+            if tensor.name not in given:
+                known[tensor.name] = _held(tensor)
+        self.nodes(graph.node, known)
+
+    def nodes(self, nodes: Iterable[onnx.NodeProto], known: dict[str, _Constant]) -> None:
+        """Follow constants through nodes in whatever order they are written."""
+        found = list(nodes)
+        missing = [{name for name in node.input if name and name not in known} for node in found]
+        readers: dict[str, list[int]] = {}
+        for index, names in enumerate(missing):
+            for name in names:
+                readers.setdefault(name, []).append(index)
+        ready = [i for i, names in enumerate(missing) if not names and found[i].op_type not in _LEFT]
+        while ready:
+            node = found[ready.pop()]
+            self._follow(node, known)
+            for name in node.output:
+                if name in known:
+                    for reader in readers.pop(name, ()):
+                        missing[reader].discard(name)
+                        if not missing[reader] and found[reader].op_type not in _LEFT:
+                            ready.append(reader)
+        for node in found:
+            for attribute in node.attribute:
+                for inner in [*([attribute.g] if attribute.HasField("g") else []), *attribute.graphs]:
+                    self.graph(inner, known)
+
+    def _follow(self, node: onnx.NodeProto, known: dict[str, _Constant]) -> None:
+        domain = "" if node.domain == "ai.onnx" else node.domain
+        function = self.functions.get((domain, node.op_type, node.overload))
+        if function is not None:
+            self._call(function, node, known)
+            return
+        if node.op_type == "Constant" and domain == "":
+            known[node.output[0]] = _of_attribute(node)
+            return
+        if domain != "":
+            return
+        types = self._infer(node, known)
+        for name in node.output:
+            if not name:
+                continue
+            kind = types.get(name)
+            known[name] = _Constant(kind)
+            size = _size(kind)
+            if size:
+                self.budget.spend(size, node)
+        self._compute(node, known)
+
+    def _call(self, function: onnx.FunctionProto, node: onnx.NodeProto, known: dict[str, _Constant]) -> None:
+        inner = {name: known[given] for name, given in zip(function.input, node.input) if given}
+        imports = list(function.opset_import) or self.imports
+        _Walk(self.functions, imports, self.ir_version, self.budget).nodes(function.node, inner)
+        for name, result in zip(node.output, function.output):
+            if result in inner and name:
+                known[name] = inner[result]
+
+    def _infer(self, node: onnx.NodeProto, known: Mapping[str, _Constant]) -> Mapping[str, onnx.TypeProto]:
+        version = next((entry.version for entry in self.imports if entry.domain in ("", "ai.onnx")), 0)
+        found = {name: known[name] for name in node.input if name}
+        try:
+            schema = onnx.defs.get_schema(node.op_type, version or onnx.defs.onnx_opset_version(), "")
+            return onnx.shape_inference.infer_node_outputs(
+                schema,
+                node,
+                {name: constant.type for name, constant in found.items() if constant.type is not None},
+                {name: constant.tensor for name, constant in found.items() if constant.tensor is not None},
+                opset_imports=self.imports,
+                ir_version=min(max(self.ir_version, 3), 10),
+            )
+        except Exception:  # what is wrong with a node is said by those who run it
+            return {}
+
+    def _compute(self, node: onnx.NodeProto, known: dict[str, _Constant]) -> None:
+        """The numbers of a node's only output, where it and all inputs are small whole numbers."""
+        if len(node.output) != 1 or len(node.attribute) > 8:
+            return
+        target = known[node.output[0]]
+        sizes = [_count(known[name].type) for name in node.input if name] + [_count(target.type)]
+        if any(size is None or size > _SMALL for size in sizes) or any(
+            known[name].tensor is None for name in node.input if name
+        ):
+            return
+        if target.type is None or target.type.tensor_type.elem_type not in (_INT32, _INT64, _BOOL):
+            return
+        from onnx.reference import ReferenceEvaluator
+
+        feeds: dict[str, Any] = {
+            name: onnx.numpy_helper.to_array(known[name].tensor)
+            for name in node.input
+            if name  # type: ignore[arg-type]
+        }
+        try:
+            result: Any = ReferenceEvaluator(node).run(None, feeds)
+            target.tensor = onnx.numpy_helper.from_array(np.asarray(result[0]))
+        except Exception:
+            return
+
+
+_INT32, _INT64, _BOOL = onnx.TensorProto.INT32, onnx.TensorProto.INT64, onnx.TensorProto.BOOL
+
+
+def _held(tensor: onnx.TensorProto) -> _Constant:
+    kind = onnx.helper.make_tensor_type_proto(tensor.data_type, list(tensor.dims))
+    small = int(np.prod(tensor.dims, dtype=np.float64)) <= _SMALL and not tensor.external_data
+    return _Constant(kind, tensor if small else None)
+
+
+def _of_attribute(node: onnx.NodeProto) -> _Constant:
+    """The value of a Constant node."""
+    for attribute in node.attribute:
+        if attribute.name == "value" and attribute.HasField("t"):
+            return _held(attribute.t)
+        if attribute.name in ("value_int", "value_ints"):
+            numbers = attribute.i if attribute.name == "value_int" else list(attribute.ints)
+            return _held(onnx.numpy_helper.from_array(np.array(numbers, np.int64)))
+        if attribute.name in ("value_float", "value_floats"):
+            numbers = attribute.f if attribute.name == "value_float" else list(attribute.floats)
+            return _held(onnx.numpy_helper.from_array(np.array(numbers, np.float32)))
+    return _Constant(None)
+
+
+def _count(kind: onnx.TypeProto | None) -> int | None:
+    """How many numbers a value of this type has; None where that is not known."""
+    if kind is None or not kind.HasField("tensor_type") or not kind.tensor_type.HasField("shape"):
+        return None
+    total = 1
+    for dim in kind.tensor_type.shape.dim:
+        if not dim.HasField("dim_value"):
+            return None
+        total *= max(dim.dim_value, 0)
+    return total
+
+
+def _size(kind: onnx.TypeProto | None) -> int | None:
+    count = _count(kind)
+    if count is None or kind is None:
+        return None
+    return _bytes([min(count, 2**60)], kind.tensor_type.elem_type)
+
+
+def _bytes(dims: Iterable[int], dtype: int) -> int:
+    try:
+        return tensor_bytes(dims, dtype, "")
+    except ModelError:
+        return 0 if dtype == onnx.TensorProto.STRING else current().folded_bytes * 64
