@@ -327,6 +327,7 @@ def test_a_model_of_a_training_build_is_explained(tmp_path: Path, folder: Path) 
     model.graph.node.append(
         onnx.helper.make_node("InPlaceAccumulatorV2", ["x"], ["z"], domain="com.microsoft")
     )
+    model.opset_import.append(onnx.helper.make_opsetid("com.microsoft", 1))
     onnx.save(model, tmp_path / "old.onnx")
     state = CheckpointState.load_checkpoint(folder / "checkpoint")
     with pytest.raises(ModelError, match=r"training build.*InPlaceAccumulatorV2.*generate_artifacts"):

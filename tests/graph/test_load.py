@@ -311,7 +311,7 @@ def test_damaged_models_give_one_kind_of_error() -> None:
         z = If(c)<then_branch = t () => (float[2, 3, 4] a) { a = Clip(q) },
                   else_branch = e () => (float[2, 3, 4] d) { u = Unsqueeze<axes = [0]>(q)  d = Squeeze<axes = [0]>(u) }>
         y = Add(z, b) }"""
-    model = onnx.parser.parse_model('<ir_version: 8, opset_import: ["": 11, "com.microsoft": 1]> ' + text)
+    model = onnx.parser.parse_model('<ir_version: 8, opset_import: ["": 12, "com.microsoft": 1]> ' + text)
     model.graph.initializer.append(numpy_helper.from_array(np.ones((4, 4), np.float32), "w"))
     data = model.SerializeToString()
     normalize(data)

@@ -135,7 +135,7 @@ class Artifacts:
 
 @gc_paused()
 def generate_artifacts(
-    model: onnx.ModelProto | str | os.PathLike[str],
+    model: ModelSource,
     requires_grad: Sequence[str] | None = None,
     frozen_params: Sequence[str] | None = None,
     loss: Loss = None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -14,6 +15,8 @@ from onward.files import place, staging_folder
 from onward.graph.save import constants_beside, write_model
 
 __all__ = ["write_artifacts"]
+
+_log = logging.getLogger(__name__)
 
 
 def write_artifacts(
@@ -39,8 +42,7 @@ def write_artifacts(
             with constants_beside(list(models.values()), staging, data_name):
                 for name, model in models.items():
                     write_model(model, staging / f"{name}.onnx", external=False)
-                    if ort_format:
-                        _write_ort(staging / f"{name}.onnx", custom_op_library)
+                    _open(staging / f"{name}.onnx", custom_op_library, ort_format=ort_format)
             for name, data in checkpoints.items():
                 save(data, staging / name)
             if more is not None:
@@ -55,18 +57,27 @@ def write_artifacts(
             directory.rmdir()
 
 
-def _write_ort(path: Path, custom_op_library: str | os.PathLike[str] | None) -> None:
-    """The same model in onnxruntime's own format, as `.ort` beside it."""
+def _open(path: Path, custom_op_library: str | os.PathLike[str] | None, *, ort_format: bool) -> None:
+    """Open a model in a session, as its users will; with `ort_format`, also write it as `.ort` beside it."""
     import onnxruntime
+    from onnxruntime.capi.onnxruntime_pybind11_state import NotImplemented as NoKernel
 
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    options.optimized_model_filepath = str(path.with_suffix(".ort"))
-    options.add_session_config_entry("session.save_model_format", "ORT")
+    if ort_format:
+        options.optimized_model_filepath = str(path.with_suffix(".ort"))
+        options.add_session_config_entry("session.save_model_format", "ORT")
     if custom_op_library is not None:
         options.register_custom_ops_library(os.fspath(custom_op_library))
     try:
         onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     except Exception as error:
-        raise ModelError(f"onnxruntime cannot turn '{path.name}' into ORT format: {error}") from error
+        if isinstance(error, NoKernel) and not ort_format:  # a device may have it: bfloat16, say
+            _log.warning("'%s' does not run on the CPU: %s", path.name, error)
+            return
+        what = "turn '{}' into ORT format" if ort_format else "load '{}', which was made of this model"
+        raise ModelError(
+            f"onnxruntime cannot {what.format(path.name)}; nothing was written: {error}",
+            hint="onward inspect shows the model's operators; those of other domains need custom_op_library",
+        ) from error

@@ -69,6 +69,9 @@ def check_gradient(
     ('x',)
     """
     original = load_model(source=model) if not isinstance(model, ir.Model) else model
+    if any(isinstance(v.const_value, ir.ExternalTensor) for v in original.graph.initializers.values()):
+        original = original.clone()
+        ir.external_data.load_to_model(original)  # the evaluators read one file
     _require_feeds(original.graph, inputs)
     if wrt is None:
         wrt = [v.name or "" for v in original.graph.inputs if is_differentiable(v) and _is_tensor(v)]

@@ -137,7 +137,7 @@ def _check_option(name: str, value: Any) -> None:
     if not right:
         raise ValueError(f"its option '{name}' is {str(value)[:40]!r}")
     if name == "prefix":
-        plain_prefix(value)
+        plain_prefix(str(value))
 
 
 def trusted_options(folder: Path, options: Mapping[str, Any]) -> dict[str, Any]:

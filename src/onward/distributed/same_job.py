@@ -16,15 +16,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
 import onnxruntime as ort
-from google.protobuf.message import DecodeError
 
 from onward.distributed.agreement import agree, broadcast_bytes
 from onward.distributed.comm import Communicator
 from onward.distributed.errors import DistributedError
 from onward.distributed.settings import RunnerSettings
-from onward.graph.external import external_tensors
+from onward.errors import ModelError
+from onward.graph.external import external_range, external_tensors
+from onward.graph.gate import read_proto
 
 __all__ = ["describe_job", "describe_loader", "require_same"]
 
@@ -54,7 +54,7 @@ def describe_job(settings: RunnerSettings) -> dict[str, str]:
 def describe_loader(loader: Any, kind: str) -> dict[str, str]:
     """What must be the same about data that the ranks share; a loader of a rank's own batches may be any."""
     about = {kind: "none" if loader is None else "given"}
-    if hasattr(loader, "description"):
+    if loader is not None and hasattr(loader, "description"):
         about |= {f"{kind}: {name}": _spell(value) for name, value in loader.description().items()}
     return about
 
@@ -85,21 +85,21 @@ def _digest(path: str | os.PathLike[str]) -> str:
     """The beginning of the SHA-256 of a model's file and of the data files that it names."""
     found = hashlib.sha256()
     try:
-        model = onnx.ModelProto()
-        with open(path, "rb") as file:
-            data = file.read()
-        found.update(data)
-        model.ParseFromString(data)
-        places = {e.value for t in external_tensors(model) for e in t.external_data if e.key == "location"}
-        for place in sorted(places):
-            with open(Path(path).parent / place, "rb") as file:
-                while chunk := file.read(1 << 22):
-                    found.update(chunk)
+        _add(found, Path(path))
+        model = read_proto(path)
     except OSError as error:
         return f"not readable ({error.strerror or error})"
-    except (ValueError, DecodeError):  # what is wrong with it is said where it is loaded
-        pass
+    except ModelError:  # what is wrong with it is said where it is loaded
+        return found.hexdigest()[:16]
+    for place in sorted({external_range(tensor)[0] for tensor in external_tensors(model)}):
+        _add(found, Path(path).parent / place)
     return found.hexdigest()[:16]
+
+
+def _add(digest: Any, path: Path) -> None:
+    with open(path, "rb") as file:
+        while chunk := file.read(1 << 22):
+            digest.update(chunk)
 
 
 def _spell(value: Any) -> str:

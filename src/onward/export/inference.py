@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 import onnx
 import onnx_ir as ir
-import onnxruntime as ort
 
 from onward import checkpoint
 from onward.api.state import CheckpointState
@@ -25,6 +24,7 @@ from onward.graph.load import load_model
 from onward.graph.prune import prune
 from onward.graph.save import write_model
 from onward.runtime.inference_model import inference_model, place_files
+from onward.runtime.sessions import open_session
 
 __all__ = ["InferenceExport", "for_inference", "sample_inputs"]
 
@@ -174,9 +174,7 @@ def _reference(
 
 
 def _run(model: bytes | str, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    options = ort.SessionOptions()
-    options.log_severity_level = 3
-    session = ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+    session = open_session(model)
     wanted = {value.name for value in session.get_inputs()}
     results = session.run(None, {name: array for name, array in feeds.items() if name in wanted})
     return {value.name: np.asarray(result) for value, result in zip(session.get_outputs(), results)}

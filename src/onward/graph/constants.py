@@ -149,20 +149,19 @@ class _Walk:
         if len(node.output) != 1 or len(node.attribute) > 8:
             return
         target = known[node.output[0]]
-        sizes = [_count(known[name].type) for name in node.input if name] + [_count(target.type)]
-        if any(size is None or size > _SMALL for size in sizes) or any(
-            known[name].tensor is None for name in node.input if name
-        ):
+        held = {name: known[name].tensor for name in node.input if name}
+        sizes = [_count(target.type), *(_count(known[name].type) for name in held)]
+        if any(size is None or size > _SMALL for size in sizes):
             return
         if target.type is None or target.type.tensor_type.elem_type not in (_INT32, _INT64, _BOOL):
             return
         from onnx.reference import ReferenceEvaluator
 
-        feeds: dict[str, Any] = {
-            name: onnx.numpy_helper.to_array(known[name].tensor)
-            for name in node.input
-            if name  # type: ignore[arg-type]
+        feeds = {
+            name: onnx.numpy_helper.to_array(tensor) for name, tensor in held.items() if tensor is not None
         }
+        if len(feeds) != len(held):
+            return
         try:
             result: Any = ReferenceEvaluator(node).run(None, feeds)
             target.tensor = onnx.numpy_helper.from_array(np.asarray(result[0]))

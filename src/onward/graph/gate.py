@@ -24,7 +24,7 @@ from onward.graph.external import check_external, external_range, external_tenso
 from onward.limits import current, require
 from onward.reading import read_bytes
 
-__all__ = ["ProtoSource", "read_proto"]
+__all__ = ["ProtoSource", "read_proto", "read_with_data"]
 
 ProtoSource = str | os.PathLike[str] | bytes | onnx.ModelProto
 
@@ -94,6 +94,14 @@ def read_proto(
     return proto
 
 
+def read_with_data(source: ProtoSource) -> onnx.ModelProto:
+    """A model that passed the gate, with the data of files beside it read into it."""
+    proto = read_proto(source)
+    if isinstance(source, str | os.PathLike) and any(True for _ in external_tensors(proto)):
+        onnx.load_external_data_for_model(proto, os.fspath(Path(os.fsdecode(source)).parent))
+    return proto
+
+
 def _read(path: Path, role: str) -> bytes:
     try:
         return read_bytes(path, limit="model_bytes")
@@ -138,12 +146,21 @@ def _check_header(proto: onnx.ModelProto, where: str) -> None:
         raise ModelError(f"{where} is not an ONNX model that can be used: its graph has no outputs")
     if not proto.opset_import:
         raise ModelError(f"{where} is not a valid ONNX model: it names no opset")
+    _require_text((entry.domain for entry in proto.opset_import), where)
+    _require_text((text for entry in proto.metadata_props for text in (entry.key, entry.value)), where)
     domains = [_domain(entry.domain) for entry in proto.opset_import]
     if len(set(domains)) != len(domains):
         raise ModelError(f"{where} imports the same operator set twice: {sorted(domains)}")
     keys = [entry.key for entry in proto.metadata_props]
     if len(set(keys)) != len(keys):
         raise ModelError(f"{where} has the same metadata key twice")
+
+
+def _require_text(names: Iterable[object], where: str) -> None:
+    """Refuse names that are not UTF-8, which protobuf gives out as bytes."""
+    for name in names:
+        if not isinstance(name, str):
+            raise ModelError(f"{where} is not a valid ONNX model: the name {name!r} is not UTF-8 text")
 
 
 def _domain(name: str) -> str:
@@ -160,6 +177,7 @@ def _versions(imports: Iterable[onnx.OperatorSetIdProto]) -> dict[str, int]:
 def _check_external_data(proto: onnx.ModelProto, base: Path | None, where: str) -> None:
     named: dict[str, list[tuple[int, int]]] = defaultdict(list)
     for tensor in external_tensors(proto):
+        _require_text((text for entry in tensor.external_data for text in (entry.key, entry.value)), where)
         if base is None:
             raise ModelError(
                 f"{where} refers to external data (tensor '{tensor.name}'): pass the path of the "
@@ -184,6 +202,7 @@ def _repeated(ranges: list[tuple[int, int]]) -> int:
 
 def _check_data(tensor: onnx.TensorProto, where: str) -> None:
     """Data as long as the shape says, in the one field that the type has."""
+    _require_text([tensor.name], where)
     if tensor.data_type == _TENSOR.STRING:
         if any(size < 0 for size in tensor.dims):
             raise ModelError(f"{where}: tensor '{tensor.name}' has a negative dimension: {list(tensor.dims)}")
@@ -283,6 +302,7 @@ FunctionKey = tuple[str, str, str]
 def _functions(proto: onnx.ModelProto, where: str) -> dict[FunctionKey, onnx.FunctionProto]:
     found: dict[FunctionKey, onnx.FunctionProto] = {}
     for function in proto.functions:
+        _require_text([function.domain, function.name, function.overload], where)
         key = (_domain(function.domain), function.name, function.overload)
         if key in found:
             raise ModelError(f"{where} defines the function '{function.domain}.{function.name}' twice")
@@ -302,6 +322,7 @@ def _check_size(
         require("nesting", len(calls), f"{where}: functions that call functions, in levels,")
         count = depth = 0
         for node in nodes:
+            _require_text((node.op_type, node.domain, node.overload, node.name), where)
             count += 1
             for inner in _inner_graphs(node):
                 more, below = measure(inner.node, calls)
@@ -322,6 +343,7 @@ def _check_size(
     require("nesting", depth, f"{where}: graphs and functions inside each other, in levels,")
     for graph in [proto.graph, *_graphs_in(proto.graph.node)]:
         for value in [*graph.input, *graph.output, *graph.value_info]:
+            _require_text([value.name], where)
             _check_declared(value, where)
 
 
@@ -355,6 +377,7 @@ def _check_graph(graph: onnx.GraphProto, outer: frozenset[str], scope: _Scope) -
     initializers = [tensor.name for tensor in graph.initializer]
     initializers += [sparse.values.name for sparse in graph.sparse_initializer]
     produced = [name for node in graph.node for name in node.output if name]
+    _require_text((*inputs, *produced, *(value.name for value in graph.output)), where)
     _unique(inputs, "graph input", where)
     _unique(initializers, "initializer", where)
     _unique(produced, "node output", where)
@@ -379,6 +402,8 @@ def _check_function(
 ) -> None:
     where = f"{where}: function '{function.name}'"
     produced = [name for node in function.node for name in node.output if name]
+    _require_text((*function.input, *function.output, *function.attribute, *produced), where)
+    _require_text((entry.domain for entry in function.opset_import), where)
     _unique([*function.input, *produced], "value", where)
     known = frozenset([*function.input, *produced])
     given = frozenset([*function.attribute, *(attribute.name for attribute in function.attribute_proto)])
@@ -424,7 +449,10 @@ def _signature(operator: str, version: int, domain: str) -> _Signature | None:
         (schema.min_input, schema.max_input),
         (schema.min_output, schema.max_output),
         tuple(index for index, formal in enumerate(schema.inputs) if formal.option == single),
-        {name: int(attribute.type.value) for name, attribute in schema.attributes.items()},
+        {
+            name: int(getattr(attribute.type, "value", attribute.type))
+            for name, attribute in schema.attributes.items()
+        },
         frozenset(name for name, attribute in schema.attributes.items() if attribute.required),
     )
 
@@ -442,6 +470,7 @@ def _check_operator(node: onnx.NodeProto, scope: _Scope) -> None:
     domain = _domain(node.domain)
     what = f"{scope.where}: {node.op_type} '{node.name}'"
     names = [attribute.name for attribute in node.attribute]
+    _require_text(names, scope.where)
     if len(set(names)) != len(names):
         raise ModelError(f"{what} has an attribute twice")
     function = scope.functions.get((domain, node.op_type, node.overload))
@@ -458,7 +487,9 @@ def _check_operator(node: onnx.NodeProto, scope: _Scope) -> None:
         return
     try:
         signature = _signature(node.op_type, version, domain)
-    except onnx.defs.SchemaError:  # the runtime has operators of its own there; others are reported by the dialect
+    except (
+        onnx.defs.SchemaError
+    ):  # the runtime has operators of its own there; others are reported by the dialect
         return
     if signature is None:
         return

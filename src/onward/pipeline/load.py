@@ -49,26 +49,14 @@ def load(
         raise ModelError(f"'{path / CARD}': no answers for task {card['task']!r}; known: {', '.join(TASKS)}")
     if card.get("training"):
         raise ModelError(f"'{path}' holds a model for training; export without training=True to load it")
-    import onnxruntime
+    from onward.runtime.sessions import open_session
 
-    from onward.runtime.sessions import unwanted_fusions
-
-    options = session_options
-    if options is None:
-        options = onnxruntime.SessionOptions()
-        options.log_severity_level = 3
     names = list(card.get("parts") or (MODEL,))
     for name in names:
         if Path(name).name != name or not (path / name).is_file():
             raise ModelError(f"'{path}': no {name}")
     sessions = {
-        name: onnxruntime.InferenceSession(
-            str(path / name),
-            options,
-            providers=list(providers),
-            disabled_optimizers=unwanted_fusions(providers),
-        )
-        for name in names
+        name: open_session(path / name, providers=providers, options=session_options) for name in names
     }
     return Pipeline(
         session=sessions[names[0]],

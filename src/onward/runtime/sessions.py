@@ -12,15 +12,14 @@ import onnx
 import onnxruntime as ort
 
 from onward.errors import DeviceError, ModelError
+from onward.graph.gate import read_proto
 from onward.runtime.devices import CPU, Device
 
-__all__ = ["ModelFile", "make_session", "read_model", "run_bound", "unwanted_fusions"]
-
-# every reference to external data is spelled with this key
-_LOCATION = b"location"
+__all__ = ["ModelFile", "make_session", "open_session", "read_model", "run_bound", "unwanted_fusions"]
 
 ModelFile = str | os.PathLike[str] | bytes | onnx.ModelProto
 
+MAKE_ARTIFACTS = "make artifacts with: onward artifacts model.onnx"
 _STOP_SPINNING = "session.force_spinning_stop"
 # On the CPU provider the operator that it makes takes four times as long as those that it replaces.
 _SLOW_ON_CPU = ["SkipLayerNormFusion"]
@@ -29,65 +28,50 @@ _LARGE = 1 << 18
 
 def read_model(source: ModelFile, role: str) -> onnx.ModelProto:
     """Read a model of the artifacts; weights in external data stay there."""
-    if isinstance(source, onnx.ModelProto):
-        _check_external(source, None, f"the {role} model given as a ModelProto")
-        return source
-    if isinstance(source, bytes):
-        model = _parse(source, f"the {role} model given as bytes")
-        if _LOCATION in source:
-            _check_external(model, None, f"the {role} model given as bytes")
-        return model
-    if not isinstance(source, str | os.PathLike):
+    if not isinstance(source, str | os.PathLike | bytes | onnx.ModelProto):
         raise TypeError(
             f"the {role} model is a {type(source).__name__}: pass its path, its bytes or a ModelProto"
         )
-    file = Path(source)
-    if file.suffix == ".ort" and (twin := file.with_suffix(".onnx")).is_file():
-        file = twin  # the same model, in the form that training can change
-    if not file.is_file():
-        raise ModelError(f"no {role} model at '{file}'")
-    try:
-        data = file.read_bytes()
-    except OSError as error:
-        raise ModelError(f"cannot read the {role} model '{file}': {error.strerror or error}") from error
-    model = _parse(data, f"'{file}'")
-    if _LOCATION in data:
-        _check_external(model, file.parent, f"'{file}'")
-    domains = sorted({node.domain for node in model.graph.node if node.domain == "com.microsoft"})
-    if domains and not any(entry.key == "onward.role" for entry in model.metadata_props):
-        operators = sorted({node.op_type for node in model.graph.node if node.domain == "com.microsoft"})
+    if isinstance(source, str | os.PathLike) and os.fsdecode(source).endswith(".ort"):
+        twin = Path(os.fsdecode(source)).with_suffix(".onnx")
+        source = twin if twin.is_file() else source  # the same model, in the form that training can change
+    model = read_proto(source, what=f"{role} model")
+    operators = sorted({node.op_type for node in model.graph.node if node.domain == "com.microsoft"})
+    if operators and not any(entry.key == "onward.role" for entry in model.metadata_props):
         raise ModelError(
-            f"'{file}' has operators of a training build of onnxruntime ({', '.join(operators[:4])}); "
-            "make it again with onward.artifacts.generate_artifacts"
+            f"the {role} model has operators of a training build of onnxruntime ({', '.join(operators[:4])}); "
+            "make it again with onward.artifacts.generate_artifacts",
+            hint=MAKE_ARTIFACTS,
         )
     return model
 
 
-def _check_external(model: onnx.ModelProto, base: Path | None, where: str) -> None:
-    """The same gate for external data as of every other model; its libraries load only where there is some."""
-    from onward.graph.external import check_external, external_tensors
-
-    for tensor in external_tensors(model):
-        if base is None:
-            raise ModelError(
-                f"{where} refers to external data (tensor '{tensor.name}'): pass the path of the model file"
-            )
-        check_external(tensor, base)
-
-
-def _parse(data: bytes, where: str) -> onnx.ModelProto:
-    if data[4:8] == b"ORTM":
-        raise ModelError(
-            f"{where} is in ORT format, which training cannot change: keep the .onnx file beside it"
-        )
-    model = onnx.ModelProto()
+def open_session(
+    source: ModelFile,
+    *,
+    providers: Sequence[Any] = ("CPUExecutionProvider",),
+    options: ort.SessionOptions | None = None,
+    what: str = "model",
+) -> ort.InferenceSession:
+    """A session of a model from elsewhere, which passes the gate first; its options are left as they are."""
+    read_proto(source, what=what)
+    if isinstance(source, onnx.ModelProto):
+        source = source.SerializeToString()
+    chosen: Any = options or ort.SessionOptions()
+    if options is None:
+        chosen.log_severity_level = 3
     try:
-        model.ParseFromString(data)
+        return ort.InferenceSession(
+            source if isinstance(source, bytes) else os.fspath(source),
+            chosen,
+            providers=list(providers),
+            disabled_optimizers=unwanted_fusions(providers),
+        )
     except Exception as error:
-        raise ModelError(f"{where} is not a readable ONNX model: {error}") from error
-    if not model.graph.output:
-        raise ModelError(f"{where} is not an ONNX model: it has no graph with outputs")
-    return model
+        shown = "" if isinstance(source, bytes) else f" '{os.fspath(source)}'"
+        raise ModelError(
+            f"onnxruntime cannot load the {what}{shown}: {error}", hint="is the model whole and valid?"
+        ) from error
 
 
 def make_session(

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import onnxruntime as ort
 
 from onward.api.inputs import convert
@@ -34,7 +35,7 @@ def predict(
     from onward.runtime import inference_model
 
     model = inference_model.inference_model(eval_model, state, names)
-    proto = onnx.load_model_from_string(inference_model.to_bytes(model))
+    proto = ir.to_proto(model)
     session = make_session(proto, device=device, options=options)
     kinds = {
         value.name: np.dtype(onnx.helper.tensor_dtype_to_np_dtype(value.type.tensor_type.elem_type))

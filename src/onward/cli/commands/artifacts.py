@@ -226,11 +226,11 @@ def _extra_outputs(model: Path, loss_input: list[str], wanted: list[str]) -> lis
 
     Nothing else would need them, and they would be gone when the trained model is deployed.
     """
-    import onnx
+    from onward.cli.model_file import read_model
 
     if not loss_input:
         return wanted
-    outputs = [value.name for value in onnx.load(str(model), load_external_data=False).graph.output]
+    outputs = [value.name for value in read_model(model).graph.output]
     return [*wanted, *(name for name in outputs if name not in {*wanted, *loss_input})]
 
 

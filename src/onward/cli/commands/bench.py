@@ -133,15 +133,14 @@ def time_steps(
 
 def _inputs_of(artifacts: Any, prefix: str, names: list[str]) -> tuple[list[Any], dict[str, int]]:
     """What the training model takes from the user, and how many classes its labels have."""
-    import onnx
-
     from onward.cli.data import input_specs
+    from onward.cli.model_file import read_model
     from onward.data.inputs import specs_of
 
     if isinstance(artifacts, Path):
         path = artifacts / f"{prefix}training_model.onnx"
         specs = input_specs(str(path), names)
-        about = {e.key: e.value for e in onnx.load(str(path), load_external_data=False).metadata_props}
+        about = {e.key: e.value for e in read_model(path).metadata_props}
     else:
         import onnx_ir as ir
 

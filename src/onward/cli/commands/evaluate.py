@@ -194,9 +194,8 @@ def _run_model(
 
     from onward.cli.data import input_specs, load_data, parse_pairs
     from onward.data.read import DataOptions
-    from onward.errors import ModelError
     from onward.runtime.devices import find_device
-    from onward.runtime.sessions import make_session
+    from onward.runtime.sessions import open_session
 
     place = find_device(device)
     options_of = DataOptions(mapping=parse_pairs(mapping or (), "--map"), label=label)
@@ -211,10 +210,8 @@ def _run_model(
                 path = _exported(found, Path(folder) / "model.onnx", outputs)
         if options_of.preprocessing is None and options_of.classes is None:
             options_of = _own_options(path, options_of)
-        try:
-            session = make_session(str(path), device=place, what=f"model '{path}'")
-        except ModelError as error:
-            raise CommandError(str(error).splitlines()[0], "is the model whole and valid?") from error
+        read_model(path)
+        session = open_session(path, providers=place.providers())
         known = [value.name for value in session.get_outputs()]
         names = list(dict.fromkeys(outputs or known))
         for name in names:

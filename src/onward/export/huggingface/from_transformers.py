@@ -29,6 +29,7 @@ from onward.export.huggingface.wrappers import adapt
 from onward.export.parity import Report, merge
 from onward.export.quantize.quantizer import measure, scheme_name
 from onward.export.quantize.quantizer import quantize as quantize_model
+from onward.graph.gate import read_proto
 
 __all__ = ["HFOnnx", "artifacts_from_transformers", "from_transformers"]
 
@@ -308,7 +309,7 @@ def _for_training(
 
 def _graph_of(model: onnx.ModelProto | Path) -> onnx.ModelProto:
     """The model without the weights that a file has beside it."""
-    return onnx.load(model, load_external_data=False) if isinstance(model, Path) else model
+    return read_proto(model) if isinstance(model, Path) else model
 
 
 def _too_large(source: Source) -> ExportError:

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
 
 from onward.api.state import CheckpointState
 from onward.checkpoint import CheckpointData
@@ -21,6 +20,7 @@ from onward.errors import ExportError
 from onward.export.huggingface.folder import CARD, MODEL, PIPELINE, read_card, staged, write_card
 from onward.export.inference import InferenceExport, for_inference
 from onward.export.quantize.quantizer import scheme_name
+from onward.graph.gate import read_proto
 
 __all__ = ["save_pipeline"]
 
@@ -90,7 +90,7 @@ def _finished(
     card: Mapping[str, Any], exported: InferenceExport, scheme: str | None, path: Path
 ) -> dict[str, Any]:
     """The card of what was really written: inputs that the model ignores are gone from it."""
-    model = onnx.load(path, load_external_data=False)
+    model = read_proto(path)
     taken = {value.name for value in model.graph.input}
     done = {**card, "inputs": {name: axes for name, axes in card["inputs"].items() if name in taken}}
     opset = next(entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx"))

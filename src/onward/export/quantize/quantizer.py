@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from difflib import get_close_matches
-from os import PathLike, fspath
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +27,11 @@ from onward.errors import ModelError
 from onward.export.quantize.int8 import quantize_lookups, quantize_products
 from onward.export.quantize.transposes import fold_transposes
 from onward.graph.dialect import saturation
+from onward.graph.gate import read_with_data
 from onward.graph.load import load_model
 from onward.graph.save import write_model
 from onward.runtime import processor
+from onward.runtime.sessions import open_session
 
 __all__ = ["SCHEMES", "QuantizationReport", "SaturationWarning", "measure", "quantize", "scheme_name"]
 
@@ -280,7 +282,7 @@ def _dynamic(
             nodes_to_exclude=list(options.exclude),
             use_external_data_format=large,
         )
-        return onnx.load(path)
+        return read_with_data(path)
 
 
 SCHEMES: Mapping[str, Scheme] = {
@@ -312,13 +314,7 @@ def _undisturbed() -> Iterator[None]:
 
 
 def _load(model: bytes | str | PathLike[str]) -> onnx.ModelProto:
-    try:
-        return onnx.load_from_string(model) if isinstance(model, bytes) else onnx.load(fspath(model))
-    except FileNotFoundError as error:
-        raise ModelError(f"no model at '{fspath(model)}'") from error  # type: ignore[arg-type]
-    except Exception as error:
-        what = "the given bytes" if isinstance(model, bytes) else f"'{fspath(model)}'"
-        raise ModelError(f"{what}: not an ONNX model ({error})") from error
+    return read_with_data(model)
 
 
 def _save(model: onnx.ModelProto, path: Path) -> Path:
@@ -340,8 +336,7 @@ def _session(model: bytes | str | PathLike[str], threads: int) -> Any:
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
     options.intra_op_num_threads = threads
-    source = model if isinstance(model, bytes) else fspath(model)
-    return onnxruntime.InferenceSession(source, options, providers=["CPUExecutionProvider"])
+    return open_session(model, options=options)
 
 
 def _exact(
