@@ -38,7 +38,7 @@ _SHOWN = 5
 
 def describe_job(settings: RunnerSettings) -> dict[str, str]:
     """What must be the same on all ranks, by item: versions, models and settings."""
-    from onward.training_graph import producer
+    from onward.artifacts.training_graph import producer
 
     about = {"onward": producer()[1], "onnxruntime": ort.__version__, "numpy": np.__version__}
     for name in _MODELS:
