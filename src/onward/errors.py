@@ -29,6 +29,10 @@ __all__ = [
 
 Raised = TypeVar("Raised", bound=Exception)
 
+# hints that several places give
+MAKE_ARTIFACTS = "make artifacts with: onward artifacts model.onnx"
+SEE_NAMES = "onward inspect shows the names"
+
 
 class OnwardError(RuntimeError):
     """Base of every error that Onward defines; `hint` says what to do at the command line."""

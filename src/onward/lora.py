@@ -36,6 +36,8 @@ __all__ = [
     "save_peft",
 ]
 
+_TRAIN_SOME = "train some with: onward artifacts model.onnx --lora 8"
+
 _ADAPTER = (".lora_a", ".lora_b")
 # peft names an adapter after its module, Onward after the weight that it stands beside
 _CONFIG, _TENSORS = "adapter_config.json", "adapter_model.safetensors"
@@ -79,7 +81,9 @@ def extract_lora(state: _State | CheckpointData) -> CheckpointData:
     data = state if isinstance(state, CheckpointData) else state.to_data()
     found = {name: v for name, v in {**data.trainable, **data.frozen}.items() if name.endswith(_ADAPTER)}
     if not found:
-        raise OnwardError("the state has no adapters: generate its artifacts with lora=LoRA(…)")
+        raise OnwardError(
+            "the state has no adapters: generate its artifacts with lora=LoRA(…)", hint=_TRAIN_SOME
+        )
     if data.nominal:
         raise OnwardError(
             "The state is nominal: it has no parameter values. Please load the model parameters first."

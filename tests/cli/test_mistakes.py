@@ -177,7 +177,7 @@ ALONE: list[tuple[str, int, str, str]] = [
     ("check outside.onnx -l mse", 1, "cannot open 'outside.bin'", "beside the model"),
     ("gradcheck outside.onnx", 1, "cannot open 'outside.bin'", "beside the model"),
     ("lora inject outside.onnx new.onnx", 1, "cannot open 'outside.bin'", "beside the model"),
-    ("infer outside.onnx -d data.npz", 1, "outside.bin", "whole and valid"),
+    ("infer outside.onnx -d data.npz", 1, "outside.bin", "beside the model"),
     ("evaluate no-evaluation -d data.npz", 1, "no eval_model.onnx", "onward artifacts"),
     ("deploy no-evaluation new.onnx", 1, "no eval_model.onnx", "make the artifacts again"),
     ("train spoilt-run --resume", 1, "run.json' is damaged", "name the artifacts"),

@@ -19,11 +19,12 @@ import onnxruntime as ort
 from onward.api.inputs import check_labels, prepare
 from onward.api.state import CheckpointState
 from onward.checkpoint import CheckpointData, NominalTensor
-from onward.errors import DeviceMemoryError, ModelError, NonFiniteError, OnwardError
+from onward.errors import MAKE_ARTIFACTS, DeviceMemoryError, ModelError, NonFiniteError, OnwardError
 from onward.graph.passes.specialize import FIRST_SCALE
 from onward.runtime.devices import DeviceLike, find_device
 from onward.runtime.environment import environment, warn_if_changed
 from onward.runtime.memory import HostTensor, ModelMemory, onnx_type
+from onward.runtime.optimizers import require_one_set
 from onward.runtime.plan import Plan
 from onward.runtime.sessions import ModelFile
 from onward.runtime.step import EvaluationStep, Step, TrainingStep
@@ -104,6 +105,8 @@ class Module:
         self._loaded = not state._data.nominal
         self._adopt(state._data)
         self._check_evaluation()
+        if self._evaluation is not None:
+            require_one_set("eval", self._evaluation.plan.artifacts_id, self.plan.artifacts_id)
         self._options = session_options
         self._environment: str | None = None
         self._reset = True
@@ -227,7 +230,8 @@ class Module:
     def _evaluate(self, inputs: Sequence[Any]) -> Any:
         if self._evaluation is None:
             raise ModelError(
-                "Eval model was not provided. Cannot evaluate: give Module the eval model (eval_model_uri=…)."
+                "Eval model was not provided. Cannot evaluate: give Module the eval model (eval_model_uri=…).",
+                hint=MAKE_ARTIFACTS,
             )
         feeds, as_numpy = prepare(self._evaluation.plan, inputs)
         check_labels(self._evaluation.plan, feeds)
@@ -285,7 +289,9 @@ class Module:
         if not self._loaded:
             raise OnwardError(_LOAD_FIRST)
         if self._eval_uri is None:
-            raise ModelError("Eval model was not provided. Cannot export a model for inferencing.")
+            raise ModelError(
+                "Eval model was not provided. Cannot export a model for inferencing.", hint=MAKE_ARTIFACTS
+            )
         # its graph libraries take longer to load than all the rest, and many runs never need them
         from onward.runtime import inference_model
 

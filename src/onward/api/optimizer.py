@@ -50,7 +50,13 @@ class Optimizer:
     def _make_updater(self, uri: ModelFile) -> Updater:
         """What runs the optimizer model; a rank may keep the state of its share of the parameters only."""
         memory = self._module.memory
-        return make_updater(uri, memory.parameters, memory.gradients, threads=self._module.threads)
+        return make_updater(
+            uri,
+            memory.parameters,
+            memory.gradients,
+            threads=self._module.threads,
+            artifacts_id=self._module.plan.artifacts_id,
+        )
 
     def step(self) -> bool:
         """Update the parameters; False where a gradient was not finite and the update was skipped."""

@@ -10,6 +10,9 @@ import json
 import math
 from typing import TYPE_CHECKING
 
+from onward.errors import LimitError, OnwardError
+from onward.reading import parse_json
+
 if TYPE_CHECKING:
     from onward.api.optimizer import Optimizer
 
@@ -44,10 +47,21 @@ class LRScheduler:
         optimizer._scheduler = self
         optimizer._initial_rate = self._initial_lr
         if isinstance(resumed, str):
-            saved = json.loads(resumed)
-            if saved["kind"] == type(self).__name__:
-                self._step = int(saved["step"])
+            self._step = self._resumed_step(resumed)
         self._apply()
+
+    def _resumed_step(self, text: str) -> int:
+        """The step that a checkpoint recorded for a schedule of this kind; 0 where it has none."""
+        try:
+            saved = parse_json(text)
+        except (ValueError, LimitError) as error:
+            raise OnwardError(f"the checkpoint's schedule is damaged: {error}") from None
+        step = saved.get("step")
+        if saved.get("kind") != type(self).__name__:
+            return 0
+        if type(step) is not int or step < 0:
+            raise OnwardError(f"the checkpoint's schedule is damaged: its step is {str(step)[:40]!r}")
+        return step
 
     def factor(self, step: int) -> float:
         """The share of the initial rate at a step, counted from the start (warmup included)."""

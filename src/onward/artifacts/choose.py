@@ -9,15 +9,15 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import fnmatch
-import json
 import logging
 import warnings
 from collections.abc import Collection, Sequence
 
 import onnx_ir as ir
 
-from onward.errors import ModelError
+from onward.errors import SEE_NAMES, ModelError
 from onward.graph.nodes import captured_values, subgraphs_of
+from onward.model_metadata import read_names
 
 __all__ = ["Choice", "choose", "constant_vectors", "resolve"]
 
@@ -68,10 +68,10 @@ def choose(
     if requires_grad is None and adapters:
         requires_grad = []
     elif requires_grad is None and "onward.requires_grad" in model.metadata_props:
-        recorded = json.loads(model.metadata_props["onward.requires_grad"])
+        recorded = read_names(model.metadata_props, "onward.requires_grad")
         requires_grad = [name for name in recorded if name not in frozen]
         if frozen_params is None:
-            kept = json.loads(model.metadata_props.get("onward.frozen_params", "[]"))
+            kept = read_names(model.metadata_props, "onward.frozen_params")
             frozen = resolve([name for name in kept if name in graph.initializers], base, "frozen_params")
     elif requires_grad is None:
         by_default = True
@@ -88,7 +88,8 @@ def choose(
     both = sorted(set(trainable) & set(frozen))
     if both:
         raise ModelError(
-            f"A parameter cannot be frozen and require gradient computation at the same time {both}"
+            f"A parameter cannot be frozen and require gradient computation at the same time {both}",
+            hint="leave it out of --train, or out of --freeze",
         )
     types = {value.name: value.dtype for value in [*graph.initializers.values(), *graph.inputs]}
     for name in trainable:
@@ -129,7 +130,9 @@ def resolve(wanted: Sequence[str], candidates: Sequence[str], argument: str) -> 
             near = difflib.get_close_matches(name, candidates, n=3)
             hint = f"; did you mean {', '.join(repr(n) for n in near)}?" if near else ""
             kind = "no parameter matches" if is_pattern else "no parameter has that name"
-            raise ModelError(f"Node arg {name} is not found in the graph ({argument}: {kind}{hint})")
+            raise ModelError(
+                f"Node arg {name} is not found in the graph ({argument}: {kind}{hint})", hint=SEE_NAMES
+            )
         _log.info("%s: '%s' matches %d: %s", argument, name, len(matches), ", ".join(matches))
         chosen.update(dict.fromkeys(matches))
     return [name for name in candidates if name in chosen]

@@ -39,6 +39,7 @@ from onward.graph.passes.lora import LoRA, add_adapters
 from onward.graph.passes.precision import PRECISIONS, Precision
 from onward.graph.prune import find_value, values_of
 from onward.losses import LossFunction, target_inputs
+from onward.model_metadata import read_names
 from onward.optim import rules
 from onward.optim.graph import ParameterGroup, optimizer_model
 from onward.optim.rules import Optimizer
@@ -287,6 +288,7 @@ def build_artifacts(
             optimizer_made = rule.optimizer_model(graphs.trainable, groups)
         optimizer_made.producer_name, optimizer_made.producer_version = producer()
         optimizer_made.metadata_props["onward.version"] = producer()[1]
+        optimizer_made.metadata_props["onward.artifacts"] = graphs.training.metadata_props["onward.artifacts"]
     initial = CheckpointData(
         trainable={name: tensor.numpy() for name, tensor in graphs.trainable.items()},
         frozen={name: tensor.numpy() for name, tensor in graphs.frozen.items()},
@@ -353,7 +355,7 @@ def _record_defaults(
     Its weights are good already: they move a tenth as fast as a new head, and all start slowly.
     """
     about = model.metadata_props
-    head = [name for name in json.loads(about.get(HEAD, "[]")) if name in choice.trainable]
+    head = [name for name in read_names(about, HEAD) if name in choice.trainable]
     if choice.by_default:
         values = sum(
             tensor.size for name in choice.trainable if (tensor := model.graph.initializers[name].const_value)

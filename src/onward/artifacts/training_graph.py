@@ -8,6 +8,7 @@ are the loss, what else was asked for, the gradients, and the next value of each
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import warnings
 from collections.abc import Sequence
@@ -56,6 +57,7 @@ def build_training_graphs(
 ) -> TrainingGraphs:
     """Differentiate `loss` with respect to the trainables; takes over `model`, which must be in the dialect."""
     graph = model.graph
+    _refuse_reserved(graph, [loss, *outputs])
     results = [value.name or "" for value in graph.outputs if value.name != loss]
     _choose_outputs(graph, [loss, *outputs])
     _check_loss(find_value(graph, loss))
@@ -88,6 +90,8 @@ def build_training_graphs(
     schedule_gradients_early(model.graph, flag=RESET)
     _finish_evaluation(evaluation, results)
     _spell_out_inference(evaluation.graph)
+    for made in (model, evaluation):
+        made.metadata_props["onward.artifacts"] = _identity(model)
     return TrainingGraphs(
         training=model,
         evaluation=evaluation,
@@ -106,6 +110,43 @@ def _finish_evaluation(model: ir.Model, results: Sequence[str]) -> None:
     to_inference(model, keep_dropout=True)
     finish(model)
     del graph.outputs[len(asked) :]
+
+
+def _refuse_reserved(graph: ir.Graph, outputs: Sequence[str]) -> None:
+    """Names that training models give to what they add must be free; so must a key of safetensors files."""
+    statistics = {f"{name}.next" for name in _statistics(graph)}
+    for name in [*values_of(graph), *graph.initializers]:
+        if name in (RESET, SEED_INPUT, "__metadata__") or name.endswith((BUFFER, OUT)) or name in statistics:
+            raise _reserved(name)
+    for name in outputs:
+        if name.endswith(".next"):
+            raise _reserved(name)
+
+
+def _reserved(name: str) -> ModelError:
+    return ModelError(
+        f"the model has a value '{name}', and training models keep such names for themselves: rename it in the "
+        "model, or begin with the forward model if this is a training model already",
+        hint="rename it in the model, or name the forward model",
+    )
+
+
+def _identity(model: ir.Model) -> str:
+    """What the models of one set of artifacts have in common: a digest of the step's nodes, inputs and outputs."""
+    digest = hashlib.sha256()
+    graph = model.graph
+    for value in [*graph.inputs, *graph.outputs]:
+        digest.update(f"{value.name} {value.type} {value.shape}\n".encode())
+    for node in graph.all_nodes():
+        reads = [None if value is None else value.name for value in node.inputs]
+        makes = [value.name for value in node.outputs]
+        kept = sorted(
+            (name, attr.value)
+            for name, attr in node.attributes.items()
+            if attr.type in (ir.AttributeType.INT, ir.AttributeType.FLOAT, ir.AttributeType.INTS)
+        )
+        digest.update(f"{node.domain} {node.op_type} {reads} {makes} {kept}\n".encode())
+    return digest.hexdigest()[:16]
 
 
 def producer() -> tuple[str, str]:
@@ -205,7 +246,8 @@ def _check_loss(loss: ir.Value) -> None:
         shown = "of unknown shape" if dims is None else f"of shape {[str(dim) for dim in dims]}"
         raise ModelError(
             f"the loss '{loss.name}' is {shown}: training needs a single number; "
-            "give a loss (loss=…), or make the model's first output a scalar"
+            "give a loss (loss=…), or make the model's first output a scalar",
+            hint="choose a loss with --loss",
         )
 
 

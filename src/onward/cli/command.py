@@ -7,6 +7,7 @@ and exit code 1, Ctrl-C and SIGTERM become exit code 130. A command says what it
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import inspect
 import json
@@ -23,13 +24,16 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
+from onward import limits
 from onward.cli.config_file import read_settings
 from onward.cli.error_lines import explain
 from onward.cli.errors import CommandError
+from onward.escape import printable
 
 __all__ = ["CommandError", "Output", "command", "examples", "human_size"]
 
 _PANEL = "Common"
+_LIMITS = {field.name for field in dataclasses.fields(limits.Limits)}
 Item = TypeVar("Item")
 
 
@@ -49,7 +53,9 @@ class Output:
         if not self.silent:
             from rich.console import Console
 
-            Console(stderr=True, highlight=False, soft_wrap=True).print(text, style="dim", markup=False)
+            Console(stderr=True, highlight=False, soft_wrap=True).print(
+                printable(text), style="dim", markup=False
+            )
 
     @contextlib.contextmanager
     def working(self, text: str) -> Iterator[None]:
@@ -108,7 +114,7 @@ class Output:
         if not self.silent:
             from rich.console import Console
 
-            Console(highlight=False, soft_wrap=True).print(text, markup=False)
+            Console(highlight=False, soft_wrap=True).print(printable(text), markup=False)
 
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
         """A table of the result."""
@@ -119,7 +125,7 @@ class Output:
         from rich.text import Text
 
         table = Table(
-            title=title or None,
+            title=Text(printable(title, keep="")) if title else None,
             title_justify="left",
             box=None,
             pad_edge=False,
@@ -127,9 +133,9 @@ class Output:
             show_header=any(columns),
         )
         for column in columns:
-            table.add_column(column, overflow="fold")
+            table.add_column(Text(printable(column, keep="")), overflow="fold")
         for row in rows:
-            table.add_row(*(Text(str(cell)) for cell in row))
+            table.add_row(*(Text(printable(str(cell))) for cell in row))
         Console(highlight=False).print(table)
 
     def result(self, document: Mapping[str, Any]) -> None:
@@ -142,9 +148,9 @@ class Output:
         if self.as_json:
             print(json.dumps({"error": message, "hint": hint}))
             return
-        print(f"{label}{message}", file=sys.stderr)
+        print(f"{label}{printable(message)}", file=sys.stderr)
         if hint:
-            print(f"hint: {hint}", file=sys.stderr)
+            print(f"hint: {printable(hint)}", file=sys.stderr)
 
 
 def command(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -161,6 +167,15 @@ def command(function: Callable[..., Any]) -> Callable[..., Any]:
         "debug": Annotated[
             bool, typer.Option("--debug", help="Show the traceback of an error.", rich_help_panel=_PANEL)
         ],
+        "limit": Annotated[
+            list[str] | None,
+            typer.Option(
+                "--limit",
+                metavar="NAME=NUMBER",
+                help="Raise a limit on what files may ask for: docs/security.md.",
+                rich_help_panel=_PANEL,
+            ),
+        ],
         "config": Annotated[
             Path | None,
             typer.Option(
@@ -175,10 +190,22 @@ def command(function: Callable[..., Any]) -> Callable[..., Any]:
     }
 
     @functools.wraps(function)
-    def run(*, as_json: bool, quiet: bool, debug: bool, config: Path | None, **options: Any) -> None:
+    def run(
+        *,
+        as_json: bool,
+        quiet: bool,
+        debug: bool,
+        limit: list[str] | None,
+        config: Path | None,
+        **options: Any,
+    ) -> None:
         output = Output(as_json=as_json, quiet=quiet, debug=debug)
         try:
-            with _terminated_as_interrupted(), _own_logging(output):
+            with (
+                _terminated_as_interrupted(),
+                _own_logging(output),
+                limits.override(**_limits(limit or ())),
+            ):
                 code = function(output, **options)
         except (typer.Exit, typer.Abort):
             raise
@@ -226,7 +253,20 @@ def human_size(count: float) -> str:
 
 
 def _default(name: str) -> Any:
-    return None if name == "config" else False
+    return None if name in ("config", "limit") else False
+
+
+def _limits(given: Sequence[str]) -> dict[str, int]:
+    """`NAME=NUMBER` options as limits."""
+    found = {}
+    for text in given:
+        name, _, number = text.partition("=")
+        if name not in _LIMITS or not (number.isascii() and number.isdigit()) or not int(number[:19]):
+            raise CommandError(
+                f"--limit takes NAME=NUMBER, got '{text}'", f"the names are {', '.join(sorted(_LIMITS))}"
+            )
+        found[name] = int(number[:19])
+    return found
 
 
 def _configure(context: typer.Context, path: Path | None) -> Path | None:

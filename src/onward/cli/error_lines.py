@@ -1,6 +1,6 @@
 """Any error as one line and a hint: what to say about files that cannot be used, and about our own errors.
 
-The library's errors name Python functions and arguments; the hints here name commands and options.
+The library's errors name Python functions and arguments; what to do at the command line they carry as `hint`.
 """
 
 from __future__ import annotations
@@ -24,32 +24,6 @@ _FILES = {
     errno.ENOSPC: ("no space is left for '{}'", "free some, or choose another disk"),
     errno.ENAMETOOLONG: ("the name '{}' is too long", "choose a shorter one"),
 }
-_HINTS = {
-    "NonFiniteError": "lower --learning-rate, clip gradients with --clip-norm, or look for NaN in the data",
-    "ParityError": "loosen --rtol/--atol only if you know why the outputs differ",
-    "UnsupportedOps": "freeze those parameters with --freeze, or add a rule: docs/adding-a-gradient.md",
-    "CheckpointError": "name a checkpoint that onward train or onward artifacts wrote; is it whole?",
-    "MemoryError": "use a smaller --batch-size, or a machine with more memory",
-}
-# what the library says, and which option or command answers it
-_ANSWERS = (
-    (r"needs a single number|loss=…", "choose a loss with --loss"),
-    (r"external data of tensor", "the file with the weights belongs beside the model"),
-    (
-        r"not a readable ONNX model|no optimizer model|Eval model was not|generate_artifacts|directory of artifacts",
-        "make artifacts with: onward artifacts model.onnx",
-    ),
-    (r"lora=LoRA|no adapters", "train some with: onward artifacts model.onnx --lora 8"),
-    (r"from_transformers|onward\.json", "make such a folder with: onward export SOURCE --output FOLDER"),
-    (r"could not be found|not found in the graph|not a graph value", "onward inspect shows the names"),
-    (r"is not an ONNX model", "export one first: onward export --help"),
-    (r"not a site of Onward", "choose another folder"),
-    (r"frozen and require", "leave it out of --train, or out of --freeze"),
-    (r"matches no weight", "name weights or patterns, such as 'encoder.*'"),
-    (r"the step failed on inputs", "onward inspect shows which shapes the model takes"),
-    (r"cannot make batches of", "docs/cli.md says what a module:function may return"),
-    (r"npm", "install Node.js, or run in a folder whose node_modules has them"),
-)
 _EXTRAS = {
     "torch": "torch",
     "onnxscript": "torch",
@@ -76,8 +50,7 @@ def explain(error: BaseException) -> tuple[str, str]:
         text, hint = _FILES[error.errno]
         return text.format(error.filename2 or error.filename), hint
     text = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
-    kind = type(error).__name__
-    return _line(text) or kind, _hint(text, [base.__name__ for base in type(error).__mro__])
+    return _line(text) or type(error).__name__, _hint(error)
 
 
 def _line(text: str) -> str:
@@ -89,8 +62,13 @@ def _line(text: str) -> str:
     return f"{head} {'; '.join(rest)}" if head.endswith(":") else "; ".join([head, *rest])
 
 
-def _hint(text: str, kinds: list[str]) -> str:
-    for pattern, hint in _ANSWERS:
-        if re.search(pattern, text):
-            return hint
-    return next((_HINTS[kind] for kind in kinds if kind in _HINTS), "--debug shows where it happened")
+def _hint(error: BaseException) -> str:
+    """What the error itself says to do; else that of what it came from."""
+    seen: BaseException | None = error
+    while seen is not None:
+        if hint := getattr(seen, "hint", ""):
+            return str(hint)
+        seen = seen.__cause__
+    if isinstance(error, MemoryError):
+        return "use a smaller --batch-size, or a machine with more memory"
+    return "--debug shows where it happened"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections import Counter
 from collections.abc import Mapping
@@ -12,6 +11,8 @@ from typing import Any
 from onward.cli.command import CommandError
 from onward.cli.model_file import read_model
 from onward.cli.run_folder import read_run
+from onward.errors import LimitError
+from onward.reading import names_of
 
 __all__ = ["describe", "describe_checkpoint", "describe_model"]
 
@@ -180,10 +181,9 @@ def _roles(about: Mapping[str, str]) -> tuple[set[str], set[str]]:
 
 def _json_list(text: str) -> list[str]:
     try:
-        found = json.loads(text)
-    except ValueError:
+        return names_of(text)
+    except (ValueError, LimitError):
         return []
-    return [str(name) for name in found] if isinstance(found, list) else []
 
 
 def _operators(graph: Any) -> list[str]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from onward.model_metadata import read_table
+
 __all__ = ["footprint"]
 
 
@@ -32,11 +34,10 @@ def footprint(made: Any, batch_size: int) -> dict[str, Any]:
 
 def _slots(optimizer: Any) -> int:
     """How many numbers the optimizer remembers for each parameter, from its file."""
-    import json
 
     if optimizer is None:
         return 0
-    about = json.loads(optimizer.metadata_props.get("onward.optimizer", "{}"))
+    about = read_table(optimizer.metadata_props, "onward.optimizer")
     return len(about.get("slots", ("momentum0", "momentum1")))
 
 

@@ -30,8 +30,11 @@ def main(options: dict[str, Any]) -> int:
         signal.signal(number, lambda *_: stop.set())
     _die_with_the_launcher()
     report = Path(options["report"])
+    from onward import limits
+
     try:
-        updates = _train(options, stop)
+        with limits.override(**options.pop("limits", {})):
+            updates = _train(options, stop)
     except Exception as error:
         import traceback
 
@@ -107,18 +110,19 @@ def user_inputs(model: Path) -> list[Any]:
     """The inputs of a training model that data is for."""
     from onward.cli.model_file import read_model
     from onward.data.inputs import specs_of
+    from onward.model_metadata import read_names
+    from onward.runtime.plan import SEED
 
     proto = read_model(model)
     about = {entry.key: entry.value for entry in proto.metadata_props}
     parameters = {
-        *json.loads(about.get("onward.trainable", "[]")),
-        *json.loads(about.get("onward.frozen", "[]")),
+        *read_names(about, "onward.trainable"),
+        *read_names(about, "onward.frozen"),
     }
-    random = json.loads(about.get("onward.random", "null"))
     return [
         spec
         for spec in specs_of(proto.graph)
-        if spec.name not in {*parameters, "lazy_reset_grad", random}
+        if spec.name not in {*parameters, "lazy_reset_grad", SEED}
         and not spec.name.endswith("_grad.accumulation.buffer")
     ]
 

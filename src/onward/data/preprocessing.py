@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from onward.errors import DataError
+from onward.reading import parse_json, read_json
 
 __all__ = ["KEY", "NORMALIZATIONS", "Preprocessing", "beside", "image_settings", "known_image_settings"]
 
@@ -59,7 +60,7 @@ class Preprocessing:
     def from_json(cls, text: str, where: str = "the model") -> Preprocessing:
         """Read what `to_json` wrote; an error for anything else."""
         try:
-            found = json.loads(text)
+            found = parse_json(text)
         except ValueError as error:
             raise DataError(
                 f"{where}: its preprocessing is not valid JSON ({error})", "deploy it again"
@@ -93,7 +94,7 @@ def beside(model: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = read_json(path)
     except (ValueError, OSError) as error:
         raise DataError(f"'{path}' cannot be read: {error}", "mend it, or remove it") from error
     if not isinstance(found, dict):

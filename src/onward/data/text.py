@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import numpy as np
 from onward.data.inputs import InputSpec
 from onward.data.preprocessing import Preprocessing
 from onward.errors import DataError
+from onward.reading import read_json
 
 __all__ = ["TOKENS", "find_tokenizer", "open_tokenizer", "read_texts", "text_settings", "tokenize"]
 
@@ -60,7 +60,7 @@ def text_settings(path: Path, *, max_length: int | None = None) -> dict[str, Any
     """The length and padding of a tokenizer: its file's own, or those of the files beside it."""
     limit, pad = max_length, 0
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
+        document = read_json(path)
         padding, cut = document.get("padding") or {}, document.get("truncation") or {}
         pad = int(padding.get("pad_id", 0))
         if not padding:
@@ -69,7 +69,7 @@ def text_settings(path: Path, *, max_length: int | None = None) -> dict[str, Any
         limit = limit or cut.get("max_length")
         beside = path.parent / "tokenizer_config.json"
         if limit is None and beside.is_file():
-            limit = json.loads(beside.read_text(encoding="utf-8")).get("model_max_length")
+            limit = read_json(beside).get("model_max_length")
     except (ValueError, OSError, AttributeError, TypeError) as error:
         raise DataError(
             f"'{path}' is not a tokenizer: {error}", "a tokenizer.json of Hugging Face is needed"

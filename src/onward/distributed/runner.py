@@ -27,7 +27,7 @@ from onward.distributed.errors import DistributedError
 from onward.distributed.same_job import describe_job, describe_loader, require_same
 from onward.distributed.settings import Grid, RunnerSettings, make_grid
 from onward.distributed.two_level import two_level
-from onward.errors import ModelError, OnwardError
+from onward.errors import MAKE_ARTIFACTS, ModelError, OnwardError
 from onward.runtime import inference_model
 from onward.train.batches import in_order
 
@@ -171,7 +171,9 @@ class TrainingRunner:
             if self._nominal:
                 raise OnwardError(_NOMINAL)
             if self.parameters.eval_model is None:
-                raise ModelError("Eval model was not provided. Cannot export a model for inferencing.")
+                raise ModelError(
+                    "Eval model was not provided. Cannot export a model for inferencing.", hint=MAKE_ARTIFACTS
+                )
             if isinstance(graph_output_names, str) or not graph_output_names:
                 raise ModelError("Expected a non empty vector of graph output names: a list of names.")
         engine.reconcile()

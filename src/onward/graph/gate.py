@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import google.protobuf.message
 import onnx
@@ -449,12 +450,14 @@ def _signature(operator: str, version: int, domain: str) -> _Signature | None:
         (schema.min_input, schema.max_input),
         (schema.min_output, schema.max_output),
         tuple(index for index, formal in enumerate(schema.inputs) if formal.option == single),
-        {
-            name: int(getattr(attribute.type, "value", attribute.type))
-            for name, attribute in schema.attributes.items()
-        },
+        {name: _number(attribute.type) for name, attribute in schema.attributes.items()},
         frozenset(name for name, attribute in schema.attributes.items() if attribute.required),
     )
+
+
+def _number(kind: Any) -> int:
+    """The number of an attribute's type; pyright knows the enumeration under another name."""
+    return int(kind.value)
 
 
 @functools.cache

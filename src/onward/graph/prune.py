@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import onnx_ir as ir
 
-from onward.errors import ModelError
+from onward.errors import SEE_NAMES, ModelError
 from onward.graph.cleanup import remove_unused
 
 __all__ = ["extract", "find_value", "find_values", "prune", "values_of"]
@@ -60,7 +60,7 @@ def find_values(graph: ir.Graph, names: Sequence[str]) -> list[ir.Value]:
         if name not in values:
             near = difflib.get_close_matches(name, values, n=3)
             hint = f"; did you mean {', '.join(repr(n) for n in near)}?" if near else ""
-            raise ModelError(f"'{name}' is not found in the graph{hint}")
+            raise ModelError(f"'{name}' is not found in the graph{hint}", hint=SEE_NAMES)
     return [values[name] for name in names]
 
 

@@ -11,7 +11,7 @@ import onnx
 import onnx_ir as ir
 
 from onward.artifacts.training_graph import build_training_graphs
-from onward.errors import ModelError
+from onward.errors import SEE_NAMES, ModelError
 from onward.graph.dialect.normalize import normalize
 from onward.onnxblock.context import current_model, empty_base, sharing
 from onward.onnxblock.emit import find_type
@@ -197,7 +197,7 @@ def _existing(model: onnx.ModelProto, names: Sequence[str]) -> list[str]:
     known = {t.name for t in model.graph.initializer} | {v.name for v in model.graph.input}
     for name in names:
         if name not in known:
-            raise ModelError(f"Node arg {name} is not found in the graph")
+            raise ModelError(f"Node arg {name} is not found in the graph", hint=SEE_NAMES)
     return list(names)
 
 

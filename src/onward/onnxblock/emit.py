@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import onnx
 import onnx_ir as ir
 
-from onward.errors import ModelError
+from onward.errors import SEE_NAMES, ModelError
 from onward.graph.builder import Builder
 from onward.graph.dialect.normalize import OPSET
 from onward.graph.naming import Namer
@@ -63,7 +63,9 @@ def find_type(name: str) -> onnx.TypeProto:
         model.graph.value_info.extend(_inferred(model))
         found = _written_type(model, name)
     if found is None:
-        raise ModelError(f"The provided name {name} is not a graph value info or a graph output.")
+        raise ModelError(
+            f"The provided name {name} is not a graph value info or a graph output.", hint=SEE_NAMES
+        )
     return found
 
 

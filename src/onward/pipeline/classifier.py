@@ -7,7 +7,6 @@ no classes.
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping, Sequence
 from os import PathLike
 from pathlib import Path
@@ -23,6 +22,7 @@ from onward.data.tables import apply_table
 from onward.data.text import open_tokenizer, tokenize
 from onward.errors import DataError, ModelError
 from onward.pipeline.postprocess import labelled
+from onward.reading import names_of
 
 __all__ = ["Classifier", "answer_labels", "classes_of", "load_file"]
 
@@ -93,20 +93,9 @@ _TYPES = {
 
 def load_file(path: Path, *, providers: Sequence[str], session_options: Any = None) -> Classifier:
     """Load a model file with its classes, its preprocessing and the tokenizer beside it."""
-    import onnxruntime
+    from onward.runtime.sessions import open_session
 
-    from onward.runtime.sessions import unwanted_fusions
-
-    options = session_options
-    if options is None:
-        options = onnxruntime.SessionOptions()
-        options.log_severity_level = 3
-    try:
-        session = onnxruntime.InferenceSession(
-            str(path), options, providers=list(providers), disabled_optimizers=unwanted_fusions(providers)
-        )
-    except Exception as error:
-        raise ModelError(f"onnxruntime cannot load '{path}': {error}".splitlines()[0]) from error
+    session = open_session(path, providers=providers, options=session_options)
     about = session.get_modelmeta().custom_metadata_map
     done = Preprocessing.from_json(about[KEY], f"'{path}'") if KEY in about else None
     tokenizer = None
@@ -134,12 +123,9 @@ def classes_of(about: Mapping[str, str], where: str) -> list[str] | None:
     if "onward.classes" not in about:
         return None
     try:
-        found = json.loads(about["onward.classes"])
+        return names_of(about["onward.classes"])
     except ValueError:
-        found = None
-    if not isinstance(found, list) or not all(isinstance(name, str) for name in found):
-        raise ModelError(f"'{where}': its metadata onward.classes is not a list of names")
-    return found
+        raise ModelError(f"'{where}': its metadata onward.classes is not a list of names") from None
 
 
 def answer_labels(scores: np.ndarray, classes: Sequence[str] | None, *, top_k: int | None) -> list[Any]:

@@ -5,7 +5,6 @@ Recorded in checkpoints that hold the optimizer's state, and compared when such 
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import warnings
@@ -14,6 +13,8 @@ from importlib import metadata
 import numpy as np
 import onnxruntime as ort
 
+from onward.errors import LimitError
+from onward.reading import parse_json
 from onward.runtime.processor import vectors
 
 __all__ = ["EnvironmentWarning", "environment", "processors", "warn_if_changed"]
@@ -49,8 +50,8 @@ def warn_if_changed(saved: object, options: ort.SessionOptions | None) -> None:
     if not isinstance(saved, str):
         return
     try:
-        before = dict(json.loads(saved))
-    except (ValueError, TypeError):
+        before = parse_json(saved)
+    except (ValueError, LimitError):
         return
     now = environment(options)
     changed = [

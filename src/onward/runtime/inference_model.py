@@ -17,7 +17,7 @@ import onnx_ir as ir
 import onnxruntime as ort
 
 from onward.checkpoint import CheckpointData, NominalTensor
-from onward.errors import ExportError, ModelError, OnwardError
+from onward.errors import SEE_NAMES, ExportError, ModelError, OnwardError
 from onward.files import place, staging_folder
 from onward.graph.cleanup import simplify
 from onward.graph.load import load_model
@@ -66,7 +66,8 @@ def inference_model(
             hint = f" Did you mean {', '.join(repr(n) for n in near)}?" if near else ""
             raise ModelError(
                 f"Expected graph output for inference graph {name} could not be found: the eval model has no value of "
-                f"that name.{hint}"
+                f"that name.{hint}",
+                hint=SEE_NAMES,
             )
     prune(model, list(dict.fromkeys(outputs)))
     ir.external_data.load_to_model(model)  # files beside the eval model are not beside the new one

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 
 import numpy as np
 import onnx
 
-from onward.errors import ModelError
+from onward.errors import MAKE_ARTIFACTS, ModelError
 from onward.graph.passes.specialize import BUFFER, OUT, RESET
+from onward.model_metadata import read_labels, read_names
 
 __all__ = ["SEED", "Plan", "read_plan"]
 
@@ -23,6 +23,7 @@ class Plan:
     `labels` are (index of the input, number of classes, label that is ignored or None). `same` are pairs of
     axes that must agree, each (input, axis, labels, axis): too few labels would be evaluated silently.
     `loss_scale` is the parameter by which gradients come multiplied, where the model is in float16.
+    `artifacts_id` is the same in all models of one set of artifacts; empty in models made otherwise.
     """
 
     inputs: list[str]
@@ -37,18 +38,23 @@ class Plan:
     labels: list[tuple[int, int, int | None]]
     same: list[tuple[int, int, int, int]] = dataclasses.field(default_factory=list)
     loss_scale: str | None = None
+    artifacts_id: str = ""
 
 
-def read_plan(model: onnx.ModelProto, path: str) -> Plan:
-    """The plan of an artifact; an error where the file is not one of Onward's."""
+def read_plan(model: onnx.ModelProto, path: str, role: str) -> Plan:
+    """The plan of an artifact in its role; an error where the file is not one of Onward's, or has another role."""
     about = {entry.key: entry.value for entry in model.metadata_props}
     if "onward.trainable" not in about:
         raise ModelError(
-            f"'{path}' is not an artifact of Onward: make it with onward.artifacts.generate_artifacts"
+            f"'{path}' is not an artifact of Onward: make it with onward.artifacts.generate_artifacts",
+            hint=MAKE_ARTIFACTS,
         )
-    trainable: list[str] = json.loads(about["onward.trainable"])
-    frozen: list[str] = json.loads(about["onward.frozen"])
+    if about.get("onward.role", role) != role:
+        raise ModelError(f"'{path}' is the {about['onward.role']} model, and the {role} model is needed here")
+    trainable = read_names(about, "onward.trainable")
+    frozen = read_names(about, "onward.frozen")
     names = [value.name for value in model.graph.input]
+    _require_parameters(model, path, role, trainable, frozen)
     known = {*trainable, *frozen}
     internal = {name for name in names if name.endswith(BUFFER)} | {RESET, SEED}
     inputs = [name for name in names if name not in known and name not in internal]
@@ -57,13 +63,13 @@ def read_plan(model: onnx.ModelProto, path: str) -> Plan:
     dtypes: dict[str, np.dtype] = {}
     for value in model.graph.input:
         tensor = value.type.tensor_type
-        if tensor.elem_type:
+        if tensor.elem_type in onnx.TensorProto.DataType.values()[1:]:
             dtypes[value.name] = np.dtype(onnx.helper.tensor_dtype_to_np_dtype(tensor.elem_type))
         if value.name in known:
             shapes[value.name] = tuple(dim.dim_value for dim in tensor.shape.dim)
     labels = [
-        (inputs.index(name), int(entry["classes"]), entry.get("ignore_index"))
-        for name, entry in json.loads(about.get("onward.labels", "{}")).items()
+        (inputs.index(name), classes, ignored)
+        for name, (classes, ignored) in read_labels(about).items()
         if name in inputs
     ]
     return Plan(
@@ -71,7 +77,7 @@ def read_plan(model: onnx.ModelProto, path: str) -> Plan:
         outputs=outputs,
         parameters=[name for name in names if name in known],
         trainable=[name for name in names if name in set(trainable)],
-        statistics=json.loads(about.get("onward.statistics", "[]")),
+        statistics=read_names(about, "onward.statistics"),
         input_gradients=[name for name in inputs if f"{name}{BUFFER}" in internal],
         random=SEED in names,
         shapes=shapes,
@@ -79,7 +85,28 @@ def read_plan(model: onnx.ModelProto, path: str) -> Plan:
         labels=labels,
         same=_shared_axes(model, inputs, [index for index, _, _ in labels]),
         loss_scale=about.get("onward.loss_scale"),
+        artifacts_id=about.get("onward.artifacts", ""),
     )
+
+
+def _require_parameters(
+    model: onnx.ModelProto, path: str, role: str, trainable: list[str], frozen: list[str]
+) -> None:
+    """Each parameter that the metadata names must be an input, of a known shape where it trains."""
+    inputs = {value.name: value.type.tensor_type for value in model.graph.input}
+    outputs = {value.name for value in model.graph.output}
+    for name in [*trainable, *frozen]:
+        if name not in inputs:
+            raise ModelError(f"'{path}' names the parameter '{name}', which is not one of its inputs")
+    for name in trainable if role == "training" else ():
+        dims = list(inputs[name].shape.dim)
+        if inputs[name].elem_type != onnx.TensorProto.FLOAT or any(dim.dim_value < 0 for dim in dims):
+            raise ModelError(f"'{path}': the parameter '{name}' is not a float tensor of a known shape")
+        if f"{name}{BUFFER}" not in inputs or f"{name}{OUT}" not in outputs:
+            raise ModelError(
+                f"'{path}' has no gradient of its parameter '{name}': make it with generate_artifacts",
+                hint=MAKE_ARTIFACTS,
+            )
 
 
 def _shared_axes(

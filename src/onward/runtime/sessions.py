@@ -11,7 +11,7 @@ from typing import Any
 import onnx
 import onnxruntime as ort
 
-from onward.errors import DeviceError, ModelError
+from onward.errors import MAKE_ARTIFACTS, DeviceError, ModelError
 from onward.graph.gate import read_proto
 from onward.runtime.devices import CPU, Device
 
@@ -19,7 +19,6 @@ __all__ = ["ModelFile", "make_session", "open_session", "read_model", "run_bound
 
 ModelFile = str | os.PathLike[str] | bytes | onnx.ModelProto
 
-MAKE_ARTIFACTS = "make artifacts with: onward artifacts model.onnx"
 _STOP_SPINNING = "session.force_spinning_stop"
 # On the CPU provider the operator that it makes takes four times as long as those that it replaces.
 _SLOW_ON_CPU = ["SkipLayerNormFusion"]

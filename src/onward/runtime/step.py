@@ -61,7 +61,7 @@ class TrainingStep:
     ) -> None:
         self._model = read_model(source, "training")
         self._path = _describe(source)
-        self.plan = read_plan(self._model, self._path)
+        self.plan = read_plan(self._model, self._path, "training")
         self._device, self._options = device, options
         self._specializes = device.memory == "device"
         self._bound: dict[bool, Bound] = {}
@@ -212,7 +212,7 @@ class EvaluationStep:
         self._model = read_model(source, "eval")
         if outputs:
             self._model = with_outputs(self._model, outputs)
-        self.plan = read_plan(self._model, self._path)
+        self.plan = read_plan(self._model, self._path, "eval")
         self._device, self._options = device, options
         self._bound: Bound | None = None
 

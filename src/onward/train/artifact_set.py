@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,7 +12,8 @@ import onnx
 
 from onward import checkpoint
 from onward.checkpoint import CheckpointData
-from onward.errors import ModelError
+from onward.errors import MAKE_ARTIFACTS, ModelError
+from onward.model_metadata import read_names, read_table
 from onward.runtime.sessions import ModelFile, read_model
 
 if TYPE_CHECKING:
@@ -57,12 +57,18 @@ def find_artifacts(artifacts: str | os.PathLike[str] | Artifacts, prefix: str = 
         return _in_memory(artifacts)
     directory = Path(artifacts)
     if not directory.is_dir():
-        raise ModelError(f"no directory of artifacts at '{directory}': make it with generate_artifacts")
+        raise ModelError(
+            f"no directory of artifacts at '{directory}': make it with generate_artifacts",
+            hint=MAKE_ARTIFACTS,
+        )
     training = directory / f"{prefix}training_model.onnx"
     state = directory / f"{prefix}checkpoint"
     missing = [path.name for path in (training, state) if not path.is_file()]
     if missing:
-        raise ModelError(f"'{directory}' lacks {' and '.join(missing)}: make them with generate_artifacts")
+        raise ModelError(
+            f"'{directory}' lacks {' and '.join(missing)}: make them with generate_artifacts",
+            hint=MAKE_ARTIFACTS,
+        )
     evaluation = directory / f"{prefix}eval_model.onnx"
     optimizer = directory / f"{prefix}optimizer_model.onnx"
     return ArtifactFiles(
@@ -100,17 +106,22 @@ def _about(model: onnx.ModelProto, optimizer: onnx.ModelProto | None) -> dict[st
     about = {entry.key: entry.value for entry in model.metadata_props}
     rule = {} if optimizer is None else {entry.key: entry.value for entry in optimizer.metadata_props}
     words = {"loss": about.get("onward.loss_name", ""), "optimizer": _optimizer_name(rule)}
-    defaults = json.loads(about.get("onward.defaults", "{}"))
+    defaults = read_table(about, "onward.defaults")
     known = ("learning_rate", "warmup", "clip_norm")
     return {
-        "outputs": list(json.loads(about.get("onward.outputs", "[]"))),
-        "classes": json.loads(about["onward.classes"]) if "onward.classes" in about else None,
+        "outputs": read_names(about, "onward.outputs"),
+        "classes": read_names(about, "onward.classes") if "onward.classes" in about else None,
         "about": {name: value for name, value in words.items() if value},
-        "defaults": {name: float(value) for name, value in defaults.items() if name in known},
+        "defaults": {
+            name: float(value)
+            for name, value in defaults.items()
+            if name in known and isinstance(value, int | float)
+        },
     }
 
 
 def _optimizer_name(about: Mapping[str, str]) -> str:
-    rule = json.loads(about.get("onward.optimizer", "{}"))
+    rule = read_table(about, "onward.optimizer")
     decay = rule.get("weight_decay")
-    return f"{rule.get('name', '')}{f', weight decay {decay:g}' if decay else ''}"
+    shown = f", weight decay {decay:g}" if decay and isinstance(decay, int | float) else ""
+    return f"{rule.get('name', '')}{shown}"

@@ -13,6 +13,7 @@ from typing import Any, cast
 import numpy as np
 import onnxruntime as ort
 
+from onward.errors import hinted
 from onward.runtime.plan import Plan
 
 __all__ = [
@@ -207,9 +208,12 @@ def make_batches(
         raise TypeError("transform needs arrays: change the batches where they are made")
     if not isinstance(data, str | bytes) and (callable(data) or isinstance(data, Iterable)):
         return StreamBatches(cast("Source", data), names, given)
-    raise TypeError(
-        f"cannot make batches of {type(data).__name__}: pass arrays, a dict of arrays, an iterable of batches, "
-        "or a function that returns one"
+    raise hinted(
+        TypeError(
+            f"cannot make batches of {type(data).__name__}: pass arrays, a dict of arrays, an iterable of batches, "
+            "or a function that returns one"
+        ),
+        "docs/cli.md says what a module:function may return",
     )
 
 

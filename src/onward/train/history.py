@@ -9,6 +9,10 @@ import os
 from pathlib import Path
 from typing import Any
 
+from onward.errors import LimitError
+from onward.escape import csv_cell
+from onward.reading import read_json
+
 __all__ = ["MOST_STEPS", "History"]
 
 MOST_STEPS = 4000
@@ -62,8 +66,8 @@ class History:
         columns = list(dict.fromkeys(key for row in self.epochs for key in row))
         with open(path, "w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, columns)
-            writer.writeheader()
-            writer.writerows(self.epochs)
+            writer.writerow({name: csv_cell(name) for name in columns})
+            writer.writerows({name: csv_cell(cell) for name, cell in row.items()} for row in self.epochs)
 
     def save(self, path: Path) -> None:
         """Write all rows as JSON; an older file is replaced whole."""
@@ -77,14 +81,32 @@ class History:
         if not path.is_file():
             return cls()
         try:
-            found = json.loads(path.read_text(encoding="utf-8"))
+            found = read_json(path)
             return cls(
-                steps=list(found["steps"]),
-                epochs=list(found["epochs"]),
-                range_test=list(found.get("range_test", ())),
-                confusion=list(found.get("confusion", ())),
-                classes=list(found.get("classes", ())),
+                steps=_rows(found["steps"], "step"),
+                epochs=_rows(found["epochs"], "step", "epoch"),
+                range_test=_rows(found.get("range_test", ())),
+                confusion=_counts(found.get("confusion", ())),
+                classes=[str(name) for name in found.get("classes", ())],
                 every=max(1, int(found.get("every", 1))),
             )
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, OSError, LimitError):
             return cls()  # a log is not worth failing a resume for
+
+
+def _rows(found: Any, *counts: str) -> list[dict[str, Any]]:
+    """Rows of plain cells, each with these counts; a `ValueError` for anything else."""
+    for row in list(found):
+        if not isinstance(row, dict) or not all(type(row.get(name)) is int for name in counts):
+            raise ValueError("not a row of a history")
+        if any(isinstance(cell, dict | list) for cell in row.values()):
+            raise ValueError("a cell of a history that is a table")
+    return list(found)
+
+
+def _counts(found: Any) -> list[list[int]]:
+    """A square of counts; a `ValueError` for anything else."""
+    rows = [list(row) for row in found]
+    if any(len(row) != len(rows) or not all(type(cell) is int for cell in row) for row in rows):
+        raise ValueError("not a table of counts")
+    return rows

@@ -9,6 +9,8 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
+from onward.reading import parse_json
+
 __all__ = ["Place", "ResumeWarning"]
 
 
@@ -46,10 +48,11 @@ class Place:
     @classmethod
     def from_json(cls, text: str) -> Place:
         """Read what `to_json` wrote; `ValueError` for anything else."""
-        found = json.loads(text)
-        known = {field.name for field in dataclasses.fields(cls)}
-        if not isinstance(found, dict) or not set(found) <= known:
-            raise ValueError("not the place of a training run")
+        found = parse_json(text)
+        fields = {field.name: field for field in dataclasses.fields(cls)}
+        for name, value in found.items():
+            if name not in fields or not _fits(name, value):
+                raise ValueError("not the place of a training run")
         return cls(**found)
 
     def begin_fit(self) -> None:
@@ -107,3 +110,14 @@ class Place:
                 stacklevel=4,
             )
         self.settings = dict(settings)
+
+
+def _fits(name: str, value: Any) -> bool:
+    """Whether a value from a file is of the kind that the field of this name has."""
+    if name == "weights":
+        return isinstance(value, list) and all(isinstance(weight, int | float) for weight in value)
+    if name in ("best", "settings"):
+        return isinstance(value, dict) or (name == "best" and value is None)
+    if name in ("loss_sum", "loss_weight", "window_loss"):
+        return isinstance(value, int | float)
+    return type(value) is int and value >= 0

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import html
 import math
+import urllib.parse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from onward.escape import printable
 from onward.train.history import History
 
 __all__ = ["list_files", "render_report"]
@@ -98,11 +100,15 @@ def render_report(
         ),
         _matrix(history.confusion, history.classes),
     ]
-    links = "".join(f'<li><a href="{html.escape(name)}">{html.escape(name)}</a></li>' for name in files)
+    links = "".join(
+        f'<li><a href="./{html.escape(urllib.parse.quote(name))}">{html.escape(printable(name))}</a></li>'
+        for name in files
+    )
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
 <title>{html.escape(title)}</title><style>{_STYLE}</style></head><body>
-<h1>{html.escape(title)}</h1><p class=sub>{_summary(len(epochs), last.get("step", 0), seconds)}</p>
+<h1>{html.escape(title)}</h1><p class=sub>{html.escape(_summary(len(epochs), last.get("step", 0), seconds))}</p>
 <div class=tiles>{tiles}</div>
 <div class=grid>{"".join(f"<div class=card>{chart}</div>" for chart in charts if chart)}</div>
 <h2>Epochs</h2><div class=scroll>{_table(epochs, chosen if best else None)}</div>
@@ -115,7 +121,10 @@ def render_report(
 
 def list_files(directory: Path | None, *, without: str) -> list[str]:
     """The names of a run's files that a report links to: all that are not hidden but the report itself."""
-    names = [] if directory is None else sorted(file.name for file in directory.iterdir())
+    files = (
+        [] if directory is None else [f for f in directory.iterdir() if f.is_file() and not f.is_symlink()]
+    )
+    names = sorted(file.name for file in files)
     return [name for name in names if not name.startswith(".") and name != without]
 
 

@@ -6,6 +6,7 @@ Batches, accumulation, schedule, evaluation, metrics, early stopping, checkpoint
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 import warnings
@@ -19,7 +20,7 @@ import onnxruntime as ort
 from onward import checkpoint
 from onward.api import CheckpointState, LRScheduler, Module, Optimizer
 from onward.api.module import NonFinitePolicy
-from onward.errors import ModelError, NonFiniteError, OnwardError
+from onward.errors import MAKE_ARTIFACTS, ModelError, NonFiniteError, OnwardError
 from onward.runtime.devices import DeviceLike
 from onward.runtime.environment import environment
 from onward.runtime.step import EvaluationStep
@@ -184,7 +185,8 @@ class Trainer:
         if metric not in self.columns:
             raise KeyError(f"best_metric is '{metric}', the epochs have {', '.join(self.columns)}")
         if self.output_directory is not None:
-            self.output_directory.mkdir(parents=True, exist_ok=True)
+            with self._writing():
+                self.output_directory.mkdir(parents=True, exist_ok=True)
         with run_lock(self.output_directory):
             return self._fit(
                 train_data, eval_data, epochs=epochs, batch_size=batch_size, shuffle=shuffle, resume=resume,
@@ -247,7 +249,8 @@ class Trainer:
             for callback in self._callbacks:
                 callback.on_end(self)
         if self.output_directory is not None:
-            self.save_report(self.output_directory / "report.html", self.settings)
+            with self._writing():
+                self.save_report(self.output_directory / "report.html", self.settings)
         return self.history
 
     def _begin(self, resume: bool) -> bool:
@@ -260,7 +263,8 @@ class Trainer:
             if self._resume(directory):
                 return True
         if directory is not None:
-            directory.mkdir(parents=True, exist_ok=True)
+            with self._writing():
+                directory.mkdir(parents=True, exist_ok=True)
             if not self._owned and any(directory.glob("checkpoint-*")):
                 raise OnwardError(
                     f"'{directory}' has the checkpoints of an earlier run: go on with it (resume=True), "
@@ -495,7 +499,9 @@ class Trainer:
             seed=seed,
         )
         if self._files.optimizer is None:
-            raise ModelError("the artifacts have no optimizer model: generate them with optimizer=…")
+            raise ModelError(
+                "the artifacts have no optimizer model: generate them with optimizer=…", hint=MAKE_ARTIFACTS
+            )
         self.optimizer = Optimizer(self._files.optimizer, self.module)
         if self._clip_norm is not None:
             self.optimizer.clip_norm = self._clip_norm
@@ -503,7 +509,9 @@ class Trainer:
 
     def _eval_model(self) -> Any:
         if self._files.evaluation is None:
-            raise ModelError("Eval model was not provided: the artifacts have no eval_model.onnx")
+            raise ModelError(
+                "Eval model was not provided: the artifacts have no eval_model.onnx", hint=MAKE_ARTIFACTS
+            )
         return self._files.evaluation
 
     def _evaluator(self) -> EvaluationStep:
@@ -522,10 +530,23 @@ class Trainer:
         data = self.state.to_data(include_optimizer_state=True)
         data.extras["trainer"] = self._place.to_json()
         # the checkpoint last: a run that is killed before it does the epoch again, and writes the same
-        if best:
-            checkpoint.save(self.state.to_data(), self.output_directory / "best")
-        self.history.save(self.output_directory / "history.json")
-        checkpoint.save_step(data, self.output_directory, step=self.step, keep=self._keep)
+        with self._writing():
+            if best:
+                checkpoint.save(self.state.to_data(), self.output_directory / "best")
+            self.history.save(self.output_directory / "history.json")
+            checkpoint.save_step(data, self.output_directory, step=self.step, keep=self._keep)
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Say of a full or read-only disk what it means for the run."""
+        try:
+            yield
+        except OSError as error:
+            raise OnwardError(
+                f"cannot write the run to '{self.output_directory}': {error.strerror or error}. Checkpoints that "
+                "are there are whole: free space or choose another output_directory, and go on with resume=True",
+                hint="free some space, or choose another folder with -o; go on with --resume",
+            ) from error
 
     def _resume(self, directory: Path) -> bool:
         if not any(directory.glob("checkpoint-*")):

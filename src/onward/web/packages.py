@@ -18,6 +18,8 @@ from onward.errors import OnwardError
 
 __all__ = ["library", "node_modules", "package_files"]
 
+_NPM = "install Node.js, or run in a folder whose node_modules has them"
+
 _RUNTIME = {
     "wasm": ("ort.wasm.min.mjs", "ort-wasm-simd-threaded.mjs", "ort-wasm-simd-threaded.wasm"),
     "webgpu": (
@@ -48,18 +50,19 @@ def node_modules(given: Path | None = None) -> Iterator[Path]:
             return
     needed = " ".join(f"{name}@{version}" for name, version in wanted.items())
     if given is not None:
-        raise OnwardError(f"'{given}' lacks {needed}: run npm install {needed} beside it")
+        raise OnwardError(f"'{given}' lacks {needed}: run npm install {needed} beside it", hint=_NPM)
     npm = shutil.which("npm")
     if npm is None:
         raise OnwardError(
             f"a site needs {needed} from npm, and there is no npm here: install Node.js, or run "
-            f"npm install {needed} elsewhere and pass that node_modules folder (packages=…)"
+            f"npm install {needed} elsewhere and pass that node_modules folder (packages=…)",
+            hint=_NPM,
         )
     with tempfile.TemporaryDirectory(prefix="onward-npm-") as folder:
         command = [npm, "install", "--ignore-scripts", "--no-audit", "--no-fund", "--prefix", folder]
         done = subprocess.run([*command, *needed.split()], capture_output=True, text=True, check=False)
         if done.returncode:
-            raise OnwardError(f"npm could not fetch {needed}: {done.stderr.strip()[-400:]}")
+            raise OnwardError(f"npm could not fetch {needed}: {done.stderr.strip()[-400:]}", hint=_NPM)
         yield Path(folder) / "node_modules"
 
 
@@ -77,7 +80,7 @@ def package_files(modules: Path, *, webgpu: bool) -> dict[str, Path]:
         files[f"lib/onnxruntime-web/{name}"] = modules / "onnxruntime-web" / "dist" / name
     missing = [str(path) for path in files.values() if not path.is_file()]
     if missing:
-        raise OnwardError(f"'{missing[0]}' is missing: run npm install again")
+        raise OnwardError(f"'{missing[0]}' is missing: run npm install again", hint=_NPM)
     return files
 
 

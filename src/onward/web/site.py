@@ -15,7 +15,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from onward import checkpoint
-from onward.errors import ModelError, OnwardError
+from onward.errors import MAKE_ARTIFACTS, ModelError, OnwardError
+from onward.model_metadata import read_table
 from onward.runtime.plan import read_plan
 from onward.runtime.sessions import read_model
 from onward.web.packages import node_modules, package_files
@@ -78,13 +79,14 @@ def _check_artifacts(source: Path, prefix: str) -> None:
     missing = [f"{prefix}{name}" for name in ARTIFACTS if not (source / f"{prefix}{name}").is_file()]
     if missing:
         raise ModelError(
-            f"'{source}' lacks {', '.join(missing)}: make artifacts with onward.artifacts.generate_artifacts"
+            f"'{source}' lacks {', '.join(missing)}: make artifacts with onward.artifacts.generate_artifacts",
+            hint=MAKE_ARTIFACTS,
         )
     for name, role in (("training_model.onnx", "training"), ("eval_model.onnx", "eval")):
-        read_plan(read_model(source / f"{prefix}{name}", role), str(source / f"{prefix}{name}"))
+        read_plan(read_model(source / f"{prefix}{name}", role), str(source / f"{prefix}{name}"), role)
     optimizer = read_model(source / f"{prefix}optimizer_model.onnx", "optimizer")
-    about = {entry.key: entry.value for entry in optimizer.metadata_props}.get("onward.optimizer", "{}")
-    if json.loads(about).get("sequences"):
+    about = {entry.key: entry.value for entry in optimizer.metadata_props}
+    if read_table(about, "onward.optimizer").get("sequences"):
         raise ModelError(
             "this optimizer works on sequences of tensors, which browsers cannot run: choose one of onward.optim"
         )
@@ -96,7 +98,10 @@ def _check_target(target: Path) -> None:
     if target.exists() and not (
         target.is_dir() and (not any(target.iterdir()) or (target / _MARK).is_file())
     ):
-        raise OnwardError(f"'{target}' is there and is not a site of Onward: choose another folder")
+        raise OnwardError(
+            f"'{target}' is there and is not a site of Onward: choose another folder",
+            hint="choose another folder",
+        )
 
 
 def _default_page() -> Path:

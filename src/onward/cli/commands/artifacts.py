@@ -191,7 +191,6 @@ def _classes(text: str) -> int | list[str]:
 
 def _what_the_model_wants(model: Path) -> dict[str, str]:
     """How pictures are prepared for a model, where it or a file beside it says so."""
-    import json
 
     from onward.data.inputs import specs_of
     from onward.data.preprocessing import KEY, Preprocessing, beside, known_image_settings
@@ -200,7 +199,7 @@ def _what_the_model_wants(model: Path) -> dict[str, str]:
     about = {entry.key: entry.value for entry in proto.metadata_props}
     settings = beside(model)
     if not settings and "onward.export" in about:  # a model that `onward export` made
-        settings = known_image_settings(json.loads(about["onward.export"]).get("processor") or {})
+        settings = known_image_settings(_processor(about))
     pictures = [spec for spec in specs_of(proto.graph) if spec.dims is not None and len(spec.dims) == 4]
     if not settings or len(pictures) != 1:
         return {}
@@ -272,3 +271,11 @@ def _report(
             "trainable_values": trained,
         }
     )
+
+
+def _processor(about: dict[str, str]) -> dict[str, Any]:
+    """The image processor that `onward export` recorded."""
+    from onward.model_metadata import read_table
+
+    found = read_table(about, "onward.export").get("processor")
+    return found if isinstance(found, dict) else {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
 from pathlib import Path
@@ -136,6 +135,7 @@ def _inputs_of(artifacts: Any, prefix: str, names: list[str]) -> tuple[list[Any]
     from onward.cli.data import input_specs
     from onward.cli.model_file import read_model
     from onward.data.inputs import specs_of
+    from onward.model_metadata import read_labels
 
     if isinstance(artifacts, Path):
         path = artifacts / f"{prefix}training_model.onnx"
@@ -146,5 +146,4 @@ def _inputs_of(artifacts: Any, prefix: str, names: list[str]) -> tuple[list[Any]
 
         specs = specs_of(ir.to_proto(artifacts.training).graph, names)
         about = dict(artifacts.training.metadata_props)
-    labels = json.loads(about.get("onward.labels", "{}"))
-    return specs, {name: entry["classes"] for name, entry in labels.items()}
+    return specs, {name: classes for name, (classes, _) in read_labels(about).items()}

@@ -13,6 +13,7 @@ from onward.cli.command import CommandError, Output, command, examples, human_si
 from onward.cli.model_file import read_model
 from onward.cli.output_paths import Overwrite, file_target, plain_prefix
 from onward.cli.run_folder import find
+from onward.model_metadata import read_names
 
 __all__ = ["forward_outputs", "register"]
 
@@ -129,11 +130,9 @@ def deploy(
 
 def forward_outputs(eval_model: Path) -> list[str]:
     """The outputs of the forward model that an eval model was made of."""
-    import json
-
     proto = read_model(eval_model)
     about = {entry.key: entry.value for entry in proto.metadata_props}
-    return json.loads(about.get("onward.outputs", "[]")) or [value.name for value in proto.graph.output[1:]]
+    return read_names(about, "onward.outputs") or [value.name for value in proto.graph.output[1:]]
 
 
 def _tokenizer(found: Any, run: Path) -> Path | None:
@@ -169,10 +168,8 @@ def _inputs(
 
 
 def _parameter_names(model: Path) -> set[str]:
-    import json
-
     about = {entry.key: entry.value for entry in read_model(model).metadata_props}
-    return {*json.loads(about.get("onward.trainable", "[]")), *json.loads(about.get("onward.frozen", "[]"))}
+    return {*read_names(about, "onward.trainable"), *read_names(about, "onward.frozen")}
 
 
 def _labels_only(model: Path, outputs: list[str]) -> set[str]:

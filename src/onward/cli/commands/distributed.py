@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 import sys
@@ -18,6 +19,8 @@ from onward.cli.commands.train import DataOption, LabelOption, MapOption
 from onward.cli.launch import launch
 from onward.cli.output_paths import require_folder_target
 from onward.cli.run_folder import begun_run, clear_run, refuse_earlier_run
+from onward.limits import current
+from onward.reading import read_json
 
 __all__ = ["register"]
 
@@ -160,7 +163,10 @@ def _train(
         command = [sys.executable, "-m", "torch.distributed.run", *place, "--module", "onward.cli.worker"]
         with output.counting("training", total) as show:
             ended = launch(
-                [*command, json.dumps({**options, "report": str(report)})],
+                [
+                    *command,
+                    json.dumps({**options, "report": str(report), "limits": dataclasses.asdict(current())}),
+                ],
                 log=Path(scratch) / "stderr.txt",
                 quiet=output.silent,
                 look=lambda: show(_count(report.with_name("batches"))),
@@ -184,7 +190,7 @@ def _train(
     for line in ended.words.splitlines():
         if "Warning:" in line:
             output.note(line.strip())
-    return json.loads((directory / "distributed.json").read_text(encoding="utf-8")) if read_history else {}
+    return read_json(directory / "distributed.json") if read_history else {}
 
 
 def _where(processes: int, nodes: int, node_rank: int, master: str | None) -> list[str]:

@@ -15,6 +15,7 @@ from onward.cli.commands.train import DataOption, LabelOption, MapOption
 from onward.cli.model_file import read_model
 from onward.cli.output_paths import Overwrite, new_file
 from onward.cli.run_folder import find
+from onward.escape import csv_cell
 
 __all__ = ["register"]
 
@@ -287,9 +288,10 @@ def _write(path: Path, arrays: dict[str, Any], labels: list[list[dict[str, Any]]
     with open(path, "w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         rows = np.concatenate(list(flat.values()), axis=1).tolist()
-        writer.writerow([*header, *(["label", "probability"] if best else [])])
+        writer.writerow([*map(csv_cell, header), *(["label", "probability"] if best else [])])
         writer.writerows(
-            [*row, *((one["label"], one["score"]) if best else ())] for row, one in zip(rows, best or rows)
+            [*row, *((csv_cell(one["label"]), one["score"]) if best else ())]
+            for row, one in zip(rows, best or rows)
         )
 
 

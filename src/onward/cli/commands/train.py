@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import errno
-import json
 import math
 import shutil
 from collections.abc import Mapping
@@ -18,6 +17,7 @@ from onward.cli.command import CommandError, Output, command, examples
 from onward.cli.model_file import read_model
 from onward.cli.output_paths import plain_prefix, require_folder_target
 from onward.cli.run_folder import begun_run, clear_run, read_run, refuse_earlier_run, trusted_options
+from onward.model_metadata import read_names, read_table
 
 if TYPE_CHECKING:
     from onward.data.read import DataOptions
@@ -316,7 +316,7 @@ def _fit(
     inputs = input_specs(model, trainer.module.input_names())
     given = _data_options(artifacts, directory, options, mapping, model)
     loaded = load_data(options["data"] or (), inputs, given)
-    check_labels(loaded, json.loads(_about(model).get("onward.labels", "{}")))
+    check_labels(loaded, read_table(_about(model), "onward.labels"))
     whole, evaluation = loaded, None
     if options["eval_data"]:
         same = dataclasses.replace(given, classes=loaded.classes)
@@ -407,7 +407,7 @@ def _data_options(
     from onward.data.read import DataOptions
 
     about = _about(model)
-    classes = json.loads(about["onward.classes"]) if "onward.classes" in about else None
+    classes = read_names(about, "onward.classes") if "onward.classes" in about else None
     return DataOptions(
         mapping=mapping,
         label=options["label"],

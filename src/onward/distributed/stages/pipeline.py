@@ -24,7 +24,7 @@ from onward.distributed.settings import Grid, RunnerSettings
 from onward.distributed.stages.models import Blueprint, StageStep, draw_blueprint
 from onward.distributed.stages.packing import Layout, layout_of
 from onward.distributed.stages.schedule import Flow, Micro, key_of
-from onward.errors import ModelError, NonFiniteError, OnwardError
+from onward.errors import MAKE_ARTIFACTS, ModelError, NonFiniteError, OnwardError
 from onward.runtime.devices import find_device
 from onward.runtime.memory import exchanged
 from onward.runtime.optimizers import ElementwiseUpdater, Updater
@@ -280,7 +280,10 @@ class PipelineParallel:
             batch, given = None, {}
             try:
                 if self._step.evaluation is None:
-                    raise ModelError("Eval model was not provided. Cannot evaluate: give eval_model=….")
+                    raise ModelError(
+                        "Eval model was not provided. Cannot evaluate: give eval_model=….",
+                        hint=MAKE_ARTIFACTS,
+                    )
                 batch = next(batches, None)
                 if batch is not None:
                     feeds, _ = prepare(self._step.plan, batch)

@@ -6,7 +6,6 @@ Imports transformers when called; knows nothing of ONNX.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from os import PathLike, fspath
@@ -15,6 +14,7 @@ from typing import Any
 
 from onward.errors import ExportError
 from onward.export.huggingface.tasks import Task, detect, task_for, task_named
+from onward.reading import read_json
 
 __all__ = ["POOLING_MODES", "Dense", "Pooling", "Source", "load_source"]
 
@@ -376,8 +376,8 @@ def _read_json(origin: str, name: str) -> Any:
     if path is None:
         return {}
     try:
-        return json.loads(Path(path).read_text(encoding="utf-8"))
-    except ValueError as error:
+        return read_json(path)
+    except (ValueError, OSError) as error:
         raise ExportError(f"'{path}': not valid JSON ({error})") from error
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from onward.errors import ExportError
+from onward.reading import read_json
 
 __all__ = [
     "CARD",
@@ -29,6 +30,9 @@ __all__ = [
 ]
 
 CARD = "onward.json"
+MAKE_FOLDER = "make such a folder with: onward export SOURCE --output FOLDER"
+# what those who read a card take for granted
+_KINDS: dict[str, type] = {"inputs": dict, "outputs": dict, "tokenizer": dict}
 MODEL = "model.onnx"
 PIPELINE = "pipeline"
 """The folder among training artifacts that has the tokenizer and the card of the model to be."""
@@ -81,13 +85,20 @@ def read_card(folder: Path) -> dict[str, Any]:
     """The card of an exported folder, or `ExportError` that says what is wrong with it."""
     path = folder / CARD
     if not path.is_file():
-        raise ExportError(f"'{folder}': no {CARD}; export with from_transformers(…, output=folder)")
+        raise ExportError(
+            f"'{folder}': no {CARD}; export with from_transformers(…, output=folder)", hint=MAKE_FOLDER
+        )
     try:
-        card = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ExportError(f"'{path}': not valid JSON ({error})") from error
-    if not isinstance(card, dict) or card.get("format") != 1 or not isinstance(card.get("task"), str):
-        raise ExportError(f"'{path}': not a card of this version of Onward (expected format 1 and a task)")
+        card = read_json(path)
+    except (ValueError, OSError) as error:
+        raise ExportError(f"'{path}': not a readable card ({error})", hint=MAKE_FOLDER) from error
+    if card.get("format") != 1 or not isinstance(card.get("task"), str):
+        raise ExportError(
+            f"'{path}': not a card of this version of Onward (expected format 1 and a task)", hint=MAKE_FOLDER
+        )
+    for key, kind in _KINDS.items():
+        if not isinstance(card.get(key, kind()), kind):
+            raise ExportError(f"'{path}': '{key}' is not a {kind.__name__}", hint=MAKE_FOLDER)
     return card
 
 

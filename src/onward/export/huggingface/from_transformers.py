@@ -30,6 +30,7 @@ from onward.export.parity import Report, merge
 from onward.export.quantize.quantizer import measure, scheme_name
 from onward.export.quantize.quantizer import quantize as quantize_model
 from onward.graph.gate import read_proto
+from onward.model_metadata import read_names
 
 __all__ = ["HFOnnx", "artifacts_from_transformers", "from_transformers"]
 
@@ -148,8 +149,8 @@ def artifacts_from_transformers(
                 path = Path(stack.enter_context(TemporaryDirectory(prefix="onward-"))) / MODEL
             forward = _for_training(traceable, path, opset=opset, check=True, rtol=rtol, atol=atol)
             recorded = _properties(_graph_of(forward))
-            wanted = json.loads(recorded["onward.requires_grad"])
-            still = json.loads(recorded["onward.frozen_params"])
+            wanted = read_names(recorded, "onward.requires_grad")
+            still = read_names(recorded, "onward.frozen_params")
             trainable = list(wanted if requires_grad is None else requires_grad)
             frozen = still if frozen_params is None else frozen_params
             artifacts.generate_artifacts(

@@ -17,7 +17,7 @@ import numpy as np
 from onward.api.state import CheckpointState
 from onward.checkpoint import CheckpointData
 from onward.errors import ExportError
-from onward.export.huggingface.folder import CARD, MODEL, PIPELINE, read_card, staged, write_card
+from onward.export.huggingface.folder import CARD, MAKE_FOLDER, MODEL, PIPELINE, read_card, staged, write_card
 from onward.export.inference import InferenceExport, for_inference
 from onward.export.quantize.quantizer import scheme_name
 from onward.graph.gate import read_proto
@@ -52,7 +52,8 @@ def save_pipeline(
     if not (source / PIPELINE / CARD).is_file():
         raise ExportError(
             f"'{source}': no {PIPELINE}/{CARD}; save_pipeline takes the directory of artifacts_from_transformers. "
-            "Other models: for_inference writes the file alone"
+            "Other models: for_inference writes the file alone",
+            hint=MAKE_FOLDER,
         )
     card = read_card(source / PIPELINE)
     sample = card.pop("sample", None)

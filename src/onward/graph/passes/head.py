@@ -18,12 +18,14 @@ import numpy as np
 import onnx_ir as ir
 import onnx_ir.passes.common as passes
 
-from onward.errors import ModelError
+from onward.errors import LimitError, ModelError
 from onward.graph.builder import Builder
 from onward.graph.cleanup import remove_unused
 from onward.graph.nodes import captured_values, subgraphs_of
 from onward.graph.prune import values_of
 from onward.graph.shapes.model import infer_shapes
+from onward.model_metadata import read_names
+from onward.reading import require_shallow
 
 __all__ = ["CLASSES", "HEAD", "NewHead", "new_head"]
 
@@ -528,12 +530,15 @@ def _correct_metadata(model: ir.Model, made: NewHead, classes: int, names: Seque
     about.pop(CLASSES, None)
     for key in ("onward.requires_grad", "onward.frozen_params"):
         if key in about:
-            kept = [name for name in json.loads(about[key]) if name in model.graph.initializers]
+            kept = [name for name in read_names(about, key) if name in model.graph.initializers]
             fresh = made.parameters if key == "onward.requires_grad" else []
             about[key] = json.dumps([*kept, *(name for name in fresh if name not in kept)])
     about[HEAD] = json.dumps(made.parameters)
     if names is not None:
         about[CLASSES] = json.dumps(list(names), ensure_ascii=False)
+
+
+_LONGEST = 2**20  # characters of metadata that may list classes
 
 
 def _holds_labels(key: str, value: str, old: int | None) -> bool:
@@ -547,8 +552,9 @@ def _holds_labels(key: str, value: str, old: int | None) -> bool:
         return True
     for parse in (json.loads, ast.literal_eval):
         try:
-            found = parse(value)
-        except (ValueError, SyntaxError, MemoryError, RecursionError, TypeError):
+            require_shallow(value)
+            found = parse(value) if len(value) < _LONGEST else None
+        except (ValueError, SyntaxError, MemoryError, RecursionError, TypeError, LimitError):
             continue
         return isinstance(found, dict | list | tuple) and len(found) == old
     return False

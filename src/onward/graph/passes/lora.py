@@ -23,6 +23,7 @@ from onward.errors import ModelError
 from onward.graph.builder import Builder
 from onward.graph.cleanup import remove_unused
 from onward.graph.nodes import subgraphs_of
+from onward.model_metadata import read_table
 
 __all__ = ["LoRA", "add_adapters", "merge_adapters"]
 
@@ -77,7 +78,8 @@ def add_adapters(model: ir.Model, lora: LoRA) -> list[str]:
             names = sorted({product.label for _, product in found})
             shown = ", ".join(names[:8]) + (", …" if len(names) > 8 else "")
             raise ModelError(
-                f"LoRA: '{pattern}' matches no weight of a MatMul, Gemm or 1x1 Conv; the model has {shown or 'none'}"
+                f"LoRA: '{pattern}' matches no weight of a MatMul, Gemm or 1x1 Conv; the model has {shown or 'none'}",
+                hint="name weights or patterns, such as 'encoder.*'",
             )
     made: dict[str, tuple[ir.Value, ir.Value]] = {}
     following = _successors(graph for _, graph in _graphs(op, model.graph))
@@ -246,7 +248,7 @@ def _attach(op: Builder, product: _Product, a: ir.Value, b: ir.Value, lora: LoRA
 
 def _merge(root: Builder, op: Builder, total: ir.Node, dequantize: bool) -> list[tuple[str, ir.Value]]:
     """Merges one adapted product; returns the weight that it read as stored, by name, and the new one."""
-    note = json.loads(total.metadata_props[_NOTE])
+    note = read_table(total.metadata_props, _NOTE)
     base = total.inputs[0]
     node = None if base is None else base.producer()
     if base is None or node is None or node.inputs[1] is None:

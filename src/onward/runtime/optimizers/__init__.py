@@ -5,12 +5,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 
 import onnx
 
-from onward.errors import ModelError
+from onward.errors import MAKE_ARTIFACTS, ModelError
+from onward.model_metadata import read_table
 from onward.runtime.memory import FlatBuffer
 from onward.runtime.optimizers.base import Slots, Updater
 from onward.runtime.optimizers.device import DeviceUpdater
@@ -18,14 +18,47 @@ from onward.runtime.optimizers.flat import ElementwiseUpdater, HostUpdater, grou
 from onward.runtime.optimizers.named import NamedUpdater, SequenceUpdater
 from onward.runtime.sessions import ModelFile, read_model
 
-__all__ = ["ElementwiseUpdater", "Slots", "Updater", "make_updater", "wanted_order"]
+__all__ = ["ElementwiseUpdater", "Slots", "Updater", "make_updater", "require_one_set", "wanted_order"]
 
 
 def make_updater(
-    source: ModelFile, parameters: FlatBuffer, gradients: FlatBuffer, *, threads: int | None = None
+    source: ModelFile,
+    parameters: FlatBuffer,
+    gradients: FlatBuffer,
+    *,
+    threads: int | None = None,
+    artifacts_id: str = "",
 ) -> Updater:
-    """The updater that fits the model's form and the memory; as many threads as the machine has, up to eight."""
+    """The updater that fits the model's form and the memory; as many threads as the machine has, up to eight.
+
+    `artifacts_id` is that of the training model: an optimizer model of other artifacts is refused.
+    """
     model, options = _read(source)
+    about = {entry.key: entry.value for entry in model.metadata_props}
+    require_one_set("optimizer", about.get("onward.artifacts", ""), artifacts_id)
+    try:
+        return _make_updater(model, options, parameters, gradients, threads)
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise ModelError(
+            f"the optimizer model does not fit what its metadata says ({type(error).__name__}: {error}); "
+            "make the artifacts again",
+            hint=MAKE_ARTIFACTS,
+        ) from error
+
+
+def require_one_set(role: str, found: str, expected: str) -> None:
+    """Refuse a model of other artifacts than the training model's; those without an id go with any."""
+    if found and expected and found != expected:
+        raise ModelError(
+            f"the {role} model belongs to other artifacts ({found}) than the training model ({expected}): "
+            "take all of them from one folder of generate_artifacts",
+            hint="take all models from one folder that onward artifacts wrote",
+        )
+
+
+def _make_updater(
+    model: onnx.ModelProto, options: dict, parameters: FlatBuffer, gradients: FlatBuffer, threads: int | None
+) -> Updater:
     if options.get("sequences"):
         return SequenceUpdater(model, parameters, gradients)
     if options["elementwise"]:
@@ -48,8 +81,10 @@ def _read(source: ModelFile) -> tuple[onnx.ModelProto, dict]:
     if "onward.optimizer" not in about and {"params", "gradients"} <= {i.name for i in model.graph.input}:
         return model, {"name": model.graph.name, "sequences": True}  # as `onnxblock.optim` builds it
     if "onward.optimizer" not in about:
-        raise ModelError("this is not an optimizer model of Onward: make it with onward.artifacts")
-    return model, json.loads(about["onward.optimizer"])
+        raise ModelError(
+            "this is not an optimizer model of Onward: make it with onward.artifacts", hint=MAKE_ARTIFACTS
+        )
+    return model, read_table(about, "onward.optimizer")
 
 
 def _threads() -> int:

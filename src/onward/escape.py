@@ -1,0 +1,41 @@
+"""Names from files where people see them: without control characters, and no formula in a spreadsheet."""
+
+from __future__ import annotations
+
+import unicodedata
+
+__all__ = ["csv_cell", "printable"]
+
+_FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n")
+
+
+def printable(text: str, *, keep: str = "\n\t") -> str:
+    r"""A text in which no character can steer a terminal or turn the direction of writing.
+
+    >>> printable("safe \x1b[2J name")
+    'safe \\x1b[2J name'
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        mark
+        if mark in keep or unicodedata.category(mark) not in ("Cc", "Cf", "Cs", "Zl", "Zp")
+        else _spell(mark)
+        for mark in text
+    )
+
+
+def _spell(mark: str) -> str:
+    return mark.encode("unicode_escape").decode("ascii")
+
+
+def csv_cell(value: object) -> object:
+    """A cell that a spreadsheet shows and does not compute: text that begins like a formula gets a quote.
+
+    >>> csv_cell("=HYPERLINK(1)"), csv_cell(-1.5), csv_cell("loss")
+    ("'=HYPERLINK(1)", -1.5, 'loss')
+    """
+    if not isinstance(value, str):
+        return value
+    text = printable(value, keep="")
+    return f"'{text}" if value.startswith(_FORMULA) else text
