@@ -72,7 +72,7 @@ def draw_blueprint(settings: RunnerSettings) -> Blueprint:
     stages = settings.pipeline_parallel_size
     path = str(settings.training_model)
     proto = read_model(settings.training_model, "training")
-    plan = read_plan(proto, path)
+    plan = read_plan(proto, path, "training")
     if plan.input_gradients:
         raise DistributedError(
             f"gradients of inputs ({plan.input_gradients[0]}) cannot be had from a pipeline"
