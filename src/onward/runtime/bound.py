@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import onnxruntime as ort
 
-from onward.errors import DeviceMemoryError
+from onward.errors import DeviceMemoryError, hinted
 from onward.graph.passes.specialize import BUFFER
 from onward.runtime.devices import Device
 from onward.runtime.memory import DeviceTensor, Tensor
@@ -333,4 +333,7 @@ def _explain(error: Exception, plan: Plan, feeds: list[Any]) -> Exception:
             f"the device has too little memory for a step on inputs {given}: {reason}. Parameters are "
             "unchanged; lower the batch size (and accumulate gradients), or generate the artifacts with recompute=…"
         )
-    return ValueError(f"the step failed on inputs {given}: {error}")
+    return hinted(
+        ValueError(f"the step failed on inputs {given}: {error}"),
+        "onward inspect shows which shapes the model takes",
+    )
