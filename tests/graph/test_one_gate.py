@@ -23,7 +23,6 @@ ALLOWED: dict[str, dict[str, str]] = {
     "artifacts/write.py": {"InferenceSession": "files that it has just written"},
     "autodiff/check.py": {"InferenceSession": "bytes of a model that came through the gate"},
     "export/huggingface/trace.py": {
-        "load_from_string": "what torch's exporter made in this process",
         "InferenceSession": "bytes of what it made",
     },
     "export/torch/torchscript.py": {"load_model_from_string": "what torch's exporter made in this process"},

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from onward.errors import ModelError
+from onward.reading import read_json
 
 __all__ = ["ChatTemplate", "is_chat", "read_template"]
 
@@ -34,7 +35,7 @@ def read_template(folder: Path) -> ChatTemplate:
     path = folder / "tokenizer_config.json"
     if path.is_file():
         try:
-            settings = json.loads(path.read_text(encoding="utf-8"))
+            settings = read_json(path)
         except ValueError as error:
             raise ModelError(f"'{path}': not valid JSON ({error})") from error
     source = settings.get("chat_template")

@@ -23,13 +23,15 @@ from onward.data.augment import make_augmentation
 from onward.data.inputs import InputSpec, fit, specs_of
 from onward.data.preprocessing import KEY, Preprocessing, beside, image_settings
 from onward.data.read import Data, DataOptions, blame_data, check_labels, prepare, read_data, split
-from onward.errors import DataError, ModelError, NonFiniteError
+from onward.errors import DataError, NonFiniteError
 from onward.export.inference import InferenceExport, for_inference
+from onward.graph.gate import read_proto
 from onward.head import replace_head
 from onward.lora import LoRA
 from onward.pipeline.classifier import Classifier
 from onward.pipeline.language import finetune_language_model
 from onward.runtime.inference_model import inference_model, to_bytes
+from onward.runtime.sessions import open_session
 from onward.train.callbacks import Callback
 from onward.train.history import History
 from onward.train.metrics import Metric
@@ -84,12 +86,10 @@ class FineTuned:
         return about
 
     def _classifier(self) -> Classifier:
-        import onnxruntime
-
         found = self.__dict__.get("_loaded")
         if found is None:
             model = inference_model(ir.to_proto(self._artifacts.evaluation), self.state, self._outputs)
-            session = onnxruntime.InferenceSession(to_bytes(model), providers=["CPUExecutionProvider"])
+            session = open_session(to_bytes(model))
             tokenizer = None
             if self._tokenizer is not None and self.preprocessing is not None:
                 from onward.data.text import open_tokenizer
@@ -241,14 +241,7 @@ def finetune(
 
 def _proto(model: str | os.PathLike[str] | onnx.ModelProto) -> onnx.ModelProto:
     """The model's inputs and metadata; its weights are not needed yet."""
-    if isinstance(model, onnx.ModelProto):
-        return model
-    if not Path(model).is_file():
-        raise ModelError(f"no model file at '{model}'")
-    try:
-        return onnx.load(os.fspath(model), load_external_data=False)
-    except Exception as error:
-        raise ModelError(f"'{model}' is not an ONNX model, or is cut short") from error
+    return read_proto(model, read_data=False)
 
 
 def _wanted_preprocessing(proto: onnx.ModelProto, near: Sequence[Path]) -> Preprocessing | None:
