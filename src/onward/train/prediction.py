@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import onnx
-import onnx_ir as ir
 import onnxruntime as ort
 
 from onward.api.inputs import convert
@@ -32,6 +31,8 @@ def predict(
     options: ort.SessionOptions | None,
 ) -> dict[str, np.ndarray]:
     """The named values of the eval model's graph; `given` is the order of data that has labels as well."""
+    import onnx_ir as ir
+
     from onward.runtime import inference_model
 
     model = inference_model.inference_model(eval_model, state, names)
