@@ -14,6 +14,7 @@ import numpy as np
 import onnx
 
 from onward.errors import ModelError
+from onward.graph.gate import read_with_data
 
 __all__ = ["STATIC", "quantize_static"]
 
@@ -50,7 +51,7 @@ def quantize_static(
 
     if not samples or not all(len(array) for array in samples.values()):
         raise ModelError(f"{STATIC} needs samples of the data: none were given")
-    whole = onnx.load(fspath(model), load_external_data=False)
+    whole = read_with_data(fspath(model), load_external_data=False)
     metadata = {entry.key: entry.value for entry in whole.metadata_props}
     with tempfile.TemporaryDirectory(prefix="onward-quantize-") as folder, _undisturbed():
         prepared, made = Path(folder) / "prepared.onnx", Path(folder) / "made.onnx"
@@ -62,7 +63,7 @@ def quantize_static(
             weight_type=quantization.QuantType.QInt8,
             per_channel=True, reduce_range=True, nodes_to_exclude=list(exclude),
         )  # fmt: skip
-        result = onnx.load(made)
+        result = read_with_data(made)
     del result.metadata_props[:]
     onnx.helper.set_model_props(result, metadata)
     onnx.save(result, fspath(output))
