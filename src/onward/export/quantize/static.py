@@ -14,7 +14,7 @@ import numpy as np
 import onnx
 
 from onward.errors import ModelError
-from onward.graph.gate import read_with_data
+from onward.graph.gate import read_proto, read_with_data
 
 __all__ = ["STATIC", "quantize_static"]
 
@@ -51,7 +51,7 @@ def quantize_static(
 
     if not samples or not all(len(array) for array in samples.values()):
         raise ModelError(f"{STATIC} needs samples of the data: none were given")
-    whole = read_with_data(fspath(model), load_external_data=False)
+    whole = read_proto(fspath(model))
     metadata = {entry.key: entry.value for entry in whole.metadata_props}
     with tempfile.TemporaryDirectory(prefix="onward-quantize-") as folder, _undisturbed():
         prepared, made = Path(folder) / "prepared.onnx", Path(folder) / "made.onnx"
