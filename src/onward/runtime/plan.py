@@ -54,7 +54,8 @@ def read_plan(model: onnx.ModelProto, path: str, role: str) -> Plan:
     trainable = read_names(about, "onward.trainable")
     frozen = read_names(about, "onward.frozen")
     names = [value.name for value in model.graph.input]
-    _require_parameters(model, path, role, trainable, frozen)
+    if role == "training":
+        _require_parameters(model, path, trainable, frozen)
     known = {*trainable, *frozen}
     internal = {name for name in names if name.endswith(BUFFER)} | {RESET, SEED}
     inputs = [name for name in names if name not in known and name not in internal]
@@ -89,16 +90,14 @@ def read_plan(model: onnx.ModelProto, path: str, role: str) -> Plan:
     )
 
 
-def _require_parameters(
-    model: onnx.ModelProto, path: str, role: str, trainable: list[str], frozen: list[str]
-) -> None:
+def _require_parameters(model: onnx.ModelProto, path: str, trainable: list[str], frozen: list[str]) -> None:
     """Each parameter that the metadata names must be an input, of a known shape where it trains."""
     inputs = {value.name: value.type.tensor_type for value in model.graph.input}
     outputs = {value.name for value in model.graph.output}
     for name in [*trainable, *frozen]:
         if name not in inputs:
             raise ModelError(f"'{path}' names the parameter '{name}', which is not one of its inputs")
-    for name in trainable if role == "training" else ():
+    for name in trainable:
         dims = list(inputs[name].shape.dim)
         if inputs[name].elem_type != onnx.TensorProto.FLOAT or any(dim.dim_value < 0 for dim in dims):
             raise ModelError(f"'{path}': the parameter '{name}' is not a float tensor of a known shape")
