@@ -7,6 +7,7 @@ import dataclasses
 import onnx
 import onnxruntime as ort
 
+from onward.graph.gate import read_proto
 from onward.runtime.devices import CPU, Device
 from onward.runtime.sessions import make_session
 
@@ -30,8 +31,8 @@ def host_nodes(model: onnx.ModelProto | str, device: Device) -> list[HostNode]:
     options = ort.SessionOptions()
     options.log_severity_level = 3
     options.add_session_config_entry(_RECORD, "1")
+    proto = read_proto(model)
     session = make_session(model, device=device, options=options)
-    proto = onnx.load(model, load_external_data=False) if isinstance(model, str) else model
     kinds = _kinds(proto)
     made = {node.name: node for node in proto.graph.node}
     return [
