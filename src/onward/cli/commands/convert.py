@@ -114,6 +114,7 @@ def _artifacts(output: Output, source: Path, target: Path, prefix: str) -> dict[
     from onward import checkpoint
     from onward.artifacts import generate_artifacts
     from onward.files import place, staging_folder
+    from onward.graph.gate import read_with_data
 
     model, state = source / f"{prefix}eval_model.onnx", source / f"{prefix}checkpoint"
     missing = [path.name for path in (model, state) if not path.is_file()]
@@ -129,8 +130,7 @@ def _artifacts(output: Output, source: Path, target: Path, prefix: str) -> dict[
         data = checkpoint.load(state)
     if data.nominal:
         raise CommandError(f"'{state}' is nominal: it has no values", "convert the full checkpoint")
-    read_model(model)
-    forward = onnx.load(str(model))
+    forward = read_with_data(model)
     graph = forward.graph
     values = data.parameters()
     known = {value.name for value in graph.input}
