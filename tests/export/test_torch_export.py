@@ -661,3 +661,21 @@ def test_importing_the_package_does_not_import_torch():
     source = str(Path(onward.__file__).parents[1])
     done = subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": source})
     assert done.returncode == 0
+
+
+class Windows(torch.nn.Module):
+    """Repeated elements and overlapping windows, along axes counted from the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        repeated = torch.repeat_interleave(self.linear(x).repeat_interleave(3, dim=1), 2, -1)
+        return repeated.unfold(-1, 4, 2).sum(-1)
+
+
+def test_repeated_elements_and_windows_follow_the_batch() -> None:
+    proto = from_torch(Windows(), torch.randn(3, 5, 4))  # compared with torch at other sizes
+    assert isinstance(proto, onnx.ModelProto)
+    assert proto.graph.output[0].type.tensor_type.shape.dim[0].dim_param == "batch"
