@@ -308,11 +308,12 @@ def build_artifacts(
 
 def _loss_name(loss: Loss) -> str:
     """What a report calls a loss."""
-    if isinstance(loss, str):
-        return loss
-    if isinstance(loss, LossType):
-        return next(name for name, kind in LOSSES.items() if kind is loss)
-    return "the model's first output" if loss is None else type(loss).__name__
+    if loss is None:
+        return "the model's first output"
+    kind = loss_type(loss) if isinstance(loss, str) else loss
+    if isinstance(kind, LossType):
+        return next(name for name, known in LOSSES.items() if known is kind)
+    return getattr(kind, "__name__", type(kind).__name__).replace("_", "-")
 
 
 def _check_precision(precision: str, *, portable: bool) -> None:
