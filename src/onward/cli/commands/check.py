@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import sys
+import threading
 import time
+from collections.abc import Iterator
 from typing import Annotated, Any
 
 import typer
@@ -12,6 +17,7 @@ from onward.cli.choices import LossChoice, OptimizerChoice, loss_of, optimizer_o
 from onward.cli.command import CommandError, Output, command, examples, human_size
 from onward.cli.commands.artifacts import Freeze, Loss, Model, Optimizer, Train
 from onward.cli.model_file import read_model
+from onward.limits import current
 
 __all__ = ["register"]
 
@@ -45,6 +51,21 @@ def check(
     ] = 10.0,
 ) -> int:
     """Can this model be trained? Exit code 0 if so, 2 if operators lack a gradient; nothing is written."""
+    with _deadline(output):
+        return _check(output, model, loss, optimizer, train, freeze, batch_size, steps, seconds)
+
+
+def _check(
+    output: Output,
+    model: Any,
+    loss: Any,
+    optimizer: Any,
+    train: Any,
+    freeze: Any,
+    batch_size: Any,
+    steps: Any,
+    seconds: Any,
+) -> int:
     from onward.artifacts import build_artifacts
     from onward.cli.memory_estimate import footprint
     from onward.errors import UnsupportedOps
@@ -140,3 +161,27 @@ def _time(measured: dict[str, Any]) -> str:
     if measured["seconds"] is None:
         return str(measured["note"])
     return f"{1e3 * measured['seconds']:.2f} ms ({measured['note']}, this machine)"
+
+
+@contextlib.contextmanager
+def _deadline(output: Output) -> Iterator[None]:
+    """End the process where the check takes longer than its limit: a loop of the model may never end.
+
+    Nothing is written by a check, so that nothing is left behind.
+    """
+    seconds = current().check_seconds
+
+    def stop() -> None:
+        hint = f"where you trust the file, raise it: --limit check_seconds={10 * seconds}"
+        output.fail(f"the check took longer than the limit check_seconds, {seconds}", hint)
+        sys.stderr.flush()
+        sys.stdout.flush()
+        os._exit(1)
+
+    timer = threading.Timer(seconds, stop)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
