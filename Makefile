@@ -27,6 +27,10 @@ browser: $(STAMP)
 		$(MAKE) --no-print-directory --quiet web/node_modules/.installed || echo "npm failed: tests in a browser are skipped"; \
 	fi
 
+# damaged files by chance, many more than in the tests
+fuzz: $(STAMP)
+	ONWARD_FUZZ=20000 $(BIN)/python -m pytest tests/fuzz
+
 lint: $(STAMP)
 	$(BIN)/ruff check src tests benchmarks examples docs/*.py
 	$(BIN)/ruff format --check src tests benchmarks examples docs/*.py

@@ -1,0 +1,82 @@
+"""Artifacts of one set go together; names that training keeps for itself are refused; metadata may lie."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import onnx
+import onnx.parser
+import pytest
+
+from onward import artifacts
+from onward.api import CheckpointState, Module, Optimizer
+from onward.errors import ModelError, OnwardError
+
+
+def made(folder: Path, *, activation: str = "Tanh", weight: str = "w", **changes: str) -> Path:
+    model = onnx.parser.parse_model(
+        '<ir_version: 10, opset_import: ["": 21]> n (float[N, 2] x) => (float[N, 1] y)'
+        f"<float[2, 1] w = {{1, 2}}> {{ m = MatMul(x, w) y = {activation}(m) }}"
+    )
+    for graph in (model.graph,):
+        graph.initializer[0].name = weight
+        graph.node[0].input[1] = weight
+    artifacts.generate_artifacts(
+        model, requires_grad=[weight], loss=artifacts.LossType.MSELoss, optimizer=artifacts.OptimType.AdamW,
+        artifact_directory=folder,
+    )  # fmt: skip
+    return folder
+
+
+def module(training: Path, evaluation: Path, state: Path) -> Module:
+    loaded = CheckpointState.load_checkpoint(state / "checkpoint")
+    return Module(training / "training_model.onnx", loaded, evaluation / "eval_model.onnx")
+
+
+def test_models_of_other_artifacts_are_refused(tmp_path: Path) -> None:
+    first, second = made(tmp_path / "a"), made(tmp_path / "b", activation="Relu")
+    with pytest.raises(ModelError, match="eval model belongs to other artifacts"):
+        module(first, second, first)
+    good = module(first, first, first)
+    with pytest.raises(ModelError, match="optimizer model belongs to other artifacts"):
+        Optimizer(second / "optimizer_model.onnx", good)
+    Optimizer(first / "optimizer_model.onnx", good)
+
+
+def test_an_eval_model_does_not_train(tmp_path: Path) -> None:
+    folder = made(tmp_path)
+    state = CheckpointState.load_checkpoint(folder / "checkpoint")
+    with pytest.raises(ModelError, match="is the eval model, and the training model is needed"):
+        Module(folder / "eval_model.onnx", state)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "lazy_reset_grad",
+        "random_seed",
+        "v_grad.accumulation.buffer",
+        "v_grad.accumulation.out",
+        "__metadata__",
+    ],
+)
+def test_reserved_names_are_refused_before_anything_is_written(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="keep such names for themselves"):
+        made(tmp_path / "new", weight=name)
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("key", ["onward.trainable", "onward.frozen", "onward.labels", "onward.statistics"])
+@pytest.mark.parametrize("text", ["null", "3", "[1]", '{"a": 3}', "[" * 5000, "", "not JSON", '["nothing"]'])
+def test_hostile_metadata_of_a_training_model(key: str, text: str, tmp_path: Path) -> None:
+    folder = made(tmp_path)
+    model = onnx.load(folder / "training_model.onnx")
+    for entry in model.metadata_props:
+        if entry.key == key:
+            entry.value = text
+    state = CheckpointState.load_checkpoint(folder / "checkpoint")
+    try:
+        Module(model.SerializeToString(), state)
+    except OnwardError:
+        return
+    assert (key, text) == ("onward.statistics", '["nothing"]')

@@ -1,0 +1,74 @@
+"""Names from files where people see them, and a server that serves its site only."""
+
+from __future__ import annotations
+
+import http.client
+import threading
+from pathlib import Path
+
+import pytest
+
+from onward.escape import csv_cell, printable
+from onward.train.history import History
+from onward.train.report import list_files, render_report
+from onward.web.serving import make_server
+
+
+@pytest.mark.parametrize("text", ["\x1b[2J", "\x07", "\u202e", "\x9b31m", "\r", "\u2028"])
+def test_no_control_character_is_shown(text: str) -> None:
+    assert printable(f"a{text}b").isprintable()
+
+
+@pytest.mark.parametrize("text", ["=1+1", "+1", "-cmd", "@SUM(1)", "\t=1"])
+def test_no_cell_is_a_formula(text: str) -> None:
+    assert str(csv_cell(text)).startswith("'")
+
+
+def test_a_history_writes_safe_cells(tmp_path: Path) -> None:
+    History(epochs=[{"epoch": 1, "=A1": "=1+1"}]).write_csv(tmp_path / "h.csv")
+    assert (tmp_path / "h.csv").read_text().splitlines() == ["epoch,'=A1", "1,'=1+1"]
+
+
+def test_a_report_links_to_files_of_its_folder_only(tmp_path: Path) -> None:
+    for name in ("best", "javascript:alert(1)"):
+        (tmp_path / name).write_text("")
+    (tmp_path / "away").symlink_to("/etc/passwd")
+    names = list_files(tmp_path, without="report.html")
+    assert names == ["best", "javascript:alert(1)"]
+    page = render_report(History(), files=names)
+    assert 'href="./javascript%3Aalert%281%29"' in page and "default-src 'none'" in page
+
+
+@pytest.fixture
+def port(tmp_path: Path):
+    site = tmp_path / "site"
+    (site / "folder").mkdir(parents=True)
+    (tmp_path / "secret").write_text("secret")
+    (site / "index.html").write_text("<script>1</script>")
+    (site / "folder" / "file.txt").write_text("file")
+    (site / ".hidden").write_text("hidden")
+    (site / "link").symlink_to(tmp_path / "secret")
+    with make_server(site) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server.server_address[1]
+        server.shutdown()
+
+
+def get(port: int, path: str, host: str = "localhost") -> http.client.HTTPResponse:
+    connection = http.client.HTTPConnection("127.0.0.1", port)
+    connection.request("GET", path, headers={"Host": host})
+    response = connection.getresponse()
+    response.read()
+    return response
+
+
+def test_only_the_site_is_served(port: int) -> None:
+    for path in ("/", "/index.html", "/folder/file.txt"):
+        assert get(port, path).status == 200, path
+    for path in ("/folder/", "/link", "/.hidden", "/../secret", "/%2e%2e/secret", "/none"):
+        assert get(port, path).status == 404, path
+    assert get(port, "/", f"localhost:{port}").status == 200
+    for host in ("evil.example", "evil.example:80", "", "127.0.0.1.evil.example"):
+        assert get(port, "/", host).status == 421, host
+    policy = get(port, "/").headers["Content-Security-Policy"]
+    assert "script-src 'self'" in policy and "sha256-" in policy and "frame-ancestors 'none'" in policy
