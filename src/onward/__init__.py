@@ -1,6 +1,6 @@
 """Onward: train any ONNX model on the stock onnxruntime wheel.
 
-Names are imported when first used, so that `import onward` costs next to nothing.
+Names are imported lazily, so that `import onward` is fast.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`python -m onward`: the command line, where its script is not on the path."""
+"""`python -m onward`: the command line, also where the `onward` script is not on the path."""
 
 from onward.cli import main
 

@@ -1,4 +1,4 @@
-"""What this machine offers Onward, and what it lacks: versions, providers, instructions, threads, extras.
+"""Reports on the environment: versions, execution providers, instruction sets, threads, extras.
 
 `CHECKS` are functions without arguments that each return one `Section` of findings; a new subject is one more
 function. A check that fails is a finding too.

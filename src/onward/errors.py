@@ -56,7 +56,7 @@ def hinted(error: Raised, hint: str) -> Raised:
 
 
 class ModelError(OnwardError):
-    """A model that cannot be used as given: unreadable, invalid, hostile or missing something."""
+    """A model that cannot be used: unreadable, invalid, malicious or incomplete."""
 
 
 class LimitError(ModelError):
@@ -88,7 +88,7 @@ class ParityError(ExportError):
 
 
 class NonFiniteError(OnwardError):
-    """A loss or gradient that is NaN or infinite; parameters were left as they were."""
+    """A loss or gradient that is NaN or infinite; parameters are unchanged."""
 
     hint = "lower --learning-rate, clip gradients with --clip-norm, or look for NaN in the data"
 
@@ -98,7 +98,7 @@ class DeviceError(ModelError):
 
 
 class DeviceMemoryError(OnwardError):
-    """A device that has too little memory for a step; parameters were left as they were."""
+    """A device that has too little memory for a step; parameters are unchanged."""
 
 
 class CheckpointError(OnwardError):
@@ -119,7 +119,7 @@ class CheckpointError(OnwardError):
 
 
 class DataError(OnwardError, ValueError):
-    """Data that a model cannot be trained on as given; `hint` says what to do."""
+    """Data that the model cannot train on; `hint` says what to do."""
 
     def __init__(self, message: str, hint: str = "") -> None:
         self.hint = hint

@@ -1,6 +1,6 @@
-"""Several files into place at once: written aside, moved together, put back together where a move fails.
+"""Replaces several files together: written to a temporary folder, moved together, rolled back if a move fails.
 
-A process that dies in between leaves every old or new file whole, and at most a hidden folder, which the next
+A process that dies in between leaves every file complete, old or new, and at most a hidden folder, which the next
 writer removes.
 """
 
@@ -21,7 +21,7 @@ _NAME = re.compile(r"\.onward-(\d+)-")
 
 @contextlib.contextmanager
 def staging_folder(parent: Path) -> Iterator[Path]:
-    """A temporary folder on the same file system as `parent`; gone afterwards, as are those of dead writers."""
+    """A temporary folder on the same file system as `parent`; removed afterwards, as are those of dead processes."""
     _sweep(parent)
     folder = Path(tempfile.mkdtemp(prefix=f".onward-{os.getpid()}-", dir=parent))
     try:
@@ -31,7 +31,7 @@ def staging_folder(parent: Path) -> Iterator[Path]:
 
 
 def place(files: Sequence[Path], directory: Path) -> list[Path]:
-    """Move files into a directory, in order; where one cannot be moved, the old ones come back.
+    """Move files into a directory, in order; if one cannot be moved, the old files are restored.
 
     Each is replaced in one step, so that a reader finds the old file or the new one, never none.
     """

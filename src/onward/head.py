@@ -1,4 +1,4 @@
-"""A published model with other classes: `replace_head` gives it a fresh last layer."""
+"""`replace_head`: gives a published model a new last layer for other classes."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def replace_head(
     scores: bool = True,
     seed: int = 0,
 ) -> onnx.ModelProto:
-    """A copy of a model whose last layer has fresh weights for other classes.
+    """A copy of a model whose last layer has new weights for other classes.
 
     The layer is found from `output` (the first output of floats by default) backwards, through softmax, reshapes
     and pooling. `head` names it where there are several: its node, weight or output. If `head` names any other
     value, a new layer is put on it (its mean over positions, where it has more than two dimensions), and becomes the
-    output. `scores` removes a final softmax or sigmoid, as cross-entropy wants it. The new parameters are
+    output. `scores` removes a final softmax or sigmoid, since cross-entropy expects logits. The new parameters are
     `head.weight` and `head.bias`. `classes` is a number, or the names, which the model then knows.
 
     >>> import onnx.parser

@@ -1,4 +1,4 @@
-"""What a call is given, made ready for a session; what is wrong with it, said in one sentence."""
+"""Validates and converts the inputs of a call for a session."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["check_labels", "convert", "prepare"]
 
 
 def prepare(plan: Plan, inputs: Sequence[Any]) -> tuple[list[Any], bool]:
-    """Arrays or OrtValues in the order of the plan's inputs, and whether the answer should be numpy."""
+    """Arrays or OrtValues in the order of the plan's inputs, and whether to return numpy arrays."""
     if len(inputs) != len(plan.inputs):
         raise ValueError(
             f"the model takes {len(plan.inputs)} inputs ({', '.join(plan.inputs)}), got {len(inputs)}"
@@ -47,7 +47,7 @@ def _to_array(value: Any, name: str) -> np.ndarray:
 
 
 def _convert(array: np.ndarray, wanted: np.dtype, name: str) -> np.ndarray:
-    """Only what loses nothing that training could notice: float64 → float32, integers that fit."""
+    """Only harmless conversions: float64 → float32, integers that fit."""
     if wanted == np.object_ and array.dtype.kind in "UO":
         return array.astype(np.object_)
     if array.dtype.kind == "f" and wanted.kind == "f":
@@ -65,7 +65,7 @@ def _convert(array: np.ndarray, wanted: np.dtype, name: str) -> np.ndarray:
 
 
 def convert(value: Any, wanted: np.dtype | None, name: str) -> np.ndarray:
-    """One input as a contiguous array of the type that the model takes, where that loses nothing.
+    """One input as a contiguous array of the model's input type, if the conversion is safe.
 
     >>> convert([1.0, 2.0], np.dtype(np.float32), "x")
     array([1., 2.], dtype=float32)
@@ -77,7 +77,7 @@ def convert(value: Any, wanted: np.dtype | None, name: str) -> np.ndarray:
 
 
 def check_labels(plan: Plan, feeds: list[Any]) -> None:
-    """Refuse class numbers that the model has no class for, and more or fewer labels than samples."""
+    """Reject labels out of range, and a number of labels other than the number of samples."""
     for index, axis, other, along in plan.same:
         one, two = _shape(feeds[index]), _shape(feeds[other])
         if axis < len(one) and along < len(two) and one[axis] != two[along]:

@@ -1,7 +1,7 @@
 """Module: runs the training and the evaluation model over one set of parameters.
 
-Parameters and gradients live in flat buffers that the sessions read and write in place. Knows graphs only
-by their inputs and outputs; what each is for is in the files' metadata.
+Parameters and gradients are in flat buffers that the sessions read and write in place. The roles of inputs and
+outputs are in the files' metadata.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _PATIENCE = 10
 
 @dataclasses.dataclass
 class RunState:
-    """Where a run is: what the seed of the next step follows from, and what was wrong since the last update.
+    """The progress of a run: what determines the next step's seed, and what was wrong since the last update.
 
     `scale_steps` counts the updates since the loss's scale changed, in float16.
     """
@@ -51,20 +51,20 @@ class RunState:
 
 
 class Module:
-    """A model that trains.
+    """A trainable model.
 
     The models are paths, or models in memory (bytes or ModelProto). `device` is "cpu", "cuda", "cuda:1", "auto"
     or a `Device` with options; parameters, gradients and optimizer state live there. `on_nonfinite` says what
-    to do about a loss or gradient that is not finite: raise (parameters keep their values), skip that update, or
+    to do with a non-finite loss or gradient: raise an error (parameters keep their values), skip the update, or
     ignore it.
-    `seed` makes dropout reproducible; without it the one in the checkpoint continues, or 0.
+    `seed` makes dropout reproducible; the default is the checkpoint's seed, or 0.
 
     `module(x, labels)` runs a training step after `train()` (the default) and evaluates after `eval()`; it
     returns the loss, or a tuple of the loss and the additional outputs. Numpy in gives numpy out; OrtValues
     give OrtValues.
 
-    For engines over it: `memory` is all that training reads and writes, `step` runs the training model (one of
-    your own may be given), `run_state` says where the run is, `parts` lets the buffers divide into equal shares.
+    For code built on `Module`: `memory` holds all tensors of training, `step` runs the training model (you can pass
+    your own), `run_state` is the run's progress, `parts` makes the buffers divisible into equal shards.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class Module:
 
     @property
     def plan(self) -> Plan:
-        """The names, shapes and roles of what the training model takes and gives."""
+        """The names, shapes and roles of the training model's inputs and outputs."""
         return self.step.plan
 
     @property
@@ -140,7 +140,7 @@ class Module:
         return self._loaded
 
     def attach(self) -> None:
-        """Bind the sessions to the memory; again, when it has been laid out anew."""
+        """Bind the sessions to the memory; call it again when the layout has changed."""
         self.step.attach(self.memory)
         if self._evaluation is not None:
             self._evaluation.attach(self.memory)
@@ -148,7 +148,7 @@ class Module:
     # ---- running ---------------------------------------------------------------------------------
 
     def __call__(self, *inputs: Any) -> Any:
-        """A training step, or an evaluation: see the class."""
+        """Run a training step, or an evaluation: see the class."""
         if not self._loaded:
             raise OnwardError(_LOAD_FIRST)
         if not self.training:
@@ -158,17 +158,17 @@ class Module:
         return self._train(feeds, as_numpy)
 
     def train(self, mode: bool = True) -> Module:
-        """Make calls training steps."""
+        """Set training mode: calls run training steps."""
         self.training = mode
         return self
 
     def eval(self) -> Module:
-        """Make calls evaluations: dropout off, batch norm by its running statistics."""
+        """Set evaluation mode: no dropout, batch norm with its running statistics."""
         self.training = False
         return self
 
     def lazy_reset_grad(self) -> None:
-        """Let the next training step replace the gradients instead of adding to them."""
+        """Make the next training step overwrite the gradients instead of accumulating."""
         self._reset = True
 
     def _train(self, feeds: list, as_numpy: bool) -> Any:
@@ -199,7 +199,7 @@ class Module:
         return None if name is None else f"the batch-norm statistic '{name}' is not finite"
 
     def refuse(self, problem: str) -> None:
-        """Something is not finite: nothing may be updated from this step, nor from those it was added to."""
+        """Record a non-finite value: neither this step nor those accumulated with it may update parameters."""
         self.run_state.invalid = problem
         if self.on_nonfinite == "raise":
             self._discard()
@@ -209,7 +209,7 @@ class Module:
             )
 
     def take_invalid(self) -> str | None:
-        """What was wrong since the last update, if anything; ten bad updates in a row are an error."""
+        """Return and clear the problem since the last update, if any; ten skipped updates in a row raise an error."""
         run = self.run_state
         problem, run.invalid = run.invalid, None
         if problem is None:
@@ -223,7 +223,7 @@ class Module:
         return problem
 
     def _discard(self) -> None:
-        """Forget the gradients, and what the steps that made them did to batch-norm statistics."""
+        """Discard the gradients, and the batch-norm updates of the steps that computed them."""
         self._reset = True
         self.memory.restore()
 
@@ -240,7 +240,7 @@ class Module:
     # ---- parameters ------------------------------------------------------------------------------
 
     def get_parameters_size(self, trainable_only: bool = True) -> int:
-        """How many numbers the parameters have."""
+        """The number of elements of all parameters."""
         return sum(
             int(np.prod(self.plan.shapes[name], dtype=np.int64)) for name in self._order(trainable_only)
         )
@@ -259,7 +259,7 @@ class Module:
     def copy_buffer_to_parameters(
         self, buffer: ort.OrtValue | np.ndarray, trainable_only: bool = True
     ) -> None:
-        """Set the parameters from a vector like the one that `get_contiguous_parameters` gives."""
+        """Set the parameters from a vector like the one that `get_contiguous_parameters` returns."""
         if not self._loaded and trainable_only:
             raise OnwardError(
                 "For nominal checkpoint state, all parameters need to be loaded: pass trainable_only=False."
@@ -285,7 +285,7 @@ class Module:
     def export_model_for_inferencing(
         self, inference_model_uri: str | os.PathLike[str], graph_output_names: Sequence[str]
     ) -> None:
-        """Write the trained model for inference: chosen outputs, weights inside, nothing of training."""
+        """Export the trained model for inference: pruned to the chosen outputs, weights embedded."""
         if not self._loaded:
             raise OnwardError(_LOAD_FIRST)
         if self._eval_uri is None:
@@ -367,7 +367,7 @@ class Module:
                     group[name] = tensor.array if on_host else NominalTensor(onnx_type(tensor.dtype))
 
     def _describe_progress(self, data: CheckpointData) -> None:
-        """Add to a checkpoint what a resumed run needs to go on as if it had not stopped."""
+        """Add to a checkpoint what a bit-exact resume needs."""
         run = self.run_state
         data.extras["seed"] = run.seed
         data.extras["train_step"] = run.steps

@@ -27,7 +27,7 @@ _PATIENCE, _LARGEST_SCALE = 2000, 2.0**24
 class Optimizer:
     """Updates the trainable parameters of a module from its gradients.
 
-    `step()` leaves the gradients as they are: call `module.lazy_reset_grad()` after it, as ever.
+    `step()` does not change the gradients: call `module.lazy_reset_grad()` after it.
     `gradient_scale` multiplies the gradients of the following steps, `clip_norm` then limits their norm.
     """
 
@@ -48,7 +48,7 @@ class Optimizer:
         module._optimizer = self
 
     def _make_updater(self, uri: ModelFile) -> Updater:
-        """What runs the optimizer model; a rank may keep the state of its share of the parameters only."""
+        """Runs the optimizer model; a rank may hold the state of its shard of the parameters only."""
         memory = self._module.memory
         return make_updater(
             uri,
@@ -59,7 +59,7 @@ class Optimizer:
         )
 
     def step(self) -> bool:
-        """Update the parameters; False where a gradient was not finite and the update was skipped."""
+        """Update the parameters; returns False if the update was skipped because of a non-finite gradient."""
         module = self._module
         if not module.is_loaded:
             raise OnwardError(
@@ -91,7 +91,7 @@ class Optimizer:
 
     @property
     def clip_norm(self) -> float | None:
-        """The norm to which gradients are clipped; None leaves them as they are."""
+        """The maximum norm of the gradients; None disables clipping."""
         return self._updater.clip_norm
 
     @clip_norm.setter

@@ -1,7 +1,7 @@
 """Learning-rate schedules: a factor for each step, times the initial rate.
 
 A new schedule is a subclass with `factor`. Their progress is part of the checkpoint (with
-`include_optimizer_state=True`), and a schedule made over a resumed optimizer goes on where it was.
+`include_optimizer_state=True`), and a schedule created for a resumed optimizer continues where it was.
 """
 
 from __future__ import annotations
@@ -64,11 +64,11 @@ class LRScheduler:
         return step
 
     def factor(self, step: int) -> float:
-        """The share of the initial rate at a step, counted from the start (warmup included)."""
+        """The fraction of the initial rate at a step, counted from the start (warmup included)."""
         raise NotImplementedError
 
     def step(self) -> None:
-        """Go one step on; call it after `optimizer.step()`."""
+        """Advance by one step; call it after `optimizer.step()`."""
         self._step += 1
         self._apply()
 
@@ -79,7 +79,7 @@ class LRScheduler:
         return self._initial_lr * self.factor(step)
 
     def to_json(self) -> str:
-        """What a checkpoint keeps of the schedule."""
+        """The schedule's state for a checkpoint."""
         return json.dumps({"kind": type(self).__name__, "step": self._step})
 
     def _apply(self) -> None:
@@ -129,7 +129,7 @@ class StepLRScheduler(LRScheduler):
 
 
 class CosineLRScheduler(LRScheduler):
-    """Falls along half a cosine to `final_factor` of the initial rate."""
+    """Cosine decay to `final_factor` of the initial rate."""
 
     def __init__(
         self,
@@ -151,7 +151,7 @@ class CosineLRScheduler(LRScheduler):
 
 
 class PolynomialLRScheduler(LRScheduler):
-    """Falls as a power of the way that is left."""
+    """Polynomial decay."""
 
     def __init__(
         self,
@@ -173,7 +173,7 @@ class PolynomialLRScheduler(LRScheduler):
 
 
 class OneCycleLRScheduler(LRScheduler):
-    """Rises along a cosine to the maximum at `pct_start` of the way, then falls to almost nothing."""
+    """One-cycle schedule: rises along a cosine to the maximum at `pct_start` of all steps, then falls to near zero."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""CheckpointState: parameters by name, properties, and the file they come from and go to."""
+"""CheckpointState: parameters by name and properties; loads and saves checkpoint files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["CheckpointState", "Parameter", "Parameters", "Properties"]
 
 
 class Parameter:
-    """One parameter: its name, its numbers, its gradient."""
+    """One parameter: its name, values and gradient."""
 
     def __init__(self, name: str, state: CheckpointState) -> None:
         self._name = name
@@ -32,7 +32,7 @@ class Parameter:
 
     @property
     def data(self) -> np.ndarray:
-        """A copy of the parameter's numbers; assign to change them."""
+        """A copy of the parameter's values; assign to change them."""
         return self._state._array(self._name).copy()
 
     @data.setter
@@ -124,7 +124,7 @@ class Properties:
 
 
 class CheckpointState:
-    """What training changes and what a checkpoint holds. Made by `load_checkpoint`."""
+    """The state of training: parameters, optimizer state and properties. Created by `load_checkpoint`."""
 
     def __init__(self, state: CheckpointData) -> None:
         if not isinstance(state, CheckpointData):
@@ -146,7 +146,7 @@ class CheckpointState:
         checkpoint_uri: str | os.PathLike[str],
         include_optimizer_state: bool = False,
     ) -> None:
-        """Write a checkpoint file; the old one stays until the new one is safely there."""
+        """Save a checkpoint file atomically: the old one is kept until the new one is complete."""
         if not isinstance(state, CheckpointState):
             raise TypeError(f"Invalid argument for CheckpointState received {type(state)}")
         checkpoint.save(state.to_data(include_optimizer_state=include_optimizer_state), checkpoint_uri)

@@ -1,7 +1,7 @@
-"""`generate_artifacts`: a forward model to everything that training needs.
+"""`generate_artifacts`: turns a forward model into the files that training needs.
 
-Begin with `generate`: it reads the request, `training_graph` builds the two graphs, `write` puts all files
-in place or none. Only `write` touches the disk. Processes that only train never import this package.
+Begin with `generate`: it checks the arguments, `training_graph` builds the two graphs, `write` writes all files
+or none. Only `write` touches the disk. Processes that only train never import this package.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What trains: the names and patterns asked for, else what the model records, else every weight.
+"""Chooses the trainable parameters: by names and patterns, else by the model's metadata, else every weight.
 
-A weight is a float32 initializer with more than one number that is read as data and reaches the loss: running
-statistics, bounds, rates and other settings are not.
+A weight is a float32 initializer with more than one element that is read as data and reaches the loss: running
+statistics, bounds, rates and other settings are not weights.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def _known(names: Sequence[str], candidates: Collection[str]) -> Sequence[str]:
 
 
 def resolve(wanted: Sequence[str], candidates: Sequence[str], argument: str) -> list[str]:
-    """Names and patterns as names, in the order of the candidates; an error for what matches none."""
+    """Resolve names and patterns to names, in the order of the candidates; an error if one matches nothing."""
     if isinstance(wanted, str):
         raise TypeError(f"{argument} takes a list of names; got the string {wanted!r}: write [{wanted!r}]")
     known = set(candidates)

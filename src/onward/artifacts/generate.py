@@ -1,4 +1,4 @@
-"""`generate_artifacts`: a forward model to everything that training needs.
+"""`generate_artifacts`: turns a forward model into the files that training needs.
 
 `build_artifacts` makes the models and the initial state and writes nothing; `generate_artifacts` writes
 them, all or none. The names and arguments are those of `onnxruntime.training.artifacts`.
@@ -53,7 +53,7 @@ _LARGEST_PROTO = 2**31 - 1
 
 @runtime_checkable
 class LossBlock(Protocol):
-    """What a loss of the user's own offers: every `onnxblock.Block` does."""
+    """The interface of a custom loss: every `onnxblock.Block` has it."""
 
     def add_to(self, model: ir.Model, names: Sequence[str]) -> tuple[list[str], ir.Model]:
         """Build the loss onto a model; returns the names of the results, and the new model."""
@@ -62,7 +62,7 @@ class LossBlock(Protocol):
 
 @runtime_checkable
 class OptimizerBlock(Protocol):
-    """What an optimizer of the user's own offers: every `onnxblock.Block` does."""
+    """The interface of a custom optimizer: every `onnxblock.Block` has it."""
 
     def optimizer_model(
         self, parameters: Mapping[str, ir.TensorProtocol], groups: Sequence[ParameterGroup] = ()
@@ -81,7 +81,7 @@ _LOSSES: dict[LossType, LossFunction] = {
     LossType.SmoothL1Loss: losses.smooth_l1,
     LossType.KLDivLoss: losses.kl_div,
 }
-# AdamW has the predecessor's defaults here; `onward.optim.adamw` has torch's.
+# AdamW has onnxruntime-training's defaults here; `onward.optim.adamw` has torch's.
 _OPTIMIZERS: dict[OptimType, Callable[[], Optimizer]] = {
     OptimType.AdamW: lambda: rules.adamw(eps=1e-6, weight_decay=0.0),
     OptimType.SGD: rules.sgd,
@@ -100,7 +100,7 @@ BatchNorm = Literal["train", "frozen"] | None
 
 @dataclasses.dataclass
 class Artifacts:
-    """What training needs, in memory: three models and the initial state; with `portable`, the portable step too."""
+    """Artifacts in memory: three models and the initial state; with `portable`, the portable step too."""
 
     training: ir.Model
     evaluation: ir.Model
@@ -116,7 +116,7 @@ class Artifacts:
 
     @property
     def frozen(self) -> list[str]:
-        """The names of the parameters that are kept as they are (batch-norm statistics among them)."""
+        """The names of the frozen parameters (batch-norm statistics included)."""
         return list(self.checkpoint.frozen)
 
     def nominal_checkpoint(self) -> CheckpointData:
@@ -160,21 +160,19 @@ def generate_artifacts(
 ) -> None:
     """Write `training_model.onnx`, `eval_model.onnx`, `optimizer_model.onnx` and `checkpoint`.
 
-    `requires_grad` and `frozen_params` take names and patterns (`"encoder.*"`). Without `requires_grad`, the
-    parameters that the model itself records as trainable are taken (`onward.export.from_torch` records
-    them), or else every float weight that reaches the loss; an empty list trains none. `loss` and `optimizer` may
-    be names: "cross-entropy", "adamw". `batch_norm` is "train" (statistics follow the data) or "frozen" (they stay);
-    by default it is as the model has it, and models that were exported for inference have it frozen. `metadata` is
-    recorded in the files besides. With `lora`,
-    low-rank adapters of the targeted weights train, and what `requires_grad` names besides; the rest stays as it
-    is. The files are in the model's own opset where that has all it takes, else in 21; `opset` asks for one.
-    `recompute` trades time for memory: True, a share of the memory of activations to keep (0.5), bytes ("500MB"),
-    or scopes whose inner values are computed again ("encoder.layer.*"). `precision` "fp16" or "bf16" lets products
+    `requires_grad` and `frozen_params` take names and patterns (`"encoder.*"`). The default of `requires_grad` is
+    the list in the model's metadata (`onward.export.from_torch` writes it), or else every float weight that
+    reaches the loss; an empty list trains none. `loss` and `optimizer` may
+    be names: "cross-entropy", "adamw". `batch_norm` is "train" (statistics are updated) or "frozen" (they are not);
+    by default the model decides, and models exported for inference have it frozen. `metadata` is added to the
+    files. With `lora`, low-rank adapters of the targeted weights train, and the parameters in `requires_grad`; the
+    rest is frozen. The files use the model's own opset where that is possible, else 21; `opset` sets it.
+    `recompute` trades time for memory: True, a fraction of the activation memory to keep (0.5), bytes ("500MB"),
+    or scopes whose inner values are recomputed ("encoder.layer.*"). `precision` "fp16" or "bf16" lets products
     of matrices and convolutions run in 16 bits (docs/gpu.md); parameters, and the eval model, stay float32.
-    `loss=None` means that the model's first output is the loss. `portable` adds what programs in other languages
-    train with: `train_step.onnx`, `state.bin`, `inference_model.onnx` and its weights (docs/portable.md). All
-    files are written, or none; the directory
-    is made where it is missing.
+    `loss=None` means that the model's first output is the loss. `portable` adds the files for training in other
+    languages: `train_step.onnx`, `state.bin`, `inference_model.onnx` and its weights (docs/portable.md). Either all
+    files are written or none; a missing directory is created.
 
     >>> import tempfile, onnx.parser
     >>> model = onnx.parser.parse_model('''<ir_version: 10, opset_import: ["": 21]>
@@ -307,7 +305,7 @@ def build_artifacts(
 
 
 def _loss_name(loss: Loss) -> str:
-    """What a report calls a loss."""
+    """The name of a loss for reports."""
     if loss is None:
         return "the model's first output"
     kind = loss_type(loss) if isinstance(loss, str) else loss
@@ -327,7 +325,7 @@ def _check_precision(precision: str, *, portable: bool) -> None:
 
 
 def _set_batch_norm(model: ir.Model, wanted: BatchNorm) -> list[str]:
-    """Let batch norms follow the data, or keep their statistics; returns what to say where no one asked."""
+    """Set batch norm to training or frozen mode; returns messages where the caller did not choose."""
     if wanted not in ("train", "frozen", None):
         raise ValueError(f"batch_norm is {wanted!r}: it is 'train', 'frozen' or None (as the model has it)")
     nodes = [node for node in model.graph if node.op_type == "BatchNormalization" and node.domain == ""]
@@ -351,9 +349,9 @@ def _set_batch_norm(model: ir.Model, wanted: BatchNorm) -> list[str]:
 def _record_defaults(
     model: ir.Model, choice: Choice, groups: Sequence[ParameterGroup], notes: list[str]
 ) -> Sequence[ParameterGroup]:
-    """Say what trains where no one chose, and record how a model that someone else trained is best trained on.
+    """Log what trains where the caller did not choose, and record default settings for fine-tuning.
 
-    Its weights are good already: they move a tenth as fast as a new head, and all start slowly.
+    Pretrained weights get a tenth of the new head's learning rate, and all start with a warmup.
     """
     about = model.metadata_props
     head = [name for name in read_names(about, HEAD) if name in choice.trainable]

@@ -1,4 +1,4 @@
-"""The built-in losses and optimizers, and the words by which people ask for them."""
+"""The built-in losses and optimizers, and their names as strings."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The portable step: a training step, its update and the test for non-finite numbers in one standard graph.
+"""The portable step: a training step, its update and the check for non-finite values in one standard graph.
 
-The state goes in and the next state comes out, so that a loop in any language is: run, keep the outputs, feed
+The state is an input and the next state an output, so a loop in any language is: run, keep the outputs, feed
 them back. Built from the training and the optimizer model. docs/portable.md specifies names, order and metadata.
 """
 

@@ -1,8 +1,8 @@
-"""From a forward model with a loss to the two graphs of training: the step and its evaluation.
+"""Builds the training graph and the evaluation graph from a forward model with a loss.
 
-The step's inputs are the user's, the labels, every parameter, a gradient buffer for each trainable, a flag
-that says whether the buffers are added to or replaced, and a seed where the model is random. Its outputs
-are the loss, what else was asked for, the gradients, and the next value of each batch-norm statistic.
+The inputs of the training graph are the user's, the labels, every parameter, a gradient buffer for each trainable,
+a flag that says whether gradients are accumulated or overwritten, and a seed where the model is random. Its outputs
+are the loss, the additional outputs, the gradients, and the next value of each batch-norm statistic.
 """
 
 from __future__ import annotations
@@ -285,7 +285,7 @@ def _spell_out_inference(graph: ir.Graph) -> None:
 
 
 def _label_ranges(graph: ir.Graph) -> dict[str, dict[str, int]]:
-    """Inputs that hold class numbers and how many classes there are, so that bad ones can be refused."""
+    """Inputs that hold class indices, and the number of classes, so that labels out of range can be rejected."""
     ranges: dict[str, dict[str, int]] = {}
     for node in graph:
         if node.op_type not in ("SoftmaxCrossEntropyLoss", "NegativeLogLikelihoodLoss"):

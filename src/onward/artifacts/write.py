@@ -1,4 +1,4 @@
-"""Writes a set of artifacts so that all of them are there, or the directory is as it was."""
+"""Writes a set of artifacts: all of them, or none."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""`onward.check_gradient`: is a gradient right? For people who add rules, and for the tests.
+"""`onward.check_gradient`: check a model's gradients numerically. For users who add rules, and for the tests.
 
-Finite differences of the given model, in float64 on ONNX's reference evaluator, are compared with the
-gradient graph in float64 there; then the gradient graph in its own precision on onnxruntime with both.
+Compares finite differences of the model, in float64 on ONNX's reference evaluator, with the gradient graph
+in float64 there; then both with the gradient graph in its own precision on onnxruntime.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["GradientCheck", "GradientMismatch", "check_gradient", "to_double"]
 
 Arrays = Mapping[str, np.ndarray]
 _EPSILON = 1e-5
-# Above this many elements, random directions stand in for one difference per element.
+# Above this many elements, random directions replace one difference per element.
 _EXHAUSTIVE = 48
 _DIRECTIONS = 6
 
@@ -126,7 +126,7 @@ def check_gradient(
 
 
 def _require_feeds(graph: ir.Graph, feeds: Arrays) -> None:
-    """Every input has a value, and every value an input."""
+    """Check that every input has a value, and every value an input."""
     names = [value.name or "" for value in graph.inputs]
     unknown = [name for name in feeds if name not in names]
     if unknown:
@@ -140,7 +140,7 @@ def _require_feeds(graph: ir.Graph, feeds: Arrays) -> None:
 
 
 def _require_movable(graph: ir.Graph, names: Sequence[str]) -> None:
-    """Finite differences move tensors that are fed or held: inputs and initializers."""
+    """Check that `wrt` names inputs or initializers: finite differences perturb nothing else."""
     values = {value.name or "": value for value in [*graph.inputs, *graph.initializers.values()]}
     for name in names:
         value = find_value(graph, name)

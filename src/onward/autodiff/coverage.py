@@ -32,7 +32,7 @@ _KINDS = {
 
 
 def coverage() -> list[Coverage]:
-    """Every operator of ai.onnx that the installed onnx knows, deprecated ones left out."""
+    """Every operator of ai.onnx in the installed onnx, without deprecated ones."""
     rules, constants = registered_ops(), constant_ops()
     expanded = {*expanded_operators(), *BY_DEFINITION}
     newest: dict[str, onnx.defs.OpSchema] = {}

@@ -1,7 +1,7 @@
-"""The backward walk: from what is differentiated back to what it depends on.
+"""Reverse-mode differentiation: visits nodes in reverse order, from the loss to the values it depends on.
 
-Knows no operator by name. Collects the contributions to each value's gradient, sums them, undoes
-broadcasting, and reports every operator without a rule at once, before anything is built.
+Knows no operator by name. Collects the contributions to each value's gradient, sums them, sums over
+broadcast axes, and reports every operator without a rule at once, before anything is built.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _FLOATING = frozenset({ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT1
 
 
 class DifferentiableBuilder(Builder):
-    """The builder that rules receive: it also knows which values' gradients are wanted."""
+    """The builder that rules receive: it also tells which values need a gradient."""
 
     def __init__(self, graph: ir.Graph, *, parent: Builder | None = None) -> None:
         super().__init__(graph, parent=parent, share=True)
         self.active: set[ir.Value] = set()
-        # the nodes that the backward walk came to, in its order
+        # the nodes that were differentiated, in reverse order
         self.visits: list[Visit] = []
 
     def wanted(self, value: ir.Value | None) -> bool:
@@ -51,7 +51,7 @@ class DifferentiableBuilder(Builder):
         self._remember(node)
 
     def forget(self) -> None:
-        """Share no longer what was emitted so far: some of it may have been removed."""
+        """Do not reuse nodes emitted so far: some of them may have been removed."""
         self._known = {}
 
 
@@ -117,7 +117,7 @@ def is_differentiable(value: ir.Value | None) -> bool:
 def add_cotangent(
     op: Builder, cotangents: dict[ir.Value, ir.Value], value: ir.Value, gradient: ir.Value
 ) -> None:
-    """Add what arrives for a value to what arrived for it before."""
+    """Add a contribution to a value's gradient."""
     known = cotangents.get(value)
     cotangents[value] = gradient if known is None else _sum(op, [known, gradient], value)
 
@@ -138,7 +138,7 @@ def _contributions(
 
 
 def _describe(gradient: ir.Value, primal: ir.Value) -> ir.Value:
-    """A gradient has its primal's type and shape, also where inference lost it on the way."""
+    """Give a gradient the type and shape of its primal value, where inference lost them."""
     if (gradient.producer() is not None and gradient.shape is None) or _vaguer(gradient.shape, primal.shape):
         gradient.shape = None if primal.shape is None else ir.Shape(primal.shape)
     return gradient
@@ -166,7 +166,7 @@ def _sum(op: Builder, parts: list[ir.Value], primal: ir.Value) -> ir.Value:
 
 
 def find_path(graph: ir.Graph, targets: Set[ir.Value], wrt: Iterable[ir.Value]) -> Path:
-    """What lies between some values of a graph and the values that depend on them."""
+    """The values and nodes on paths from some values of a graph to others."""
     reached = set(wrt)
     order: list[tuple[ir.Node, list[ir.Value]]] = []
     quantized: set[ir.Value] = set()  # integers that stand for real numbers
@@ -227,7 +227,7 @@ def _kind(node: ir.Node) -> str:
 
 
 def _lacks_rules(path: Path) -> bool:
-    """Whether a node on a path has no rule. Asked first: who reaches which node takes longer to find out."""
+    """Whether a node on a path has no rule. Checked first: finding which values reach it takes longer."""
     for node in path.nodes:
         rule = registry.find(node.op_type, node.domain)
         if rule is None:
@@ -240,7 +240,7 @@ def _lacks_rules(path: Path) -> bool:
 
 
 def _missing(path: Path, sources: dict[ir.Value, set[str]]) -> Iterable[_Missing]:
-    """Nodes on a path that have no rule, also those in bodies that would be differentiated."""
+    """Nodes on a path that have no rule, including those in subgraphs that would be differentiated."""
     sources = dict(sources)
     for node in path.nodes:
         values = [*node.inputs, *(captured_values(node) if subgraphs_of(node) else [])]

@@ -73,7 +73,7 @@ def vector_jacobian(
 ) -> tuple[onnx.ModelProto, list[str], list[str]]:
     """A model from the inputs and `{output}_cotangent` for each of `of` to `{name}_grad` for each of `wrt`.
 
-    Returns it with the names that were taken: by default every floating output and input.
+    Returns it with the names used: by default every floating output and input.
     """
     prepared = normalize(model)
     graph = prepared.graph
@@ -98,7 +98,7 @@ def _require_real(values: Sequence[ir.Value]) -> None:
 
 
 def _cotangent(op: DifferentiableBuilder, name: str, value: ir.Value) -> ir.Value:
-    """An input for the gradient that arrives for a value; for an optional, that of what it holds."""
+    """An input for the incoming gradient of a value; for an optional, of its content."""
     kind = value.type
     seed = op.input(name, None, value.shape)
     seed.type = kind.elem_type if isinstance(kind, ir.OptionalType) else kind
@@ -117,7 +117,7 @@ def _append_output(op: DifferentiableBuilder, derivative: ir.Value, value: ir.Va
 
 
 def _claim(op: DifferentiableBuilder, name: str) -> str:
-    """A name for an output: the one wished for, even where a value inside the graph has it."""
+    """Name an output as requested, renaming an inner value that has the name."""
     if op.namer.is_free(name):
         return op.namer(name)
     for value in (value for node in op.graph for value in node.outputs):

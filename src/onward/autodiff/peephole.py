@@ -1,8 +1,7 @@
-"""What makes a backward graph faster once it is there: small rewritings of neighbouring nodes.
+"""Peephole optimizations of a finished backward graph: small rewrites of neighbouring nodes.
 
-What depends on a node's neighbours is here, so that rules need not know them. Each rewriting says what it saves.
-Nodes are changed in place, so that values keep their identity; what nothing reads any more is taken away when the
-graph is finished.
+Optimizations that depend on a node's neighbours are here, so that rules see one node only. Each states its gain.
+Nodes are changed in place, so that values keep their identity; dead nodes are removed when the graph is finished.
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ from onward.graph.nodes import subgraphs_of
 
 __all__ = ["improve"]
 
-# Linear in the gradient: infinities that go in come out mixed with everything else.
+# Linear in the gradient: an infinite input makes other outputs non-finite too.
 _PRODUCTS = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul", "BatchNormalization"})
-# Finite where all that they read is.
+# Finite if all inputs are.
 _FINITE = frozenset(
     {
         *("Add", "Sub", "Mul", "Neg", "Sum", "Clip", "HardSigmoid", "Where", "Identity"),
@@ -27,14 +26,14 @@ _FINITE = frozenset(
         *("ReduceSum", "ReduceMean", "Gather", "ScatterElements", "Col2Im", "MaxUnpool", "Resize"),
     }
 )
-# Vectors from which joining them takes fewer nodes than it saves.
+# From this many vectors on, joining them takes fewer nodes than it saves.
 _SEVERAL = 8
 
 
 def improve(
     op: Builder, forward: set[ir.Node], gradients: Mapping[ir.Value, ir.Value | None]
 ) -> dict[ir.Value, ir.Value | None]:
-    """Rewrite what was added to a graph behind its forward nodes; returns the gradients, some as new values."""
+    """Rewrite the nodes added after a graph's forward nodes; returns the gradients, some as new values."""
     _improve(op, op.graph, forward, set())
     moved = _scale_together(op, [value for value in gradients.values() if value is not None])
     return {value: dx if dx is None else moved.get(dx, dx) for value, dx in gradients.items()}
@@ -148,7 +147,7 @@ def _multiply_unclipped(node: ir.Node, finite: set[ir.Value]) -> None:
 
 
 def _makes_finite(node: ir.Node, finite: set[ir.Value]) -> bool:
-    """Whether a gradient comes from a product, and from there through operators that make nothing infinite."""
+    """Whether a gradient comes from a product, through operators that keep finite values finite."""
     if node.op_type in _PRODUCTS:
         return True
     read = list(node.inputs)

@@ -1,9 +1,9 @@
-"""ONNX's reference evaluator, corrected where a finite difference would notice.
+"""ONNX's reference evaluator, corrected where its errors would affect finite differences.
 
-Its Erf rounds to float32; its Loop stacks only vectors and takes an absent condition for false; its Scan
-knows no axes or directions; its SequenceMap sees no captured values; its SequenceInsert cannot insert at the
-end; what its Optional packs, OptionalGetElement does not unpack. Those are written here by the standard's
-text, as are operators on images that ONNX has wrong or not at all.
+Its Erf rounds to float32; its Loop stacks only vectors and treats an absent condition as false; its Scan
+ignores axes and directions; its SequenceMap sees no captured values; its SequenceInsert cannot insert at the
+end; what its Optional packs, OptionalGetElement does not unpack. They are implemented here by the
+specification, as are operators on images that the evaluator has wrong or lacks.
 """
 
 from __future__ import annotations
@@ -247,7 +247,7 @@ class _WithBody(OpRun):
 
 
 class Loop(_WithBody):
-    """Loop: trip count and condition, states, and what each turn emits, stacked."""
+    """Loop: trip count and condition, states, and the scan outputs of each iteration, stacked."""
 
     def _run(self, trips=None, going=None, *states, context=None, **_):  # type: ignore[override]
         limit = None if trips is None else int(np.asarray(trips).item())
@@ -297,7 +297,7 @@ class SequenceMap(_WithBody):
 
 
 def _stacks(node: Any, emitted: list[list[Any]], skip: int, axes: list[int], ways: list[int]) -> list[Any]:
-    """What was emitted turn by turn as one array each; without a turn, an empty one of the declared type."""
+    """The scan outputs of all iterations, one array each; without an iteration, an empty one of the declared type."""
     declared = list(node.body.proto_.output)[skip:]
     stacks = []
     for index, value in enumerate(declared):

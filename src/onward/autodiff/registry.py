@@ -1,7 +1,7 @@
-"""Which operators have a gradient, and how each is found.
+"""The registry of gradient rules.
 
-Three kinds, and unknown is none of them: an operator has a rule, is declared constant (its derivative is
-zero almost everywhere, or it carries no real numbers), or is unsupported.
+An operator has a rule, is declared constant (its derivative is zero almost everywhere, or it carries no real
+numbers), or is unsupported. An unknown operator is an error, never a zero gradient.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Bodies = Callable[
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """A gradient rule and what the engine must know to apply it."""
+    """A gradient rule and its options."""
 
     op_type: str
     function: RuleFunction
@@ -60,13 +60,13 @@ def gradient_rule(
     bodies: Bodies | None = None,
     straight_through: bool = False,
 ) -> Callable[[RuleFunction], RuleFunction]:
-    """Register the function below as the rule of an operator.
+    """Register the decorated function as the gradient rule of an operator.
 
     The rule is called as `rule(op, node, *dys)`: a builder, the forward node, and the gradient of each of
-    the operator's outputs (None where none arrives). It returns one gradient for each input, in order; a
-    shorter answer leaves the rest zero. With `broadcasts`, the engine sums each back to its input's shape.
+    the operator's outputs (None where there is no gradient). It returns one gradient for each input, in order;
+    missing ones at the end are zero. With `broadcasts`, the engine sums each back to its input's shape.
     With `straight_through`, integer outputs carry gradients too (floating tensors), as quantized values do.
-    An operator that holds graphs says with `bodies` what of them is differentiated.
+    For an operator with subgraphs, `bodies` says what of them is differentiated.
     """
 
     def register(function: RuleFunction) -> RuleFunction:
@@ -90,7 +90,7 @@ def find(op_type: str, domain: str = "") -> Rule | None:
 
 
 def is_constant(op_type: str, domain: str = "") -> bool:
-    """Whether an operator stops the gradient."""
+    """Whether an operator is declared constant."""
     _load_rules()
     return (_plain(domain), op_type) in _constant
 
@@ -102,7 +102,7 @@ def registered_ops() -> set[str]:
 
 
 def straight_through_ops() -> set[str]:
-    """Every ai.onnx operator whose rule is an estimate, not a derivative: rounding is taken as the identity."""
+    """Every ai.onnx operator whose rule is a straight-through estimator: rounding counts as the identity."""
     _load_rules()
     return {op_type for (domain, op_type), rule in _rules.items() if domain == "" and rule.straight_through}
 
@@ -119,7 +119,7 @@ def _plain(domain: str) -> str:
 
 @functools.cache
 def _load_rules() -> None:
-    """Rules register themselves when their module is imported, which the first look-up does."""
+    """Import the modules of rules, which register themselves; done on the first lookup."""
     from onward.autodiff import rules
 
     for module in pkgutil.iter_modules(rules.__path__):

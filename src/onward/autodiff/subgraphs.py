@@ -1,7 +1,7 @@
-"""What the rules of If, Loop, Scan and SequenceMap share: bodies that are run again and differentiated.
+"""Shared by the rules of If, Loop, Scan and SequenceMap: subgraphs that are recomputed and differentiated.
 
-Copies a body into a builder's graph, says which of a body's values carry a gradient, takes out what a
-finished body does not need, and emits nodes that hold bodies. Knows nothing of a particular operator.
+Copies a subgraph into a builder's graph, finds which of its values carry a gradient, removes dead code, and emits
+nodes with subgraphs. Independent of the operator.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def inline(
 
 
 def random_values(op: DifferentiableBuilder, body: ir.Graph) -> list[ir.Value]:
-    """What random nodes of a body draw: running the body again would draw other numbers.
+    """The random values of a body: recomputing the body would draw others.
 
     Of Dropout that is the mask, which is made an output of it.
     """
@@ -151,7 +151,7 @@ def _is_idle(node: ir.Node) -> bool:
 
 
 def refuse_random(op: DifferentiableBuilder, body: ir.Graph, node: ir.Node) -> None:
-    """Raise where a body that is run again draws random numbers that nothing keeps."""
+    """Raise if a recomputed body draws random numbers that are not saved."""
     drawn = random_values(op, body)
     if drawn and (source := drawn[0].producer()):
         raise ModelError(
@@ -183,10 +183,10 @@ def turning_values(
     sources: set[ir.Value],
     targets: set[ir.Value],
 ) -> tuple[set[ir.Value], set[ir.Value]]:
-    """The body's values that depend on a source and those that a target depends on, over any number of turns.
+    """The body's values that depend on a source and those that a target depends on, over any number of iterations.
 
-    `states` pairs what enters a turn with what leaves it. Returns the sources and targets with the states
-    that they reach.
+    `states` pairs the state inputs of an iteration with its state outputs. Returns the sources and targets with
+    the states that they reach.
     """
     sources, targets = set(sources), set(targets)
     grown = True

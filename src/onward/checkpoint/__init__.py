@@ -1,4 +1,4 @@
-"""Checkpoints: what they hold (`state`), their bytes (`codec`, SPEC.md), files (`store`), interchange."""
+"""Checkpoints: content (`state`), binary format (`codec`, SPEC.md), files (`store`), safetensors (`interchange`)."""
 
 from onward.checkpoint.codec import UnsealedCheckpointWarning, decode, encode
 from onward.checkpoint.interchange import from_safetensors, to_safetensors

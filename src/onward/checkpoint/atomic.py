@@ -1,9 +1,8 @@
-"""Replace a file by another one as a whole: after any crash there is the old file or the new one.
+"""Atomic file replacement: after any crash there is the old file or the new one.
 
-The new content goes to a temporary file beside the target, is flushed to the disk, read again and checked by
-the caller, and only then takes the target's name. Knows files and system calls, nothing of checkpoints but
-their error. Temporaries that a killed process left behind are removed by the next save to the same name;
-those of a living one are locked and stay.
+The new content goes to a temporary file beside the target, is flushed to the disk, read again and checked by the
+caller, and only then takes the target's name. Temporary files that a killed process left behind are removed by
+the next save to the same name; those of a living one are locked and stay.
 """
 
 from __future__ import annotations
@@ -191,7 +190,7 @@ def temporary_name(target: Path) -> Path:
 
 
 def _replaceable(target: Path) -> int | None:
-    """Return the permissions of the file to be replaced, None if there is none; refuse other kinds."""
+    """Return the permissions of the file to be replaced, None if there is none; reject other kinds of files."""
     try:
         found = os.stat(target)
     except FileNotFoundError:

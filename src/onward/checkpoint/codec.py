@@ -1,8 +1,8 @@
-"""Checkpoint data to bytes and back, in the layout that SPEC.md describes.
+"""Encodes checkpoint data as bytes and decodes it, in the layout that SPEC.md describes.
 
 The writer builds the small FlatBuffer of names and shapes in memory and streams the arrays behind it, so it
 needs no second copy of the parameters. The reader returns views over bytes that `verify` has accepted.
-Knows nothing about files: `store` does.
+`store` handles files.
 """
 
 from __future__ import annotations
@@ -277,7 +277,7 @@ def open_layout(buffer: memoryview, *, path: str) -> tuple[memoryview, Layout, b
 
 
 def warn_unsealed(path: str) -> None:
-    """Warn that a file was loaded whose values nothing protects."""
+    """Warn that a file without a checksum was loaded."""
     warnings.warn(
         f"checkpoint '{path}' has no checksum (Onward did not write it): its structure is sound, "
         "but damaged values would go unnoticed; save it again with Onward to protect it",

@@ -1,10 +1,10 @@
-"""What Onward puts around the FlatBuffer: a block after the file identifier and a trailer at the end.
+"""Integrity data around the FlatBuffer: a block after the file identifier and a trailer at the end.
 
-The trailer (magic, payload length, sha256 of everything before the digest) finds accidents: bit rot,
-truncation, half copies. It does not find forgery: who can change the payload can also recompute the digest.
+The trailer (magic, payload length, sha256 of everything before the digest) detects corruption: bit rot,
+truncation, partial copies. It does not detect tampering: who can change the payload can also recompute the digest.
 
-The block says that the trailer must be there, so that cutting it off is noticed, and where large tensors are.
-FlatBuffers readers step over it. It is not a property, because the original runtime copies properties into
+The block says that there must be a trailer, so that removing it is detected, and where large tensors are.
+FlatBuffers readers skip it. It is not a property, because onnxruntime-training copies properties into
 the files that it saves itself, and those have no trailer.
 """
 
@@ -57,7 +57,7 @@ class Writable(Protocol):
 
 
 class HashingWriter:
-    """Passes bytes on to a stream in bounded pieces while it counts them and hashes them in a thread beside.
+    """Writes bytes to a stream in bounded chunks while it counts them and hashes them in a second thread.
 
     What it is given must not change until the digest is asked for.
     """

@@ -1,6 +1,6 @@
-"""Parameters to and from safetensors files, by name.
+"""Converts parameters to and from safetensors files, by name.
 
-Only parameters travel: optimizer state, properties and random state have no place in that format. Which ones
+Only parameters are converted: that format does not hold optimizer state, properties and random state. Which ones
 are frozen is kept in the file's metadata. The format is a length, a JSON header and the bytes, so this needs
 no package for it, streams, and carries bfloat16 and float8, which that package's numpy side does not.
 """

@@ -1,7 +1,6 @@
-"""What a checkpoint says, as plain data: parameters, optimizer state, properties.
+"""The content of a checkpoint as plain data: parameters, optimizer state, properties.
 
-Knows names, arrays and their rules (unique, typed). Knows nothing about bytes or files: `codec` turns this
-into bytes and back, `store` puts those on disk.
+Checks names and types. `codec` converts this to bytes and back, `store` reads and writes files.
 """
 
 from __future__ import annotations

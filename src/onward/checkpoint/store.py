@@ -1,7 +1,7 @@
 """Checkpoints on disk: load and check, atomic save, retention and recovery.
 
-Knows the order of operations that keeps a good checkpoint at every moment. The bytes are `codec`'s, the replacement of
-one file is `atomic`'s.
+Orders the operations so that there is a good checkpoint at every moment. `codec` encodes the bytes, `atomic` replaces
+one file.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def check_file(path: str | os.PathLike[str], *, digest: bytes | None = None) -> 
 
 
 def data_path(path: str | os.PathLike[str]) -> Path:
-    """Return where the original runtime looks for the large values of a checkpoint."""
+    """Return where onnxruntime-training looks for the large tensors of a checkpoint."""
     return Path(os.fspath(path) + ".data")
 
 
@@ -180,7 +180,7 @@ _CHUNK = 4 << 20
 
 
 class SkippedCheckpointWarning(UserWarning):
-    """A damaged checkpoint was passed over for an older one, or could not be cleaned up."""
+    """A damaged checkpoint was skipped for an older one, or could not be removed."""
 
 
 @dataclass(slots=True)
@@ -199,7 +199,7 @@ def save(
     keep: int = 1,
     external_threshold: int = EXTERNAL_THRESHOLD,
 ) -> None:
-    """Save a checkpoint so that, whatever happens, the old one or the new one is there and whole.
+    """Save a checkpoint atomically: whatever happens, either the old one or the new one is complete.
 
     With `keep` above 1 the replaced file stays as `<path>.1`, the one before as `<path>.2` and so on; a file
     that is damaged is replaced, not kept. Raises `CheckpointError` ("not committed, the old one is kept" or
@@ -286,7 +286,7 @@ def rotate(directory: str | os.PathLike[str], *, keep: int = 2) -> list[Path]:
 
 
 def load_latest(path: str | os.PathLike[str]) -> Latest:
-    """Load the newest checkpoint that verifies, and say (in the result and as warnings) what was skipped.
+    """Load the newest checkpoint that verifies, and report (in the result and as warnings) what was skipped.
 
     `path` is a directory of `save_step`, highest step first, or a file that `save` keeps older versions of.
 

@@ -1,8 +1,8 @@
-"""Writes nodes: `op.Mul(a, 2.0)`.
+"""Builds nodes: `op.Mul(a, 2.0)`.
 
-Works on values, never names. Promotes Python numbers and numpy arrays to constants of the type that the
-operator's schema asks for, infers the type and shape of every result, reuses a node that already computes
-the same thing, and names what it makes. Knows ONNX schemas; knows nothing of gradients.
+Works on values, never names. Promotes Python numbers and numpy arrays to constants of the type in the operator's
+schema, infers the type and shape of every result, reuses a node that already computes the same value, and gives
+unique names. Independent of gradients.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class Builder:
         """A scalar constant of another value's element type."""
         return self.constant(np.asarray(number, dtype=self.dtype(like).numpy()))
 
-    # ---- what is known of a value ---------------------------------------------------------------
+    # ---- properties of a value ------------------------------------------------------------------
 
     def dtype(self, value: ir.Value) -> ir.DataType:
         """The element type of a value."""
@@ -189,7 +189,7 @@ class Builder:
         return self.Expand(zero, self.shape(value))
 
     def sum_to(self, gradient: ir.Value, target: ir.Value) -> ir.Value:
-        """Sum a broadcast gradient back to the shape of `target`; nothing where shapes show it is not needed."""
+        """Sum a broadcast gradient back to the shape of `target`; a no-op where static shapes show it is not needed."""
         plan = _reduction(gradient.shape, target.shape)
         if plan is None:
             return self._sum_to_dynamic(gradient, target)
@@ -246,7 +246,7 @@ class Builder:
 
     @contextlib.contextmanager
     def inserting(self, before: ir.Node) -> Iterator[None]:
-        """Put what is built before a node that exists; nothing made after it can then be reused."""
+        """Insert new nodes before an existing one; nodes after it cannot be reused then."""
         state = self.before, self._known
         self.before, self._known = before, None
         try:
@@ -255,7 +255,7 @@ class Builder:
             self.before, self._known = state
 
     def subgraph(self, name: str = "body") -> Builder:
-        """A builder of a new graph inside this one, for a body of If, Loop or Scan."""
+        """A builder of a subgraph of this graph, for If, Loop or Scan."""
         graph = ir.Graph(
             [], [], nodes=[], opset_imports=dict(self.root.graph.opset_imports), name=self.namer(name)
         )
@@ -298,7 +298,7 @@ class Builder:
         return promoted
 
     def infer(self, node: ir.Node) -> None:
-        """Describe a node's outputs by what is known of its inputs: ONNX's inference, then ours."""
+        """Infer the types and shapes of a node's outputs: ONNX's inference, then ours."""
         self.root._inference.describe(node, self.opset)
         self.root.symbols.refine(node)
 

@@ -1,7 +1,7 @@
-"""Takes out of a graph what its outputs do not need, and computes what is known before the run.
+"""Dead code elimination, constant folding and common-subexpression elimination.
 
-Trainable values are initializers like any other constant, so nothing here folds or merges floating
-initializers unless the caller says which ones are parameters.
+Trainable values are initializers like any other constant, so floating
+initializers are folded or merged only if the caller says which ones are parameters.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def remove_unused(model: ir.Model) -> ir.Model:
 
 
 def remove_identities(model: ir.Model) -> ir.Model:
-    """Let the users of each Identity read its input; outputs keep their names.
+    """Remove Identity nodes; outputs keep their names.
 
     An Identity stays where a graph's output would otherwise be an input, an initializer, a value of a graph
     around, or the same value as another output.
@@ -68,7 +68,7 @@ def remove_identities(model: ir.Model) -> ir.Model:
 
 
 def finish(model: ir.Model) -> ir.Model:
-    """The last pass over a graph that was built: no dead code, no needless Identity, nothing onnxruntime gets wrong."""
+    """The last pass over a new graph: removes dead code and Identity nodes, and works around bugs of onnxruntime."""
     spell_out_pads(model)
     remove_identities(model)
     _remove_choices_of_the_same(model)
@@ -92,7 +92,7 @@ def _remove_choices_of_the_same(model: ir.Model) -> None:
 
 
 def simplify(model: ir.Model, *, parameters: Collection[str] | None = None) -> ir.Model:
-    """Fold, share and drop what can be without changing a result.
+    """Fold constants, merge equal nodes and remove dead code, without changing a result.
 
     `parameters` names the initializers that may change later; without it, every floating one may.
     """
@@ -180,7 +180,7 @@ def share_constants(model: ir.Model, *, parameters: Collection[str] | None = Non
 
 
 def share_subexpressions(model: ir.Model) -> ir.Model:
-    """Compute once what several nodes compute; random operators and bodies are left alone."""
+    """Common-subexpression elimination; random operators and subgraphs are not changed."""
     _share(model.graph, {})
     return model
 

@@ -1,7 +1,7 @@
-"""Small operators computed with numpy, to the bit as the runtime computes them.
+"""Evaluates small operators with numpy, bit-exact with the runtime.
 
-For shape arithmetic and what little follows from it: integers, booleans, and elementwise float32 and float64. An
-operator, type or form that is not here, or one whose result would depend on the order of a sum, is not computed.
+For shape arithmetic and what depends on it: integers, booleans, and elementwise float32 and float64. Operators and
+types that are not here, and those whose result depends on the order of a sum, are not evaluated.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Inputs = Sequence[np.ndarray | None]
 
 
 class _NotHere(Exception):
-    """What was asked for is none of the cases that are computed here."""
+    """This case is not evaluated here."""
 
 
 def compute(op_type: str, attributes: Attributes, inputs: Inputs) -> list[np.ndarray] | None:

@@ -1,8 +1,7 @@
 """Checks a model's references to external data before anything reads them.
 
-A model file is input from strangers: its references may point anywhere. What passes here is a regular file
-inside the model's own directory, reached through no link, and the bytes named are exactly the tensor's.
-Reads no tensor data; knows nothing of graphs.
+A model file is untrusted: its references may point anywhere. A valid reference names exactly the tensor's bytes in
+a regular file inside the model's own directory, with no link on the path. Reads no tensor data.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ __all__ = [
 ]
 
 _KEYS = frozenset({"location", "offset", "length", "checksum"})
-# No file system has files past this size; larger numbers are attempts to overflow someone's arithmetic.
+# No file system has larger files; larger numbers are attempts at integer overflow.
 _LARGEST = 2**62
 
 
 def tensor_bytes(dims: Iterable[int], dtype: int, name: str) -> int:
-    """The number of bytes that a tensor of this shape and type has; refuses what no tensor can have."""
+    """The number of bytes of a tensor of this shape and type; raises an error for impossible sizes."""
     sizes = list(dims)
     if any(size < 0 for size in sizes):
         raise ModelError(f"tensor '{name}' has a negative dimension: {sizes}")
@@ -60,7 +59,7 @@ def _bits(dtype: int) -> int | None:
 
 
 def check_external(tensor: onnx.TensorProto, base: Path) -> None:
-    """Refuse a reference that does not name exactly this tensor's bytes in a plain file under `base`."""
+    """Reject a reference that does not name exactly this tensor's bytes in a regular file under `base`."""
     entries: dict[str, str] = {}
     for entry in tensor.external_data:
         if entry.key not in _KEYS:
@@ -92,7 +91,7 @@ def external_range(tensor: onnx.TensorProto) -> tuple[str, int, int]:
 def check_location(
     name: str, location: str, base: Path, *, offset: int, length: int | None, expected: int
 ) -> None:
-    """Refuse a location outside `base`, behind a link, not a regular file, or of other bounds."""
+    """Reject a location outside `base`, behind a link, that is not a regular file, or out of the file's bounds."""
     if not location or "\0" in location:
         raise _bad(name, "the location is empty or holds a NUL character")
     for path in (PurePosixPath(location), PureWindowsPath(location)):
@@ -120,7 +119,7 @@ def check_location(
 
 
 def external_tensors(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
-    """Every tensor of a model, wherever it is held, whose data lies in another file."""
+    """Every tensor of a model, subgraphs and attributes included, whose data is in another file."""
     for tensor in tensors(model):
         if tensor.data_location == onnx.TensorProto.EXTERNAL or tensor.external_data:
             yield tensor

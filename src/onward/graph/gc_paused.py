@@ -1,7 +1,7 @@
-"""Python's garbage collector, put off while a graph is built.
+"""Pauses Python's garbage collector while a graph is built.
 
-A graph is many small objects that refer to each other, all of them in use: looking through them again and again
-finds nothing, takes as long as building them, and longer the more there are.
+A graph is many small objects that refer to each other, all of them in use: collecting again and again finds nothing,
+takes as long as building them, and longer the more there are.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ __all__ = ["gc_paused"]
 
 @contextlib.contextmanager
 def gc_paused() -> Iterator[None]:
-    """Leave garbage for later; whoever had turned collection off finds it off.
+    """Pause garbage collection; if it was disabled before, it stays so.
 
     >>> with gc_paused():
     ...     gc.isenabled()

@@ -1,7 +1,7 @@
-"""Models as onnx-ir: a path, bytes, a ModelProto or an onnx-ir model in, one that the caller owns out.
+"""Loads models as onnx-ir: from a path, bytes, a ModelProto or an onnx-ir model.
 
 What is not an onnx-ir model yet passes the `gate`. The nodes of the result are sorted, sparse initializers are
-dense, tensors in other files stay there until someone asks for their numbers. The caller's object is never
+dense, tensors in other files are read lazily. The caller owns the result, and its own object is never
 changed.
 """
 
@@ -75,7 +75,7 @@ def _check_model_references(model: ir.Model) -> None:
 
 
 def _add_sparse(model: ir.Model, proto: onnx.ModelProto) -> None:
-    """onnx-ir leaves sparse initializers of the main graph out; here they become dense ones."""
+    """onnx-ir drops sparse initializers of the main graph; here they become dense ones."""
     users = {
         value.name: value for node in model.graph.all_nodes() for value in node.inputs if value is not None
     }
@@ -95,7 +95,7 @@ def _add_sparse(model: ir.Model, proto: onnx.ModelProto) -> None:
 
 
 def _open_negative_sizes(model: ir.Model) -> None:
-    """Some exporters write −1 for a size that is not known."""
+    """Replace −1, which some exporters write for an unknown size."""
     for graph in model.graphs():
         for value in [*graph.inputs, *(output for node in graph for output in node.outputs)]:
             if value.shape is not None and any(isinstance(dim, int) and dim < 0 for dim in value.shape):

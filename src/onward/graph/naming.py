@@ -1,4 +1,4 @@
-"""Names for what is built: free ones, and the same in every run."""
+"""Unique names for new values and nodes, deterministic between runs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["Namer"]
 
 
 class Namer:
-    """Gives names that nothing in a model has yet, the same ones in every run."""
+    """Gives names that are unique in a model, and the same in every run."""
 
     def __init__(self, graph: ir.Graph) -> None:
         self._taken: set[str] = set()

@@ -1,4 +1,4 @@
-"""What can be said of a node without its graph: bodies, captured values, types, and what it computes."""
+"""Properties of a node without its graph: subgraphs, captured values, types, and equality."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ GRADIENT, STOP = "onward.gradient", "stop"
 
 
 def stops_gradient(node: ir.Node) -> bool:
-    """Whether a node is marked as one that passes no gradient on (`detach` of the module it came from)."""
+    """Whether a node is marked as stopping the gradient (`detach` in the exported module)."""
     return node.op_type == "Identity" and node.metadata_props.get(GRADIENT) == STOP
 
 
 def subgraphs_of(node: ir.Node) -> list[ir.Graph]:
-    """The graphs held by a node's attributes: bodies of If, Loop and Scan."""
+    """The subgraphs in a node's attributes: bodies of If, Loop and Scan."""
     graphs: list[ir.Graph] = []
     for attr in node.attributes.values():
         if attr.type == ir.AttributeType.GRAPH:

@@ -16,8 +16,8 @@ __all__ = ["extract", "find_value", "find_values", "prune", "values_of"]
 def extract(model: ir.Model, *, inputs: Sequence[str], outputs: Sequence[str]) -> ir.Model:
     """A copy that computes `outputs` and is given `inputs`, any values of the main graph, by their names.
 
-    Whatever else the outputs need (the model's own inputs, initializers, nodes that read only those) comes
-    along.
+    Includes everything else that the outputs need: the model's own inputs, initializers, and nodes that read only
+    those.
 
     >>> from onward.graph.load import load_model
     >>> import onnx.parser
@@ -65,7 +65,7 @@ def find_values(graph: ir.Graph, names: Sequence[str]) -> list[ir.Value]:
 
 
 def prune(model: ir.Model, outputs: Sequence[str]) -> ir.Model:
-    """Make the named values the model's outputs, in this order, and drop all that they do not need.
+    """Make the named values the model's outputs, in this order, and remove everything that they do not need.
 
     Any value of the main graph may be named. Inputs that nothing reads go too. Changes the model and
     returns it.

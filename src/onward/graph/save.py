@@ -1,4 +1,4 @@
-"""Models to files: one file where protobuf can hold it, external data beside it where it cannot."""
+"""Saves models: as one file, or with external data beside it where protobuf cannot hold it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Losses as functions from values to a value, in standard operators.
 
 Begin with `functions`: each loss follows the torch function of its name. `ctc` is long enough for a module of its own.
-This package builds nodes through `graph.builder` and knows nothing of files, parameters or gradients.
+This package builds nodes through `graph.builder` and is independent of files, parameters and gradients.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Block, ForwardBlock and TrainingBlock: what users subclass."""
+"""Block, ForwardBlock and TrainingBlock: base classes for users' blocks."""
 
 from __future__ import annotations
 
@@ -216,7 +216,7 @@ def _set_outputs(model: onnx.ModelProto, output: str | Sequence[str]) -> None:
 
 
 def _check(model: onnx.ModelProto, output: Any) -> None:
-    """A build that names nothing, or something that is not there, is caught where it happened."""
+    """Check that `build` returned names of existing values."""
     names = [output] if isinstance(output, str) else output
     if not isinstance(names, Sequence) or not names or not all(isinstance(name, str) for name in names):
         raise TypeError(

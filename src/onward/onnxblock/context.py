@@ -1,4 +1,4 @@
-"""The model that blocks build into: per thread and per task, nested at will."""
+"""The model that blocks build into: per thread and per task; contexts can be nested."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def sharing(model: onnx.ModelProto) -> Iterator[Accessor]:
 
 @contextlib.contextmanager
 def base(model: onnx.ModelProto, model_path: str | os.PathLike[str] | None = None) -> Iterator[Accessor]:
-    """Build blocks into an existing model, which is changed in place and brought to Onward's opset.
+    """Build blocks into an existing model, which is changed in place and converted to Onward's opset.
 
     >>> model = onnx.ModelProto()
     >>> with base(model) as accessor:

@@ -1,4 +1,4 @@
-"""Bridges names and values: runs a function over values and appends what it built to a ModelProto."""
+"""Connects names and values: runs a function over values and appends the nodes it built to a ModelProto."""
 
 from __future__ import annotations
 

@@ -193,7 +193,7 @@ class AdamW(OptimizerBlock):
 
 
 class SGD(OptimizerBlock):
-    """Stochastic gradient descent, with momentum by choice."""
+    """Stochastic gradient descent, with optional momentum."""
 
     def __init__(
         self,

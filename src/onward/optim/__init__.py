@@ -1,4 +1,4 @@
-"""Optimizers as pure graph functions: one tensor in, one tensor out."""
+"""Optimizers as pure functions that build graphs."""
 
 from onward.optim.graph import ParameterGroup
 from onward.optim.rules import Optimizer, adafactor, adagrad, adam, adamw, lamb, lion, rmsprop, sgd

@@ -24,7 +24,7 @@ __all__ = ["Clipping", "ParameterGroup", "optimizer_model"]
 
 @dataclasses.dataclass(frozen=True)
 class Clipping:
-    """How gradients are limited before an update; None leaves them as they are."""
+    """Gradient clipping before an update; None disables it."""
 
     norm: float | None = None
     value: float | None = None

@@ -1,6 +1,6 @@
-"""An optimizer model written out inside another graph, over tensors that are there.
+"""Inlines an optimizer model into another graph, over existing tensors.
 
-Knows the three forms of optimizer models: elementwise, by parameter, and a user's own over sequences.
+Handles the three forms of optimizer models: elementwise, by parameter, and custom ones over sequences.
 """
 
 from __future__ import annotations

@@ -40,8 +40,8 @@ Update = Callable[[Builder, ir.Value, ir.Value, State, Scalars], tuple[ir.Value,
 class Optimizer:
     """An update rule with its hyperparameters.
 
-    `slots` are the names of its state tensors, which start as zeros. An `elementwise` rule treats each number
-    alone, so that it may run over all parameters as one flat buffer; others see one parameter at a time.
+    `slots` are the names of its state tensors, which start as zeros. An `elementwise` rule can run
+    over all parameters as one flat buffer; others see one parameter at a time.
     `slot_shapes` says how a slot's shape follows from the parameter's, where it is not the same.
     """
 

@@ -1,4 +1,4 @@
-"""Sessions bound to the memory of training: fixed tensors once, the user's inputs at every run.
+"""Sessions with io binding to the memory of training: fixed tensors once, the user's inputs at every run.
 
 `HostBound` reads and writes numpy memory in place; where a provider copies what it is given at the binding, it
 binds anew at every run. `DeviceBound` keeps everything at fixed addresses of a device, so that a run can be

@@ -1,8 +1,8 @@
-"""Devices: which execution provider runs a session, and where the memory of training lies.
+"""Devices: which execution provider runs a session, and where the memory of training is.
 
 Three kinds of memory. *host*: numpy arrays that sessions read and write in place. *device*: OrtValues on the
-device, bound by address. *copied*: numpy arrays that are handed to the session anew at every run, for providers
-whose memory cannot be had from Python: slower, and right.
+device, bound by address. *copied*: numpy arrays that are passed to the session at every run, for providers
+whose memory is not accessible from Python: slower, but correct.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ _NUMBERED = {"cuda", "rocm", "migraphx", "dml"}
 class Device:
     """Where training runs.
 
-    `tf32` lets CUDA multiply float32 matrices with 10 bits of mantissa: faster, and less exact; off as in
-    PyTorch. `graphs` records steps and updates as CUDA graphs where the model allows it. `memory` is chosen by
-    the kind of device; tests choose it to run the way of a device over the CPU provider.
+    `tf32` lets CUDA multiply float32 matrices with 10 bits of mantissa: faster, and less accurate; off by
+    default, as in PyTorch. `graphs` records steps and updates as CUDA graphs where the model allows it. `memory`
+    is chosen by the kind of device; tests choose it to run the way of a device over the CPU provider.
 
     >>> Device("cpu").memory
     'host'

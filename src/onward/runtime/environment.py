@@ -1,6 +1,6 @@
-"""What a run's exact numbers depend on besides its data: versions, machine and number of threads.
+"""The environment that bit-exact results depend on: versions, machine and number of threads.
 
-Recorded in checkpoints that hold the optimizer's state, and compared when such a run goes on.
+Recorded in checkpoints with optimizer state, and compared when such a run is resumed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["EnvironmentWarning", "environment", "processors", "warn_if_changed"]
 
 
 class EnvironmentWarning(UserWarning):
-    """A resumed run will go on, but not byte for byte as if it had not stopped."""
+    """A resumed run continues, but not bit-exactly."""
 
 
 def environment(options: ort.SessionOptions | None) -> dict[str, str | int]:

@@ -1,4 +1,4 @@
-"""Sessions of changed models whose weights lie in a file beside the original."""
+"""Sessions of modified models whose weights are in a file beside the original."""
 
 from __future__ import annotations
 

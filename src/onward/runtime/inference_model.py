@@ -1,7 +1,6 @@
-"""The inference model: the evaluation model with weights inside and nothing of training.
+"""Builds the inference model: the evaluation model with embedded weights, pruned to the chosen outputs.
 
-Chosen outputs only; what they do not need is dropped. The file is written beside its target, loaded by the
-stock runtime, and only then takes the target's name.
+The file is written beside its target, loaded by the stock runtime as a check, and then renamed.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ def inference_model(
     state: CheckpointData,
     outputs: Sequence[str],
 ) -> ir.Model:
-    """The evaluation model cut down to `outputs`, with the state's parameters inside.
+    """The evaluation model pruned to `outputs`, with the state's parameters embedded.
 
     Any value of the evaluation graph may be an output: the embeddings of a classifier, say.
     """

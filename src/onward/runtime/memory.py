@@ -1,7 +1,7 @@
-"""Memory of training: tensors on the host or on a device, and what is done to them outside of a step.
+"""Memory of training: tensors on the host or on a device, and operations on them outside of a step.
 
-A `Tensor` says where numbers lie and how a session is bound to them; a `FlatBuffer` is many tensors in one
-vector; `ModelMemory` is all that a model's training reads and writes. Nothing else in Onward knows addresses.
+A `Tensor` is memory that sessions can bind to; a `FlatBuffer` is many tensors in one vector; `ModelMemory` is
+everything that a model's training reads and writes. No other module handles addresses.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _OPSET = 18
 
 
 class Tensor(Protocol):
-    """Numbers somewhere: read and written from the host, bound to sessions where they lie."""
+    """Memory on the host or a device: read and written from the host, bound to sessions in place."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -367,10 +367,10 @@ class FlatBuffer:
 
 
 class ModelMemory:
-    """What a model's training reads and writes: parameters, their gradients, and tensors that are kept.
+    """The memory of a model's training: parameters, their gradients, and frozen tensors.
 
-    Batch-norm statistics are among the kept ones. A step writes what follows them elsewhere; `commit` takes
-    that over, `keep` and `restore` bring back what was there before.
+    Batch-norm statistics are among the frozen ones. A step writes their next values elsewhere; `commit` applies
+    those, `keep` saves the current ones and `restore` restores them.
     """
 
     def __init__(self, plan: Plan, device: Device, *, parts: int = 1) -> None:
@@ -418,21 +418,21 @@ class ModelMemory:
         return {**self.parameters.arrays(), **{name: tensor.read() for name, tensor in self.frozen.items()}}
 
     def following_tensors(self) -> dict[str, Tensor]:
-        """Where a step writes what follows each statistic."""
+        """Where a step writes the next value of each statistic."""
         return {name: tensor for part in self.following for name, tensor in part.tensors.items()}
 
     def commit(self) -> None:
-        """Take over the statistics that the last step computed."""
+        """Apply the statistics that the last step computed."""
         _copy(self.statistics, self.following)
 
     def keep(self) -> None:
-        """Remember the statistics as they are."""
+        """Save the current statistics."""
         if self.statistics and not self._before:
             self._before = self._new_before()
         _copy(self._before, self.statistics)
 
     def restore(self) -> None:
-        """Bring back the statistics that were kept, if any were."""
+        """Restore the saved statistics, if any."""
         if self._before:
             _copy(self.statistics, self._before)
 

@@ -1,7 +1,7 @@
-"""What this machine's processor has of the instructions that decide how fast the runtime computes.
+"""Detects the CPU's instruction sets that matter for the runtime's speed.
 
-Knows the names that Linux, macOS and numpy (elsewhere) give them. Nothing that Onward writes depends on them;
-speed does, and so do the last digits of sums.
+Reads them from Linux, macOS or numpy (elsewhere). No file that Onward writes depends on them; speed does, and so
+does the rounding of sums.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One training step and one evaluation, bound to the memory of training: nothing is copied that need not be."""
+"""One training step and one evaluation, bound to the memory of training without needless copies."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ _KEPT, _OFTEN = 4, 8
 
 
 class Step(Protocol):
-    """What a module needs of whatever runs its training model."""
+    """The interface between `Module` and what runs its training model."""
 
     plan: Plan
 
     def attach(self, memory: ModelMemory) -> None:
-        """Give the step its memory; also when the memory has been laid out anew."""
+        """Set the step's memory; called again when its layout has changed."""
         ...
 
     def run(self, feeds: list[Any], *, reset: bool, seed: int, step: int) -> list[np.ndarray]:
@@ -50,10 +50,10 @@ class Step(Protocol):
 
 
 class TrainingStep:
-    """The training model, specialised for replacing and (when first needed) for adding up gradients.
+    """The training model, specialized for overwriting and (when first needed) for accumulating gradients.
 
-    On a device, also for the shapes of the batch: the sessions of the last few shapes are kept, others run in
-    one session for all shapes.
+    On a device, also for the shapes of the batch: the sessions of the last few shapes are cached, other shapes run
+    in one session for all shapes.
     """
 
     def __init__(
@@ -198,7 +198,7 @@ class TrainingStep:
 
 
 class EvaluationStep:
-    """The evaluation model over the same parameters; `outputs` adds values of its graph to what it returns."""
+    """The evaluation model over the same parameters; `outputs` adds values of its graph to the results."""
 
     def __init__(
         self,

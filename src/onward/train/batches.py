@@ -1,6 +1,6 @@
-"""Batches from what people have: arrays, dicts of arrays, data loaders, generators, functions.
+"""Batches from arrays, dicts of arrays, data loaders, generators and functions.
 
-Every source gives, for an epoch, the same batches in every run, so that a resumed run can go on at the batch
+Every source gives the same batches for an epoch in every run, so that a resumed run can continue at the batch
 where it stopped.
 """
 
@@ -35,7 +35,7 @@ Transform = Callable[[Batch, np.random.Generator], Batch]
 
 
 class Rows:
-    """An array whose rows are made when they are asked for: pictures in files, say."""
+    """An array whose rows are loaded lazily: images in files, for example."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -78,7 +78,7 @@ class Batches:
         return None
 
     def require(self, epochs: int) -> None:
-        """An error where the data does not last for so many epochs."""
+        """Raise an error if the data does not last for this many epochs."""
         if self.once and epochs > 1:
             raise ValueError(
                 "the data is an iterator and is used up after one epoch: "
@@ -87,7 +87,7 @@ class Batches:
 
 
 class ArrayBatches(Batches):
-    """Slices of arrays that have one row for each sample, shuffled anew in every epoch."""
+    """Slices of arrays that have one row for each sample, reshuffled in every epoch."""
 
     def __init__(
         self,
@@ -176,7 +176,7 @@ def make_batches(
     given: Sequence[str] = (),
     transform: Transform | None = None,
 ) -> Batches:
-    """Batches of whatever `data` is, for a model with these inputs.
+    """A source of batches from `data`, for a model with these inputs.
 
     Arrays come as a tuple or list in the model's order, or as a dict by name; anything else that can be
     iterated over, or a function that returns such a thing, is taken to give batches. `given` is the order of

@@ -1,4 +1,4 @@
-"""What may look on and interfere while a model trains."""
+"""Callbacks: observe a training run, and stop it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _EVERY = 30.0
 
 
 class Callback:
-    """Called by the trainer; override what is of interest. Return True from a method to stop training."""
+    """Base class of callbacks: override the methods you need. Return True from a method to stop training."""
 
     def on_start(self, trainer: Trainer) -> bool | None:
         """Before the first batch; also of a resumed run."""

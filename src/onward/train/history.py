@@ -1,4 +1,4 @@
-"""What happened in a run, as rows: one for each logged step and one for each evaluation."""
+"""The history of a run, as rows: one for each logged step and one for each evaluation."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class History:
         )
 
     def cut(self, step: int, epoch: int) -> None:
-        """Forget what came after a step and after some whole epochs, which a resumed run does again."""
+        """Remove rows after a step and after a number of epochs, which a resumed run repeats."""
         self.steps = [row for row in self.steps if row["step"] <= step]
         self.epochs = [row for row in self.epochs if row["step"] <= step and row["epoch"] <= epoch]
 

@@ -1,4 +1,4 @@
-"""Ctrl-C between two batches, never inside one: what is saved then is exactly a state of the run."""
+"""Defers Ctrl-C to the end of the current batch, so that the saved state is consistent."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class DeferredInterrupt:
-    """Keeps the first signal that asks to stop until `check` is called; a second one takes effect at once.
+    """Defers the first interrupt signal until `check` is called; a second one takes effect immediately.
 
     That is Ctrl-C, and SIGTERM in a program that made it mean the same (its handler is Python's
     `signal.default_int_handler`, as in the command line). A program that handles a signal in a way of its own
@@ -43,7 +43,7 @@ class DeferredInterrupt:
         self._before = {}
 
     def check(self) -> None:
-        """Raise the KeyboardInterrupt that was asked for."""
+        """Raise the deferred KeyboardInterrupt."""
         if self._asked:
             self._asked = False
             raise KeyboardInterrupt

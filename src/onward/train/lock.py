@@ -1,4 +1,4 @@
-"""One process at a time writes a run: the second is told who holds it."""
+"""A lock on a run's folder: only one process at a time writes into it."""
 
 from __future__ import annotations
 

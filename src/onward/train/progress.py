@@ -1,4 +1,4 @@
-"""Where a run is: what a checkpoint says beside the state of model and optimizer."""
+"""The progress of a run, saved in checkpoints beside the state of model and optimizer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Place", "ResumeWarning"]
 
 
 class ResumeWarning(UserWarning):
-    """A run goes on with other settings than it had: it will differ from one that never stopped."""
+    """A run is resumed with other settings: it will differ from an uninterrupted one."""
 
 
 @dataclasses.dataclass

@@ -1,4 +1,4 @@
-"""A learning rate by trial: a short run on a copy of the model, with a rate that grows at every step.
+"""Learning-rate range test: a short run on a copy of the model, with a rate that grows at every step.
 
 The loss falls while the rate is useful and rises when it is too high. The rate suggested is a tenth of the one at
 which the loss was lowest, where training is still fast and safe.

@@ -250,7 +250,7 @@ def _chart(
 
 
 def _smooth(points: Points) -> Points:
-    """The mean over a window around each point, narrower at the ends: the course shows through the noise."""
+    """Moving average over a window around each point, narrower at the ends."""
     reach = max(1, len(points) // 40)
     sums = [0.0]
     for _, y in points:

@@ -53,7 +53,7 @@ def make_schedule(
 
 
 def require_schedule(schedule: Schedule) -> None:
-    """Refuse a name that no schedule has, with those that there are."""
+    """Reject an unknown schedule name; the error lists the known ones."""
     if isinstance(schedule, str) and schedule not in SCHEDULES:
         near = difflib.get_close_matches(schedule, SCHEDULES, n=1)
         hint = f"; did you mean '{near[0]}'?" if near else ""
@@ -61,5 +61,5 @@ def require_schedule(schedule: Schedule) -> None:
 
 
 def schedule_name(schedule: Schedule) -> str:
-    """What a report calls a schedule."""
+    """The name of a schedule for reports."""
     return schedule if isinstance(schedule, str) else getattr(schedule, "__name__", "a function")

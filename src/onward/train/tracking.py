@@ -1,4 +1,4 @@
-"""A run's figures in MLflow or Weights & Biases, beside `onward.train.tensorboard`; both packages are optional."""
+"""Logs metrics to MLflow or Weights & Biases; both packages are optional. See also `onward.train.tensorboard`."""
 
 from __future__ import annotations
 

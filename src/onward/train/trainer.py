@@ -1,7 +1,7 @@
 """Trainer: a whole training run in one call.
 
 Batches, accumulation, schedule, evaluation, metrics, early stopping, checkpoints, resume and report over the
-`api` classes, which remain there for people who write their own loop.
+`api` classes, which you can also use in your own loop.
 """
 
 from __future__ import annotations
@@ -55,15 +55,15 @@ __all__ = ["Trainer"]
 class Trainer:
     """Trains what `generate_artifacts` wrote (a directory) or `build_artifacts` made.
 
-    With `output_directory`, checkpoints, history and a report are kept there, and `fit(resume=True)` goes on
-    where an earlier run stopped, byte for byte as if it had not, where the data gives the same batches again
+    With `output_directory`, checkpoints, history and a report are kept there, and `fit(resume=True)` resumes
+    an earlier run where it stopped, bit-exactly if the data gives the same batches again
     (a loader that shuffles by itself does not). `schedule` is "constant", "linear", "cosine",
     "step", "one-cycle", "polynomial", or a function of (optimizer, total steps) that returns a scheduler;
-    `warmup` counts steps, or is a share of them when below 1. `accumulation` adds up the gradients of so many
-    batches for one update. `metrics` are names or functions: see `onward.train.metrics`.
+    `warmup` is a number of steps, or a fraction of them if below 1. `accumulation` is the number of batches whose
+    gradients are accumulated for one update. `metrics` are names or functions: see `onward.train.metrics`.
 
-    Artifacts of a model that others have trained record how to train it on: a low `learning_rate`, `warmup` and
-    `clip_norm`. They hold where nothing else is said (0 turns warm-up and clipping off); otherwise the rate is 1e-3.
+    Artifacts of a pretrained model record defaults for fine-tuning: a low `learning_rate`, `warmup` and `clip_norm`.
+    Arguments override them (0 turns warmup and clipping off); otherwise the learning rate is 1e-3.
     `learning_rate="auto"` finds one by a short trial on a copy of the model: see `onward.train.range_test`.
 
     >>> import numpy as np
@@ -166,14 +166,14 @@ class Trainer:
         best_metric: str | None = None,
         transform: Transform | None = None,
     ) -> History:
-        """Train for some epochs and return the history; a resumed run counts those that it has done.
+        """Train for a number of epochs and return the history; a resumed run counts the epochs already done.
 
         Data are arrays in the order of the model's inputs, a dict of them by name, an iterable of batches
         (a torch DataLoader, a list), or a function that returns one (of the epoch, if it takes an argument).
         `save_every` counts updates; at the end of each epoch a checkpoint is written in any case. The best
         epoch by `best_metric` (default: the evaluation loss, or the training loss without evaluation data) is
         kept as `best`. `transform` changes each training batch (`onward.data.augment`). Ctrl-C stops between two
-        batches and saves; a second `fit` trains on.
+        batches and saves; a second `fit` continues training.
         """
         for name, count in (("epochs", epochs), ("log_every", log_every), ("save_every", save_every or 1)):
             if count < 1:
@@ -453,7 +453,7 @@ class Trainer:
     # ---- using -----------------------------------------------------------------------------------
 
     def evaluate(self, data: Any, *, batch_size: int = 32) -> dict[str, float]:
-        """The loss and the metrics over some data, dropout off."""
+        """The loss and the metrics over some data, in evaluation mode."""
         step = self._evaluator()
         source = make_batches(data, step.plan.inputs, batch_size=batch_size)
         return evaluate(step, source, self._metrics, results=self._files.outputs)

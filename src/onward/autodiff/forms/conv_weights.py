@@ -1,6 +1,6 @@
-"""The gradient of a convolution's weights: formulations that are equal in value and different in speed.
+"""The gradient of a convolution's weights: formulations with equal results and different speed.
 
-`weight_formulation` chooses by shape; nothing else knows of the choice. Registers no rule.
+`weight_formulation` chooses by shape. Registers no rule.
 """
 
 from __future__ import annotations
@@ -251,7 +251,7 @@ def _tap_major(op, flat: ir.Value, product: Product) -> ir.Value:
 
 
 def weight_formulation(op, product: Product) -> str:
-    """Which way to get dw; measured with one and two threads on the CPU provider.
+    """Choose the formulation of dw; measured with one and two threads on the CPU provider.
 
     "depthwise": multiply and sum per tap, channels first or (where sizes are known) last. "columns": all taps side
     by side, one MatMul per image, best where there are few input channels. "channels_first"/"channels_last": one

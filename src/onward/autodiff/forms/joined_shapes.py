@@ -1,4 +1,4 @@
-"""Shapes put together from numbers and from sizes known at run time. Registers no rule."""
+"""Shapes built from numbers and from sizes known only at run time. Registers no rule."""
 
 from __future__ import annotations
 

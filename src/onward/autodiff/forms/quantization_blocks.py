@@ -1,4 +1,4 @@
-"""How the scales of quantization lie over a tensor: one, one a slice of an axis, one a block. No rule here."""
+"""Granularity of quantization scales: per tensor, per axis, or per block. Registers no rule."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Scales:
         return op.Slice(wide, [0], op.dim(self.of, self.axis), [self.axis])
 
     def gather(self, op, each: ir.Value, scale: ir.Value) -> ir.Value:
-        """Contributions of each element, summed to the scale that they share."""
+        """Sum the contributions of all elements that share a scale."""
         if self.rank == 0 and not self.block:
             total = op.ReduceSum(each, keepdims=0)
             return op.Reshape(total, op.shape(scale)) if op.rank(scale) else total

@@ -1,8 +1,8 @@
-"""What RNN, GRU and LSTM share: reading a node, running a step over time, products over all steps.
+"""Shared by RNN, GRU and LSTM: reading a node, running a step over time, products over all steps.
 
-The forward node is written anew as one product for all inputs and a Scan over time that also keeps what the
-backward pass reads (the gates); the backward pass is a Scan the other way whose steps hold a single product,
-and one product over all steps for each weight. Registers no rule.
+The forward node is rewritten as one product for all inputs and a Scan over time that also outputs what the
+backward pass reads (the gates); the backward pass is a Scan in the other direction with a single product in
+each step, and one product over all steps for each weight. Registers no rule.
 """
 
 from __future__ import annotations
@@ -149,13 +149,13 @@ class Recurrence:
         return op.Concat(first, op.Slice(states, [0], [-1], [0]), axis=0)
 
     def where_valid(self, value: ir.Value, other: float) -> ir.Value:
-        """A coefficient of the backward pass, made neutral where a step is past its sequence's end."""
+        """A coefficient of the backward pass, masked where a step is past its sequence's end."""
         if self.mask is None:
             return value
         return self.op.Where(self.mask, value, self.op.constant_like(other, value))
 
     def hold(self) -> ir.Value | None:
-        """[S, B, 1]: 1 where a step only passes its state on."""
+        """[S, B, 1]: 1 where a step is past the end of its sequence and keeps its state."""
         if self.mask is None:
             return None
         zero, one = self.op.constant_like(0.0, self.x), self.op.constant_like(1.0, self.x)

@@ -38,7 +38,7 @@ class Activation:
 
     @property
     def needs_argument(self) -> bool:
-        """Whether the derivative cannot be had from the function's value alone."""
+        """Whether the derivative cannot be computed from the function's value alone."""
         return self.clip is not None or self.name in ("leakyrelu", "elu")
 
     def apply(self, op, z: ir.Value) -> ir.Value:

@@ -10,7 +10,7 @@ __all__ = ["saved_output"]
 def saved_output(
     op, node: ir.Node, index: int, *, dtype: ir.DataType | None, shape: ir.Shape | None
 ) -> ir.Value:
-    """An optional output of a forward node; it is switched on where the model left it out."""
+    """An optional output of a forward node; it is added if the model omits it."""
     if len(node.outputs) <= index:
         node.resize_outputs(index + 1)
     value = node.outputs[index]

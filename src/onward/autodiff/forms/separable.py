@@ -1,7 +1,7 @@
 """Operators that are one matrix along each axis: pooling by sums and resizing.
 
-The matrix of an axis is the operator itself applied to an identity matrix, so that its edges, coordinates
-and rounding are the runtime's own; the gradient multiplies by the transposes. Registers no rule.
+The matrix of an axis is the operator itself applied to an identity matrix, so that borders, coordinates
+and rounding match the runtime's; the gradient multiplies by the transposes. Registers no rule.
 """
 
 from __future__ import annotations

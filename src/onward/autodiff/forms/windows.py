@@ -33,14 +33,14 @@ class Window:
 
     @property
     def static_pads(self) -> list[int] | None:
-        """Both paddings as the `pads` attribute writes them, or None where only the run knows them."""
+        """Both paddings in the order of the `pads` attribute, or None where they are known only at run time."""
         if isinstance(self.begin, np.ndarray) and isinstance(self.end, np.ndarray):
             return [*self.begin.tolist(), *self.end.tolist()]
         return None
 
     @property
     def static_kernel(self) -> list[int] | None:
-        """The kernel's size, or None where only the run knows it."""
+        """The kernel's size, or None where it is known only at run time."""
         return self.kernel.tolist() if isinstance(self.kernel, np.ndarray) else None
 
     def taps(self) -> Iterator[np.ndarray]:

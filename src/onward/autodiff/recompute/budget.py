@@ -1,8 +1,7 @@
-"""Which parts of a forward pass to recompute so that activations take no more than some memory.
+"""Chooses the segments of a forward pass to recompute so that activations fit a memory budget.
 
-Estimates the bytes of values and the work of nodes, divides the forward pass where little passes, and leaves out
-what need not be recomputed. Knows which operators move no data and which take most time; knows nothing of how a
-segment is recomputed.
+Estimates the bytes of values and the cost of nodes, splits the forward pass where few values cross, and keeps
+segments that need not be recomputed. `rewrite` does the recomputation.
 """
 
 from __future__ import annotations
@@ -24,21 +23,21 @@ __all__ = ["ActivationBudget", "is_bytes", "plans_within"]
 _log = logging.getLogger("onward")
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 _BYTES = re.compile(r"(\d+(?:\.\d+)?) ?((?:[kmg]i?)?)b", re.IGNORECASE)
-# Stands for a size that is not known: estimates are compared with each other only.
+# Assumed for an unknown size: estimates are only compared with each other.
 _UNKNOWN_SIZE = 128
-# Their results share memory with what they read.
+# Their outputs share memory with their inputs.
 _VIEWS = frozenset({"Reshape", "Squeeze", "Unsqueeze", "Flatten", "Identity"})
-# How many ways to divide a model are compared.
+# How many ways to split a model are compared.
 _TRIALS = 24
 
 
 @dataclasses.dataclass(frozen=True)
 class ActivationBudget:
-    """What values of the forward pass may take of memory while they wait for the backward pass.
+    """A memory budget for activations: values of the forward pass that are stored for the backward pass.
 
-    `limit` is a share of what they take without recomputation (a number between 0 and 1) or bytes (a whole
-    number, or text such as "500MB"); without one, they take as little as can be had. `sizes` are numbers for
-    symbolic dimensions, for estimates: bytes cannot be told without them.
+    `limit` is a fraction of what they take without recomputation (a number between 0 and 1) or bytes (an
+    integer, or a string such as "500MB"); without a limit, memory is minimized. `sizes` are the sizes of symbolic
+    dimensions, for estimates: a limit in bytes requires them.
 
     >>> ActivationBudget("500MB", sizes={"batch": 8}).limit
     '500MB'
@@ -54,7 +53,7 @@ def is_bytes(text: str) -> bool:
 
 
 def plans_within(tape: Tape, budget: ActivationBudget) -> list[Plan]:
-    """Segments that keep the estimated peak within a budget, with as little repeated work as was found."""
+    """Segments that keep the estimated peak within a budget, with the least recomputation found."""
     sizes = _Sizes(budget.sizes)
     estimate = _Estimate(tape, sizes)
     everything = estimate.peak([])
@@ -125,7 +124,7 @@ class _Sizes:
 
     def __init__(self, given: Mapping[str, int]) -> None:
         self._given = given
-        # names of dimensions whose size was given, and of those where it had to be guessed
+        # names of dimensions whose size was given, and of those where it is assumed
         self.used: set[str] = set()
         self.guessed: set[str] = set()
 
@@ -229,7 +228,7 @@ class _Estimate:
         return most
 
     def spare(self, plans: list[Plan], limit: float) -> list[Plan]:
-        """Recompute nothing in some segments, the most laborious first, while the peak stays within the limit."""
+        """Keep some segments, the most expensive first, while the peak stays within the limit."""
         order = sorted(
             (plan for plan in plans if plan.nodes), key=lambda p: -sum(map(self.sizes.work, p.nodes))
         )
@@ -246,7 +245,7 @@ class _Estimate:
 
 
 def _divisions(tape: Tape, estimate: _Estimate) -> Iterator[list[list[ir.Node]]]:
-    """Ways to divide the forward pass into segments of about equal memory, cut where little passes."""
+    """Ways to split the forward pass into segments of about equal memory, cut where few values cross."""
     nodes, saved = tape.forward, estimate.saved()
     passing = [0.0] * (len(nodes) + 1)
     own = [0.0] * len(nodes)
@@ -274,7 +273,7 @@ def _divisions(tape: Tape, estimate: _Estimate) -> Iterator[list[list[ir.Node]]]
 
 
 def _cuts(own: Sequence[float], passing: Sequence[float], size: float) -> tuple[int, ...]:
-    """Where to cut for segments of about a size: where the least passes between half and all of it."""
+    """Where to cut for segments of about this size: where the least memory crosses, between half and all of it."""
     cuts: list[int] = []
     filled, best, amount = 0.0, -1, math.inf
     since = 0.0

@@ -1,4 +1,4 @@
-"""Activation recomputation: forget values of the forward pass, and compute them again for the backward pass.
+"""Activation recomputation: drop values of the forward pass, and recompute them for the backward pass.
 
 Works on a graph that has its gradients already, and changes only what the backward nodes read. A segment is a
 set of forward nodes. Values that stay inside it are dropped: where a backward node reads one, it reads a copy
@@ -6,12 +6,12 @@ instead, which repeats the segment's nodes from what is kept (the segment's inpu
 
 The copies must run late, and must not be merged with the originals by a runtime that looks for common
 subexpressions. So whatever the backward nodes of a segment and its copies read of the forward pass goes through
-a gate: a Reshape to the shape that it has, whose target is computed from a gradient that arrives at the segment.
-It moves no data, and nothing before the run can tell what it gives.
+a gate: a Reshape to its own shape, whose target depends on a gradient that arrives at the segment.
+It moves no data, and no optimizer can compute it before the run.
 
-A runtime that works its way back from each output would leave what only an output needs (the gradient of a
-bias) for the end of the run, and keep what it is computed from until then. So gates wait for the results that
-could be there, too. Which nodes make segments is decided elsewhere.
+A runtime that schedules by walking back from each output would compute what only an output needs (the gradient of
+a bias) at the end of the run, and keep its inputs until then. So gates also wait for the results that can be
+computed by then. `segments` and `budget` decide which nodes make segments.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = ["Plan", "Tape", "plan_segment", "recompute_segments"]
 
 
 class Tape:
-    """The forward nodes of a graph, its backward nodes, and when the backward walk came to which.
+    """The forward nodes of a graph, its backward nodes, and the order in which nodes were differentiated.
 
     `results` are outputs that hold the gradients of parameters.
     """
@@ -95,7 +95,7 @@ class Tape:
         return [result.value for result in ready]
 
     def _computed(self, gradients: Iterable[ir.Value]) -> list[ir.Value]:
-        """Gradients that only a run can tell, as tensors."""
+        """Gradients that are known only at run time, as tensors."""
         return [
             value
             for value in gradients
@@ -136,7 +136,7 @@ def _only_for(node: ir.Node, last: ir.Node) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What recomputing a segment takes.
+    """The nodes and values that recomputing a segment needs.
 
     `needed` are the values that backward nodes will read copies of, `nodes` are repeated for them (in forward
     order), and `inputs` are what these read from outside: values that are kept until then.
@@ -149,7 +149,7 @@ class Plan:
 
 
 def plan_segment(tape: Tape, segment: Sequence[ir.Node]) -> Plan:
-    """Which values of a segment can be dropped, and what it takes to have them again."""
+    """Which values of a segment can be dropped, and how to recompute them."""
     inside = set(segment)
     start = tape.start(segment)
     if start is None:
@@ -183,7 +183,7 @@ def plan_segment(tape: Tape, segment: Sequence[ir.Node]) -> Plan:
 
 
 def recompute_segments(tape: Tape, plans: Iterable[Plan]) -> None:
-    """Let backward nodes read copies of what plans drop, and the rest of the forward pass through gates."""
+    """Make backward nodes read copies of the dropped values, and the rest of the forward pass through gates."""
     starts = [(start, plan) for plan in plans if (start := tape.start(plan.segment)) is not None]
     starts.sort(key=lambda item: item[0][0])
     ends = [start[0] for start, _ in starts[1:]] + [len(tape.nodes)]
@@ -220,7 +220,7 @@ def _repeat(
 
 
 class _Gates:
-    """Passes values on that are there already, but only when some others have been computed, too."""
+    """Passes on existing values, but only after some others have been computed."""
 
     def __init__(self, op: DifferentiableBuilder, awaited: Sequence[ir.Value]) -> None:
         self._op = op
@@ -228,7 +228,7 @@ class _Gates:
         samples = op.Sum(*(self._sample(value) for value in awaited))
         # the sum exists also where a value has no element
         total = op.ReduceSum(samples, keepdims=0)
-        # 0 or 1, whatever the numbers are, so that times 0 it is 0
+        # 0 or 1, also for non-finite values, so that times 0 it is 0
         self._flag = op.Cast(op.IsNaN(total), to=ir.DataType.INT64)
         self._targets: dict[int | None, ir.Value] = {}
         self._passed: dict[ir.Value, ir.Value] = {}
@@ -301,7 +301,7 @@ def _copy(
 
 
 def _waits(value: ir.Value) -> bool:
-    """Whether a gate goes before a value. Not for parameters, which are there anyway, nor for sizes."""
+    """Whether a value needs a gate. Parameters are stored anyway, and sizes are small."""
     return value.producer() is not None and _is_large(value) and isinstance(value.type, ir.TensorType)
 
 
@@ -317,7 +317,7 @@ def _normalizes_batch(node: ir.Node) -> bool:
 
 
 def _repeats(node: ir.Node) -> bool:
-    """Whether running a node again gives the same, and its results are tensors.
+    """Whether recomputing a node gives the same result, and its outputs are tensors.
 
     A Dropout that is left in a training graph drops nothing: the others were written as hashes of a seed.
     """

@@ -1,6 +1,6 @@
-"""What `recompute=` asks for: segments by the names of scopes, or by how much memory activations may take.
+"""Parses `recompute=`: segments by scope names, or by a memory budget for activations.
 
-Knows how node names tell scopes; knows nothing of how a segment is recomputed, nor of sizes.
+Reads scopes from node names. `budget` estimates sizes, and `rewrite` recomputes a segment.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def recompute_activations(
     *,
     results: Sequence[ir.Value] = (),
 ) -> int:
-    """Drop values of the forward pass as asked for; returns how many nodes run twice.
+    """Drop values of the forward pass as requested; returns how many nodes run twice.
 
     `forward` are the nodes that were there before the gradients, `results` the outputs that hold gradients.
     """
@@ -56,7 +56,7 @@ def recompute_activations(
 
 
 def _budget(wanted: Recompute) -> ActivationBudget | None:
-    """What was asked for as a budget; None where it is patterns."""
+    """The request as a budget; None for patterns."""
     if isinstance(wanted, ActivationBudget):
         return wanted
     if wanted is True:
@@ -131,7 +131,7 @@ def _unmatched(tape: Tape, pattern: str) -> str:
 
 
 def _near(pattern: str, known: Sequence[str]) -> list[str]:
-    """Up to three scopes like a pattern, by their ends: what they begin with may be left out of patterns."""
+    """Up to three scopes similar to a pattern, compared by their ends: patterns may omit the beginning."""
     plain = pattern.strip("/").replace("/", ".")
     length = plain.count(".") + 1
     likeness = {

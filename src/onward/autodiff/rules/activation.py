@@ -1,4 +1,4 @@
-"""Gradients of activation functions. At a kink they take torch's side."""
+"""Gradients of activation functions. At a kink they choose the same subgradient as torch."""
 
 from __future__ import annotations
 

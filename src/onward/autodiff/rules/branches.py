@@ -1,4 +1,4 @@
-"""The gradient of If: both branches are differentiated, and the one that ran runs again."""
+"""The gradient of If: both branches are differentiated, and the one that ran is recomputed."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def if_(op, node, *dys):
 
 
 def _export(op, node, branches, name, value):
-    """A value of one branch as a further output of If; the other branch gives an empty one."""
+    """A value of one branch as an additional output of If; the other branch outputs an empty one."""
     for key, branch in branches.items():
         if key == name:
             branch.outputs.append(subgraphs.copy_into(op, branch, value))

@@ -1,6 +1,6 @@
-"""Operators that stop the gradient: what they give is no real number, or does not depend on one smoothly.
+"""Operators without a gradient: their outputs are not real numbers, or are constant almost everywhere.
 
-The ones next to which a family has rules (comparisons, ArgMax, Shape) are declared there.
+Some are declared in the module of their family instead (comparisons, ArgMax, Shape).
 """
 
 from __future__ import annotations

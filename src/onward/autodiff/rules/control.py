@@ -1,8 +1,8 @@
 """Gradients of Loop and Scan: their bodies are differentiated.
 
-Each backward node runs the forward body again, from what was kept of that turn, and the body's gradient after
-it. What a turn begins with is kept as further outputs of the forward node: stacked where its shape is the
-same in every turn, else as a sequence. Random numbers are kept too, never drawn again.
+Each iteration of a backward node recomputes the forward body from the saved state of that iteration, then runs the
+body's gradient. The state at the start of each iteration is saved in additional outputs of the forward node: stacked
+where its shape is the same in every iteration, else as a sequence. Random numbers are saved too, never drawn again.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def _loop_bodies(node, varying, mattering):
 
 @gradient_rule("Loop", bodies=_loop_bodies)
 def loop(op, node, *dys):
-    """sₜ₊₁, eₜ = f(t, sₜ, c)   ⇒   from the last turn to the first:
+    """sₜ₊₁, eₜ = f(t, sₜ, c)   ⇒   from the last iteration to the first:
     dsₜ, δc = f'ᵀ(t, sₜ, c)·(dsₜ₊₁, deₜ),   dc = Σ δc
     """
     turns = _loop(node)
@@ -131,13 +131,13 @@ def loop(op, node, *dys):
 
 @dataclasses.dataclass(frozen=True)
 class _Record:
-    """What a value of the body was in every turn: stacked, a sequence, or sequences one behind the other."""
+    """A value of the body in every iteration: stacked, as a sequence, or as concatenated sequences."""
 
     kept: ir.Value
     lengths: ir.Value | None = None
 
     def at(self, op, turn: ir.Value) -> ir.Value:
-        """The value in one turn."""
+        """The value in one iteration."""
         if self.lengths is not None:
             ends = op.CumSum(self.lengths, np.asarray(0, np.int64), exclusive=1)
             return part_of(op, self.kept, op.Gather(ends, turn), op.Gather(self.lengths, turn))
@@ -147,12 +147,12 @@ class _Record:
 
 
 def _record_loop(op, turns: _Turns, values: list[ir.Value]) -> tuple[ir.Value, dict[ir.Value, _Record]]:
-    """How many turns there were, and what values of the body were in each."""
+    """The number of iterations, and values of the body in each."""
     steady = [value for value in values if keeps_its_shape(value)]
     changing = [value for value in values if value not in steady]
     place = {value: value for value in values}
     if changing and turns.emitted:
-        # States come before what is emitted, so that a sequence cannot be added behind: loop once more.
+        # Sequences must be states, and states come before scan outputs: add a second loop.
         turns, place = _repeat(op, turns, values)
     body, node = turns.body, turns.node
     inside = Builder(body, parent=op)
@@ -174,7 +174,7 @@ def _record_loop(op, turns: _Turns, values: list[ir.Value]) -> tuple[ir.Value, d
 
 
 def _carry_sequence(op, inside: Builder, node: ir.Node, value: ir.Value) -> ir.Value:
-    """Collect a value of the body over the turns, in one more state of the loop that emits nothing yet."""
+    """Collect a value of the body over the iterations, in one more state of a loop without scan outputs."""
     kind = ir.SequenceType(ir.TensorType(op.dtype(value)))
     empty = ir.Node("", "SequenceEmpty", [], [ir.AttrInt64("dtype", int(op.dtype(value)))], num_outputs=1)
     empty.name = op.namer("SequenceEmpty")
@@ -193,7 +193,7 @@ def _carry_sequence(op, inside: Builder, node: ir.Node, value: ir.Value) -> ir.V
 
 
 def _repeat(op, turns: _Turns, values: list[ir.Value]) -> tuple[_Turns, dict[ir.Value, ir.Value]]:
-    """The loop again, without what it emits; and where the body's values are in it."""
+    """A copy of the loop without its scan outputs; and where the body's values are in it."""
     if any(value not in turns.entering for value in values):
         source = next(v for v in values if v not in turns.entering).producer()
         raise ModelError(
@@ -236,7 +236,7 @@ def _scan_bodies(node, varying, mattering):
 
 @gradient_rule("Scan", bodies=_scan_bodies)
 def scan(op, node, *dys):
-    """sₜ₊₁, eₜ = f(sₜ, xₜ, c)   ⇒   from the last turn to the first:
+    """sₜ₊₁, eₜ = f(sₜ, xₜ, c)   ⇒   from the last iteration to the first:
     dsₜ, dxₜ, δc = f'ᵀ(sₜ, xₜ, c)·(dsₜ₊₁, deₜ),   dc = Σ δc
     """
     turns = _scan(node)
@@ -291,7 +291,7 @@ def scan(op, node, *dys):
         if placeholder.uses():
             walked.append((_record_scan(op, turns, value), placeholder, 0, 0))
     used = [row for row in walked if row[1].uses() or row[1].is_graph_output()]
-    used = used or walked[:1]  # something must say how many turns there are
+    used = used or walked[:1]  # a Scan needs an input that sets the number of iterations
     inner.graph.inputs.extend(placeholder for _, placeholder, _, _ in used)
     first = [zeros(op, node.outputs[i]) if dys[i] is None else dys[i] for i in live]
     first += [zeros(op, value) for value in captured]
@@ -321,7 +321,7 @@ def _layout(node: ir.Node, side: str, count: int) -> tuple[list[int], list[int]]
 
 
 def _record_scan(op, turns: _Turns, value: ir.Value) -> ir.Value:
-    """Stack a value of the body over the turns, as a further output of the forward Scan."""
+    """Stack a value of the body over the iterations, as an additional output of the forward Scan."""
     node, count = turns.node, len(turns.node.outputs) - len(turns.leaving)
     for what in ("axes", "directions"):
         if (old := node.attributes.get_ints(f"scan_output_{what}", None)) is not None:
@@ -337,7 +337,7 @@ def _record_scan(op, turns: _Turns, value: ir.Value) -> ir.Value:
 
 
 def _present(values: Sequence[ir.Value | None]) -> list[ir.Value]:
-    """Inputs that the standard does not let be absent."""
+    """Inputs that the standard requires."""
     return [value for value in values if value is not None]
 
 

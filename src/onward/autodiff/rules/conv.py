@@ -1,7 +1,7 @@
 """Gradients of convolutions and of Col2Im.
 
-The gradient of a convolution's input has two formulations, equal in value and different in speed:
-`input_formulation` chooses by shape, and nothing else knows of the choice. Those of the weights are elsewhere.
+The gradient of a convolution's input has two formulations, with equal results and different speed:
+`input_formulation` chooses by shape. The weights' gradient is in `forms.conv_weights`.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def col2im(op, node, dy):
 
 
 def input_formulation(op, product: Product) -> str:
-    """Which way to get dx: "transpose" (ConvTranspose) or "flip" (Conv with the kernel turned around).
+    """Choose the formulation of dx: "transpose" (ConvTranspose) or "flip" (Conv with the kernel flipped).
 
     Conv has a kernel for depthwise weights, and shares large images among threads where ConvTranspose adds up
     its columns in one; ConvTranspose is the faster on small images, and needs no size to be known. From
@@ -130,7 +130,7 @@ def input_gradient(op, product: Product) -> ir.Value:
 
 
 def mirrored_pads(window: Window) -> np.ndarray:
-    """The padding with which a turned kernel of stride 1 gives back the input's size."""
+    """The padding with which a flipped kernel of stride 1 restores the input's size."""
     span = (np.asarray(window.kernel) - 1) * window.dilations
     return np.concatenate([span - np.asarray(window.begin), span - np.asarray(window.end)])
 
@@ -190,7 +190,7 @@ def placement(window: Window) -> dict[str, list[int]]:
 
 
 def has(node: ir.Node, name: str) -> bool:
-    """Whether a list attribute is there and says something."""
+    """Whether a list attribute is present and not empty."""
     return bool(node.attributes.get_ints(name, []))
 
 

@@ -1,7 +1,7 @@
-"""Gradients of arithmetic and of mathematical functions that work element by element.
+"""Gradients of elementwise arithmetic and mathematical functions.
 
-Activation functions are in `activation`; broadcasting is undone by the engine. Also here: the ways to keep a
-gradient where a condition holds, which the other families use too.
+Activation functions are in `activation`; the engine sums over broadcast axes. The masking functions here are
+used by other families too.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def keep(op, dz, condition):
 
 
 def keep_positive(op, dz, x):
-    """dz where x > 0, 0 elsewhere; for float32 without a comparison, which the provider is slow at."""
+    """dz where x > 0, 0 elsewhere; for float32 without a comparison, which is slow on the CPU provider."""
     if op.dtype(dz) != ir.DataType.FLOAT:
         return keep(op, dz, op.Greater(x, 0.0))
     return op.Mul(op.Clip(dz, -_LARGEST, _LARGEST), step(op, x))

@@ -1,7 +1,8 @@
-"""Gradients of picking and placing by index: the Gather and Scatter families, TopK, OneHot, Compress, Unique.
+"""Gradients of indexing: the Gather and Scatter families, TopK, OneHot, Compress, Unique.
 
-What was picked twice gets both gradients. ScatterND may not be used for that: on the stock CPU provider its
-threads add to the same place without a lock, and updates are lost. ScatterElements is sequential.
+An element that is gathered twice gets the sum of both gradients. ScatterND may not be used for that: on the stock
+CPU provider its threads add to the same place without a lock, and updates are lost. ScatterElements is
+sequential.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ _FEW_ROWS = 128
 
 
 def scatter_selected(op, x, dz, select):
-    """The gradient of any operator that only selects: `select` applied to the numbers of x's places tells
+    """The gradient of any operator that only selects elements: `select` applied to the flat indices of x tells
     where each element of dz came from."""
     size = op.Size(x)
     index = select(op.Reshape(op.Range(0, size, 1), op.shape(x), allowzero=1))

@@ -99,7 +99,7 @@ def max_unpool(op, node, dy):
 
 
 def max_formulation(op, node: ir.Node, x: ir.Value) -> str:
-    """Which way to get MaxPool's gradient; measured with one thread on the CPU provider.
+    """Choose the formulation of MaxPool's gradient; measured with one thread on the CPU provider.
 
     "compare": find each maximum again, tap by tap; the runtime pools ten times slower with indices than
     without, so this is 1.4 times as fast for few taps. "write": no pixel is in two windows, so that MaxUnpool's

@@ -1,7 +1,7 @@
-"""Gradients of quantized operators, straight through: rounding counts as the identity.
+"""Gradients of quantized operators, by the straight-through estimator: rounding counts as the identity.
 
 The gradient of an integer tensor q that stands for real numbers is a floating tensor: that of the loss with
-respect to q as if it were real. Where a value saturates, nothing passes.
+respect to q as if it were real. Where a value saturates, its gradient is zero.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Gradients of operators that move numbers about without computing: reshapes, permutations, repetition.
+"""Gradients of operators that rearrange data without computing: reshape, transpose, expand, tile.
 
-Cutting and joining (Slice, Pad, Split, Concat …) is in `slicing`, picking by index in `indexing`.
+Slice, Pad, Split and Concat are in `slicing`, the Gather and Scatter families in `indexing`.
 """
 
 from __future__ import annotations

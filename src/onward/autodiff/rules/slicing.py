@@ -1,7 +1,7 @@
-"""Gradients of cutting and joining: Slice, Split, Concat, Pad, CenterCropPad.
+"""Gradients of Slice, Split, Concat, Pad and CenterCropPad.
 
-What one cuts, the other fills: each gradient is made of Slice, Pad and Concat. Scatters are left for what only
-the run knows: steps, axes, and the reach of mirrored pads.
+Each gradient is made of Slice, Pad and Concat. Scatters are used only for what is known only at run time: steps,
+axes, and the extent of mirrored pads.
 """
 
 from __future__ import annotations

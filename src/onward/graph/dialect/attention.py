@@ -1,8 +1,8 @@
 """Scaled dot-product attention and rotary embeddings in elementary operators.
 
-The one place where these are spelt out; the operators that mean them (`Attention` of opset 23 and later,
-the contrib attentions) differ in layout and masks and call this. Rows that may attend to nothing give
-zeros, without a NaN on the way that a gradient would carry on.
+The operators for them (`Attention` of opset 23 and later, the contrib attentions) differ in layout and masks and
+all use this module. Rows that may attend to nothing give zeros, without an intermediate NaN that would get into
+gradients.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = [
 
 @dataclasses.dataclass
 class Mask:
-    """What is added to the scores and, where a query may be left without any key, which pairs count."""
+    """The bias added to the scores and, where a query may have no key at all, the pairs that may attend."""
 
     bias: ir.Value | None = None
     allowed: ir.Value | None = None
@@ -48,7 +48,7 @@ class Mask:
 
 
 def _low(op: Builder, like: ir.Value) -> float:
-    """So low that its exponential is zero, so high that adding to it does not overflow."""
+    """A number so low that its exponential is zero, but not so low that adding to it overflows."""
     return -3e4 if op.dtype(like) == ir.DataType.FLOAT16 else -1e30
 
 

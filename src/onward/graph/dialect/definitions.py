@@ -1,7 +1,7 @@
 """Operators that ONNX itself defines by a function body, replaced by that body.
 
-For the few whose definition is long and whose body is already in elementary operators: writing them out by
-hand would only repeat it.
+For the few whose definition is long and already in elementary operators: writing the expansion by hand would
+only repeat it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Operators and attributes of opsets 22 to 28, in the spelling of opset 21.
+"""Rewrites operators and attributes of opsets 22 to 28 to opset 21.
 
-One table: operator → function that builds it from older ones. An operator that only takes more types since
-is not here: it keeps its spelling, and lowest.py says whether the types in use still need the newer opset.
+One table: operator → function that builds it from older ones. An operator that has only gained types is not
+here: it is unchanged, and `normalize` finds whether the types in use still need the newer opset.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _TABLE: dict[str, Expansion] = {}
 
 
 def downgrade(node: ir.Node, version: int) -> Expansion | None:
-    """How a node of this opset version is written in opset 21; None where it is written the same."""
+    """The rewrite of a node of this opset version to opset 21; None where it is unchanged."""
     expansion = _TABLE.get(node.op_type)
     if expansion is None or version < 22:
         return None
@@ -169,7 +169,7 @@ def _mask(
 
 
 def _padded(op: Builder, mask: ir.Value, total: ir.Value) -> ir.Value:
-    """A mask may end before the keys do: those that it does not reach are not attended."""
+    """A mask may be shorter than the keys: keys beyond it are not attended."""
     length, full = op.static_dim(mask, -1), op.const_value(total)
     if length is not None and full is not None and length == int(full[0]):
         return mask
@@ -256,7 +256,7 @@ def _cum_prod(op: Builder, node: ir.Node) -> ir.Value:
     known = op.const_value(axis)
     if known is not None:
         return _product_along(op, node, x, int(known.item()) % rank)
-    # An axis that only the run knows: one branch for each that it can be.
+    # An axis known only at run time: one branch for each possible axis.
     place = op.Mod(op.Add(op.Cast(op.Reshape(axis, np.asarray([], np.int64)), to=7), rank), rank)
     return _product_by_case(op, node, x, place, 0)
 

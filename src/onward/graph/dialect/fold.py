@@ -1,8 +1,8 @@
-"""Computes what is constant in a model as it comes in, so that the ranks that depend on it are known.
+"""Constant folding of an incoming model, so that ranks that depend on constants are known.
 
 Exporters that do not fold (`do_constant_folding=False`, which training needs) leave axes and shapes as chains of
-nodes over `Constant` nodes. Any operator may stand in one: where numpy's few do not do, ONNX's reference evaluator
-computes it in the model's own opset. Initializers that hold real numbers are parameters, and are left alone.
+nodes over `Constant` nodes. Any operator may be part of one: what `graph.evaluate` cannot compute, ONNX's reference
+evaluator computes in the model's own opset. Initializers of real numbers are parameters, and are not folded.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def constant_names(model: ir.Model) -> set[str]:
 
 
 def fold_constant_nodes(model: ir.Model, opset: int, constants: set[str], *, sizes: bool = True) -> bool:
-    """Put numbers in the place of nodes whose inputs are known; says whether there were any.
+    """Replace nodes whose inputs are known by constants; returns whether there were any.
 
     `constants` names the initializers of real numbers that no one trains; what is computed here joins them.
     With `sizes`, shapes are taken as inferred.
@@ -104,7 +104,7 @@ def _is_known(value: ir.Value, constants: set[str]) -> bool:
 
 
 def _by_reference(node: ir.Node, opset: int, feeds: Sequence[np.ndarray | None]) -> list[np.ndarray] | None:
-    """What onnx's own evaluator says; None where it cannot say it: the run will tell what is wrong."""
+    """The result of onnx's reference evaluator; None where it fails: the run will report the problem."""
     if node.op_type in ("ConstantOfShape", "Expand", "Tile", "Range") and not _is_small(node):
         return None
     proto = ir.to_proto(node)

@@ -1,8 +1,8 @@
-"""The same model in an older opset, where every node means the same there.
+"""Converts a model to an older opset, where every node has the same meaning there.
 
-Most operators only gained types since; some gained attributes that are at their defaults here, or take as
-inputs what were attributes. Whatever else differs is refused, all of it at once. Opset 13 is the oldest: below
-it Softmax means something else.
+Most operators have only gained types since; some gained attributes that are at their defaults here, or take as
+inputs what were attributes. Any other difference is an error, and all are reported at once. Opset 13 is the oldest:
+below it Softmax has another meaning.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class _Different(Exception):
 
 
 def lower(model: ir.Model, opset: int) -> ir.Model:
-    """A copy of a model in an older opset; an error that names every node that has no form there."""
+    """A copy of a model in an older opset; raises an error that names every node that cannot be converted."""
     current = model.graph.opset_imports[""]
     if opset == current:
         return model
@@ -157,7 +157,7 @@ def _type_name(kind: ir.TypeProtocol) -> str:
     return f"tensor({kind.dtype.name.lower()})"
 
 
-# ---- other spellings -------------------------------------------------------------------------------
+# ---- other forms -----------------------------------------------------------------------------------
 
 
 def _axes_to_attribute(op: Builder, node: ir.Node) -> None:

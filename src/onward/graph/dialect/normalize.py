@@ -1,9 +1,9 @@
-"""Any model to one normal form, so that gradient rules see one opset and one spelling of each operator.
+"""Converts any model to one normal form, so that gradient rules see one opset and one form of each operator.
 
-Functions are inlined, operators of other opsets and fused operators are written in those of one opset,
+Functions are inlined, operators of other opsets and fused operators are converted to those of one opset,
 Constant nodes become initializers, default attributes are written out, types and shapes inferred. Signed 8-bit
-weights whose products saturate on some CPUs become unsigned ones. The meaning of the model does not change:
-docs/dialect.md says what comes in and what goes out.
+weights whose products saturate on some CPUs become unsigned ones. The result of the model does not change:
+docs/dialect.md lists supported inputs and outputs.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _SMALL = 64
 
 
 def resolve_branches(model: ir.Model) -> bool:
-    """Put the branch in the place of each If whose condition is known; says whether there was one.
+    """Replace each If whose condition is known by its branch; returns whether there was one.
 
     Types and shapes must be inferred; where this returns True, inferring again finds more.
     """
@@ -165,7 +165,7 @@ OPSET = 21
 
 
 def normalize(source: ModelSource, *, base_dir: str | os.PathLike[str] | None = None) -> ir.Model:
-    """Read a model and bring it into Onward's dialect: opset 21, or later where a type in use is newer.
+    """Load a model and convert it to Onward's dialect: opset 21, or later where a type in use is newer.
 
     `base_dir` is where external data of bytes or a ModelProto lies; a path brings its own.
 
@@ -258,7 +258,7 @@ def _expansion(node: ir.Node, *, version: int) -> Expansion | None:
 
 
 def _inline(model: ir.Model, version: int) -> None:
-    """Put the bodies of the model's functions where they are called; a body may be of another opset."""
+    """Inline the model's functions; a function may be of another opset."""
     if not model.functions:
         return
     for function in model.functions.values():
@@ -289,7 +289,7 @@ def _lift_constants(model: ir.Model) -> None:
 
 
 def _forget_symbols(model: ir.Model) -> None:
-    """Symbols that some earlier inference invented are forgotten: ours must not collide with them."""
+    """Remove symbols that an earlier inference generated: ours must not collide with them."""
     for graph in model.graphs():
         for value in [v for node in graph for v in node.outputs]:
             if value.shape is not None and any(_invented(dim) for dim in value.shape):

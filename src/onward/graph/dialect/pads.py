@@ -15,7 +15,7 @@ __all__ = ["all_pads", "spell_out_pads"]
 
 
 def spell_out_pads(model: ir.Model) -> ir.Model:
-    """Let every Pad name all axes, where the rank and the axes are known."""
+    """Make every Pad list all axes, where the rank and the axes are known."""
     nodes = [
         node
         for node in ir.traversal.RecursiveGraphIterator(model.graph)

@@ -1,8 +1,8 @@
-"""Replaces nodes by what they mean, in place and in order.
+"""Replaces nodes by their expansions, in place and in order.
 
-A table says which operators are spelt otherwise; this walks a model, its bodies included, asks the table,
-and puts the new nodes where the old one stood, under the old names. Types are inferred on the way, so that
-an expansion sees the ranks and types of its inputs. Knows no operator.
+Visits every node of a model, subgraphs included, looks up its expansion, and puts the new nodes in its place,
+under the old names. Types are inferred on the way, so that an expansion sees the ranks and types of its inputs.
+Independent of the operators.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def wanted(node: ir.Node, index: int) -> bool:
 
 
 def rewrite(model: ir.Model, lookup: Lookup, *, opset: int, infer: Callable[[ir.Model], None]) -> int:
-    """Expand every node for which `lookup` has an expansion; returns how many. `infer` is for the stuck."""
+    """Expand every node for which `lookup` has an expansion; returns how many. `infer` supplies missing ranks."""
     op = _Recorder(model.graph)
     op.opset = opset
     count = 0
@@ -67,7 +67,7 @@ def rewrite(model: ir.Model, lookup: Lookup, *, opset: int, infer: Callable[[ir.
 
 
 class _Recorder(Builder):
-    """A builder that knows which nodes it made since the last expansion."""
+    """A builder that records the nodes it made since the last expansion."""
 
     def __init__(self, graph: ir.Graph, *, parent: Builder | None = None) -> None:
         super().__init__(graph, parent=parent)

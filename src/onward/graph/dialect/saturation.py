@@ -1,13 +1,13 @@
-"""Integer products that overflow on some CPUs, and the same products in a form that cannot.
+"""Finds integer products that saturate on some CPUs, and rewrites them so that they cannot.
 
 A CPU without 8-bit dot products (AVX2, and AVX-512 without VNNI) multiplies unsigned activations by signed
 weights two at a time: a₀·w₀ + a₁·w₁ in 16 bits, which saturates. Activations reach 255, so two weights that
-the kernel pairs may be 128 together. Weights of more give wrong products on these CPUs and right ones on others.
+the kernel pairs may add up to 128 at most. Larger ones give wrong products on these CPUs and right ones on others.
 Unsigned weights take another instruction, which does not saturate: w + 128 with a zero point of 128 more is
 the same product everywhere, at less speed.
 
-Knows the integer operators and quantized pairs (QuantizeLinear, DequantizeLinear) that the runtime turns into
-them. Does not know how weights get their scales.
+Covers the integer operators, and the quantized pairs (QuantizeLinear, DequantizeLinear) that the runtime fuses into
+them.
 """
 
 from __future__ import annotations

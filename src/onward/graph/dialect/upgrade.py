@@ -1,8 +1,8 @@
-"""Operators of opsets 7 to 20, in the spelling of opset 21.
+"""Rewrites operators of opsets 7 to 20 to opset 21.
 
 One table: for each operator whose attributes, inputs or meaning changed, the version of the change and the
-function that writes the newer form. Operators whose later versions only take more types are not here.
-Works in bodies and on models of any size: it edits nodes, not files.
+function that writes the newer form. Operators whose later versions only accept more types are not here.
+Works in subgraphs and on models of any size: it edits nodes, not files.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _TABLE: dict[str, list[tuple[int, Expansion]]] = {}
 
 
 def upgrade(node: ir.Node, version: int) -> Expansion | None:
-    """How a node of this opset version is written in opset 21; None where it is written the same."""
+    """The rewrite of a node of this opset version to opset 21; None where it is unchanged."""
     for below, expansion in _TABLE.get(node.op_type, ()):
         if version < below:
             return expansion
@@ -53,7 +53,7 @@ def _again(
     without: Sequence[str] = (),
     **attributes: object,
 ) -> tuple[ir.Value, ...]:
-    """The same operator with other inputs; attributes are kept but for those named."""
+    """The same operator with other inputs; keeps all attributes except those named."""
     kept: dict[str, object] = {k: v for k, v in node.attributes.items() if k not in without}
     return op.node(node.op_type, inputs, {**kept, **attributes}, outputs=len(node.outputs))
 
@@ -118,7 +118,7 @@ def _top_k(op: Builder, node: ir.Node) -> Sequence[ir.Value]:
 
 @_until(12, "Dropout")
 def _dropout(op: Builder, node: ir.Node) -> Sequence[ir.Value | None]:
-    """Before opset 12 the operator could not be told to train: it passes its input on."""
+    """Before opset 12 the operator had no training mode: it is the identity."""
     x = node.inputs[0]
     assert x is not None
     if not wanted(node, 1):

@@ -1,4 +1,4 @@
-"""Batch norm in training mode in other operators: onnxruntime's CUDA provider has none of opset 14 or later."""
+"""Expands training-mode batch norm: onnxruntime's CUDA provider has no kernel for opset 14 or later."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ __all__ = ["expand_batch_norm"]
 
 
 def expand_batch_norm(model: onnx.ModelProto) -> None:
-    """Replace each training-mode BatchNormalization by its statistics and the inference form; in place.
+    """Replace each training-mode BatchNormalization by its statistics and inference mode; in place.
 
-    mean and variance of the batch over all axes but 1, y by the inference form with them, and the running
+    Mean and variance of the batch over all axes but 1, y by inference mode with them, and the running
     statistics momentum·input + (1 − momentum)·batch.
     """
     graph = model.graph

@@ -1,6 +1,6 @@
-"""Operators that exporters spell out, recognised and put together again.
+"""Fuses Gelu that exporters decompose into elementary operators.
 
-Only where the whole has a gradient that is cheaper than those of its parts.
+Its gradient is cheaper than the gradients of its parts.
 """
 
 from __future__ import annotations

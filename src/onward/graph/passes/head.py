@@ -1,8 +1,8 @@
-"""A new head: the layer that makes a model's scores gets fresh weights for other classes.
+"""Replaces the head: the layer that computes a model's logits gets new weights for other classes.
 
-`replace_head` walks from an output back to the one Gemm, MatMul or Conv that makes its scores. Between the two may
-be what keeps classes apart: softmax (also written out in elementary operators), reshapes, pooling, a bias. Where
-there is no such layer, `head` names one, or a value on which a new layer is put.
+`replace_head` searches from an output back to the one Gemm, MatMul or Conv that computes its logits. Between the two
+may be operators that do not mix classes: softmax (also decomposed into elementary operators), reshapes, pooling, a
+bias. Where there is no such layer, `head` names one, or a value that gets a new layer.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ CLASSES, HEAD = "onward.classes", "onward.head"
 
 _LINEAR = {"Gemm", "MatMul", "Conv"}
 _ACTIVATIONS = {"Softmax", "LogSoftmax", "Sigmoid", "HardSigmoid"}
-# between the head and the output: nothing here mixes classes or cares how many there are
+# between the head and the output: none of these mixes classes or depends on their number
 _PASSING = _ACTIVATIONS | {
     *("Identity", "Cast", "Dropout", "Reshape", "Flatten", "Squeeze", "Unsqueeze", "Transpose"),
     *("Relu", "LeakyRelu", "Clip", "Tanh", "Exp", "Log", "Neg", "Add", "Sub", "Mul", "Div", "Max", "Min"),
@@ -52,7 +52,7 @@ _MOST = 8
 
 @dataclasses.dataclass(frozen=True)
 class NewHead:
-    """What was replaced: the layer, its output, the new parameters, and everything that was done, in words."""
+    """What was replaced: the layer, its output, the new parameters, and messages that describe the changes."""
 
     layer: str
     output: str

@@ -1,8 +1,7 @@
-"""From the form that trains to the form that answers.
+"""Converts a model from training mode to inference mode.
 
-Dropout passes its input on, batch normalization uses its running statistics, and stochastic depth (whole
-branches dropped at random, as exporters write it in elementary operators) is what it is on average. Knows
-no losses and no files.
+Dropout becomes the identity, batch norm uses its running statistics, and stochastic depth (branches dropped at
+random, as exporters write it in elementary operators) is replaced by its mean.
 """
 
 from __future__ import annotations
@@ -20,16 +19,16 @@ _UNIFORM = ("RandomUniform", "RandomUniformLike")
 
 
 def to_inference(model: ir.Model, *, keep_dropout: bool = False) -> ir.Model:
-    """Turn a model in place from training to inference; returns it.
+    """Convert a model in place to inference mode; returns it.
 
-    `keep_dropout` leaves Dropout nodes where they are, told that this is not training.
+    `keep_dropout` keeps Dropout nodes, with training mode off.
     """
     _walk(Builder(model.graph), model.graph, keep_dropout)
     return remove_unused(model)
 
 
 def freeze_statistics(model: ir.Model) -> None:
-    """Let every batch norm of the main graph use its running statistics; nothing else changes."""
+    """Make every batch norm of the main graph use its running statistics; nothing else changes."""
     op = Builder(model.graph)
     for node in list(model.graph):
         if node.op_type == "BatchNormalization" and node.attributes.get_int("training_mode", 0):

@@ -1,8 +1,8 @@
-"""Models for inputs whose sizes are known: what follows from sizes alone is computed before the run.
+"""Specializes a model for known input shapes: what depends on sizes alone is computed before the run.
 
-Symbols of the file become numbers, onnx's inference follows them, and arithmetic with sizes, reshapings that change
-nothing, and what nothing reads any more go away. Works on protobuf alone, like `specialize`: it is on the way of
-the first step with a new batch shape.
+Symbolic dimensions become numbers, onnx's inference propagates them, and shape arithmetic, redundant reshapes and
+dead code are removed. Works on protobuf directly, like `specialize`, to be fast: it delays the first step with a
+new batch shape.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _SAME_WHERE_SHAPES_ARE = _RESHAPES | {"Expand", "Tile", "ReduceSum", "ReduceMean
 
 
 def specialize_shapes(model: onnx.ModelProto, shapes: Mapping[str, Sequence[int]]) -> None:
-    """Change a model in place so that it is for inputs of these shapes, by name.
+    """Specialize a model in place for inputs of these shapes, by name.
 
     Inputs that are not named keep the shapes of the file, with symbols that other inputs tell replaced. Results
-    are the same, to the bit.
+    are bit-exact.
     """
     graph = model.graph
     symbols = _set_inputs(graph, shapes)

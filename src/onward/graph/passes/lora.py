@@ -1,8 +1,7 @@
 """Low-rank adapters: y = x·W becomes y + s·(x·Aᵀ)·Bᵀ, with W left as it is; and back into W.
 
-Finds the weights of MatMul, Gemm and 1x1 Conv, also behind a Transpose or a dequantization, and adds nodes
-beside the product. Each sum carries a note in its metadata, by which merging finds it again. Knows nothing
-of training.
+Finds the weights of MatMul, Gemm and 1x1 Conv, also through a Transpose or a dequantization, and adds nodes
+beside the product. Metadata marks each sum, so that merging finds it. Independent of training.
 """
 
 from __future__ import annotations
@@ -65,9 +64,9 @@ class _Product:
 
 
 def add_adapters(model: ir.Model, lora: LoRA) -> list[str]:
-    """Put adapters beside the targeted products, in place; returns the names of the new parameters.
+    """Add adapters to the targeted products, in place; returns the names of the new parameters.
 
-    The model must be in the dialect. B starts at zero, so that the model computes what it did.
+    The model must be in the dialect. B starts at zero, so that outputs do not change at first.
     """
     op = Builder(model.graph)
     found = [(inner, product) for inner, graph in _graphs(op, model.graph) for product in _products(graph)]
@@ -95,9 +94,9 @@ def add_adapters(model: ir.Model, lora: LoRA) -> list[str]:
 
 
 def merge_adapters(model: ir.Model, *, dequantize: bool = False) -> ir.Model:
-    """Add adapters to the weights that they adapt, in place; returns the model.
+    """Merge adapters into the weights that they adapt, in place; returns the model.
 
-    Those of quantized weights stay beside them, unless `dequantize` makes these weights float.
+    Adapters of quantized weights stay separate, unless `dequantize` converts these weights to float.
     """
     op = Builder(model.graph)
     replaced: list[tuple[str, ir.Value]] = []

@@ -1,7 +1,7 @@
-"""Writes x ± s·t of vectors as a Gemm with a single row: one pass over memory where two operators take two.
+"""Fuses x ± s·t of vectors into a Gemm with a single row: one pass over memory instead of two.
 
-Works on protobuf alone, like `scalars`. On x86-64 the runtime's kernel for one row multiplies and adds with a
-rounding between, so the result is the same to the bit; kernels of other processors were not measured.
+Works on protobuf directly, like `scalars`. On x86-64 the runtime's kernel for one row rounds between multiply and
+add, so the result is bit-exact; kernels of other processors were not measured.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ _LARGEST = 65504.0
 
 
 def lower_precision(model: ir.Model, parameters: Collection[str], precision: Precision) -> None:
-    """Let the products of a training graph run in fewer bits; `parameters` are inputs that it trains or keeps."""
+    """Convert a training graph to mixed precision; `parameters` are its trainable and frozen inputs."""
     kind = PRECISIONS[precision]
     if kind != _FLOAT:
         _Lowering(model, parameters, kind).run()

@@ -1,7 +1,7 @@
 """Makes randomness explicit: the training step becomes a pure function of its inputs and a seed.
 
 The runtime's own random operators keep hidden state, so a resumed run could not continue their sequence.
-Here each random number is a hash of its position, the operator's place in the graph and the step's seed:
+Here each random number is a hash of its position, the operator's index in the graph and the step's seed:
 the same on every machine, provider and thread count. It is also faster than the runtime's Dropout.
 """
 

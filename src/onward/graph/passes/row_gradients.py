@@ -1,8 +1,8 @@
-"""Gradients of tables of which a step reads a few rows: added up where they are kept, not in a table of zeros.
+"""Sparse gradients of embedding tables: accumulated in place in the gradient buffer, not in a table of zeros.
 
 The gradient of a Gather scatters rows into zeros as large as the whole table, which a large vocabulary makes
 the slowest operator of a step. When a training model is loaded, that becomes a scatter into the buffer of the
-gradient itself; the caller clears the rows that the last step wrote. Works on protobuf alone, like `specialize`.
+gradient itself; the caller clears the rows that the last step wrote. Works on protobuf directly, like `specialize`.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from onward.graph.passes.specialize import BUFFER, OUT
 
 __all__ = ["scatter_in_place"]
 
-# Numbers of a table from which it is worth while.
+# Smallest number of elements of a table for which this pays off.
 _LARGE = 1 << 16
 
 
 def scatter_in_place(model: onnx.ModelProto) -> dict[str, str]:
-    """Change a specialised training model; the output with the rows that a step wrote, by parameter.
+    """Rewrite a specialized training model; returns, by parameter, the output with the row indices that a step wrote.
 
     Buffers of these parameters are read and written in place: they must hold zeros, or what to add to.
     """

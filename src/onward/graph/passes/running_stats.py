@@ -1,7 +1,7 @@
-"""Batch-norm statistics as state of the training step.
+"""Makes batch-norm statistics explicit state of the training step.
 
 The runtime's training-mode BatchNormalization writes its running statistics into the memory of its own
-inputs, and is replaced by its inference form where those are constants. Here it is given scratch memory and
+inputs, and is replaced by inference mode where those are constants. Here it is given scratch memory and
 a momentum of 0, so that it yields the batch's own mean and variance: what the gradient needs, too.
 """
 
@@ -21,7 +21,7 @@ __all__ = ["Statistic", "count_per_channel", "make_statistics_explicit"]
 
 @dataclasses.dataclass(frozen=True)
 class _Move:
-    """A running statistic, the batch's own, and by how much the one moves towards the other.
+    """A running statistic, the batch's own, and the momentum of the update.
 
     A variance of `count` numbers is made unbiased.
     """
@@ -41,7 +41,7 @@ class Statistic:
 
 
 def make_statistics_explicit(op: Builder) -> list[Statistic]:
-    """Let each training-mode BatchNormalization give its batch's statistics; returns the next running ones.
+    """Make each training-mode BatchNormalization output its batch's statistics; returns the next running ones.
 
     ONNX moves the running variance towards the batch's population variance, torch towards the unbiased one:
     here the part that comes from the batch is scaled by n/(n−1), so that trained models agree with torch's.

@@ -1,6 +1,6 @@
-"""Takes the scalar arithmetic out of an optimizer model, so that it is done once a step and not for every block.
+"""Extracts the scalar arithmetic of an optimizer model, so that it runs once per step and not for every block.
 
-Works on protobuf alone, like `specialize`: it is on the way of every start of training.
+Works on protobuf directly, like `specialize`, to be fast: it runs whenever training starts.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def split_scalars(model: onnx.ModelProto, scalars: Sequence[str]) -> tuple[Scala
 
 
 def without_scaling(model: onnx.ModelProto) -> onnx.ModelProto:
-    """A copy for a gradient scale of 1: the gradient is read as it is."""
+    """A copy for a gradient scale of 1, without the multiplication."""
     plain = onnx.ModelProto()
     plain.CopyFrom(model)
     graph = plain.graph

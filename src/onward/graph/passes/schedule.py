@@ -1,4 +1,4 @@
-"""The order of a training graph's nodes, by which onnxruntime decides when it computes what."""
+"""Orders a training graph's nodes, which determines onnxruntime's execution order."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["schedule_gradients_early"]
 
 
 def schedule_gradients_early(graph: ir.Graph, *, flag: str) -> None:
-    """Order the nodes so that onnxruntime computes each gradient as soon as it can be.
+    """Order the nodes so that onnxruntime computes each gradient as early as possible.
 
     It takes the nodes whose outputs nothing reads from the last to the first, each with all that it needs. As they
     were made, most parameters' gradients would come at the very end, from values that were kept for that: up to

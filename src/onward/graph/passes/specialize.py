@@ -1,7 +1,7 @@
-"""Training models with `lazy_reset_grad` known: no selection, and one pass over memory less.
+"""Specializes a training model for a known `lazy_reset_grad`: no `Where`, and one pass over memory less.
 
-Has the names by which a training model takes and gives gradients, as the original runtime chose them. Works on
-protobuf alone, since it is on the way of every start of training.
+Defines the suffixes of gradient inputs and outputs, as in onnxruntime-training. Works on protobuf directly, to be
+fast: it runs whenever training starts.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ LOSS_SCALE, FIRST_SCALE = "loss_scale", 65536.0
 
 
 def specialize_reset(model: onnx.ModelProto, *, reset: bool, keep_shapes: bool = False) -> onnx.ModelProto:
-    """A copy in which gradients replace their buffers (`reset`) or are always added to them.
+    """A copy in which gradients overwrite their buffers (`reset`) or are always accumulated.
 
     What the file says of values inside goes, unless `keep_shapes`: `specialize_shapes` is the faster with it.
     """

@@ -1,8 +1,8 @@
-"""Types and shapes where ONNX's inference stops: through the bodies of If, Loop, Scan and SequenceMap.
+"""Type and shape inference where ONNX's stops: through the bodies of If, Loop, Scan and SequenceMap.
 
-ONNX forgets the shape of a loop's state, since it may change from turn to turn. Here the shape of the first
-turn is assumed, the body inferred with it, and what does not come out as it went in is given up, until a
-shape is found that every turn has. Changes descriptions only, never nodes.
+ONNX drops the shape of a loop's state, since it may change between iterations. Here the shape of the first iteration
+is assumed and the body inferred with it; dimensions that change are made unknown, until a fixed point that holds for
+every iteration is found. Changes types and shapes only, never nodes.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def describe(value: ir.Value, kind: ir.TypeProtocol | None, shape: ir.Shape | No
 
 
 def keeps_its_shape(value: ir.Value) -> bool:
-    """Whether a value in a body that was inferred has the same shape in every turn."""
+    """Whether a value in an inferred body has the same shape in every iteration."""
     return (
         value.shape is not None
         and not _is_container(value)
@@ -162,7 +162,7 @@ def _settle(
     leaving: Sequence[ir.Value],
     trailing: list,
 ) -> list[tuple[ir.TypeProtocol | None, ir.Shape | None]]:
-    """The types and shapes that the states have in every turn; the body is left inferred with them."""
+    """The types and shapes that the states have in every iteration; the body is left inferred with them."""
     guess = []
     for value, state in zip(initial, entering):
         kind = value.type if value is not None and value.type is not None else state.type

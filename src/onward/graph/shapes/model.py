@@ -1,8 +1,8 @@
-"""Types and shapes of every value of a model, its bodies included.
+"""Infers types and shapes of every value of a model, its subgraphs included.
 
-onnx's inference with data propagation does the work, on a copy without large tensors, so that size does not
-matter. Where it leaves a rank open although the length of a shape vector tells it, that is filled in here
-and inference goes on. Symbolic dimensions keep their names.
+Uses onnx's inference with data propagation, on a copy without large tensors, so that models of any size work. Where it
+leaves a rank unknown that the length of a shape vector determines, the rank is filled in here and inference
+continues. Symbolic dimensions keep their names.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""ONNX's own inference for one node at a time, remembered by what it looked at."""
+"""ONNX's own inference for one node at a time, with a cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Symbolic shapes: what is known of the numbers in shape vectors, and the shapes that follow from them.
+"""Symbolic shape inference: tracks the elements of shape vectors, and the shapes computed from them.
 
 ONNX's inference loses the names of dimensions in `Reshape(x, Concat(Shape(x)[0], -1, …))` and the like, with
 which exporters write every view and expand. Here the elements of such vectors are followed as numbers,

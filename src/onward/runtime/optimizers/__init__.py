@@ -1,4 +1,4 @@
-"""Runs an optimizer model in whichever of its forms: elementwise, by parameter, or a user's own over sequences.
+"""Runs optimizer models of any form: elementwise, by parameter, or custom ones over sequences.
 
 `make_updater` chooses: `flat` on the host, `device` on a device, `named` for rules that see whole parameters.
 """

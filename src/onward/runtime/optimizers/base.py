@@ -1,4 +1,4 @@
-"""What every form of an optimizer model has in common: scalars of an update, and the state's way in and out."""
+"""The base class of updaters: the scalars of an update, and loading and saving the state."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Slots = dict[str, dict[str, np.ndarray]]
 
 
 class Updater(abc.ABC):
-    """What an optimizer model does to the parameters; the scalars are in memory that bindings alias."""
+    """Applies an optimizer model to the parameters; the scalars are in memory that bindings alias."""
 
     def __init__(self, clip_norm: float | None = None) -> None:
         self.clip_norm = clip_norm
@@ -47,7 +47,7 @@ class Updater(abc.ABC):
         self._apply()
 
     def load(self, step: int, slots: Slots) -> None:
-        """Take over the state of an earlier run."""
+        """Load the state of an earlier run."""
         self._step[0] = step
         for parameter, state in self.slot_tensors().items():
             for name, tensor in state.items():

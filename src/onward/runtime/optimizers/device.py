@@ -19,7 +19,7 @@ __all__ = ["DeviceUpdater"]
 
 
 class DeviceUpdater(ElementwiseUpdater):
-    """Applies an elementwise optimizer model in place, where the parameters lie.
+    """Applies an elementwise optimizer model in place, on the parameters' device.
 
     What a step's scalars come to is computed on the host and copied as one small vector.
     """

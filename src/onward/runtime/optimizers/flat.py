@@ -1,7 +1,7 @@
 """An elementwise rule over all parameters as one vector: in place, in blocks that fit the cache.
 
-A piece of a block whose gradient and state are all zero, and always were, is left alone where the rule would
-not move it: most of an embedding table, for a long time.
+A part of a block whose gradient and state are all zero, and always were, is skipped if the rule would not change
+it: most of an embedding table, for a long time.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class _Share:
 
 
 class ElementwiseUpdater(Updater):
-    """A rule that treats each number alone, over all parameters as one vector."""
+    """An elementwise rule over all parameters as one vector."""
 
     def __init__(self, options: dict, parameters: FlatBuffer, gradients: FlatBuffer) -> None:
         super().__init__(options["clip_norm"])

@@ -1,4 +1,4 @@
-"""Optimizer models over whole parameters: by name, or a user's own over sequences."""
+"""Optimizer models over whole parameters: by name, or custom ones over sequences."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class NamedUpdater(Updater):
 
 
 class SequenceUpdater(Updater):
-    """A user's own optimizer block: lists of tensors in, lists of tensors out."""
+    """A custom optimizer block: lists of tensors in, lists of tensors out."""
 
     _MOMENTS = ("first_order_moments", "second_order_moments", "third_order_moments")
 

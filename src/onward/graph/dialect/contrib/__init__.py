@@ -1,4 +1,4 @@
-"""Fused operators of `com.microsoft`, as optimizers and exporters leave them, in standard operators.
+"""Expands fused operators of `com.microsoft`, as graph optimizers and exporters emit them, to standard operators.
 
 Each module here registers its operators in one table: `table.py` says how to add one.
 """
@@ -13,17 +13,17 @@ from onward.graph.dialect.rewrite import Expansion
 
 __all__ = ["contrib_operators", "expand_contrib"]
 
-# Named, so that importing this package fills the table and no reader wonders whether it does.
+# Imported by name: importing these modules fills the table.
 _MODULES = (activations, attentions, norms, products, quantized, training)
 
 
 def expand_contrib(node: ir.Node) -> Expansion | None:
-    """How a fused operator is written in standard ones; None where it is none of ours."""
+    """The expansion of a fused operator to standard ones; None for other operators."""
     return TABLE.get((node.domain, node.op_type))
 
 
 def contrib_operators() -> dict[tuple[str, str], str]:
-    """Every (domain, operator) that is expanded, with the first line that its expansion says of it."""
+    """Every (domain, operator) that is expanded, with the first line of its expansion's docstring."""
     return {
         key: (expansion.__doc__ or "").strip().splitlines()[0] for key, expansion in sorted(TABLE.items())
     }

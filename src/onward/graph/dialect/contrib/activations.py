@@ -1,4 +1,4 @@
-"""Gelu in its spellings, dropout with a bias, and operators that have since become standard."""
+"""Variants of Gelu, dropout with a bias, and operators that have since become standard."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def _dropout(
     op: Builder, node: ir.Node, x: ir.Value, ratio: ir.Value | None, training: ir.Value | None
 ) -> tuple[ir.Value, ir.Value | None]:
     y, mask = op.node("Dropout", [x, ratio, training], {"seed": attribute(node, "seed")}, outputs=2)
-    # A mask of bits has no standard form; nothing but the backward of another runtime reads it.
+    # A bit mask has no standard form; only onnxruntime-training's backward pass reads it.
     return y, mask if wanted(node, 1) and not node.op_type.startswith("Bitmask") else None
 
 

@@ -151,7 +151,7 @@ def _kept_keys(op: Builder, padding: ir.Value, q: ir.Value, k: ir.Value) -> ir.V
 
 @fused("GroupQueryAttention")
 def _group_query_attention(op: Builder, node: ir.Node) -> Sequence[ir.Value | None]:
-    """Causal attention with fewer key heads than query heads; new keys are put behind the past ones"""
+    """Causal attention with fewer key heads than query heads; new keys are appended to the past ones"""
     refuse(node, 11, 12, 13, 14, 15)
     for name in ("smooth_softmax", "sliding_window_cache", "kv_cache_bit_width", "qk_output"):
         if attribute(node, name, 0) not in (0, -1):

@@ -1,4 +1,4 @@
-"""Layer normalization in its fused spellings."""
+"""Fused variants of layer normalization."""
 
 from __future__ import annotations
 

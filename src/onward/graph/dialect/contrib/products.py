@@ -1,4 +1,4 @@
-"""Matrix products and convolutions with something fused to them."""
+"""Matrix products and convolutions with fused activations, scaling and transposes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Quantized products as dequantization and a float product: the quantized weights stay as they are stored."""
+"""Quantized products as dequantization and a float product: weights stay quantized in the file."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The table of fused operators: (domain, operator) → function that builds it from standard ones.
 
 To add one: write a function of a builder and the node that returns the node's outputs in order, say in its
-docstring what it computes, and decorate it with `@fused("Name")`. Then a row in tests/graph/test_contrib.py.
+docstring what it computes, and decorate it with `@fused("Name")`. Then a row in tests/graph/dialect/test_contrib.py.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def fused(*op_types: str, domain: str = "com.microsoft") -> Callable[[Expansion]
 
 
 def needed(node: ir.Node, index: int) -> ir.Value:
-    """An input that the operator cannot do without."""
+    """A required input of the operator."""
     value = given(node, index)
     if value is None:
         raise ModelError(f"input {index} is missing")
@@ -38,7 +38,7 @@ def needed(node: ir.Node, index: int) -> ir.Value:
 
 
 def refuse(node: ir.Node, *inputs: int) -> None:
-    """Say no to optional inputs for which there is no expansion."""
+    """Raise an error for optional inputs that have no expansion."""
     for index in inputs:
         if given(node, index) is not None:
             raise ModelError(f"input {index} ('{node.inputs[index].name}') has no standard form here")  # type: ignore[union-attr]
