@@ -124,7 +124,7 @@ def _parse(data: bytes, where: str) -> onnx.ModelProto:
         raise ModelError(f"{where} is not an ONNX model: it is empty", hint="is the file whole?")
     if data[4:8] == b"ORTM":
         raise ModelError(
-            f"{where} is in ORT format, which cannot be changed: use the .onnx file that it came from",
+            f"{where} is in ORT format, which cannot be changed: use its .onnx twin: keep the .onnx file beside it",
             hint="use the .onnx file that it came from",
         )
     proto = onnx.ModelProto()
