@@ -5,9 +5,13 @@ from __future__ import annotations
 import itertools
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
+import onnx
+import onnx.parser
 import pytest
 from typer.testing import CliRunner
 
@@ -135,3 +139,19 @@ def test_artifacts_of_a_run_may_move_with_it(trained: Path, run: Any) -> None:
     shutil.move("run", "there/run")
     shutil.move("artifacts", "there/artifacts")
     run("evaluate", "there/run", "-d", "data.npz")
+
+
+LOOP = """<ir_version: 10, opset_import: ["": 21]> g (float[2] x) => (float[2] y)
+<int64 n = {4611686018427387904}, bool c = {1}, float[2] w = {1, 2}> {
+    k = Mul(x, w)
+    y = Loop(n, c, k) <body = b (int64 i, bool ci, float[2] a) => (bool co, float[2] o) {
+        co = Identity(ci) o = Neg(a) }>
+}"""
+
+
+def test_a_check_of_a_loop_that_never_ends_ends(place: Path) -> None:
+    onnx.save(onnx.parser.parse_model(LOOP), "loop.onnx")
+    line = [sys.executable, "-m", "onward", "check", "loop.onnx", "--limit", "check_seconds=5"]
+    ended = subprocess.run(line, capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 1
+    assert "--limit check_seconds=50" in ended.stderr
