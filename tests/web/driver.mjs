@@ -36,7 +36,15 @@ const commands = {
   fill: ({ selector, value }) => page.fill(selector, value),
   press: ({ selector, key }) => page.press(selector, key),
   upload: ({ selector, path: file }) => page.setInputFiles(selector, file),
-  wait: ({ source, timeout }) => page.waitForFunction(source, null, { timeout: timeout ?? 20000 }).then(() => true),
+  // polled from here: waitForFunction evaluates its text in the page, which the content security policy forbids
+  wait: async ({ source, timeout }) => {
+    const end = Date.now() + (timeout ?? 20000);
+    while (!(await page.evaluate(source))) {
+      if (Date.now() > end) throw new Error(`timeout waiting for ${source}`);
+      await new Promise((done) => setTimeout(done, 50));
+    }
+    return true;
+  },
   text: ({ selector }) => page.innerText(selector),
   download: async ({ selector, path: target }) => {
     const [download] = await Promise.all([page.waitForEvent("download"), page.click(selector)]);
