@@ -322,7 +322,7 @@ def _max_length(tokenizer: Any, config: Any) -> int | None:
 
 
 def _modules(origin: str) -> list[dict[str, Any]]:
-    found = _read_json(origin, "modules.json")
+    found = _read_json(origin, "modules.json", list)
     return found if isinstance(found, list) else []
 
 
@@ -371,12 +371,12 @@ def _dense(origin: str, path: str) -> Dense:
     return Dense(tensors["linear.weight"], tensors.get("linear.bias"), activation)
 
 
-def _read_json(origin: str, name: str) -> Any:
+def _read_json(origin: str, name: str, kind: type = dict) -> Any:
     path = _cached(origin, name)
     if path is None:
         return {}
     try:
-        return read_json(path)
+        return read_json(path, kind)
     except (ValueError, OSError) as error:
         raise ExportError(f"'{path}': not valid JSON ({error})") from error
 
