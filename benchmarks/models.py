@@ -195,7 +195,10 @@ def in_a_child(entry: Entry) -> dict[str, Any]:
 
 
 # Why a cell is red, in words; what is not here says it in its own error.
-REASONS: dict[str, str] = {}
+REASONS: dict[str, str] = {
+    "yoso": "its attention has a backward pass of its own (an estimate, not the derivative of its forward pass), which "
+    "the export does not keep. This page checks outputs alone when it exports; the gradient column shows it.",
+}
 
 
 def page(results: dict[str, Any]) -> str:
