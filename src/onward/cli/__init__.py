@@ -1,4 +1,4 @@
-"""The `onward` command line: the public API for people who would rather not write Python."""
+"""The `onward` command line, over the public API."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Remarks on a model and a loss that go together badly, with the option that mends it."""
+"""Warnings about a loss that does not fit the model's output, with the option that fixes it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _UNFIT = {
 
 
 def advice(model: Path, loss: LossChoice, loss_input: Sequence[str] = ()) -> str | None:
-    """What to say about a loss on the model's output; None where nothing is to be said."""
+    """A warning about a loss on the model's output; None if there is no problem."""
     if loss not in _UNFIT:
         return None
     graph = read_model(model).graph

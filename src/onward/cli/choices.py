@@ -1,4 +1,4 @@
-"""The words that options take, and what they stand for."""
+"""The values of options with fixed choices."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = [
 
 
 class LossChoice(enum.StrEnum):
-    """Losses by the names that people type."""
+    """Losses by their names on the command line."""
 
     NONE = "none"
     MSE = "mse"
@@ -37,7 +37,7 @@ class LossChoice(enum.StrEnum):
 
 
 class OptimizerChoice(enum.StrEnum):
-    """Optimizers by the names that people type."""
+    """Optimizers by their names on the command line."""
 
     ADAMW = "adamw"
     SGD = "sgd"
@@ -50,7 +50,7 @@ class OptimizerChoice(enum.StrEnum):
 
 
 class BatchNormChoice(enum.StrEnum):
-    """What batch norms do with their statistics."""
+    """Modes of batch norm."""
 
     TRAIN = "train"
     FROZEN = "frozen"
@@ -65,7 +65,7 @@ DeviceOption = Annotated[
 
 
 class PrecisionChoice(enum.StrEnum):
-    """What matrix products and convolutions compute in."""
+    """Precision of matrix products and convolutions."""
 
     FP32 = "fp32"
     FP16 = "fp16"
@@ -73,7 +73,7 @@ class PrecisionChoice(enum.StrEnum):
 
 
 class ScheduleChoice(enum.StrEnum):
-    """Courses of the learning rate."""
+    """Learning-rate schedules."""
 
     CONSTANT = "constant"
     LINEAR = "linear"
@@ -84,7 +84,7 @@ class ScheduleChoice(enum.StrEnum):
 
 
 class QuantizeChoice(enum.StrEnum):
-    """Ways to store weights in fewer bits."""
+    """Quantization schemes."""
 
     INT8 = "int8"
     INT8_STATIC = "int8-static"
@@ -109,7 +109,7 @@ class MetricChoice(enum.StrEnum):
 
 
 def loss_of(choice: LossChoice) -> Any:
-    """The `LossType` of a word, or None for a model whose first output is its loss."""
+    """The `LossType` of a name, or None for a model whose first output is its loss."""
     from onward.artifacts.names import loss_type
 
     return None if choice is LossChoice.NONE else loss_type(str(choice))
@@ -118,7 +118,7 @@ def loss_of(choice: LossChoice) -> Any:
 def optimizer_of(
     choice: OptimizerChoice, *, weight_decay: float | None = None, momentum: float | None = None
 ) -> Any:
-    """The optimizer block of a word, with its options."""
+    """The optimizer block of a name, with its options."""
     from onward.artifacts.names import optimizer_type
     from onward.cli.command import CommandError
     from onward.onnxblock import optim

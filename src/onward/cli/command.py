@@ -1,7 +1,7 @@
-"""What every command shares: --json, --quiet, --debug, --config, and errors in one line.
+"""Shared by all commands: --json, --quiet, --debug, --config, and one-line errors.
 
 `command` wraps a function: it gets these options without naming them, its errors become one line with a hint
-and exit code 1, Ctrl-C and SIGTERM become exit code 130. A command says what it did through `Output`.
+and exit code 1, Ctrl-C and SIGTERM become exit code 130. A command reports its results through `Output`.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ Item = TypeVar("Item")
 
 
 class Output:
-    """Where a command's words go: tables and lines for people, one JSON document for machines."""
+    """The output of a command: tables and lines, or one JSON document."""
 
     def __init__(self, *, as_json: bool = False, quiet: bool = False, debug: bool = False) -> None:
         self.as_json, self.quiet, self.debug = as_json, quiet, debug
 
     @property
     def silent(self) -> bool:
-        """Whether nothing but the result should be written."""
+        """Whether to print only the result."""
         return self.as_json or self.quiet
 
     def note(self, text: str) -> None:
-        """A remark on the way, on stderr."""
+        """Print a note on stderr."""
         if not self.silent:
             from rich.console import Console
 
@@ -59,7 +59,7 @@ class Output:
 
     @contextlib.contextmanager
     def working(self, text: str) -> Iterator[None]:
-        """Show on a terminal that something takes its time."""
+        """Show a spinner on a terminal."""
         if self.silent:
             yield
             return
@@ -312,7 +312,7 @@ class _Notes(logging.Handler):
 
 @contextlib.contextmanager
 def _terminated_as_interrupted() -> Iterator[None]:
-    """Let SIGTERM do what Ctrl-C does, so that a scheduler's stop cleans up and saves like a person's."""
+    """Handle SIGTERM like Ctrl-C, so that a scheduler's stop cleans up and saves too."""
     usual = threading.current_thread() is threading.main_thread() and (
         signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     )

@@ -1,4 +1,4 @@
-"""`--data` of the command line: `[INPUT=]PATH`, or `module:function` of the user's own."""
+"""`--data` of the command line: `[INPUT=]PATH`, or the user's `module:function`."""
 
 from __future__ import annotations
 

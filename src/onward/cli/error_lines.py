@@ -1,4 +1,4 @@
-"""Any error as one line and a hint: what to say about files that cannot be used, and about our own errors.
+"""Formats any error as one line and a hint.
 
 The library's errors name Python functions and arguments; what to do at the command line they carry as `hint`.
 """

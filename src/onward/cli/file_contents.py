@@ -1,4 +1,4 @@
-"""What is in a file or folder: a model, a checkpoint, artifacts or a run, as plain data for people and JSON."""
+"""The contents of a file or folder (a model, a checkpoint, artifacts or a run) as plain data."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Runs torchrun and waits for it: its own words are kept aside, and Ctrl-C reaches the ranks once.
+"""Runs torchrun and waits for it: captures its output, and forwards Ctrl-C to the ranks once.
 
 Torchrun gets a session of its own, since Ctrl-C in a terminal goes to all processes of a session at once and
-torchrun gives up its ranks at the second signal. So it hears of the first one from us, passes it on to the
-ranks, and these have half a minute to save.
+torchrun gives up its ranks at the second signal. So we forward the first one; it passes it on to the
+ranks, which have half a minute to save.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How much memory a training step takes, from its graph: parameters, gradients, state and values alive at once."""
+"""Estimates the memory of a training step from its graph: parameters, gradients, optimizer state, live activations."""
 
 from __future__ import annotations
 

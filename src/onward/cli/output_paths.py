@@ -1,4 +1,4 @@
-"""Where a command writes: refused early where it cannot be, and left as it was where the command fails."""
+"""Output paths of commands: checked early, and restored if the command fails."""
 
 from __future__ import annotations
 

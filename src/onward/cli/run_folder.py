@@ -1,4 +1,4 @@
-"""A folder of a run: what `onward train` writes besides the trainer's files, and how others find it again.
+"""The folder of a run: what `onward train` writes besides the trainer's files, and how other commands read it.
 
 `run.json` says where the artifacts are and with which options the run was started, so that `train --resume`,
 `evaluate`, `infer` and `deploy` need the folder only. A run may come from someone else: what its `run.json` says

@@ -1,4 +1,4 @@
-"""Made-up inputs for a model: for measuring and checking where no data is at hand."""
+"""Random inputs for a model: for measuring and checking without data."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""Wrong usage in one line and a hint, as every other error; as JSON where --json was asked for.
+"""Formats usage errors as one line and a hint, like every other error; as JSON with --json.
 
-Typer would show a box with the usage above it. What went wrong is the same; the words are made shorter, and a
-word that is nearly right is named.
+Typer would show a box with the usage above it. The message here is shorter, and suggests a similar option or value.
 """
 
 from __future__ import annotations

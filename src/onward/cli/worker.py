@@ -1,7 +1,7 @@
 """One process of `onward distributed`; torchrun starts it with the options as JSON.
 
-What went wrong, or that the run was stopped, is written for the launcher into a file: one rank's words are
-enough, and torchrun's are about processes.
+An error, or that the run was stopped, is written to a file for the launcher: one rank's message is enough, and
+torchrun's own messages are about processes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Augmentation: pictures that differ a little in every epoch, the same way in a run that is resumed.
+"""Image augmentation: random in every epoch, and reproducible in a resumed run.
 
 Works on batches of [samples, channels, height, width] (or channels last), after normalization, and only in training.
 """
@@ -27,7 +27,7 @@ _SPELLINGS = {"color": "colour", "colors": "colour"}
 class Augmentation:
     """A function of a batch and a random generator, for `Trainer.fit(transform=…)`.
 
-    `flip` is the share of pictures that are mirrored; `crop` how far a picture is moved and enlarged, as a share
+    `flip` is the fraction of images that are mirrored; `crop` how far an image is moved and enlarged, as a fraction
     of its size; `colour` how far brightness and contrast change. `mixup` is the α of mixup: pictures
     are mixed by λ from Beta(α, α), and the label is drawn from the two by λ, which gives the gradient of mixup's
     loss on average and needs no other loss.

@@ -1,4 +1,4 @@
-"""Pictures: a folder with one folder for each class, or single files, read when they are needed."""
+"""Images: a folder with one folder for each class, or single files, read lazily."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Match arrays to the inputs of a model: by name, by --map, or by what fits, and say what was assumed."""
+"""Matches arrays to the inputs of a model: by name, by --map, or by type and shape; reports assumptions."""
 
 from __future__ import annotations
 

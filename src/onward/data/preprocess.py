@@ -1,6 +1,6 @@
-"""Prepare images and sound for a model as its processor would, in numpy alone.
+"""Preprocesses images and audio like a Hugging Face processor, in numpy only.
 
-Knows the settings that image processors and feature extractors save. Resizing filters as Pillow does.
+Reads the settings that image processors and feature extractors save. Resizing uses Pillow's filters.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What is done to pictures, texts, tables or sounds before a model sees them, as data.
+"""The settings of preprocessing for images, text, tables or audio, as plain data.
 
 It is written into a run and into the metadata of a deployed model, so that `onward infer` and `onward.load` do
 the same as training did. Settings of pictures have the names that Hugging Face's image processors use. Files come

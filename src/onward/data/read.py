@@ -1,7 +1,7 @@
-"""Files to arrays for a model's inputs, with the names of classes and what was done on the way.
+"""Reads files into arrays for a model's inputs, with class names and preprocessing.
 
-Knows file formats by their endings and how to say what is wrong with a file. `read_data` reads, `split` keeps some
-samples for evaluation, `prepare` fits what is learned from the training samples alone and applies it to both.
+Chooses the file format by suffix. `read_data` reads, `split` holds out samples for evaluation, `prepare` fits
+preprocessing on the training samples only and applies it to both.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ FORMATS = (
 
 @dataclasses.dataclass
 class Data:
-    """What was read: arrays in the order of the model's inputs, or whatever a function returned."""
+    """Data that was read: arrays in the order of the model's inputs, or the return value of a function."""
 
     arrays: dict[str, Any] | None
     program: Any = None
@@ -258,7 +258,7 @@ def read_arrays(path: Path, name: str | None = None) -> dict[str, np.ndarray]:
 
 
 def check_labels(data: Data, ranges: Mapping[str, Mapping[str, Any]]) -> None:
-    """Refuse class numbers that the model has no class for, by their row; and names of more classes than it has."""
+    """Reject labels out of range, with their row; and more class names than the model has classes."""
     if data.arrays is None:
         return
     for name, entry in ranges.items():

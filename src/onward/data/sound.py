@@ -1,4 +1,4 @@
-"""Sounds: WAV files in one folder for each class, as waves of one rate and length."""
+"""Audio: WAV files in one folder for each class, as waveforms of one sample rate and length."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Tables (CSV, JSON lines, Parquet) as arrays: a column for an input of its name, the others together as features.
 
 Empty cells of features are NaN until `fit_table` has seen the training rows: it fills them with the mean there,
-and by choice brings every column to mean 0 and deviation 1. What it found is stored, and used again for inference.
+and optionally standardizes every column. The statistics are stored, and used again for inference.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Texts from a column of a table, as token arrays by the tokenizer beside the model."""
+"""Text from a column of a table, tokenized with the tokenizer beside the model."""
 
 from __future__ import annotations
 

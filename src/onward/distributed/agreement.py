@@ -1,7 +1,7 @@
-"""Ranks that agree: one rank's error becomes every rank's error, and states are compared.
+"""Keeps ranks consistent: an error on one rank is raised on all, and states are compared.
 
-A rank that fails alone leaves the others waiting for it. So a failure is first exchanged, as text of a fixed
-size, and then raised by all: the same class and the same words everywhere.
+A rank that fails alone leaves the others waiting for it. So errors are first exchanged, as text of a fixed
+size, and then raised by all ranks, with the same class and message.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def broadcast_bytes(comm: Communicator, data: bytes | None) -> bytes:
 
 
 def same_everywhere(comm: Communicator, arrays: Sequence[np.ndarray]) -> bool:
-    """Whether the ranks hold the same bytes; where not, rank 0's are taken over, with a warning.
+    """Check that the ranks hold the same bytes; otherwise broadcast rank 0's, with a warning.
 
     On equal processors they never differ; different ones may round differently.
     """

@@ -1,7 +1,7 @@
-"""Communicators: one rank's line to the others, over numpy arrays.
+"""Collective communication of numpy arrays.
 
 `LocalCommunicator` is a world of one and needs no torch. `TorchCommunicator` is a group of torch.distributed:
-gloo on the CPU, NCCL with CUDA. Knows arrays and ranks; knows nothing about models. Nothing is pickled.
+gloo on the CPU, NCCL with CUDA. Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["Communicator", "LocalCommunicator", "TorchCommunicator", "connect", 
 
 
 class Communicator(Protocol):
-    """What the engines need of a group; every method but `send` and `receive` is collective."""
+    """The interface of a process group; every method but `send` and `receive` is collective."""
 
     rank: int
     world: int

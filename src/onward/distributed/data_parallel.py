@@ -1,7 +1,7 @@
-"""Data parallel: every rank has the whole model and a share of each batch.
+"""Data parallel training: every rank has the whole model and a shard of each batch.
 
 One flat vector of gradients is summed over the ranks and divided by the number of samples of all, so that
-uneven shares weigh what they should. Accumulated batches are added up locally and reduced once.
+shards of different sizes are weighted correctly. Gradients are accumulated locally and reduced once.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _RANK_STRIDE = 0x5851F42D4C957F2D
 
 @dataclasses.dataclass
 class Report:
-    """What one rank has to say after its share of an update: sums over its samples, or why it failed."""
+    """One rank's report after its shard of an update: sums over its samples, or its error."""
 
     loss: float = 0.0
     weight: float = 0.0
@@ -140,7 +140,7 @@ class DataParallel:
         return report
 
     def reconcile(self) -> None:
-        """Give all ranks the same statistics and make sure of the same parameters; collective."""
+        """Synchronize batch-norm statistics and check that parameters are equal; collective."""
         reconcile(self._comm, self.module.memory, how=self._settings.statistics)
 
     def gather(self, *, include_optimizer_state: bool) -> CheckpointData | None:

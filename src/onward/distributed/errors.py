@@ -1,4 +1,4 @@
-"""The error of this package: ranks that failed, are lost, or do not fit together."""
+"""The errors of this package: ranks that failed, were lost, or are inconsistent."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ __all__ = ["DistributedError", "OtherStageFailed"]
 
 
 class DistributedError(OnwardError):
-    """Training on several ranks that cannot start or go on."""
+    """Distributed training cannot start or continue."""
 
 
 class OtherStageFailed(DistributedError):
-    """This rank could not go on because of another one, which knows the reason."""
+    """This rank stopped because of an error on another rank."""
 
     def __init__(self) -> None:
         super().__init__("another stage of the pipeline failed")

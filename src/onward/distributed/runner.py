@@ -1,7 +1,7 @@
 """TrainingRunner: the same program on every rank trains one model and rank 0 writes the result.
 
-Knows epochs, updates, checkpoints and export, and who takes part in what; an engine (data parallel, or
-pipeline) does the work of one update. Every method is collective: all ranks call it, in the same order.
+Handles epochs, updates, checkpoints and export; an engine (data parallel or pipeline parallel) runs one update.
+Every method is collective: all ranks call it, in the same order.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Engine(Protocol):
 
 @dataclasses.dataclass
 class History:
-    """Losses of all ranks together: of each update, and of each evaluation by the update it came after."""
+    """Losses over all ranks: of each update, and of each evaluation by the update it came after."""
 
     losses: list[float] = dataclasses.field(default_factory=list)
     evaluations: dict[int, float] = dataclasses.field(default_factory=dict)
@@ -113,7 +113,7 @@ class TrainingRunner:
     # ---- the four calls ----------------------------------------------------------------------------
 
     def initialize(self) -> None:
-        """Join the other ranks, take rank 0's state (the latest checkpoint where there is one), load models."""
+        """Join the process group, broadcast rank 0's state (the latest checkpoint, if any), load the models."""
         if self._engine is not None:
             raise DistributedError("this runner is initialized already")
         settings = self.parameters
@@ -152,7 +152,7 @@ class TrainingRunner:
         return history
 
     def end_training(self, test_loader: Any = None) -> float | None:
-        """Make the state of all ranks one, save it where checkpoints are kept, evaluate; returns that loss."""
+        """Synchronize the state of all ranks, save it if checkpoints are on, evaluate; returns that loss."""
         engine, _ = self._ready()
         engine.reconcile()
         if self.parameters.checkpoint_directory is not None:
@@ -162,7 +162,7 @@ class TrainingRunner:
     def export_model_for_inferencing(
         self, path: str | os.PathLike[str], graph_output_names: Sequence[str]
     ) -> None:
-        """Let rank 0 write the trained model for inference; training can go on afterwards.
+        """Export the trained model for inference on rank 0; training can continue afterwards.
 
         All ranks wait for the file, and all raise if it could not be written.
         """

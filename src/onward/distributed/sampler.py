@@ -1,6 +1,6 @@
-"""Which rank gets which samples: no overlap, a new order in every epoch, the same for any number of ranks.
+"""Distributed sampler: disjoint samples per rank, a new order in every epoch, the same for any number of ranks.
 
-The order of an epoch is cut into global batches and each of those into one share for each rank. So 1, 2 and 4
+The order of an epoch is split into global batches and each of those into one shard per rank. So 1, 2 and 4
 ranks train on the same global batches, and a run may be resumed on another number of ranks.
 """
 

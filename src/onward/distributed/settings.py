@@ -1,4 +1,4 @@
-"""What a distributed run is told: files, sizes, policies; checked before anything starts."""
+"""The settings of a distributed run: files, sizes, policies; validated before anything starts."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Optimizer state in shares (ZeRO stage 1): each rank keeps and updates one part of the flat buffers.
+"""Sharded optimizer state (ZeRO stage 1): each rank stores and updates one shard of the flat buffers.
 
 Gradients are reduced to the rank that needs them, parameters gathered after the update: the same volume as
-one all-reduce, and 1/N of the optimizer's memory. The result is the unsharded one, bit for bit where the
+one all-reduce, and 1/N of the optimizer's memory. The result equals the unsharded one, bit-exactly where the
 reduction adds in the same order.
 """
 

@@ -1,7 +1,7 @@
-"""Front doors: models from PyTorch, Hugging Face or a training run become ONNX files.
+"""Exports models from PyTorch, Hugging Face or a training run to ONNX files.
 
-Names are resolved on first use, so that `import onward.export` costs nothing and torch or transformers are
-imported only by the functions that need them.
+Names are imported lazily, so that `import onward.export` is fast and torch or transformers are imported only by
+the functions that need them.
 """
 
 from __future__ import annotations

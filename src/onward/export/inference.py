@@ -1,4 +1,4 @@
-"""`for_inference`: a trained state to a deployable file, checked against the evaluation model."""
+"""`for_inference`: exports a trained state for inference, checked against the evaluation model."""
 
 from __future__ import annotations
 
@@ -61,11 +61,11 @@ def for_inference(
     opset: int | None = None,
     metadata: Mapping[str, str] | None = None,
 ) -> InferenceExport:
-    """Export a trained model for inference and prove it: the file's outputs equal the evaluation model's.
+    """Export a trained model for inference, and check that its outputs equal the evaluation model's.
 
-    `state` is a CheckpointState or the path of a checkpoint. `inputs` are used for the proof (random ones of
-    the model's shapes without them); a difference above the tolerances raises `ParityError` and leaves an
-    older file as it was. `quantize_to` is "int8", "int8-tensor", "int4", "int8-weights", "fp16", or
+    `state` is a CheckpointState or the path of a checkpoint. `inputs` are used for the check (random ones of
+    the model's shapes by default); a difference above the tolerances raises `ParityError` and keeps an
+    existing file. `quantize_to` is "int8", "int8-tensor", "int4", "int8-weights", "fp16", or
     "int8-static", which finds ranges on `inputs` and is the fast one for convolutions; its effect is measured and
     reported, not judged. `external_data` puts the weights into a file of their own; `opset`
     writes the model in an older one, where its operators have the same meaning there. `metadata` is written into

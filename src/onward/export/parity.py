@@ -1,6 +1,6 @@
 """Compare the outputs of an exported model with those of the original.
 
-Knows numpy arrays and tolerances, nothing of torch, ONNX or files: callers run both models and hand over two
+Works on numpy arrays: callers run both models and pass two
 dictionaries. An output passes when
 
     max|got - reference|  <=  atol + rtol * max|reference| + multiple * own

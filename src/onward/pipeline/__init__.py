@@ -1,7 +1,7 @@
 """Run an exported folder or a deployed file without torch: text, images, sound or rows in; labels, vectors or text out.
 
-Begin with `load`. `classifier` answers from one file that `onward deploy` wrote. `postprocess` turns output arrays
-into results; `onward.data` turns images and sound into arrays.
+Begin with `load`. `classifier` runs one file that `onward deploy` wrote. `postprocess` turns output arrays into
+results; `onward.data` turns images and audio into arrays.
 """
 
 from __future__ import annotations

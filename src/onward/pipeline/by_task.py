@@ -1,7 +1,6 @@
-"""What a pipeline answers for each task of the table: prepare the input, run the model, make the result.
+"""Runs a pipeline for each task of the table: preprocess the input, run the model, postprocess the outputs.
 
-Knows pipelines, preprocessing, postprocessing and generation. `ANSWERS` has one for each name in the table's
-`answer` column.
+`ANSWERS` has a function for each name in the table's `answer` column.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ def answer(pipeline: Pipeline, inputs: Any, *args: Any, **options: Any) -> Any:
 
 
 def _each(inputs: Any, answer: Callable[[list[Any]], Sequence[Any]]) -> Any:
-    """One input gives one answer, a list gives a list."""
+    """One input gives one result, a list gives a list."""
     return list(answer(inputs)) if isinstance(inputs, list) else answer([inputs])[0]
 
 

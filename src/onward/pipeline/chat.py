@@ -1,4 +1,4 @@
-"""Turn a conversation into a prompt by the template that a model's tokenizer comes with.
+"""Turns a conversation into a prompt with the tokenizer's chat template.
 
 Templates are Jinja and come from the model's folder, so they run in Jinja's sandbox: they can format text, and
 nothing else.

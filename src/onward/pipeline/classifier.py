@@ -1,4 +1,4 @@
-"""Answer from one model file that `onward deploy` wrote, which says itself how its input is prepared.
+"""Inference with one model file that `onward deploy` wrote, which describes its own preprocessing.
 
 Pictures, sounds, texts and rows of tables go in, labels with probabilities come out; numbers where there are
 no classes.
@@ -29,7 +29,7 @@ __all__ = ["Classifier", "answer_labels", "classes_of", "load_file"]
 
 @dataclasses.dataclass(frozen=True)
 class Classifier:
-    """A loaded model file. Call it with one input or a list of them; the answer has the same form.
+    """A loaded model file. Call it with one input or a list of inputs; the result has the same form.
 
     An input is what training had: a picture (a path, a Pillow image, or [height, width, channels] bytes), a sound (a
     path of a WAV file, or (samples, rate)), a text, a row of a table (a dict or a list of numbers); or an array as
@@ -43,7 +43,7 @@ class Classifier:
     tokenizer: Any = None
 
     def __call__(self, inputs: Any, *, top_k: int | None = 1, batch_size: int = 32) -> Any:
-        """Answer one input, or each of a list."""
+        """Run one input, or each of a list."""
         many = isinstance(inputs, list) and not self._is_row(inputs)
         items = inputs if many else [inputs]
         answers: list[Any] = []

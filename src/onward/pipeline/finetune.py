@@ -1,4 +1,4 @@
-"""`onward.finetune`: a published model, classes and data of one's own, a good model out. One call for all of it."""
+"""`onward.finetune`: fine-tunes a published model on your own classes and data in one call."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def finetune(
     seed: int = 0,
     progress: bool = True,
 ) -> FineTuned:
-    """Train a model that others have trained on, for classes and data of one's own.
+    """Fine-tune a pretrained model on your own classes and data.
 
     `data` is a path (a folder with one folder of pictures or WAV files for each class, a CSV, JSON lines or Parquet
     table, .npz) or arrays: (inputs…, labels), or a dict by name. A share of it, `hold_out`, is kept for

@@ -1,7 +1,7 @@
-"""Write text token by token: greedily, by sampling or with beams, from decoders that keep their keys and values.
+"""Text generation: greedy, sampling or beam search, with decoders that have a key-value cache.
 
-`Decoder` and `EncoderDecoder` run the sessions; `generate` chooses tokens and yields them as they come. Knows numpy
-and sessions; nothing of tokenizers or folders. Greedy and beam search choose what `transformers` would.
+`Decoder` and `EncoderDecoder` run the sessions; `generate` chooses tokens and yields them. Independent of tokenizers
+and folders. Greedy and beam search choose the same tokens as `transformers`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Answer from an exported folder: text, images or sound in, embeddings, labels or text out.
+"""Inference with an exported folder: text, images or audio in, embeddings, labels or text out.
 
 Knows the folder's card, its tokenizer and the runtime. `by_task` has an answer for each row of the table of tasks,
 `postprocess` turns outputs into results and `preprocess` prepares images and sound. Needs neither torch nor
@@ -69,9 +69,9 @@ def load(
 
 @dataclass(frozen=True)
 class Pipeline:
-    """A loaded model. Call it with one input or a list of them; the answer has the same form.
+    """A loaded model. Call it with one input or a list of inputs; the result has the same form.
 
-    What comes back depends on `task`:
+    The result depends on `task`:
 
     - pooling: an embedding; default and feature-extraction: one vector per token
     - text-, image- and audio-classification: `{"label", "score"}`, best first; `top_k=None` for all
@@ -103,7 +103,7 @@ class Pipeline:
         return self.card["task"]
 
     def __call__(self, inputs: Any, *args: Any, **options: Any) -> Any:
-        """Answer one input, or each of a list."""
+        """Run one input, or each of a list."""
         return answer(self, inputs, *args, **options)
 
     def stream(self, prompt: Any, **options: Any) -> Iterator[str]:

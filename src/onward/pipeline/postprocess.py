@@ -1,4 +1,4 @@
-"""From a model's output arrays to what a person asked for: labels, spans, words, text.
+"""Turns a model's output arrays into results: labels, spans, tokens, text.
 
 Pure functions over numpy arrays and tokenizer encodings.
 """

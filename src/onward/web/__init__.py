@@ -1,4 +1,4 @@
-"""Training in the browser: a static site from artifacts, and a small server to look at it."""
+"""Training in the browser: a static site from artifacts, and a local server for it."""
 
 from onward.web.serving import serve
 from onward.web.site import write_site

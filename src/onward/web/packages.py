@@ -1,4 +1,4 @@
-"""Where the JavaScript of a site comes from: our own library, and two packages from npm.
+"""Collects the JavaScript of a site: our own library, and two packages from npm.
 
 The library is part of Onward. onnxruntime-web (its WebAssembly is 14 MB) and flatbuffers are not: they are
 taken from a `node_modules` folder, or fetched with npm where there is none.

@@ -75,7 +75,7 @@ def write_site(
 
 
 def _check_artifacts(source: Path, prefix: str) -> None:
-    """Refuse now what the page would refuse later."""
+    """Reject artifacts that the page cannot use."""
     missing = [f"{prefix}{name}" for name in ARTIFACTS if not (source / f"{prefix}{name}").is_file()]
     if missing:
         raise ModelError(

@@ -1,4 +1,4 @@
-"""`onward artifacts`: a forward model to everything that training needs."""
+"""`onward artifacts`: turns a forward model into the files that training needs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`onward check`: can this model be trained, what stands in the way, and what would a step cost?"""
+"""`onward check`: can this model be trained, which operators prevent it, and what would a step cost?"""
 
 from __future__ import annotations
 

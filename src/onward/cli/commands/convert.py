@@ -1,4 +1,4 @@
-"""`onward convert`: checkpoints to and from safetensors and state files, and what onnxruntime-training left behind."""
+"""`onward convert`: checkpoints to and from safetensors and state files, and artifacts of onnxruntime-training."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def _checkpoint(source: Path, target: Path, *, into: Path | None, freeze: list[s
             "name one of the same artifacts: --into artifacts/state.bin",
         )
     with warnings.catch_warnings():
-        # a checkpoint of the original has no seal, which is what a conversion mends
+        # onnxruntime-training's checkpoints have no checksum: a conversion adds one
         warnings.simplefilter("ignore", checkpoint.UnsealedCheckpointWarning)
         if source.suffix == ".safetensors":
             base = None if into is None else _load(into)

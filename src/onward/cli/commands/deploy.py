@@ -1,4 +1,4 @@
-"""`onward deploy`: a trained run to a file for inference, proved and, by choice, quantized."""
+"""`onward deploy`: exports a trained run for inference, checked and optionally quantized."""
 
 from __future__ import annotations
 

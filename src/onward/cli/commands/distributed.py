@@ -123,7 +123,7 @@ def _count(path: Path) -> int:
 
 
 def _check_data(artifacts: Path, options: Mapping[str, Any]) -> tuple[list[str] | None, int | None]:
-    """Read the data once here, where an error is one line: names of classes and number of samples.
+    """Read the data once here, so that errors are one line: names of classes and number of samples.
 
     A function is called on the ranks only.
     """

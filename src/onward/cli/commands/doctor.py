@@ -1,4 +1,4 @@
-"""`onward doctor`: what this machine offers, what it lacks, and the command that gets it."""
+"""`onward doctor`: reports on the environment, and how to install what is missing."""
 
 from __future__ import annotations
 

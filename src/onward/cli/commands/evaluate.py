@@ -1,4 +1,4 @@
-"""`onward evaluate` and `onward infer`: how good is a model, and what does it answer?"""
+"""`onward evaluate` and `onward infer`: metrics and predictions of a model."""
 
 from __future__ import annotations
 

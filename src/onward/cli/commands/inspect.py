@@ -1,4 +1,4 @@
-"""`onward inspect`: a readable picture of a model, a checkpoint, artifacts or a run."""
+"""`onward inspect`: summarizes a model, a checkpoint, artifacts or a run."""
 
 from __future__ import annotations
 

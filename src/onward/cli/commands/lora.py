@@ -1,4 +1,4 @@
-"""`onward lora`: adapters into a model, out of a checkpoint, and into the weights."""
+"""`onward lora`: adds adapters to a model, extracts them from a checkpoint, merges them into the weights."""
 
 from __future__ import annotations
 

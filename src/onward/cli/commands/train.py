@@ -1,4 +1,4 @@
-"""`onward train`: artifacts and data to a trained checkpoint, a history and a report."""
+"""`onward train`: trains artifacts on data; writes checkpoints, a history and a report."""
 
 from __future__ import annotations
 
@@ -238,7 +238,7 @@ def _is_default(context: typer.Context, name: str) -> bool:
 
 
 def _refuse_others(artifacts: Path, options: Mapping[str, Any]) -> None:
-    """Say what was named where it is no folder of artifacts; and refuse numbers that are none."""
+    """Check that the path is a folder of artifacts, and reject non-finite values."""
     plain_prefix(options["prefix"])
     if artifacts.is_file():
         raise CommandError(

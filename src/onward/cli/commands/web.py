@@ -1,4 +1,4 @@
-"""`onward web`: artifacts to a page that trains in the browser."""
+"""`onward web`: writes a page that trains artifacts in the browser."""
 
 from __future__ import annotations
 

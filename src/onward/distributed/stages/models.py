@@ -1,7 +1,7 @@
 """The models of pipeline stages: forward, vector-Jacobian product, evaluation; made from the artifacts.
 
-A stage's backward pass recomputes its forward pass from what the stage received, so that nothing but that is
-kept between the two. `Blueprint` says who has which parameters; `StageStep` runs one stage.
+A stage's backward pass recomputes its forward pass from what the stage received, so that only these
+inputs are stored between the two. `Blueprint` assigns parameters to stages; `StageStep` runs one stage.
 """
 
 from __future__ import annotations

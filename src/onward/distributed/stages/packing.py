@@ -1,6 +1,6 @@
-"""Many tensors as one float32 vector: one message for each cut, whatever crosses it.
+"""Packs many tensors into one float32 vector: one message for each cut.
 
-Integers and booleans travel as their bytes; every tensor begins at a multiple of 64 bytes.
+Integers and booleans are sent as their bytes; every tensor begins at a multiple of 64 bytes.
 """
 
 from __future__ import annotations

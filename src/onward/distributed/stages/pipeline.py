@@ -1,7 +1,7 @@
 """Pipeline parallel: every rank has one stage of the model, and micro-batches flow through the stages.
 
 torch.distributed.pipelining does the scheduling (GPipe, 1F1B). To it, a stage is a function of one vector:
-everything that crosses a cut is packed into it. Copies of the pipeline train data parallel.
+everything that crosses a cut is packed into it. Replicas of the pipeline train data parallel.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""How micro-batches flow through one stage: the schedule of torch.distributed.pipelining, and plain chains.
+"""Runs micro-batches through one stage: by a schedule of torch.distributed.pipelining, or one after the other.
 
-To torch, a stage is a function of one packed vector. A failure in a stage is kept until the schedule is
-over: the messages that other stages wait for are still sent.
+To torch, a stage is a function of one packed vector. An error in a stage is raised only after the schedule has
+finished: the messages that other stages wait for are still sent.
 """
 
 from __future__ import annotations

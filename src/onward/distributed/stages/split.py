@@ -1,8 +1,8 @@
-"""Which pipeline stage does what: nodes of a forward graph to stages, and the values that cross the cuts.
+"""Assigns the nodes of a forward graph to pipeline stages, and finds the values that cross the cuts.
 
-By a list of cuts, by a map from names, or balanced by cost. A cut carries everything that is alive there:
+By a list of cuts, by a map from names, or balanced by cost. A cut carries every live value:
 skip connections, integers, values for later stages. What depends on parameters alone is computed wherever it
-is needed. Knows graphs; runs nothing.
+is needed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Decide which box (or mask) of a detector is to find which object: the labels of its training step.
+"""Bipartite matching of a detector's boxes (or masks) to objects: the labels of its training step.
 
 Runs on the host between the evaluation model, which proposes boxes, and the training step, which takes one label
 for each. The cost of a pair is the model's own; the assignment of least total cost is exact. numpy only.

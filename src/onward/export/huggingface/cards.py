@@ -1,7 +1,7 @@
-"""Describe an exported Hugging Face model in plain data, for `onward.json` and for the file's own metadata.
+"""Describes an exported Hugging Face model in plain data, for `onward.json` and for the file's own metadata.
 
-Knows what the pipelines of `onward.load` need to answer without torch or transformers: labels, special
-tokens, pooling, image and audio settings.
+Contains what `onward.load` needs to run without torch or transformers: labels, special tokens, pooling, image and
+audio settings.
 """
 
 from __future__ import annotations

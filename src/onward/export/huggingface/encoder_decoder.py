@@ -1,8 +1,8 @@
 """Encoder-decoders (text to text, speech to text, image to text) as traceable modules, whole or in two parts.
 
-The whole takes the decoder's tokens and returns scores; training and single files have it. The parts answer
-faster: the encoder reads its input once and returns the keys and values that every decoder layer looks at, the
-decoder takes them with those of the tokens written so far, and returns scores for the new ones only.
+The whole takes the decoder's tokens and returns logits; it is used for training and single files. The parts are
+faster in inference: the encoder runs once and returns the keys and values for cross-attention, the decoder takes
+them with those of the tokens generated so far, and returns logits for the new ones only.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Find and load what is to be exported: model, tokenizer or processor, and sentence-transformers settings.
+"""Finds and loads the model to export, its tokenizer or processor, and sentence-transformers settings.
 
-Knows model ids, folders and (model, tokenizer) tuples, and the files of a sentence-transformers folder.
-Imports transformers when called; knows nothing of ONNX.
+Accepts model ids, folders and (model, tokenizer) tuples, and reads the files of a sentence-transformers folder.
+Imports transformers when called; independent of ONNX.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def load_source(
 ) -> Source:
     """Load a model id, a folder, or take a (model, tokenizer) tuple; `task` may be "auto".
 
-    `labels` are the classes that a classifier is to tell apart: a head of another size is made anew.
+    `labels` are the classes of a classifier: a head of another size is replaced by a new one.
     """
     if task != "auto":
         task_named(task)

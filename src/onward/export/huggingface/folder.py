@@ -1,6 +1,6 @@
-"""Put an exported model where it was asked for, whole or not at all, with a card that says what it is.
+"""Writes an exported model atomically, with `onward.json` that describes it.
 
-Knows paths and the `onward.json` card. Imports neither torch nor transformers.
+Imports neither torch nor transformers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Export Hugging Face models: to a file, to bytes, to a folder that answers by itself, or to train.
+"""Exports Hugging Face models: to a file, to bytes, to a folder for `onward.load`, or for training.
 
 The public calls only. Loading is in `find_model`, calling a model in `wrappers`, the exporter and the comparison
 with torch in `trace`, quantization in `quantize`, and writing in `folder`.
@@ -52,13 +52,13 @@ def from_transformers(
     """Export a model id, a folder or a (model, tokenizer) tuple to ONNX, checked against torch.
 
     `output` is a file when it ends in `.onnx`, else a folder with the model, its tokenizer and `onward.json`,
-    which `onward.load` answers from; without it the model comes back as bytes. `task="auto"` reads the task
+    which `onward.load` loads; without it the model is returned as bytes. `task="auto"` reads the task
     from the configuration. `pooling` ("mean", "cls", "max", or several joined by "+") and `normalize`
     override a sentence-transformers folder's own settings. `training=True` gives a forward model for
     `generate_artifacts`: dropout active, parameters under their own names.
 
     Raises `ParityError` when an output differs from torch by more than `atol + rtol * max|output|`;
-    `check=False` leaves the comparison out.
+    `check=False` skips the comparison.
 
     >>> from_transformers("sentence-transformers/all-MiniLM-L6-v2", "pooling", "minilm").name
     'minilm'

@@ -1,7 +1,7 @@
-"""From trained artifacts of a Hugging Face model to a folder that `onward.load` answers from.
+"""Saves trained artifacts of a Hugging Face model as a folder for `onward.load`.
 
-Knows the `pipeline` folder that `artifacts_from_transformers` leaves among its artifacts: the tokenizer and a
-card. Imports neither torch nor transformers, so that it works where the model was trained.
+Uses the `pipeline` folder that `artifacts_from_transformers` writes: the tokenizer and `onward.json`. Imports neither
+torch nor transformers, so that it works where the model was trained.
 """
 
 from __future__ import annotations

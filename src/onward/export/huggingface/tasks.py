@@ -1,8 +1,8 @@
-"""The table of Hugging Face tasks: for each the class that loads it, its wrapper, outputs, loss and answer.
+"""The table of Hugging Face tasks: for each the class that loads it, its wrapper, outputs, loss and pipeline function.
 
 `TASKS` has a row for each task, `TYPES` a row for each model type that departs from its task's row. A new task or
 type is one row; `wrappers`, `task_losses` and `onward.pipeline` look their functions up by the names in it.
-Knows names only; imports neither torch nor transformers.
+Imports neither torch nor transformers.
 """
 
 from __future__ import annotations

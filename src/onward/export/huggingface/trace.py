@@ -1,7 +1,4 @@
-"""Turn a traceable Hugging Face model into ONNX, and prove it against torch.
-
-Knows the TorchScript exporter and its habits, and how to compare. Knows nothing of tokenizers or folders.
-"""
+"""Exports a traceable Hugging Face model to ONNX with the TorchScript exporter, and compares it with torch."""
 
 from __future__ import annotations
 
@@ -30,7 +27,7 @@ ONE_FILE = 2**31 - 2**24
 
 
 def check_opset(opset: int) -> None:
-    """Refuse an opset that the exporter cannot write; 14 is the first with training-mode batch norm."""
+    """Reject an opset that the exporter does not support; 14 is the first with training-mode batch norm."""
     if opset not in torchscript.OPSETS:
         known = torchscript.OPSETS
         raise ValueError(f"unsupported opset {opset}: choose {known.start} to {known.stop - 1}")
@@ -115,8 +112,8 @@ def _kept(
 ) -> np.ndarray | None:
     """The positions of an output to compare, [batch, sequence]; None where all are.
 
-    Padding is left out: nobody reads what stands there, and torch itself is there ten times as far from float64
-    as at real tokens. A position where one of the two is not finite counts wherever it is.
+    Padding is left out: nothing uses its values, and torch itself is ten times as far from float64 there as at real
+    tokens. A position where one of the two is non-finite is always compared.
     """
     axes, mask = traceable.inputs.get("attention_mask"), case.get("attention_mask")
     if axes is None or mask is None or mask.ndim != 2 or ours.shape != theirs.shape:

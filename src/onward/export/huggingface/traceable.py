@@ -1,7 +1,4 @@
-"""What an exportable model is, and how text becomes its input: the ground that the adapters stand on.
-
-Knows torch modules and tokenizers; nothing of particular models, tasks or ONNX.
-"""
+"""The base of the wrappers: a traceable module with named inputs, and tokenized example inputs."""
 
 from __future__ import annotations
 

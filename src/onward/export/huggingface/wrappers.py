@@ -1,7 +1,7 @@
-"""Give every Hugging Face model the same face: named tensors in, the task's tensors out, nothing else.
+"""Wraps every Hugging Face model with one interface: named tensors in, the task's tensors out.
 
-Looks up the wrapper that the table of tasks names and prepares the model for it. Knows nothing of ONNX: what it
-returns is a torch module with example inputs and names for their axes.
+Looks up the wrapper in the table of tasks and prepares the model for it. Returns a torch module with example inputs
+and names for their axes.
 """
 
 from __future__ import annotations

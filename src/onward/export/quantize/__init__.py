@@ -1,4 +1,4 @@
-"""Make an ONNX model smaller: int8, int4 or half precision. Begin with `quantizer`."""
+"""Quantizes ONNX models: int8, int4 or half precision. Begin with `quantizer`."""
 
 from __future__ import annotations
 

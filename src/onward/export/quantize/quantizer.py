@@ -1,7 +1,6 @@
-"""Make an ONNX model smaller: int8, int4 or half precision, on the stock onnxruntime quantizers.
+"""Quantizes ONNX models: int8, int4 or half precision, with the stock onnxruntime quantizers.
 
-Knows model bytes and model files, the schemes, and how to measure what a scheme costs. Knows nothing of
-torch, tokenizers or tasks: the export of Hugging Face models and that of trained models both use it.
+Works on bytes and files, and measures the effect of a scheme. Used for Hugging Face models and trained models alike.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ __all__ = ["SCHEMES", "QuantizationReport", "SaturationWarning", "measure", "qua
 
 
 class SaturationWarning(UserWarning):
-    """A quantized model gives other answers on some CPUs than on others."""
+    """A quantized model gives different results on different CPUs."""
 
 
 # Below this the runtime's cosine is another than the reference's, not a rounding of it.
@@ -65,7 +64,7 @@ class _Options:
 
 @dataclass(frozen=True)
 class QuantizationReport:
-    """What a scheme bought and what it cost, against the float32 model on the same inputs.
+    """The effect of a scheme on size, accuracy and speed, against the float32 model on the same inputs.
 
     `cosine` compares each row of the first output. `reference_cosine` does the same with integer products that
     cannot saturate: what every CPU should give. `saturating` names the nodes whose products may saturate on

@@ -1,7 +1,6 @@
-"""Finish an exported graph: names, parameters, dropout that drops, named axes, metadata, and the file.
+"""Finishes an exported graph: names, parameters, active dropout, named axes, metadata, and the file.
 
-Knows ONNX protobufs and torch tensors as bytes; knows nothing of how a graph was exported. Graphs come
-without weights, so that large models are never held twice.
+Independent of the exporter. Graphs come without weights, so that large models are never in memory twice.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Which axes of a module's inputs may change size, found by running it, and fresh inputs at other sizes.
+"""Detects the dynamic axes of a module's inputs by running it, and makes fresh inputs at other sizes.
 
-Knows tensors, shapes and a function that runs the module; knows nothing of ONNX. An axis counts as dynamic
-when the module itself accepts two other sizes of it; whether the exported model follows is checked later.
+An axis counts as dynamic when the module itself accepts two other sizes of it; whether the exported model does too
+is checked later.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Run an exported graph in onnxruntime beside the module it came from, without randomness, at several sizes.
+"""Compares an exported graph in onnxruntime with its torch module, without randomness, at several sizes.
 
-What is compared: outputs, the running statistics that a training step leaves, and, for training, the gradient
-of every parameter. Where float32 alone does not tell, torch in float64 is the reference and torch's own float32
-the yardstick. Knows a plan, a graph and its weights; the verdict is `parity`'s.
+Compares outputs, the running statistics after a training step, and, for training, the gradient of every parameter.
+Where float32 is not conclusive, torch in float64 is the reference and the error of torch's own float32 sets the
+tolerance. `parity` decides.
 """
 
 from __future__ import annotations

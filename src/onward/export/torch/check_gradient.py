@@ -1,4 +1,4 @@
-"""Compare one backward pass of an exported model, as Onward differentiates it, with torch autograd.
+"""Compares one backward pass of an exported model, as Onward differentiates it, with torch autograd.
 
 A graph can compute the right outputs and train differently: a gradient that the module stops, scales or replaces
 leaves no trace in what forward computes. The norm of a parameter's error is judged, not its largest element: a

@@ -1,7 +1,7 @@
-"""Export through torch.export, torch's newer path: the choice for when the tracer is gone.
+"""Exports through torch.export (dynamo), for when torch removes the TorchScript tracer.
 
-Repairs what it gets wrong for training: batch norm that it would write in inference form, and weights that it
-embeds under the last of their names. Knows that exporter's options and nothing of sizes, parity or files.
+Fixes what it gets wrong for training: batch norm that it would export in inference mode, and weights that it
+embeds under the last of their names.
 """
 
 from __future__ import annotations

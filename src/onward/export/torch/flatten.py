@@ -1,7 +1,7 @@
-"""Turn a module with structured arguments and results into one over flat tensors, with a name for each.
+"""Flattens a module's structured arguments and results into named tensors.
 
-Knows tuples, lists, mappings, named tuples and dataclasses. Everything that is not a tensor is part of the
-structure and stays as given. Knows nothing of ONNX.
+Supports tuples, lists, mappings, named tuples and dataclasses. Everything that is not a tensor is part of the
+structure and is passed unchanged.
 """
 
 from __future__ import annotations

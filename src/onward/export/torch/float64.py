@@ -1,6 +1,6 @@
-"""Run a torch module in float64: the yardstick for how far float32, torch's own or an export's, is off.
+"""Runs a torch module in float64: the reference for the float32 errors of torch and of an export.
 
-The module is not copied: its numbers are wider for as long as it takes. Knows nothing of ONNX.
+The module is not copied: its parameters are converted temporarily.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""From a torch module to an ONNX model, for training or inference, and from there to training artifacts.
+"""Exports a torch module to ONNX, for training or inference, and generates training artifacts.
 
-The order of things: run the module to learn names and dynamic axes, export it, finish the graph, compare both
-at sizes that the export has not seen, and only then write.
+In this order: run the module to find names and dynamic axes, export it, finish the graph, compare both at sizes that
+were not traced, then write.
 """
 
 from __future__ import annotations
@@ -53,16 +53,16 @@ def from_torch(
     opset_version: int | None = None,
     **exporter_options: Any,
 ) -> onnx.ModelProto | Path:
-    """Export a module as it trains, or for inference; return the model, or the path if one is given.
+    """Export a module in training or inference mode; return the model, or the path if one is given.
 
-    In training mode every parameter is an initializer under its own name, dropout drops, batch norm uses
+    In training mode every parameter is an initializer under its own name, dropout is active, batch norm uses
     batch statistics, and `metadata_props` say which parameters the module trains (`onward.requires_grad`),
     which it does not (`onward.frozen_params`) and which buffers are running statistics (`onward.buffers`).
-    The module is given back as it was. Weights over 2 GB, or with `external_data=True`, go to `<path>.data`.
+    The module is not changed. Weights over 2 GB, or with `external_data=True`, go to `<path>.data`.
 
-    With `check`, outputs are compared with torch's on fresh inputs at other sizes, dropout neutralised, and for
+    With `check`, outputs are compared with torch's on fresh inputs at other sizes, without dropout, and for
     training (`check="gradient"`) one backward pass with torch autograd; `ParityError` shows what differs, and
-    nothing is written. `check="outputs"` leaves gradients out. `detach`, `no_grad`, `padding_idx` and straight-through
+    nothing is written. `check="outputs"` skips gradients. `detach`, `no_grad`, `padding_idx` and straight-through
     functions are kept: gradients stop in the exported model where they stop in the module.
 
     >>> import torch

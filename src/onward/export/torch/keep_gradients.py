@@ -1,9 +1,8 @@
-"""What a module says about gradients and a traced graph cannot: where they stop, and custom backward passes.
+"""Preserves stopped gradients and custom backward passes in a trace.
 
-A trace records what forward computes. Gradients that `detach` and `no_grad` stop, and those that a
-`torch.autograd.Function` defines, would be lost without a word. While this module's context is active, the trace
-says them with one operator, `onward::StopGradient`, which `assemble.mark_stops` turns into a marked Identity.
-Knows torch's tracer; knows nothing of ONNX files.
+A trace records only the forward pass. `detach`, `no_grad` and the backward pass of a `torch.autograd.Function` would
+be lost silently. While this module's context is active, the trace records them with one operator,
+`onward::StopGradient`, which `assemble.mark_stops` turns into a marked Identity.
 """
 
 from __future__ import annotations

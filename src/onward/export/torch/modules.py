@@ -1,7 +1,4 @@
-"""Borrow a torch module for export and give it back as it was.
-
-Knows modules: wrappers, names, buffers, flags, random state. Knows nothing of ONNX.
-"""
+"""Prepares a torch module for export and restores it afterwards: wrappers, names, buffers, flags, random state."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Run a torch module in training mode without randomness, so that another implementation can be compared.
+"""Runs a torch module in training mode without randomness, so that outputs can be compared.
 
-Knows torch's random functions; their ONNX counterparts are in `assemble.neutralised`, with the same values.
+The ONNX counterparts of torch's random functions are in `assemble.neutralised`, with the same values.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["Neutral", "calling_line", "neutral_dropout"]
 
 
 class Neutral(TorchFunctionMode):
-    """Within it nothing is random: dropout passes its input on, draws return a fixed value in their place.
+    """Within it nothing is random: dropout is the identity, random functions return fixed values.
 
     `active` counts the dropouts that would have dropped something. The same stand-ins are put into the ONNX
     model for comparison: uniform draws give 0.5, Bernoulli draws 1 where p >= 0.5, normal draws their mean.

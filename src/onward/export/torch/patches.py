@@ -1,6 +1,6 @@
-"""Other ways to compute what some torch layers compute, in forms that exporters translate faithfully.
+"""Patches torch layers with equivalent code that exporters translate correctly.
 
-Recurrent layers with dropout, fused attention, and what changes shapes. Knows nothing of ONNX.
+Recurrent layers with dropout, fused attention, and operations that change shapes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["traceable"]
 
 @contextmanager
 def traceable(model: nn.Module) -> Iterator[None]:
-    """Layers that exporters refuse or garble compute the same thing in a form that they take.
+    """Replace layers that exporters reject or translate wrongly by equivalent code.
 
     Functions are replaced where modules look them up, for as long as the trace takes. A torch function mode
     would be neater, but sizes that pass through one become constants in a trace.

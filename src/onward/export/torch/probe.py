@@ -1,7 +1,4 @@
-"""Learn what an export needs from a torch module by running it: names, dynamic axes, what comes out.
-
-Knows modules and axes; knows nothing of ONNX.
-"""
+"""Runs a torch module to find what an export needs: names, dynamic axes, outputs."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""Export through torch's TorchScript tracer: the path that keeps parameter names and training semantics.
+"""Exports through torch's TorchScript tracer, which keeps parameter names and training semantics.
 
-Returns a graph whose parameters are still inputs, named as in the module. Knows the tracer's options and
-nothing of sizes, parity or files.
+Returns a graph whose parameters are still inputs, named as in the module.
 """
 
 from __future__ import annotations
