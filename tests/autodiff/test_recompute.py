@@ -404,7 +404,7 @@ REFUSED: list[tuple[Any, type[Exception], str]] = [
     ("block.*", ModelError, r"'block\.\*' matches no scope; did you mean 'blocks\.0'"),
     (["blocks.*", "decoder"], ModelError, "'decoder' matches no scope"),
     (0.01, ModelError, r"cannot be kept in 0\.01 .*the least that was found is 0\.\d\d"),
-    ("1kB", ModelError, "cannot be told without the sizes of 'batch'"),
+    ("1kB", ModelError, "a budget in bytes needs the sizes of 'batch'"),
     (ActivationBudget("1kB", sizes={"batch": 8}), ModelError, "cannot be kept in"),
     (
         ActivationBudget(0.5, sizes={"bacth": 8}),

@@ -304,7 +304,7 @@ def test_nothing_of_the_users_is_overwritten(trained: Path, run: Run) -> None:
         command = line.format(mine).split()
         target = "model.onnx" if "deploy" in line else mine
         refused = run(*command, code=1).stderr
-        assert f"'{target}' is there already" in refused and "--overwrite" in refused
+        assert f"'{target}' already exists" in refused and "--overwrite" in refused
         assert Path(mine).read_text() == "mine"
         run(*command, "--overwrite") if "deploy" not in line else None
     assert Path("model.onnx").read_bytes() == before
@@ -411,13 +411,13 @@ def test_a_bad_label_is_named_by_its_row(place: Path, run: Run) -> None:
 @pytest.mark.parametrize(
     ("about", "text"),
     [
-        ("[1, 2]", "none that this version knows"),
+        ("[1, 2]", "this version does not know its preprocessing"),
         ("{", "not valid JSON"),
         ('{"kind": "image", "input": "x", "size": {"height": 10000000, "width": 4}}', "size 10000000"),
         ('{"kind": "image", "input": "x", "image_mean": "0"}', "wrong 'image_mean'"),
         ('{"kind": "image", "input": "x", "image_mean": [NaN]}', "wrong 'image_mean'"),
         ('{"kind": "text", "input": "x", "tokenizer": "../../etc/passwd"}', "its tokenizer is not beside it"),
-        ('{"kind": "code", "input": "x"}', "none that this version knows"),
+        ('{"kind": "code", "input": "x"}', "this version does not know its preprocessing"),
     ],
 )
 def test_hostile_metadata_is_refused_in_one_line(shop: Path, run: Run, about: str, text: str) -> None:

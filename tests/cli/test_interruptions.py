@@ -135,7 +135,7 @@ def test_train_in_a_process_of_its_own_stops_and_goes_on(workshop: Path, run: An
     process.send_signal(number)
     _, said = process.communicate(timeout=60)
     assert process.returncode == 130, said
-    assert "all saved; go on with: onward train slow --resume" in said
+    assert "all saved; resume with: onward train slow --resume" in said
     assert "Traceback" not in said
     steps = int(latest(Path("slow")).name.split("-")[1])
     assert f"stopped after {steps} updates" in said
@@ -156,7 +156,7 @@ def test_distributed_stops_on_all_ranks_and_goes_on(workshop: Path, run: Any) ->
     assert process.returncode == 130, said
     assert "Traceback" not in said
     steps = int(latest(Path("many")).name.split("-")[1])
-    assert said == f"stopped after {steps} updates, all saved; go on with the same command and --resume\n"
+    assert said == f"stopped after {steps} updates, all saved; resume with the same command and --resume\n"
     epochs = steps // 3 + 2
     found = run(*line.format(1, epochs).split(), "--resume", "--json").json
     assert len(found["losses"]) == 3 * epochs - steps

@@ -161,7 +161,7 @@ ALONE: list[tuple[str, int, str, str]] = [
     ("train artifacts -d short.npz -o new", 1, "different numbers of samples: x 4, labels 3", "one row"),
     ("train artifacts -d words.npz -o new", 1, "not numbers", "takes"),
     ("train artifacts -d classes.npz -o new", 1, "label", ""),
-    ("train artifacts -d nan.npz -o new", 1, "of 'x' in the data is not finite", "mend these rows"),
+    ("train artifacts -d nan.npz -o new", 1, "of 'x' in the data is not finite", "fix these rows"),
     ("train artifacts -d nothing.npz -o new", 1, "has no sample", "right file"),
     ("train artifacts -d folder -o new", 1, "a folder of images needs a model", "--data INPUT=FOLDER"),
     ("evaluate run -d wide.npz", 1, "'x' has shape [2, 9]", "change the data"),

@@ -103,6 +103,6 @@ def test_a_rank_that_hangs_ends_the_job_within_the_timeout(folder, undisturbed, 
     job = {"folder": str(folder), "directory": str(tmp_path), "timeout": 3}
     with pytest.raises(ranks.Lost) as lost:
         ranks.start(2, train, **job, fault=("an all-reduce", 1, signal.SIGSTOP)).wait(grace=0.2)
-    assert "did not answer within 3 s" in lost.value.errors[0]
+    assert "did not respond within 3 s" in lost.value.errors[0]
     ranks.start(2, train, attempt=1, **job).wait()
     assert result(tmp_path) == undisturbed

@@ -180,7 +180,7 @@ def test_references_are_found_wherever_a_model_holds_tensors(where: str, folder:
         source.graph.initializers["w"].const_value = ir.ExternalTensor(
             "../secret.bin", 0, 48, ir.DataType.FLOAT, shape=ir.Shape((3, 4)), name="w", base_dir=folder
         )
-    with pytest.raises(ModelError, match="external data of tensor 'w' is refused"):
+    with pytest.raises(ModelError, match="external data of tensor 'w' is rejected"):
         load_model(source, base_dir=folder)
 
 

@@ -342,7 +342,7 @@ def _set_batch_norm(model: ir.Model, wanted: BatchNorm) -> list[str]:
         return []
     return [
         f"{len(still)} batch norms keep their running statistics, as in the model; batch_norm='train' (--batch-norm "
-        "train) lets them follow the data"
+        "train) updates them"
     ]
 
 

@@ -39,7 +39,7 @@ def read_settings(path: Path, command: Any, name: str) -> dict[str, Any]:
             f"cannot read '{path}': {error.strerror or error}", "is the path right?"
         ) from error
     except LimitError as error:
-        raise CommandError(f"'{path}' is refused: {error}", error.hint) from error
+        raise CommandError(f"'{path}' is rejected: {error}", error.hint) from error
     except (ValueError, RecursionError) as error:
         raise CommandError(
             f"'{path}' is not valid TOML: {error}", "one option a line, as in: epochs = 20"

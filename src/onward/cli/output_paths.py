@@ -24,7 +24,7 @@ __all__ = [
 ]
 
 
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a file that is there already.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an existing file.")]
 
 
 @contextlib.contextmanager
@@ -36,9 +36,7 @@ def file_target(path: Path, *, overwrite: bool = False) -> Iterator[Path]:
     if path.is_dir():
         raise CommandError(f"'{path}' is a folder, and a file is to be written", "name a file in it")
     if path.exists() and not overwrite:
-        raise CommandError(
-            f"'{path}' is there already", "replace it with --overwrite, or choose another name"
-        )
+        raise CommandError(f"'{path}' already exists", "replace it with --overwrite, or choose another name")
     with _parents(path.parent, path):
         yield path
 
@@ -65,7 +63,7 @@ def refuse_strangers(folder: Path, names: Sequence[str], *, ours: str, overwrite
     there = [name for name in names if (folder / name).exists()]
     if there:
         raise CommandError(
-            f"'{folder / there[0]}' is there already, and Onward did not make it",
+            f"'{folder / there[0]}' already exists, and Onward did not make it",
             "replace it with --overwrite, or choose another folder",
         )
 

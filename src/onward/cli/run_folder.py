@@ -186,7 +186,7 @@ def refuse_earlier_run(folder: Path, *, overwrite: bool) -> None:
     if not overwrite and any(folder.glob("checkpoint-*")):
         raise CommandError(
             f"'{folder}' holds an earlier run",
-            "go on with --resume, replace it with --overwrite, or choose -o",
+            "resume it with --resume, replace it with --overwrite, or choose -o",
         )
 
 

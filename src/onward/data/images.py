@@ -149,7 +149,7 @@ def open_picture(path: Any, settings: Mapping[str, Any]) -> np.ndarray:
             upright = ImageOps.exif_transpose(file)
             picture = upright.convert("L" if settings.get("channels") == 1 else "RGB")
     except (UnidentifiedImageError, OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise DataError(f"cannot read the image '{path}': {error}", "remove it, or mend it") from error
+        raise DataError(f"cannot read the image '{path}': {error}", "remove it, or fix it") from error
     try:
         return image(picture, settings)
     except ValueError as error:

@@ -76,7 +76,7 @@ class Preprocessing:
             or not isinstance(found.get("input"), str)
         ):
             raise DataError(
-                f"{where}: its preprocessing is none that this version knows",
+                f"{where}: this version does not know its preprocessing",
                 "deploy it again with this version",
             )
         settings = {key: value for key, value in found.items() if key not in ("kind", "input")}
@@ -96,9 +96,9 @@ def beside(model: Path) -> dict[str, Any]:
     try:
         found = read_json(path)
     except (ValueError, OSError) as error:
-        raise DataError(f"'{path}' cannot be read: {error}", "mend it, or remove it") from error
+        raise DataError(f"'{path}' cannot be read: {error}", "fix it, or remove it") from error
     if not isinstance(found, dict):
-        raise DataError(f"'{path}' holds no settings", "mend it, or remove it")
+        raise DataError(f"'{path}' holds no settings", "fix it, or remove it")
     return known_image_settings(found)
 
 

@@ -279,7 +279,7 @@ def check_labels(data: Data, ranges: Mapping[str, Mapping[str, Any]]) -> None:
             raise DataError(
                 f"row {int(where[0])} of the data (from 0): '{name}' has label {labels[tuple(where)]}, and the model "
                 f"has {count} classes, so labels are 0 to {count - 1}",
-                "mend the data, or make artifacts with another head: onward artifacts MODEL --classes NUMBER",
+                "fix the data, or make artifacts with another head: onward artifacts MODEL --classes NUMBER",
             )
 
 
@@ -293,6 +293,6 @@ def blame_data(error: NonFiniteError, data: Data) -> Exception:
         more = f" (and {rows - 1} more)" if rows > 1 else ""
         text = str(error).split("; '")[0]
         return DataError(
-            f"{text}: row {row}{more} of '{name}' in the data is not finite", "mend these rows, or drop them"
+            f"{text}: row {row}{more} of '{name}' in the data is not finite", "fix these rows, or drop them"
         )
     return error

@@ -218,7 +218,7 @@ def fit_table(
     missing = np.count_nonzero(~counted, axis=0)
     if np.isinf(values).any():
         row, column = (int(i) for i in np.argwhere(np.isinf(values))[0])
-        raise DataError(f"sample {row}: '{columns[column]}' is infinite", "drop the row, or mend it")
+        raise DataError(f"sample {row}: '{columns[column]}' is infinite", "drop the row, or fix it")
     empty = [columns[i] for i in np.flatnonzero(missing == len(values))]
     if empty:
         raise DataError(f"column '{empty[0]}' has no number among the training rows", "drop it")

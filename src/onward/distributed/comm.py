@@ -193,7 +193,7 @@ class TorchCommunicator:
             yield
         except RuntimeError as error:
             raise DistributedError(
-                f"rank {self.rank} of {self.world}: {what} failed: another rank died, or did not answer within "
+                f"rank {self.rank} of {self.world}: {what} failed: another rank died, or did not respond within "
                 f"{self._timeout:g} s. See that rank's own error; restart with torchrun --max-restarts. ({error})"
             ) from error
 

@@ -174,6 +174,6 @@ def _number(name: str, key: str, text: str) -> int:
 
 def _bad(name: str, reason: str) -> ModelError:
     return ModelError(
-        f"external data of tensor '{name}' is refused: {reason}",
+        f"external data of tensor '{name}' is rejected: {reason}",
         hint="the file with the weights belongs beside the model",
     )

@@ -104,7 +104,7 @@ class Place:
         ]
         if resumed and changed:
             warnings.warn(
-                f"the run goes on with other settings ({'; '.join(changed)}): it will differ from one that "
+                f"the run is resumed with other settings ({'; '.join(changed)}): it will differ from one that "
                 "was never stopped",
                 ResumeWarning,
                 stacklevel=4,

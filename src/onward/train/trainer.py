@@ -267,7 +267,7 @@ class Trainer:
                 directory.mkdir(parents=True, exist_ok=True)
             if not self._owned and any(directory.glob("checkpoint-*")):
                 raise OnwardError(
-                    f"'{directory}' has the checkpoints of an earlier run: go on with it (resume=True), "
+                    f"'{directory}' has the checkpoints of an earlier run: resume it (resume=True), "
                     "or choose another output_directory"
                 )
         self._owned = self._whole = True
@@ -544,8 +544,8 @@ class Trainer:
         except OSError as error:
             raise OnwardError(
                 f"cannot write the run to '{self.output_directory}': {error.strerror or error}. Checkpoints that "
-                "are there are whole: free space or choose another output_directory, and go on with resume=True",
-                hint="free some space, or choose another folder with -o; go on with --resume",
+                "are there are whole: free space or choose another output_directory, and resume with resume=True",
+                hint="free some space, or choose another folder with -o; resume with --resume",
             ) from error
 
     def _resume(self, directory: Path) -> bool:

@@ -113,7 +113,7 @@ def _limit(budget: ActivationBudget, everything: float, sizes: _Sizes) -> float 
     if sizes.guessed:
         names = ", ".join(f"'{name}'" for name in sorted(sizes.guessed))
         raise ModelError(
-            f"recompute: bytes cannot be told without the sizes of {names}: pass "
+            f"recompute: a budget in bytes needs the sizes of {names}: pass "
             f"ActivationBudget({budget.limit!r}, sizes={{{names.split(', ')[0]}: …}}), or a share such as 0.5"
         )
     return float(limit)

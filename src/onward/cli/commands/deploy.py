@@ -83,7 +83,7 @@ def deploy(
     beside = model.with_name(f"{model.stem}.tokenizer.json")
     if tokenizer is not None and beside.exists() and not overwrite:
         raise CommandError(
-            f"'{beside}' is there already", "replace it with --overwrite, or choose another name"
+            f"'{beside}' already exists", "replace it with --overwrite, or choose another name"
         )
     with file_target(model, overwrite=overwrite), output.working("exporting and comparing"):
         made = for_inference(

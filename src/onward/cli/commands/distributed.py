@@ -73,7 +73,7 @@ def distributed(
         str | None, typer.Option(metavar="HOST:PORT", help="Of machine 0, where there are several.")
     ] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on from the last checkpoint in --output.")
+        bool, typer.Option("--resume", help="Resume from the last checkpoint in --output.")
     ] = False,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace an earlier run in --output.")
@@ -177,7 +177,7 @@ def _train(
     if "error" in found:
         raise CommandError(found["error"], found["hint"])
     if ended.interrupted or "stopped" in found:
-        again = "go on with the same command and --resume"
+        again = "resume with the same command and --resume"
         saved = f"stopped after {found['stopped']} updates, all saved; {again}" if "stopped" in found else ""
         raise KeyboardInterrupt(
             saved or (f"interrupted; {again}" if any(directory.glob("checkpoint-*")) else "")

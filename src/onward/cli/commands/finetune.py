@@ -71,7 +71,7 @@ def finetune(
 ) -> None:
     """Fine-tune a language model with LoRA, or a classifier on classes of your own."""
     if target.exists() and not overwrite:
-        raise CommandError(f"'{target}' is there already", "--overwrite replaces it, --output names another")
+        raise CommandError(f"'{target}' already exists", "--overwrite replaces it, --output names another")
     if not model.is_dir():
         _classifier(output, model, data, target, epochs, batch_size, learning_rate, hold_out, quantize, seed)
         return

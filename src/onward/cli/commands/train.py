@@ -62,7 +62,7 @@ def register(app: typer.Typer) -> None:
         epilog=examples(
             "onward train artifacts --data digits.npz --epochs 10 --hold-out 0.2 --metric accuracy",
             "onward train artifacts -d train.csv --eval-data test.csv --label species --schedule cosine",
-            "onward train --output run --resume      # go on after Ctrl-C",
+            "onward train --output run --resume      # resume after Ctrl-C",
         ),
     )(train)
 
@@ -130,7 +130,7 @@ def train(
             metavar="RATE|auto",
             parser=_rate,
             help="The highest learning rate; 'auto' finds one by a short trial. "
-            "By default what the artifacts say, or 0.001.",
+            "Default: the artifacts' setting, or 0.001.",
         ),
     ] = None,
     schedule: Annotated[
@@ -139,15 +139,13 @@ def train(
     warmup: Annotated[
         float | None,
         typer.Option(
-            min=0, help="Warm-up: updates, or a share of all if below 1; by default what the artifacts say."
+            min=0, help="Warm-up: updates, or a fraction of all if below 1; default: the artifacts' setting."
         ),
     ] = None,
     accumulation: Annotated[int, typer.Option(min=1, help="Batches per update.")] = 1,
     clip_norm: Annotated[
         float | None,
-        typer.Option(
-            min=0, help="Clip gradients to this norm, 0 for none; by default what the artifacts say."
-        ),
+        typer.Option(min=0, help="Clip gradients to this norm, 0 for none; default: the artifacts' setting."),
     ] = None,
     metric: Annotated[
         list[MetricChoice] | None, typer.Option("--metric", "-m", help="Compute when evaluating.")
@@ -173,9 +171,7 @@ def train(
     wandb: Annotated[
         str | None, typer.Option(metavar="PROJECT", help="Also log to Weights & Biases, if it is installed.")
     ] = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Go on where the run in --output stopped.")
-    ] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Resume the run in --output.")] = False,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace an earlier run in --output.")
     ] = False,
@@ -248,7 +244,7 @@ def _refuse_others(artifacts: Path, options: Mapping[str, Any]) -> None:
     if read_run(artifacts):
         raise CommandError(
             f"'{artifacts}' is a run, not a folder of artifacts",
-            f"go on with: onward train {artifacts} --resume",
+            f"resume with: onward train {artifacts} --resume",
         )
     for name in ("warmup", "clip_norm", "hold_out"):
         if options[name] is not None and not math.isfinite(options[name]):
@@ -366,7 +362,7 @@ def _fit(
             if not any(directory.glob("checkpoint-*")):
                 raise
             raise KeyboardInterrupt(
-                f"stopped after {trainer.step} updates, all saved; go on with: onward train {directory} --resume"
+                f"stopped after {trainer.step} updates, all saved; resume with: onward train {directory} --resume"
             ) from None
     if len(trainer.history.epochs) == done_before:
         output.note(
@@ -388,7 +384,7 @@ def _disk_full(error: Exception, directory: Path, step: int) -> Exception:
     if any(directory.glob("checkpoint-*")):
         return CommandError(
             f"no space is left on the disk of '{directory}': stopped after {step} updates, the last save is whole",
-            f"free some, then go on with: onward train {directory} --resume",
+            f"free some, then resume with: onward train {directory} --resume",
         )
     return CommandError(
         f"no space is left on the disk of '{directory}', nothing was saved", "free some, or choose -o"
