@@ -98,7 +98,7 @@ class DeviceError(ModelError):
 
 
 class DeviceMemoryError(OnwardError):
-    """A device that has too little memory for a step; parameters are unchanged."""
+    """A device that has too little memory for training or for a step; parameters are unchanged."""
 
 
 class CheckpointError(OnwardError):

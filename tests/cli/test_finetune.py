@@ -17,6 +17,7 @@ import onnx.parser
 import pytest
 
 import onward
+from onward.runtime.devices import Device
 
 pytest.importorskip("PIL")
 from PIL import Image, ImageDraw
@@ -149,6 +150,7 @@ def test_python_does_it_in_one_call(shop: Path) -> None:
         learning_rate=0.05,
         batch_size=8,
         normalize="half",
+        device=Device("cpu", memory="device"),
         progress=False,
     )
     assert result.metrics["accuracy"] > 0.9 and result.classes == ["blue", "green", "red"]

@@ -56,3 +56,18 @@ def test_without_lora_the_command_says_what_to_add(base: Path) -> None:
     arguments = ["finetune", str(base / "base"), "--data", str(base / "chat.jsonl"), "-o", str(base / "out")]
     ran = CliRunner().invoke(app, arguments)
     assert ran.exit_code != 0 and "--lora" in ran.output
+
+
+def test_a_device_that_is_not_there_is_named(base: Path) -> None:
+    arguments = [
+        "finetune",
+        str(base / "base"),
+        "--lora",
+        "--data",
+        str(base / "chat.jsonl"),
+        "-o",
+        str(base / "out"),
+    ]
+    ran = CliRunner().invoke(app, [*arguments, "--device", "cuda:99"])
+    assert ran.exit_code != 0 and "cuda:99" in ran.output
+    assert not (base / "out").exists()

@@ -310,6 +310,57 @@ def test_too_little_memory_names_what_to_lower(
     assert optimizer.step()
 
 
+def test_too_little_memory_for_a_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state, module, optimizer = start(write_normalized(tmp_path), device=EMULATED)
+    module(*batch(size=4))
+    optimizer.step()
+    module.lazy_reset_grad()
+    before, real = snapshot(state), ort.OrtValue.ortvalue_from_shape_and_type
+    for there_is_room in range(2):
+        left = [there_is_room]
+
+        def allocate(shape: Any, *rest: Any, left: list[int] = left) -> ort.OrtValue:
+            left[0] -= 1
+            if left[0] < 0:
+                raise RuntimeError(f"Failed to allocate memory for requested buffer of size {shape[0]}")
+            return real(shape, *rest)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(ort.OrtValue, "ortvalue_from_shape_and_type", allocate)
+            with pytest.raises(DeviceMemoryError, match=r"buffer of size \d+"):
+                module(*batch(size=64))
+        assert snapshot(state) == before
+    module(*batch(size=4))
+    assert optimizer.step()
+
+
+@pytest.mark.parametrize("room", range(4))
+def test_too_little_memory_for_the_training_state(
+    room: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_classifier(tmp_path)
+    before, real = (tmp_path / "checkpoint").read_bytes(), DeviceTensor.allocate.__func__  # type: ignore[attr-defined]
+    left = [room]
+
+    def allocate(device: Device, shape: Any, dtype: Any) -> DeviceTensor:
+        if np.prod(shape) > 16:  # numbers of their own always fit
+            left[0] -= 1
+        if left[0] < 0:
+            raise RuntimeError("CUDA failure 2: out of memory ; GPU=0 ; hostname=here")
+        return real(DeviceTensor, device, shape, dtype)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(DeviceTensor, "allocate", allocate)
+        with pytest.raises(
+            DeviceMemoryError, match=r"for [\d,]+ bytes of .*CUDA failure 2.*fewer parameters"
+        ):
+            start(tmp_path, device=EMULATED)
+    assert (tmp_path / "checkpoint").read_bytes() == before
+    _, module, optimizer = start(tmp_path, device=EMULATED)
+    module(*batch())
+    assert optimizer.step()
+
+
 # ---- recording -----------------------------------------------------------------------------------
 
 

@@ -42,7 +42,12 @@ def write_artifacts(
             with constants_beside(list(models.values()), staging, data_name):
                 for name, model in models.items():
                     write_model(model, staging / f"{name}.onnx", external=False)
-                    _open(staging / f"{name}.onnx", custom_op_library, ort_format=ort_format)
+                    _open(
+                        staging / f"{name}.onnx",
+                        custom_op_library,
+                        ort_format=ort_format,
+                        for_devices=model.metadata_props.get("onward.precision") == "bf16",
+                    )
             for name, data in checkpoints.items():
                 save(data, staging / name)
             if more is not None:
@@ -57,8 +62,13 @@ def write_artifacts(
             directory.rmdir()
 
 
-def _open(path: Path, custom_op_library: str | os.PathLike[str] | None, *, ort_format: bool) -> None:
-    """Open a model in a session, as its users will; with `ort_format`, also write it as `.ort` beside it."""
+def _open(
+    path: Path, custom_op_library: str | os.PathLike[str] | None, *, ort_format: bool, for_devices: bool
+) -> None:
+    """Open a model in a session, as its users will; with `ort_format`, also write it as `.ort` beside it.
+
+    A model `for_devices` need not run on the CPU: bfloat16 has no kernels there.
+    """
     import onnxruntime
     from onnxruntime.capi.onnxruntime_pybind11_state import NotImplemented as NoKernel
 
@@ -73,8 +83,9 @@ def _open(path: Path, custom_op_library: str | os.PathLike[str] | None, *, ort_f
     try:
         onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     except Exception as error:
-        if isinstance(error, NoKernel) and not ort_format:  # a device may have it: bfloat16, say
-            _log.warning("'%s' does not run on the CPU: %s", path.name, error)
+        if isinstance(error, NoKernel) and not ort_format:  # a device may have it
+            level = logging.DEBUG if for_devices else logging.WARNING
+            _log.log(level, "'%s' does not run on the CPU: %s", path.name, error)
             return
         what = "turn '{}' into ORT format" if ort_format else "load '{}', which was made of this model"
         raise ModelError(

@@ -30,6 +30,7 @@ from onward.head import replace_head
 from onward.lora import LoRA
 from onward.pipeline.classifier import Classifier
 from onward.pipeline.language import finetune_language_model
+from onward.runtime.devices import DeviceLike
 from onward.runtime.inference_model import inference_model, to_bytes
 from onward.runtime.sessions import open_session
 from onward.train.callbacks import Callback
@@ -132,6 +133,7 @@ def finetune(
     sampling_rate: int | None = None,
     callbacks: Sequence[Callback] = (),
     output_directory: str | os.PathLike[str] | None = None,
+    device: DeviceLike = "cpu",
     seed: int = 0,
     progress: bool = True,
 ) -> FineTuned:
@@ -142,6 +144,7 @@ def finetune(
     evaluation unless `eval_data` is given. The model gets a new head for the classes of the data (`classes="data"`),
     for others, or keeps its own (`classes=None`); see `onward.replace_head`. Rates, warm-up and clipping are those
     for fine-tuning; the best epoch is the result. With `output_directory`, checkpoints and a report stay there.
+    `device` is where it trains: "cpu", "cuda", "auto".
 
     >>> import onward
     >>> result = onward.finetune("model.onnx", "pictures", epochs=3)  # doctest: +SKIP
@@ -162,7 +165,7 @@ def finetune(
             model, data, eval_data=eval_data, hold_out=0.0 if eval_data is not None else hold_out, lora=lora,
             epochs=epochs, batch_size=batch_size or 1, max_length=max_length or 512, schedule=schedule,
             callbacks=callbacks, output_directory=output_directory, seed=seed, progress=progress,
-            learning_rate=rate,
+            learning_rate=rate, device=device,
         )  # fmt: skip
         return language
     kind = loss_type(loss)
@@ -206,7 +209,7 @@ def finetune(
         trainer = Trainer(
             made, output_directory=folder, learning_rate=learning_rate, schedule=schedule, seed=seed,
             metrics=(("accuracy",) if classifies else ("mae",)) if metrics is None and evaluation else metrics or (),
-            callbacks=callbacks, progress=progress,
+            callbacks=callbacks, progress=progress, device=device,
         )  # fmt: skip
         order = trainer.module.input_names()
         specs = [next((s for s in inputs if s.name == name), target) for name in order]

@@ -32,6 +32,7 @@ from onward.graph.save import write_model
 from onward.lora import load_peft, save_peft
 from onward.losses.next_token import next_token_loss, without_surrogate
 from onward.pipeline.chat import read_template
+from onward.runtime.devices import DeviceLike
 from onward.train.history import History
 from onward.train.trainer import Trainer
 
@@ -191,6 +192,7 @@ def finetune_language_model(
     slices: int = 8,
     recompute: Any = None,
     output_directory: str | os.PathLike[str] | None = None,
+    device: DeviceLike = "cpu",
     seed: int = 0,
     progress: bool = True,
     callbacks: Sequence[Any] = (),
@@ -228,6 +230,7 @@ def finetune_language_model(
     trainer = Trainer(
         made, learning_rate=learning_rate, schedule=schedule, warmup=warmup, accumulation=accumulation,
         clip_norm=clip_norm, seed=seed, progress=progress, output_directory=output_directory, callbacks=callbacks,
+        device=device,
     )  # fmt: skip
     batches = Batches(examples, batch_size, pad=pad, inputs=base.inputs, seed=seed)
     evaluation = Batches(held, batch_size, pad=pad, inputs=base.inputs, shuffle=False) if held else None

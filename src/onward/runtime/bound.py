@@ -18,7 +18,7 @@ import onnxruntime as ort
 from onward.errors import DeviceMemoryError, hinted
 from onward.graph.passes.specialize import BUFFER
 from onward.runtime.devices import Device
-from onward.runtime.memory import DeviceTensor, Tensor
+from onward.runtime.memory import DeviceTensor, Tensor, is_out_of_memory
 from onward.runtime.plan import Plan
 from onward.runtime.sessions import run_bound
 
@@ -29,7 +29,6 @@ __all__ = [
     "RecordingError",
     "bind",
     "inputs_on_host",
-    "is_out_of_memory",
     "preserve",
     "warn_unrecorded",
 ]
@@ -219,10 +218,15 @@ class DeviceBound(Bound):
         super().finish(returned)
 
     def run(self, feeds: list[Any]) -> list[np.ndarray]:
-        for index, name in self._own:
-            self._put(name, feeds[index])
-        for name, value in (self._zeros(feeds) if self._empty else {}).items():
-            self._put(name, value)
+        try:
+            for index, name in self._own:
+                self._put(name, feeds[index])
+            for name, value in (self._zeros(feeds) if self._empty else {}).items():
+                self._put(name, value)
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise _explain(error, self._plan, feeds) from error
+            raise
         for name, tensor in self._given.items():
             if name in self.inputs_on_host:
                 self.binding.bind_cpu_input(name, tensor.read())
@@ -293,12 +297,6 @@ def warn_unrecorded(what: str, error: RecordingError) -> None:
         RuntimeWarning,
         stacklevel=2,
     )
-
-
-def is_out_of_memory(error: Exception) -> bool:
-    """Whether the runtime failed for want of memory."""
-    text = str(error)
-    return "Failed to allocate memory" in text or "out of memory" in text.lower()
 
 
 def preserve(tensors: Iterable[Tensor]) -> list[tuple[Tensor, np.ndarray]]:

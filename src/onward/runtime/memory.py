@@ -16,6 +16,7 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 
+from onward.errors import DeviceMemoryError
 from onward.runtime.devices import Device
 from onward.runtime.plan import Plan
 
@@ -26,6 +27,7 @@ __all__ = [
     "ModelMemory",
     "Tensor",
     "exchanged",
+    "is_out_of_memory",
     "make_tensor",
     "onnx_type",
     "squared_norm",
@@ -462,9 +464,7 @@ def make_tensor(device: Device, array: np.ndarray) -> Tensor:
     """A tensor of these numbers, in memory of its own."""
     if device.memory != "device":
         return HostTensor(np.array(array, order="C", copy=True))
-    tensor = DeviceTensor.allocate(device, array.shape, array.dtype)
-    tensor.write(array)
-    return tensor
+    return _kept(device, np.asarray(array))
 
 
 @contextmanager
@@ -498,12 +498,37 @@ def _copy(targets: Sequence[FlatBuffer], sources: Sequence[FlatBuffer]) -> None:
 def _vector(device: Device, count: int, dtype: np.dtype) -> Tensor:
     """A vector of zeros that begins at a cache line."""
     if device.memory == "device":
-        tensor = DeviceTensor.allocate(device, [count], dtype)
-        tensor.write(np.zeros(count, dtype))
-        return tensor
+        return _kept(device, np.zeros(count, dtype))
     raw = np.zeros(count + _ALIGN, dtype)
     offset = (-raw.ctypes.data // dtype.itemsize) % _ALIGN
     return HostTensor(raw[offset : offset + count])
+
+
+def _kept(device: Device, array: np.ndarray) -> DeviceTensor:
+    """Memory of a device that training keeps from step to step."""
+    try:
+        tensor = DeviceTensor.allocate(device, array.shape, array.dtype)
+        tensor.write(array)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        raise DeviceMemoryError(
+            f"{device} has too little memory for {array.nbytes:,} bytes of parameters, gradients or optimizer state: "
+            f"{str(error).splitlines()[0]}. Nothing was trained; a smaller batch does not help. Train fewer "
+            "parameters (frozen_params=…, LoRA), take an optimizer with less state (SGD), or end other processes "
+            "on the device"
+        ) from error
+    return tensor
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether the runtime failed for want of memory.
+
+    >>> is_out_of_memory(RuntimeError("CUDA failure 2: out of memory"))
+    True
+    """
+    text = str(error)
+    return "Failed to allocate memory" in text or "out of memory" in text.lower()
 
 
 def _element_type(dtype: np.dtype) -> Any:

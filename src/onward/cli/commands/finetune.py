@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from onward.cli.choices import DeviceOption
 from onward.cli.command import CommandError, Output, command, examples
 
 __all__ = ["register"]
@@ -67,13 +68,16 @@ def finetune(
         Path | None, typer.Option(help="Write the adapters there too, in peft's format.", show_default=False)
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of the order of the data and of the adapters.")] = 0,
+    device: DeviceOption = "cpu",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")] = False,
 ) -> None:
     """Fine-tune a language model with LoRA, or a classifier on classes of your own."""
     if target.exists() and not overwrite:
         raise CommandError(f"'{target}' already exists", "--overwrite replaces it, --output names another")
     if not model.is_dir():
-        _classifier(output, model, data, target, epochs, batch_size, learning_rate, hold_out, quantize, seed)
+        _classifier(
+            output, model, data, target, epochs, batch_size, learning_rate, hold_out, quantize, seed, device
+        )
         return
     if not lora:
         raise CommandError("a language model is trained with adapters here", "add --lora")
@@ -84,6 +88,7 @@ def finetune(
     result = finetune_language_model(
         model, data, lora=chosen, epochs=epochs, batch_size=batch_size, accumulation=accumulation,
         max_length=max_length, packing=packing, learning_rate=learning_rate or 2e-4, hold_out=hold_out, seed=seed,
+        device=device,
     )  # fmt: skip
     with output.working("writing"):
         result.export(target, quantize=quantize or False)
@@ -106,12 +111,13 @@ def _classifier(
     hold_out: float,
     quantize: str | None,
     seed: int,
+    device: str,
 ) -> None:
     from onward.pipeline.finetune import finetune as finetune_classifier
 
     result = finetune_classifier(
         model, data, epochs=epochs, batch_size=max(batch_size, 1), learning_rate=learning_rate,
-        hold_out=hold_out or 0.2, seed=seed,
+        hold_out=hold_out or 0.2, seed=seed, device=device,
     )  # fmt: skip
     result.export(target, quantize=quantize)
     for name, value in result.metrics.items():
