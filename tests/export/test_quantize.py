@@ -251,7 +251,7 @@ def test_true_means_int8_and_unknown_names_are_refused() -> None:
 
 @pytest.mark.parametrize(
     ("model", "message"),
-    [(b"not a model", "not an ONNX model"), ("missing.onnx", "no model at 'missing.onnx'")],
+    [(b"not a model", "not an ONNX model"), ("missing.onnx", "no model file at 'missing.onnx'")],
 )
 def test_what_is_no_model_is_refused(model: bytes | str, message: str) -> None:
     with pytest.raises(ModelError, match=message):

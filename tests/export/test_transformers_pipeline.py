@@ -271,7 +271,7 @@ def healthy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("name", "text", "error", "message"),
     [
         ("onward.json", None, ExportError, "no onward.json"),
-        ("onward.json", "{", ExportError, "not valid JSON"),
+        ("onward.json", "{", ExportError, "not a readable card"),
         ("onward.json", '{"format": 9}', ExportError, "expected format 1"),
         ("onward.json", '{"format": 1, "task": "cooking"}', ModelError, "'cooking'; known: default"),
         ("tokenizer.json", None, ModelError, "no tokenizer.json"),

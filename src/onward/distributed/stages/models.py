@@ -20,6 +20,7 @@ from onward.distributed.errors import DistributedError
 from onward.distributed.settings import RunnerSettings
 from onward.distributed.stages.split import Split, follow, split_graph
 from onward.graph.dialect.normalize import normalize
+from onward.graph.passes.running_stats import separate_statistics
 from onward.graph.prune import extract, prune, values_of
 from onward.runtime.devices import Device
 from onward.runtime.memory import ModelMemory, exchanged
@@ -78,7 +79,10 @@ def draw_blueprint(settings: RunnerSettings) -> Blueprint:
             f"gradients of inputs ({plan.input_gradients[0]}) cannot be had from a pipeline"
         )
     loss = plan.outputs[0]
-    forward = prune(normalize(path), [loss, *(f"{name}.next" for name in plan.statistics)])
+    following = [f"{name}.next" for name in plan.statistics]
+    forward = prune(normalize(path), [loss, *following])
+    separate_statistics(forward, following)
+    forward = prune(forward, [loss, *following])
     given = [*plan.inputs, SEED]
     split = split_graph(
         forward.graph, loss, stages=stages, given=given, cuts=settings.cuts, by_name=settings.stages

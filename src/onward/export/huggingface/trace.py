@@ -27,7 +27,7 @@ ONE_FILE = 2**31 - 2**24
 
 
 def check_opset(opset: int) -> None:
-    """Reject an opset that the exporter does not support; 14 is the first with training-mode batch norm."""
+    """Reject an opset that the exporter does not support."""
     if opset not in torchscript.OPSETS:
         known = torchscript.OPSETS
         raise ValueError(f"unsupported opset {opset}: choose {known.start} to {known.stop - 1}")

@@ -16,7 +16,7 @@ import onnx_ir as ir
 
 from onward.graph.builder import Builder
 
-__all__ = ["Statistic", "count_per_channel", "make_statistics_explicit"]
+__all__ = ["Statistic", "count_per_channel", "make_statistics_explicit", "separate_statistics"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -203,3 +203,67 @@ def _repeat(op: Builder, numbers: Sequence[int], lengths: ir.Value) -> ir.Value:
 
 def _is_state(value: ir.Value) -> bool:
     return value.is_initializer() or value.is_graph_input()
+
+
+_ELEMENTWISE = frozenset({"Add", "Sub", "Mul", "Div", "Max"})
+
+
+def separate_statistics(model: ir.Model, names: Sequence[str]) -> None:
+    """Compute each of these outputs by itself, where a Split cuts it out of the vector of all statistics.
+
+    A pipeline stage can then move the statistics of its own layers without those of other stages.
+    """
+    op = Builder(model.graph)
+    for output in [value for value in model.graph.outputs if value.name in set(names)]:
+        node = output.producer()
+        source = output
+        while node is not None and node.op_type == "Identity" and node.inputs[0] is not None:
+            source = node.inputs[0]
+            node = source.producer()
+        if node is None or node.op_type != "Split" or len(node.inputs) < 2 or node.inputs[1] is None:
+            continue
+        lengths, whole = op.const_value(node.inputs[1]), node.inputs[0]
+        if lengths is None or whole is None:
+            continue
+        index = list(node.outputs).index(source)
+        start = int(lengths[:index].sum())
+        alone = _part(op, whole, start, start + int(lengths[index]))
+        if output is source:
+            output.name, name = op.namer(f"{output.name}.cut"), output.name
+            model.graph.outputs[list(model.graph.outputs).index(output)] = alone
+            alone.name = name
+        else:
+            holder = output.producer()
+            assert holder is not None
+            model.graph.remove(holder)
+            holder.replace_input_with(0, alone)
+            model.graph.append(holder)
+
+
+def _part(op: Builder, vector: ir.Value, start: int, end: int) -> ir.Value:
+    """Elements `start` to `end` of a vector, computed from the parts of what it is made of."""
+    if op.static_shape(vector) in ((), (1,)):
+        return vector  # broadcast to any length
+    known = op.const_value(vector)
+    if known is not None:
+        return op.constant(known[start:end], name="part")
+    node = vector.producer()
+    inputs = [] if node is None else [value for value in node.inputs if value is not None]
+    if node is not None and node.op_type in _ELEMENTWISE:
+        return op.node(node.op_type, [_part(op, value, start, end) for value in inputs])[0]
+    if node is not None and node.op_type == "Concat":
+        at = 0
+        for value in inputs:
+            length = op.static_dim(value, 0)
+            if length is None:
+                break
+            if at == start and length == end - start:
+                return value
+            if at <= start and end <= at + length:
+                return _part(op, value, start - at, end - at)
+            at += length
+    if node is not None and node.op_type == "Gather" and (places := op.const_value(inputs[1])) is not None:
+        chosen = np.unique(places[start:end])
+        if chosen.size == 1:
+            return _part(op, inputs[0], int(chosen[0]), int(chosen[0]) + 1)
+    return op.Slice(vector, [start], [end], [0])
