@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-dev
 CORE := $(VENV)/.installed-core
 
-.PHONY: demo web-demo test browser lint types imports bench docs clean
+.PHONY: demo web-demo test browser fuzz lint types imports bench docs clean
 
 demo: $(CORE)
 	$(BIN)/python examples/demo.py
