@@ -14,6 +14,7 @@ import argparse
 import json
 import multiprocessing
 import os
+import re
 import tempfile
 import time
 import traceback
@@ -73,7 +74,10 @@ def export(model: torch.nn.Module, args: Any, kwargs: Any, folder: Path) -> dict
         warnings.simplefilter("always")
         # gradients have a column of their own, through the artifacts
         from_torch(model, args, folder / "forward.onnx", kwargs=kwargs or None, check="outputs")
-    said = [str(w.message) for w in heard if issubclass(w.category, UserWarning)]
+    # where packages are installed says nothing about the model
+    said = [
+        re.sub(r"\S*site-packages/", "", str(w.message)) for w in heard if issubclass(w.category, UserWarning)
+    ]
     proto = onnx.load(folder / "forward.onnx", load_external_data=False)
     origin = next(json.loads(e.value) for e in proto.metadata_props if e.key == "onward.export")
     shapes = [[d.dim_param or d.dim_value for d in v.type.tensor_type.shape.dim] for v in proto.graph.input]
