@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
+import onnx
 import pytest
 
 
@@ -16,6 +18,27 @@ def test_distributed_trains_on_two_processes(artifacts: Path, run: Any) -> None:
     one = run("train", "artifacts", *options, "-o", "one", "--json").json
     assert found["eval_loss"] == pytest.approx(one["epochs"][-1]["eval_loss"], rel=1e-3)
     run("deploy", "many", "model-many.onnx")
+
+
+def test_recorded_settings_hold_for_many_processes_too(artifacts: Path, run: Any) -> None:
+    """Learning rate, warmup and clipping of the artifacts, and flags against them, mean the same as for `train`."""
+    about = {p.key: p.value for p in onnx.load("artifacts/training_model.onnx").metadata_props}
+    assert set(json.loads(about["onward.defaults"])) == {"learning_rate", "warmup", "clip_norm"}
+    data = ("-d", "data.npz", "--eval-data", "data.npz", "-e", 4)
+    losses = []
+    for number, flags in enumerate(((), ("--lr", 0.02, "--warmup", 0, "--clip-norm", 0.1))):
+        many = run("distributed", "artifacts", *data, *flags, "-p", 1, "-o", f"many{number}", "--json").json
+        one = run("train", "artifacts", *data, *flags, "-o", f"one{number}", "--json").json
+        assert many["eval_loss"] == pytest.approx(one["epochs"][-1]["eval_loss"], rel=1e-5)
+        losses.append(many["eval_loss"])
+    assert losses[1] != pytest.approx(losses[0], rel=1e-2)
+
+
+def test_a_pipeline_warms_up_and_clips_too(artifacts: Path, run: Any) -> None:
+    data = ("-d", "data.npz", "--eval-data", "data.npz", "-e", 4, "--lr", 0.02)
+    many = run("distributed", "artifacts", *data, "-p", 2, "--stages", 2, "-o", "many", "--json").json
+    one = run("train", "artifacts", *data, "-o", "one", "--json").json
+    assert many["eval_loss"] == pytest.approx(one["epochs"][-1]["eval_loss"], rel=1e-3)
 
 
 def test_an_error_on_a_rank_is_one_line_here(artifacts: Path, run: Any) -> None:

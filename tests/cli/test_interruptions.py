@@ -23,7 +23,7 @@ ORIGINAL = Path(__file__).parent / "fixtures" / "original"
 # Where the signal arrives. Commands that write are hit at the moment at which a finished file takes its name:
 # by then everything is written, aside. The others are hit inside their work.
 COMMANDS = {
-    "artifacts": ("os.replace", "artifacts model.onnx -l mse -o new/deep"),
+    "artifacts": ("os.replace", "artifacts model.onnx -l mse -o new/deep --train w1"),
     "deploy": ("os.replace", "deploy run new/deep/model.onnx"),
     "deploy --quantize": ("os.replace", "deploy run new/deep/model.onnx --quantize int8"),
     "infer --output": ("os.replace", "infer run -d data.npz -o new/deep/answers.npz"),
@@ -36,17 +36,17 @@ COMMANDS = {
     "lora extract": ("os.replace", "lora extract adapting/checkpoint new/deep/a.safetensors"),
     "web": ("os.replace", "web artifacts new/deep --packages node_modules"),
     "train before its first update": ("onward.train.trainer.Trainer._learn", "train artifacts -d data.npz -o new/deep"),
-    "train while reading": ("onward.cli.data.read_arrays", "train artifacts -d data.npz -o new/deep"),
-    "train --overwrite while reading": ("onward.cli.data.read_arrays", "train artifacts -d data.npz --overwrite"),
+    "train while reading": ("onward.data.read.read_arrays", "train artifacts -d data.npz -o new/deep"),
+    "train --overwrite while reading": ("onward.data.read.read_arrays", "train artifacts -d data.npz --overwrite"),
     "evaluate": ("onward.train.trainer.Trainer.evaluate", "evaluate run -d data.npz"),
-    "infer": ("onward.cli.data.read_arrays", "infer model.onnx -d data.npz"),
+    "infer": ("onward.data.read.read_arrays", "infer model.onnx -d data.npz"),
     "check": ("onward.artifacts.build_artifacts", "check model.onnx -l mse"),
-    "check while measuring": ("onward.api.Module.__call__", "check model.onnx -l mse"),
+    "check while measuring": ("onward.api.Module.__call__", "check model.onnx -l mse --train w1"),
     "gradcheck": ("onward.autodiff.check.check_gradient", "gradcheck model.onnx"),
     "bench": ("onward.api.Module.__call__", "bench artifacts"),
     "inspect": ("onward.checkpoint.load", "inspect run/best"),
-    "export": ("onward.cli.data.import_entry", "export my_net:build -o new/deep/net.onnx"),
-    "distributed before its start": ("onward.cli.data.read_arrays", "distributed artifacts -d data.npz -o new/deep"),
+    "export": ("onward.cli.python_entry.import_entry", "export my_net:build -o new/deep/net.onnx"),
+    "distributed before its start": ("onward.data.read.read_arrays", "distributed artifacts -d data.npz -o new/deep"),
 }  # fmt: skip
 
 
@@ -135,14 +135,14 @@ def test_train_in_a_process_of_its_own_stops_and_goes_on(workshop: Path, run: An
     process.send_signal(number)
     _, said = process.communicate(timeout=60)
     assert process.returncode == 130, said
-    assert "all saved; resume with: onward train slow --resume" in said
+    assert "all saved; resume with: onward train slow --resume --data slow:batches\n" in said
     assert "Traceback" not in said
     steps = int(latest(Path("slow")).name.split("-")[1])
     assert f"stopped after {steps} updates" in said
     assert not [name for name in contents("slow") if Path(name).name.startswith(".")]
     Path("slow.py").write_text(Path("slow.py").read_text("utf-8").replace("0.2 if", "0 if"), "utf-8")
     epochs = steps // 3 + 2
-    found = run("train", "slow", "--resume", "--epochs", epochs, "--json").json
+    found = run("train", "slow", "--resume", "--data", "slow:batches", "--epochs", epochs, "--json").json
     assert found["steps"] == 3 * epochs
 
 

@@ -354,8 +354,8 @@ def test_wrong_requests_are_refused(folder: Path, tmp_path: Path) -> None:
     without = Module(folder / "training_model.onnx", state)
     _, nominal = load(folder, "nominal_checkpoint")
     unknown = (
-        "Expected graph output for inference graph score could not be found. Please regenerate the eval graph."
-        " Did you mean 'scores'"
+        "Expected graph output for inference graph score could not be found: the eval model has no value of "
+        "that name. Did you mean 'scores'?"
     )
     empty, load_first = (
         "Expected a non empty vector of graph output names",

@@ -19,7 +19,7 @@ from onward.errors import SEE_NAMES, ModelError
 from onward.graph.nodes import captured_values, subgraphs_of
 from onward.model_metadata import read_names
 
-__all__ = ["Choice", "choose", "constant_vectors", "resolve"]
+__all__ = ["Choice", "UnknownParameterWarning", "choose", "constant_vectors", "resolve"]
 
 _log = logging.getLogger("onward")
 # Inputs that set an operator up; a float initializer there is no weight.
@@ -36,6 +36,14 @@ _SETTINGS = {
     "NonMaxSuppression": (3, 4),
     "STFT": (2,),
 }
+
+
+class UnknownParameterWarning(UserWarning):
+    """A name to freeze that the model does not have."""
+
+    def __init__(self, name: str, hint: str) -> None:
+        self.name, self.hint = name, hint
+        super().__init__(f"frozen_params: the model has no parameter '{name}'{hint}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,7 +118,7 @@ def _known(names: Sequence[str], candidates: Collection[str]) -> Sequence[str]:
     for name in lost:
         near = difflib.get_close_matches(name, candidates, n=3)
         hint = f"; did you mean {', '.join(repr(n) for n in near)}?" if near else ""
-        warnings.warn(f"frozen_params: the model has no parameter '{name}'{hint}", stacklevel=4)
+        warnings.warn(UnknownParameterWarning(name, hint), stacklevel=4)
     return [name for name in names if name not in lost]
 
 

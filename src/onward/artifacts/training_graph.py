@@ -114,9 +114,12 @@ def _finish_evaluation(model: ir.Model, results: Sequence[str]) -> None:
 
 def _refuse_reserved(graph: ir.Graph, outputs: Sequence[str]) -> None:
     """Names that training models give to what they add must be free; so must a key of safetensors files."""
-    statistics = {f"{name}.next" for name in _statistics(graph)}
     for name in [*values_of(graph), *graph.initializers]:
-        if name in (RESET, SEED_INPUT, "__metadata__") or name.endswith((BUFFER, OUT)) or name in statistics:
+        if name in (RESET, SEED_INPUT, "__metadata__") or name.endswith((BUFFER, OUT)):
+            raise _reserved(name)
+    statistics = {f"{name}.next" for name in _statistics(graph)}
+    for name in [*(value.name or "" for value in graph.inputs), *graph.initializers]:
+        if name in statistics:  # a value between nodes gets another name where the step needs its own
             raise _reserved(name)
     for name in outputs:
         if name.endswith(".next"):

@@ -132,6 +132,7 @@ def _check_option(name: str, value: Any) -> None:
         right = isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
     elif name in _NUMBERS:
         right = isinstance(value, int | float) and not isinstance(value, bool)
+        right = right or (name, value) == ("learning_rate", "auto")
     else:
         return
     if not right:

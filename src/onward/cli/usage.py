@@ -75,12 +75,11 @@ def explain_usage(error: Any) -> tuple[str, str]:
     if choice:
         known = re.findall(r"'([^']*)'", choice["known"])
         given = choice["given"].strip("'")
-        near = difflib.get_close_matches(given, known, n=1, cutoff=0.5)
         starts = [word for word in known if given and word.startswith(given.lower())]
-        found = near or starts
+        found = starts or difflib.get_close_matches(given, known, n=1, cutoff=0.5)
         listed = f"one of {', '.join(known)}"
         return f"{choice['before']}'{given}' is unknown", (
-            f"did you mean '{found[0]}'? It is {listed}" if found else f"it is {listed}"
+            f"did you mean {' or '.join(map(repr, found))}? It is {listed}" if found else f"it is {listed}"
         )
     for pattern, form in (
         (r"^(.*?)\.? Choose from: (.*)$", "choose from {}"),

@@ -56,6 +56,8 @@ def _train(options: dict[str, Any], stop: threading.Event) -> int | None:
     from onward.cli.data import load_data, parse_pairs
     from onward.data.read import DataOptions
     from onward.distributed import DistributedError, RunnerSettings, ShardedArrays, TrainingRunner
+    from onward.train.artifact_set import find_artifacts
+    from onward.train.schedules import make_schedule
 
     artifacts, directory = Path(options["artifacts"]), Path(options["directory"])
     specs = user_inputs(artifacts / "training_model.onnx")
@@ -74,11 +76,24 @@ def _train(options: dict[str, Any], stop: threading.Event) -> int | None:
         arrays = [np.asarray(array) for array in loaded.arrays.values()]
         return ShardedArrays(*arrays, batch_size=options["batch_size"], shuffle=shuffle, seed=options["seed"])
 
+    train, test = loader(options["data"], shuffle=True), loader(options["eval_data"], shuffle=False)
+    rate, warmup, clip_norm = find_artifacts(artifacts).settings(
+        **{name: options[name] for name in ("learning_rate", "warmup", "clip_norm")}
+    )
+    total: int | None = None
+    if isinstance(train, ShardedArrays):
+        total = -(-len(train) // options["accumulation"]) * options["epochs"]
+    elif options["warmup"] is None:
+        warmup = 0.0  # of how many updates is not known, and only a recorded default asks for it
     runner = TrainingRunner(
         RunnerSettings(
             artifacts=artifacts,
             epochs=options["epochs"],
-            learning_rate=options["learning_rate"],
+            learning_rate=float(rate),
+            scheduler=lambda optimizer: make_schedule(
+                "constant", optimizer, float(rate), total=total, warmup=warmup
+            ),
+            clip_norm=clip_norm,
             gradient_accumulation_steps=options["accumulation"],
             seed=options["seed"],
             pipeline_parallel_size=options["stages"],
@@ -88,7 +103,6 @@ def _train(options: dict[str, Any], stop: threading.Event) -> int | None:
             checkpoint_every=options["save_every"],
         )
     )
-    train, test = loader(options["data"], shuffle=True), loader(options["eval_data"], shuffle=False)
     with runner:
         try:
             counter = Path(options["report"]).with_name("batches") if runner.rank == 0 else None

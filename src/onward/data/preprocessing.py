@@ -60,7 +60,7 @@ class Preprocessing:
     def from_json(cls, text: str, where: str = "the model") -> Preprocessing:
         """Read what `to_json` wrote; an error for anything else."""
         try:
-            found = parse_json(text)
+            found = parse_json(text, object)
         except ValueError as error:
             raise DataError(
                 f"{where}: its preprocessing is not valid JSON ({error})", "deploy it again"

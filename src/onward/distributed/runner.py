@@ -130,6 +130,8 @@ class TrainingRunner:
             fresh = not data.optimizer
             if fresh:
                 self._engine.optimizer.set_learning_rate(settings.learning_rate)
+            if settings.clip_norm is not None:
+                self._engine.optimizer.clip_norm = settings.clip_norm
             if settings.scheduler is not None:
                 self._scheduler = settings.scheduler(self._engine.optimizer)
         self.updates = int(extras.get("distributed.updates", 0))

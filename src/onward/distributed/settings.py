@@ -26,6 +26,8 @@ class RunnerSettings:
 
     Length: `epochs`, or at most `num_train_steps` batches (a multiple of `gradient_accumulation_steps`).
 
+    Updates: `learning_rate`, or a `scheduler` made for the optimizer; `clip_norm` limits the norm of all gradients.
+
     Data parallel: `statistics` says how ranks reconcile batch-norm statistics (their mean, or rank 0's);
     `shard_optimizer` keeps only a share of the optimizer state on each rank; `compress` sends gradients as
     bfloat16; `reduce_group_size` reduces them in two levels, in groups of so many neighbours. `loss_reduction`
@@ -51,6 +53,7 @@ class RunnerSettings:
     num_train_steps: int | None = None
     learning_rate: float = 1e-3
     scheduler: Callable[[Optimizer], LRScheduler] | None = None
+    clip_norm: float | None = None
     gradient_accumulation_steps: int = 1
     on_nonfinite: NonFinitePolicy = "raise"
     seed: int = 0
@@ -103,6 +106,8 @@ class RunnerSettings:
         for name in positive:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}: it must be at least 1")
+        if self.clip_norm is not None and not self.clip_norm > 0:
+            raise ValueError(f"clip_norm is {self.clip_norm}: it must be positive, or None for none")
         if self.num_train_steps is not None and self.num_train_steps % self.gradient_accumulation_steps:
             raise ValueError(
                 "Number of training steps must be a multiple of number of gradient accumulation step: "

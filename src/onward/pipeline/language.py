@@ -130,7 +130,8 @@ def _card_of_strangers(folder: Path) -> dict[str, Any]:
                 raise ModelError(f"'{path}': not valid JSON ({error})") from error
     if not settings:
         raise ModelError(
-            f"'{folder}': neither {CARD} nor config.json; export with from_transformers(…, output=folder)"
+            f"'{folder}': neither {CARD} nor config.json; export with from_transformers(…, output=folder)",
+            hint="make the folder with: onward export MODEL --task text-generation --output FOLDER",
         )
     if not any(
         str(name).endswith(("ForCausalLM", "LMHeadModel")) for name in settings.get("architectures") or ()

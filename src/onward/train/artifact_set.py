@@ -38,6 +38,15 @@ class ArtifactFiles:
     # loss and optimizer, in words
     about: dict[str, str] = dataclasses.field(default_factory=dict)
 
+    def settings(
+        self, *, learning_rate: float | str | None, warmup: float | None, clip_norm: float | None
+    ) -> tuple[float | str, float, float | None]:
+        """Learning rate, warmup and clipping: as given, else as recorded, else 1e-3, none and none."""
+        rate = self.defaults.get("learning_rate", 1e-3) if learning_rate is None else learning_rate
+        start = float(self.defaults.get("warmup", 0.0) if warmup is None else warmup)
+        clip_norm = self.defaults.get("clip_norm") if clip_norm is None else clip_norm
+        return rate, start, clip_norm or None
+
     def load_checkpoint(self) -> CheckpointData:
         """The initial state."""
         if isinstance(self.state, Path):
@@ -107,7 +116,6 @@ def _about(model: onnx.ModelProto, optimizer: onnx.ModelProto | None) -> dict[st
     rule = {} if optimizer is None else {entry.key: entry.value for entry in optimizer.metadata_props}
     words = {"loss": about.get("onward.loss_name", ""), "optimizer": _optimizer_name(rule)}
     defaults = read_table(about, "onward.defaults")
-    known = ("learning_rate", "warmup", "clip_norm")
     return {
         "outputs": read_names(about, "onward.outputs"),
         "classes": read_names(about, "onward.classes") if "onward.classes" in about else None,
@@ -115,7 +123,9 @@ def _about(model: onnx.ModelProto, optimizer: onnx.ModelProto | None) -> dict[st
         "defaults": {
             name: float(value)
             for name, value in defaults.items()
-            if name in known and isinstance(value, int | float)
+            if name in ("learning_rate", "warmup", "clip_norm")
+            and isinstance(value, int | float)
+            and 0 <= value < 1e30  # neither NaN nor infinite
         },
     }
 

@@ -31,7 +31,12 @@ def make_schedule(
     require_schedule(schedule)
     if warmup < 0:
         raise ValueError(f"warmup is {warmup}: it must not be negative")
-    if total is None and (schedule != "constant" or 0 < warmup < 1):
+    if total is None and schedule == "constant" and 0 < warmup < 1:
+        raise ValueError(
+            f"warmup is {warmup}, a fraction of all updates, and this data does not tell how many there are: "
+            "give a number of updates"
+        )
+    if total is None and schedule != "constant":
         raise ValueError(
             f"schedule='{schedule}' needs the number of batches of an epoch, which this data does not tell: "
             "pass a list or arrays, or schedule='constant'"

@@ -104,15 +104,14 @@ class Trainer:
             raise ValueError(f"learning_rate is '{learning_rate}': it is a number or 'auto'")
         require_schedule(schedule)
         self._files: ArtifactFiles = find_artifacts(artifacts, prefix)
-        defaults = self._files.defaults
-        rate = defaults.get("learning_rate", 1e-3) if learning_rate is None else learning_rate
+        self._lenient_warmup = warmup is None
+        rate, warmup, clip_norm = self._files.settings(
+            learning_rate=learning_rate, warmup=warmup, clip_norm=clip_norm
+        )
         # found by trial when training begins
         self._find_rate, learning_rate = rate == "auto", 1e-3 if isinstance(rate, str) else float(rate)
-        self._lenient_warmup = warmup is None
-        warmup = float(defaults.get("warmup", 0.0)) if warmup is None else warmup
-        clip_norm = (defaults.get("clip_norm") if clip_norm is None else clip_norm) or None
         self.output_directory = None if output_directory is None else Path(output_directory)
-        self.learning_rate, self._schedule, self._warmup = learning_rate, schedule, float(warmup)
+        self.learning_rate, self._schedule, self._warmup = learning_rate, schedule, warmup
         self.accumulation, self._clip_norm, self._keep = accumulation, clip_norm, keep
         self._metrics = find_metrics(metrics)
         self._callbacks = [*callbacks, *([Progress()] if progress else [])]

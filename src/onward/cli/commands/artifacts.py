@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, cast
 
@@ -20,7 +23,7 @@ from onward.cli.command import CommandError, Output, command, examples, human_si
 from onward.cli.model_file import read_model
 from onward.cli.output_paths import Overwrite, folder_target, plain_prefix, refuse_strangers
 
-__all__ = ["register"]
+__all__ = ["Freeze", "Loss", "Model", "Optimizer", "Train", "known_names", "register"]
 
 Model = Annotated[Path, typer.Argument(help="The forward model, an ONNX file.", show_default=False)]
 Loss = Annotated[
@@ -148,7 +151,7 @@ def artifacts(
         from onward import replace_head
 
         source = replace_head(model, classes=_classes(classes), head=head, scores=loss in _SCORES)
-    with folder_target(directory), output.working("differentiating"):
+    with folder_target(directory), output.working("differentiating"), known_names():
         generate_artifacts(
             source,
             requires_grad=trainable,
@@ -168,6 +171,23 @@ def artifacts(
         )
         _keep_tokenizer(model, directory)
     _report(output, directory, prefix, str(loss), remark, portable=portable, classes=classes)
+
+
+@contextlib.contextmanager
+def known_names() -> Iterator[None]:
+    """Refuse a name of --freeze that the model does not have: the library warns, here it is a typing mistake."""
+    from onward.artifacts.choose import UnknownParameterWarning
+    from onward.errors import SEE_NAMES
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UnknownParameterWarning)
+        try:
+            yield
+        except UnknownParameterWarning as unknown:
+            raise CommandError(
+                f"--freeze {unknown.name}: {unknown.name} is not found among the parameters{unknown.hint}",
+                SEE_NAMES,
+            ) from None
 
 
 def _classes(text: str) -> int | list[str]:

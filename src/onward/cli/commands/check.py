@@ -15,7 +15,7 @@ import typer
 from onward.cli.advice import advice
 from onward.cli.choices import LossChoice, OptimizerChoice, loss_of, optimizer_of
 from onward.cli.command import CommandError, Output, command, examples, human_size
-from onward.cli.commands.artifacts import Freeze, Loss, Model, Optimizer, Train
+from onward.cli.commands.artifacts import Freeze, Loss, Model, Optimizer, Train, known_names
 from onward.cli.model_file import read_model
 from onward.limits import current
 
@@ -76,7 +76,7 @@ def _check(
         output.note(remark)
     started = time.perf_counter()
     try:
-        with output.working("differentiating"):
+        with output.working("differentiating"), known_names():
             made = build_artifacts(
                 str(model),
                 requires_grad=list(train) if train else None,

@@ -15,7 +15,14 @@ import typer
 
 from onward.cli.choices import DeviceOption
 from onward.cli.command import CommandError, Output, command, examples
-from onward.cli.commands.train import DataOption, LabelOption, MapOption
+from onward.cli.commands.train import (
+    ClipNormOption,
+    DataOption,
+    LabelOption,
+    MapOption,
+    WarmupOption,
+    require_finite,
+)
 from onward.cli.launch import launch
 from onward.cli.output_paths import require_folder_target
 from onward.cli.run_folder import begun_run, clear_run, refuse_earlier_run
@@ -58,7 +65,17 @@ def distributed(
     batch_size: Annotated[
         int, typer.Option("--batch-size", "-b", min=1, help="Of all processes together.")
     ] = 32,
-    learning_rate: Annotated[float, typer.Option("--learning-rate", "--lr", min=0)] = 1e-3,
+    learning_rate: Annotated[
+        float | None,
+        typer.Option(
+            "--learning-rate",
+            "--lr",
+            min=0,
+            help="The highest one. Default: the artifacts' setting, or 0.001.",
+        ),
+    ] = None,
+    warmup: WarmupOption = None,
+    clip_norm: ClipNormOption = None,
     accumulation: Annotated[int, typer.Option(min=1, help="Batches per update.")] = 1,
     shard_optimizer: Annotated[
         bool,
@@ -96,8 +113,9 @@ def distributed(
         "artifacts": str(artifacts), "data": data, "eval_data": eval_data, "mapping": mapping, "label": label,
         "stages": stages, "directory": str(directory), "epochs": epochs, "batch_size": batch_size,
         "learning_rate": learning_rate, "accumulation": accumulation, "shard_optimizer": shard_optimizer,
-        "save_every": save_every, "seed": seed, "device": device,
+        "save_every": save_every, "seed": seed, "device": device, "warmup": warmup, "clip_norm": clip_norm,
     }  # fmt: skip
+    require_finite(options, "learning_rate", "warmup", "clip_norm")
     require_folder_target(directory)
     classes, samples = _check_data(artifacts, options)
     total = None if resume or samples is None else -(-samples // batch_size) * epochs

@@ -7,8 +7,11 @@ from typing import Annotated
 
 import typer
 
-from onward.cli.choices import DeviceOption
+from onward.cli.choices import DeviceOption, QuantizeChoice
 from onward.cli.command import CommandError, Output, command, examples
+from onward.cli.commands.train import require_finite
+from onward.cli.model_file import read_model
+from onward.cli.output_paths import file_target, folder_target, require_folder_target
 
 __all__ = ["register"]
 
@@ -61,9 +64,11 @@ def finetune(
     packing: Annotated[
         bool, typer.Option("--packing", help="Put short examples behind one another.")
     ] = False,
-    learning_rate: Annotated[float | None, typer.Option("--lr", help="The learning rate.")] = None,
+    learning_rate: Annotated[float | None, typer.Option("--lr", min=0, help="The learning rate.")] = None,
     hold_out: Annotated[float, typer.Option(min=0.0, max=0.9, help="The share to evaluate on.")] = 0.0,
-    quantize: Annotated[str | None, typer.Option(help="int8, int8-weights, int4 or fp16.")] = None,
+    quantize: Annotated[
+        QuantizeChoice | None, typer.Option("--quantize", help="Store weights in fewer bits.")
+    ] = None,
     adapters: Annotated[
         Path | None, typer.Option(help="Write the adapters there too, in peft's format.", show_default=False)
     ] = None,
@@ -72,28 +77,40 @@ def finetune(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")] = False,
 ) -> None:
     """Fine-tune a language model with LoRA, or a classifier on classes of your own."""
-    if target.exists() and not overwrite:
-        raise CommandError(f"'{target}' already exists", "--overwrite replaces it, --output names another")
+    require_finite({"lr": learning_rate, "alpha": alpha}, "lr", "alpha")
+    if quantize is QuantizeChoice.INT8_STATIC:
+        raise CommandError("int8-static needs data", "choose int8, or train and deploy with onward deploy")
+    scheme = None if quantize is None else str(quantize)
     if not model.is_dir():
-        _classifier(
-            output, model, data, target, epochs, batch_size, learning_rate, hold_out, quantize, seed, device
-        )
+        read_model(model)
+        with file_target(target, overwrite=overwrite):
+            _classifier(
+                output, model, data, target, epochs, batch_size, learning_rate, hold_out, scheme, seed, device
+            )
         return
     if not lora:
         raise CommandError("a language model is trained with adapters here", "add --lora")
     from onward.lora import LoRA
     from onward.pipeline.language import finetune_language_model
 
+    for folder in (target, *([] if adapters is None else [adapters])):
+        require_folder_target(folder)
+        if folder.exists() and not overwrite:
+            raise CommandError(
+                f"'{folder}' already exists", "replace it with --overwrite, or choose another name"
+            )
     chosen = LoRA(rank=rank, alpha=alpha, targets=targets or "attention", seed=seed)
     result = finetune_language_model(
         model, data, lora=chosen, epochs=epochs, batch_size=batch_size, accumulation=accumulation,
-        max_length=max_length, packing=packing, learning_rate=learning_rate or 2e-4, hold_out=hold_out, seed=seed,
-        device=device,
+        max_length=max_length, packing=packing, learning_rate=2e-4 if learning_rate is None else learning_rate,
+        hold_out=hold_out, seed=seed, device=device,
     )  # fmt: skip
     with output.working("writing"):
-        result.export(target, quantize=quantize or False)
+        with folder_target(target):
+            result.export(target, quantize=scheme or False)
         if adapters is not None:
-            result.save_adapters(adapters)
+            with folder_target(adapters):
+                result.save_adapters(adapters)
     if result.metrics:
         output.line(f"perplexity {result.metrics['perplexity']:.4g} on what was held out")
     output.line(f"next: python -c \"import onward; print(onward.load('{target}')('…'))\"")
@@ -116,7 +133,7 @@ def _classifier(
     from onward.pipeline.finetune import finetune as finetune_classifier
 
     result = finetune_classifier(
-        model, data, epochs=epochs, batch_size=max(batch_size, 1), learning_rate=learning_rate,
+        model, data, epochs=epochs, batch_size=batch_size, learning_rate=learning_rate,
         hold_out=hold_out or 0.2, seed=seed, device=device,
     )  # fmt: skip
     result.export(target, quantize=quantize)

@@ -16,13 +16,22 @@ from onward.cli.choices import DeviceOption, MetricChoice, ScheduleChoice
 from onward.cli.command import CommandError, Output, command, examples
 from onward.cli.model_file import read_model
 from onward.cli.output_paths import plain_prefix, require_folder_target
+from onward.cli.python_entry import names_code
 from onward.cli.run_folder import begun_run, clear_run, read_run, refuse_earlier_run, trusted_options
 from onward.model_metadata import read_names, read_table
 
 if TYPE_CHECKING:
     from onward.data.read import DataOptions
 
-__all__ = ["register"]
+__all__ = [
+    "ClipNormOption",
+    "DataOption",
+    "LabelOption",
+    "MapOption",
+    "WarmupOption",
+    "register",
+    "require_finite",
+]
 
 
 def _rate(text: Any) -> Any:
@@ -38,6 +47,16 @@ def _rate(text: Any) -> Any:
     return rate
 
 
+WarmupOption = Annotated[
+    float | None,
+    typer.Option(
+        min=0, help="Warm-up: updates, or a fraction of all if below 1; default: the artifacts' setting."
+    ),
+]
+ClipNormOption = Annotated[
+    float | None,
+    typer.Option(min=0, help="Clip gradients to this norm, 0 for none; default: the artifacts' setting."),
+]
 DataOption = Annotated[
     list[str] | None,
     typer.Option(
@@ -136,17 +155,9 @@ def train(
     schedule: Annotated[
         ScheduleChoice, typer.Option(help="The course of the learning rate.")
     ] = ScheduleChoice.CONSTANT,
-    warmup: Annotated[
-        float | None,
-        typer.Option(
-            min=0, help="Warm-up: updates, or a fraction of all if below 1; default: the artifacts' setting."
-        ),
-    ] = None,
+    warmup: WarmupOption = None,
     accumulation: Annotated[int, typer.Option(min=1, help="Batches per update.")] = 1,
-    clip_norm: Annotated[
-        float | None,
-        typer.Option(min=0, help="Clip gradients to this norm, 0 for none; default: the artifacts' setting."),
-    ] = None,
+    clip_norm: ClipNormOption = None,
     metric: Annotated[
         list[MetricChoice] | None, typer.Option("--metric", "-m", help="Compute when evaluating.")
     ] = None,
@@ -246,11 +257,16 @@ def _refuse_others(artifacts: Path, options: Mapping[str, Any]) -> None:
             f"'{artifacts}' is a run, not a folder of artifacts",
             f"resume with: onward train {artifacts} --resume",
         )
-    for name in ("warmup", "clip_norm", "hold_out"):
+    require_finite(options, "warmup", "clip_norm", "hold_out")
+
+
+def require_finite(options: Mapping[str, Any], *names: str) -> None:
+    """Refuse "nan" and "inf", which are numbers to the command line."""
+    for name in names:
         if options[name] is not None and not math.isfinite(options[name]):
             raise CommandError(
                 f"--{name.replace('_', '-')} is {options[name]}: it must be a finite number",
-                "onward train --help",
+                "give a number, or leave the option out",
             )
 
 
@@ -357,12 +373,12 @@ def _fit(
         except NonFiniteError as error:
             raise blame_data(error, whole) from error
         except (OSError, CheckpointError) as error:
-            raise _disk_full(error, directory, trainer.step) from error
+            raise _disk_full(error, directory, options, trainer.step) from error
         except KeyboardInterrupt:
             if not any(directory.glob("checkpoint-*")):
                 raise
             raise KeyboardInterrupt(
-                f"stopped after {trainer.step} updates, all saved; resume with: onward train {directory} --resume"
+                f"stopped after {trainer.step} updates, all saved; resume with: {_resume(directory, options)}"
             ) from None
     if len(trainer.history.epochs) == done_before:
         output.note(
@@ -376,7 +392,17 @@ def _fit(
     }
 
 
-def _disk_full(error: Exception, directory: Path, step: int) -> Exception:
+def _resume(directory: Path, options: Mapping[str, Any]) -> str:
+    """The command that resumes a run; data that is a function has to be named again."""
+    again = [
+        f" --{name.replace('_', '-')} {entry}"
+        for name in ("data", "eval_data")
+        if (entry := names_code(options[name])) is not None
+    ]
+    return f"onward train {directory} --resume{''.join(again)}"
+
+
+def _disk_full(error: Exception, directory: Path, options: Mapping[str, Any], step: int) -> Exception:
     """What to say where the disk is full: what is safe, and how to go on; other errors as they are."""
     cause = error if isinstance(error, OSError) else error.__cause__
     if not isinstance(cause, OSError) or cause.errno != errno.ENOSPC:
@@ -384,7 +410,7 @@ def _disk_full(error: Exception, directory: Path, step: int) -> Exception:
     if any(directory.glob("checkpoint-*")):
         return CommandError(
             f"no space is left on the disk of '{directory}': stopped after {step} updates, the last save is whole",
-            f"free some, then resume with: onward train {directory} --resume",
+            f"free some, then resume with: {_resume(directory, options)}",
         )
     return CommandError(
         f"no space is left on the disk of '{directory}', nothing was saved", "free some, or choose -o"
