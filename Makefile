@@ -18,8 +18,9 @@ web/node_modules/.installed: web/package-lock.json
 	npm ci --prefix web --ignore-scripts --no-audit --no-fund
 	@touch $@
 
+# three at a time on two cores: many tests wait for processes that they start
 test: $(STAMP) browser
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 3
 
 # What tests in a browser need, where npm and a Chromium are there; pytest says at its end what it skipped, and why.
 browser: $(STAMP)
