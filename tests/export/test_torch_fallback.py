@@ -129,7 +129,8 @@ def test_a_branch_that_depends_on_data_is_named_with_its_line() -> None:
 def test_a_branch_that_the_check_sees_differ_is_an_error_with_its_line() -> None:
     module = Net(lambda y: y if y.sum() > 0 else y * 2)
     nn.init.eye_(module.layer.weight)
-    for seed in range(8):  # some example goes one way and the check the other
+    nn.init.zeros_(module.layer.bias)
+    for seed in range(16):  # some example goes one way and the check the other
         x = torch.randn(3, 8, generator=torch.Generator().manual_seed(seed))
         try:
             with warnings.catch_warnings():

@@ -34,10 +34,11 @@ def quantize_static(
 
     Weights have a scale for each channel and use seven bits of eight, so that products saturate on no CPU.
     """
-    from onnxruntime import quantization
-    from onnxruntime.quantization.shape_inference import quant_pre_process
-
     from onward.export.quantize.quantizer import _undisturbed
+
+    with _undisturbed():
+        from onnxruntime import quantization
+        from onnxruntime.quantization.shape_inference import quant_pre_process
 
     class Reader(quantization.CalibrationDataReader):
         def __init__(self) -> None:
