@@ -108,6 +108,7 @@ def main() -> None:
             "learning_rate": 3e-3,
             "schedule": "cosine",
             "metrics": ["accuracy"],
+            "progress": False,
             "output_directory": work / "run",
         }
         trainer = Trainer(work / "artifacts", **options)
