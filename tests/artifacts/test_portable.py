@@ -90,7 +90,7 @@ def artifacts(folder: Path, model: onnx.ModelProto | None = None, **options: Any
     return folder
 
 
-def compare(folder: Path, batches: Any, *, rates: Any = RATES, steps: int = STEPS) -> Loop:
+def assert_trains_as_python(folder: Path, batches: Any, *, rates: Any = RATES, steps: int = STEPS) -> Loop:
     """Train both ways; losses, parameters, statistics and optimizer state agree within 1e-6."""
     state, module, optimizer = start(folder)
     loop = Loop(folder)
@@ -158,7 +158,7 @@ OPTIMIZERS = {
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_optimizer_trains_as_in_python(name: str, tmp_path: Path) -> None:
-    compare(artifacts(tmp_path, optimizer=OPTIMIZERS[name]), batches())
+    assert_trains_as_python(artifacts(tmp_path, optimizer=OPTIMIZERS[name]), batches())
 
 
 def test_every_kind_of_optimizer_is_tried() -> None:
@@ -169,34 +169,34 @@ def test_every_kind_of_optimizer_is_tried() -> None:
 
 
 def test_dropout_draws_the_same_numbers(tmp_path: Path) -> None:
-    loop = compare(artifacts(tmp_path, classifier(dropout=0.5)), batches())
+    loop = assert_trains_as_python(artifacts(tmp_path, classifier(dropout=0.5)), batches())
     assert loop.part("train_step", "train_step") == STEPS
 
 
 def test_batch_norm_statistics_are_state(tmp_path: Path) -> None:
     artifacts(tmp_path, normalized(), requires_grad=NORMALIZED)
-    loop = compare(tmp_path, batches())
+    loop = assert_trains_as_python(tmp_path, batches())
     assert np.abs(loop.part("statistic", "mean")).max() > 0
 
 
 def test_frozen_parameters_are_fed_again(tmp_path: Path) -> None:
     artifacts(tmp_path, requires_grad=["w2", "b2"], frozen_params=["w1", "b1"])
-    loop = compare(tmp_path, batches())
+    loop = assert_trains_as_python(tmp_path, batches())
     assert loop.names[3:5] == ["w1", "b1"] and "w1.next" not in loop.outputs
 
 
 def test_any_batch_size(tmp_path: Path) -> None:
-    compare(artifacts(tmp_path), (batch(seed, 1 + seed % 5) for seed in itertools.count()))
+    assert_trains_as_python(artifacts(tmp_path), (batch(seed, 1 + seed % 5) for seed in itertools.count()))
 
 
 def test_additional_outputs(tmp_path: Path) -> None:
     artifacts(tmp_path, additional_output_names=["scores"])
-    assert compare(tmp_path, batches()).results == 2
+    assert assert_trains_as_python(tmp_path, batches()).results == 2
 
 
 def test_lora(tmp_path: Path) -> None:
     artifacts(tmp_path, requires_grad=None, lora=LoRA(rank=2))
-    compare(tmp_path, batches())
+    assert_trains_as_python(tmp_path, batches())
 
 
 def test_parameter_groups(tmp_path: Path) -> None:
@@ -205,11 +205,11 @@ def test_parameter_groups(tmp_path: Path) -> None:
         ParameterGroup(("w2",), weight_decay=0.5, learning_rate_scale=0.1),
     ]
     artifacts(tmp_path, optimizer=optim.adamw(weight_decay=0.1), parameter_groups=groups)
-    compare(tmp_path, batches())
+    assert_trains_as_python(tmp_path, batches())
 
 
 def test_the_learning_rate_is_an_input(tmp_path: Path) -> None:
-    compare(artifacts(tmp_path), batches(), rates=np.linspace(0.1, 0.0, STEPS).tolist())
+    assert_trains_as_python(artifacts(tmp_path), batches(), rates=np.linspace(0.1, 0.0, STEPS).tolist())
 
 
 def embedding() -> onnx.ModelProto:
@@ -227,7 +227,9 @@ def embedding() -> onnx.ModelProto:
 def test_integer_inputs_large_tables_and_scalars(rule: Any, tmp_path: Path) -> None:
     artifacts(tmp_path, embedding(), requires_grad=["table", "w", "factor"], optimizer=rule)
     rng = np.random.default_rng(0)
-    compare(tmp_path, ((rng.integers(0, 8200, 9), rng.integers(0, 3, 9)) for _ in itertools.count()), steps=4)
+    assert_trains_as_python(
+        tmp_path, ((rng.integers(0, 8200, 9), rng.integers(0, 3, 9)) for _ in itertools.count()), steps=4
+    )
 
 
 def test_the_gradient_of_a_table_is_looked_at_too(tmp_path: Path) -> None:
@@ -256,7 +258,7 @@ def test_a_large_parameter_of_any_size(tmp_path: Path) -> None:
     artifacts(tmp_path, model, requires_grad=["w"], loss=LossType.MSELoss)
     rng = np.random.default_rng(0)
     given = rng.normal(size=(1, 1)).astype(np.float32), rng.normal(size=(1, 524309)).astype(np.float32)
-    compare(tmp_path, itertools.repeat(given), steps=2)
+    assert_trains_as_python(tmp_path, itertools.repeat(given), steps=2)
 
 
 @pytest.mark.parametrize("opset", [13, 14, 15, 17, 18, 20, 21])
@@ -266,7 +268,7 @@ def test_opsets(opset: int, tmp_path: Path) -> None:
         artifacts(tmp_path, classifier(0.1), optimizer=rule, opset=opset)
     else:
         artifacts(tmp_path, normalized(), requires_grad=NORMALIZED, optimizer=rule, opset=opset)
-    compare(tmp_path, batches(), steps=3)
+    assert_trains_as_python(tmp_path, batches(), steps=3)
     for name in ("train_step", "inference_model"):
         model = onnx.load(tmp_path / f"{name}.onnx", load_external_data=False)
         assert [entry.version for entry in model.opset_import if not entry.domain] == [opset]
@@ -275,11 +277,11 @@ def test_opsets(opset: int, tmp_path: Path) -> None:
 
 def test_gradients_of_inputs_are_left_out(tmp_path: Path) -> None:
     artifacts(tmp_path, requires_grad=[*CLASSIFIER, "x"])
-    compare(tmp_path, batches())
+    assert_trains_as_python(tmp_path, batches())
 
 
 def test_recomputed_activations(tmp_path: Path) -> None:
-    compare(artifacts(tmp_path, classifier(dropout=0.5), recompute=True), batches())
+    assert_trains_as_python(artifacts(tmp_path, classifier(dropout=0.5), recompute=True), batches())
 
 
 def test_a_parameter_that_the_loss_does_not_read(tmp_path: Path) -> None:
@@ -288,7 +290,7 @@ def test_a_parameter_that_the_loss_does_not_read(tmp_path: Path) -> None:
     model.graph.output.append(onnx.helper.make_tensor_value_info("unread", 1, ["n", 2]))
     model.graph.initializer.append(onnx.numpy_helper.from_array(np.ones((4, 2), np.float32), "other"))
     artifacts(tmp_path, model, requires_grad=[*CLASSIFIER, "other"], optimizer=optim.adamw(weight_decay=0.1))
-    loop = compare(tmp_path, batches())
+    loop = assert_trains_as_python(tmp_path, batches())
     assert (loop.part("trainable", "other") < 1).all()  # weight decay alone
     session = ort.InferenceSession(tmp_path / "inference_model.onnx", one_thread())
     assert [value.name for value in session.get_outputs()] == ["scores", "unread"]
@@ -301,7 +303,7 @@ def test_parameters_whose_gradients_are_the_same_value(tmp_path: Path) -> None:
     artifacts(tmp_path, model, requires_grad=["b1", "b2"], loss=LossType.MSELoss)
     rng = np.random.default_rng(0)
     given = [rng.normal(size=(4, 3)).astype(np.float32) for _ in range(2)]
-    compare(tmp_path, itertools.repeat(given))
+    assert_trains_as_python(tmp_path, itertools.repeat(given))
 
 
 def test_a_loss_in_double(tmp_path: Path) -> None:
@@ -311,7 +313,7 @@ def test_a_loss_in_double(tmp_path: Path) -> None:
         w=(2, 2),
     )
     artifacts(tmp_path, model, requires_grad=["w"], loss=None)
-    compare(tmp_path, itertools.repeat([np.ones((3, 2), np.float32)]))
+    assert_trains_as_python(tmp_path, itertools.repeat([np.ones((3, 2), np.float32)]))
 
 
 def test_names_that_the_model_has_itself(tmp_path: Path) -> None:
@@ -326,7 +328,7 @@ def test_names_that_the_model_has_itself(tmp_path: Path) -> None:
     artifacts(tmp_path, model, requires_grad=["w", "w.momentum0"], loss=LossType.MSELoss)
     rng = np.random.default_rng(0)
     given = [rng.normal(size=(3, 2)).astype(np.float32) for _ in range(2)]
-    compare(tmp_path, itertools.repeat(given))
+    assert_trains_as_python(tmp_path, itertools.repeat(given))
 
 
 # ---- numbers that are not finite -----------------------------------------------------------------------
@@ -374,7 +376,7 @@ def test_clipping_takes_gradients_whose_square_overflows(tmp_path: Path) -> None
     rule = blocks.SGD(clip_grad=blocks.ClipGradNorm(1.0))
     artifacts(tmp_path, model, requires_grad=["w"], loss=LossType.L1Loss, optimizer=rule)
     given = np.full((1, 2), 1e22, np.float32), np.zeros((1, 1), np.float32)
-    loop = compare(tmp_path, itertools.repeat(given), steps=1)
+    loop = assert_trains_as_python(tmp_path, itertools.repeat(given), steps=1)
     assert loop.part("optimizer_step", "optimizer_step") == 1
 
 

@@ -349,4 +349,7 @@ def test_a_run_in_float16_trains_and_is_deployed(place: Path, run: Any) -> None:
     run("artifacts", "model.onnx", "--loss", "cross-entropy", "--precision", "fp16")
     run("train", "artifacts", "--data", "data.npz", "--epochs", 2, "--hold-out", 0.25, "--lr", 0.01)
     run("deploy", "run", "trained.onnx", "--data", "data.npz")
+    assert Path("trained.onnx").exists()
     run("train", "run", "--resume", "--epochs", 3)
+    history = json.loads(Path("run/history.json").read_text(encoding="utf-8"))
+    assert [row["epoch"] for row in history["epochs"]] == [1, 2, 3]

@@ -138,7 +138,7 @@ def test_artifacts_of_a_run_may_move_with_it(trained: Path, run: Any) -> None:
     Path("there").mkdir()
     shutil.move("run", "there/run")
     shutil.move("artifacts", "there/artifacts")
-    run("evaluate", "there/run", "-d", "data.npz")
+    assert "loss" in run("evaluate", "there/run", "-d", "data.npz").stdout
 
 
 LOOP = """<ir_version: 10, opset_import: ["": 21]> g (float[2] x) => (float[2] y)

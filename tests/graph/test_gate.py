@@ -278,7 +278,8 @@ def test_data_that_does_not_fit_its_shape(fields: dict) -> None:
     ids=str,
 )
 def test_data_in_each_field_that_onnx_has(fields: dict) -> None:
-    read_proto(with_tensor(**fields))
+    read = read_proto(with_tensor(**fields))
+    assert list(read.graph.initializer[0].dims) == fields["dims"]
 
 
 @pytest.mark.parametrize(
