@@ -6,7 +6,7 @@ import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import onnx
@@ -23,9 +23,11 @@ from onward.artifacts import write as artifact_files
 from onward.checkpoint import load
 from onward.errors import CheckpointError, ModelError, UnsupportedOps
 from onward.graph import save
-from onward.graph.builder import Builder
 from onward.optim.graph import ParameterGroup
 from small_models import classifier
+
+if TYPE_CHECKING:
+    from onward.graph.builder import Builder
 
 ALL = list(PARAMETERS)
 FOUR = ["checkpoint", "eval_model.onnx", "optimizer_model.onnx", "training_model.onnx"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import onnx
@@ -17,9 +17,11 @@ import torch
 from onward import onnxblock, optim
 from onward.graph.save import write_model
 from onward.optim.graph import Clipping, ParameterGroup, optimizer_model
-from onward.optim.rules import Optimizer
 from onward.runtime.memory import FlatBuffer
 from onward.runtime.optimizers import make_updater
+
+if TYPE_CHECKING:
+    from onward.optim.rules import Optimizer
 
 STEPS = 100
 SHAPES = {"layer.weight": (7, 5), "layer.bias": (7,), "conv.weight": (3, 2, 3, 3), "scale": (1,)}

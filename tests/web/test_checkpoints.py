@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import warnings
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -14,9 +15,11 @@ from onward import checkpoint
 from onward.api import CheckpointState, Module, Optimizer
 from onward.errors import CheckpointError
 from onward.export import for_inference
-from web.browser import Browser
 from web.models import make_data
 from web.test_training import RATE, python_curve
+
+if TYPE_CHECKING:
+    from web.browser import Browser
 
 FIXTURES = Path(__file__).parents[1] / "checkpoint" / "fixtures"
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
 
-from web.browser import Browser
+if TYPE_CHECKING:
+    from web.browser import Browser
 
 MISTAKES = {
     "label": ("RangeError", "'labels' has label 10 at 5: the model has 10 classes, so labels are 0 to 9"),

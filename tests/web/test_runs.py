@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
 from onward import Trainer
 from onward.api import schedulers
-from web.browser import Browser
 from web.models import make_data
+
+if TYPE_CHECKING:
+    from web.browser import Browser
 
 # (class, Python's arguments after the optimizer, JavaScript's)
 SCHEDULES: list[tuple[str, list, dict, list]] = [

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
 from onward.api import CheckpointState, LinearLRScheduler, Module, Optimizer
-from web.browser import Browser
 from web.models import MODELS, OPTIMIZERS, make_data
+
+if TYPE_CHECKING:
+    from web.browser import Browser
 
 RATE = 3e-3
 

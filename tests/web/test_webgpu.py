@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 
-from web.browser import Browser
 from web.test_training import python_curve
+
+if TYPE_CHECKING:
+    from web.browser import Browser
 
 # (model, whether WebGPU is hidden, what it runs on, what is said)
 CASES = [

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import onnxruntime as ort
 
-from onward.runtime.plan import Plan
+if TYPE_CHECKING:
+    from onward.runtime.plan import Plan
 
 __all__ = ["check_labels", "convert", "prepare"]
 

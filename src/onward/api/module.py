@@ -11,7 +11,7 @@ import json
 import math
 import os
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import onnxruntime as ort
@@ -25,9 +25,11 @@ from onward.runtime.devices import DeviceLike, find_device
 from onward.runtime.environment import environment, warn_if_changed
 from onward.runtime.memory import HostTensor, ModelMemory, onnx_type
 from onward.runtime.optimizers import require_one_set
-from onward.runtime.plan import Plan
-from onward.runtime.sessions import ModelFile
 from onward.runtime.step import EvaluationStep, Step, TrainingStep
+
+if TYPE_CHECKING:
+    from onward.runtime.plan import Plan
+    from onward.runtime.sessions import ModelFile
 
 __all__ = ["Module", "NonFinitePolicy", "RunState"]
 

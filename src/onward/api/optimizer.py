@@ -11,12 +11,12 @@ import numpy as np
 from onward.api.module import Module
 from onward.checkpoint import CheckpointData, OptimizerGroup
 from onward.errors import OnwardError
-from onward.runtime.memory import Tensor
 from onward.runtime.optimizers import Updater, make_updater, wanted_order
-from onward.runtime.sessions import ModelFile
 
 if TYPE_CHECKING:
     from onward.api.schedulers import LRScheduler
+    from onward.runtime.memory import Tensor
+    from onward.runtime.sessions import ModelFile
 
 __all__ = ["Optimizer"]
 

@@ -12,7 +12,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
 import onnx
 import onnx_ir as ir
@@ -26,7 +26,6 @@ from onward.artifacts.training_graph import build_training_graphs, producer
 from onward.artifacts.write import write_artifacts
 from onward.autodiff.recompute.segments import ActivationBudget, Recompute
 from onward.checkpoint import CheckpointData, NominalTensor
-from onward.checkpoint.portable import StateLayout
 from onward.errors import ModelError
 from onward.graph.builder import Builder
 from onward.graph.dialect.lower import OLDEST_OUTPUT, lower
@@ -43,6 +42,9 @@ from onward.model_metadata import read_names
 from onward.optim import rules
 from onward.optim.graph import ParameterGroup, optimizer_model
 from onward.optim.rules import Optimizer
+
+if TYPE_CHECKING:
+    from onward.checkpoint.portable import StateLayout
 
 __all__ = ["ActivationBudget", "Artifacts", "LossType", "OptimType", "build_artifacts", "generate_artifacts"]
 

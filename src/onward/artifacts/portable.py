@@ -10,12 +10,11 @@ import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import onnx_ir as ir
 
-from onward.checkpoint import CheckpointData
 from onward.checkpoint.portable import StateLayout, StatePart, StateTensor, aligned
 from onward.errors import ModelError
 from onward.graph.builder import Builder
@@ -23,6 +22,9 @@ from onward.graph.cleanup import finish, share_subexpressions
 from onward.graph.passes.randomness import SEED_INPUT
 from onward.graph.passes.specialize import BUFFER, OUT, RESET
 from onward.optim.inline import InlineOptimizer, Unit
+
+if TYPE_CHECKING:
+    from onward.checkpoint import CheckpointData
 
 __all__ = ["portable_step"]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import onnx
@@ -15,10 +16,12 @@ from onward.errors import ModelError
 from onward.graph.cleanup import finish
 from onward.graph.dialect.normalize import normalize
 from onward.graph.gc_paused import gc_paused
-from onward.graph.load import ModelSource
 from onward.graph.passes.running_stats import make_statistics_explicit
 from onward.graph.prune import find_value, find_values
 from onward.graph.shapes.bodies import infer_graph
+
+if TYPE_CHECKING:
+    from onward.graph.load import ModelSource
 
 __all__ = ["add_gradients", "find_value", "gradient", "vector_jacobian"]
 

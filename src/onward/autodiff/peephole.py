@@ -7,12 +7,15 @@ Nodes are changed in place, so that values keep their identity; dead nodes are r
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import onnx_ir as ir
 
-from onward.graph.builder import Builder
 from onward.graph.nodes import subgraphs_of
+
+if TYPE_CHECKING:
+    from onward.graph.builder import Builder
 
 __all__ = ["improve"]
 

@@ -6,10 +6,12 @@ The gradient of an optional is that of what it holds.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import onnx_ir as ir
 
-from onward.graph.builder import Builder
+if TYPE_CHECKING:
+    from onward.graph.builder import Builder
 
 __all__ = [
     "add",

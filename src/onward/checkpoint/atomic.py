@@ -17,12 +17,14 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from hashlib import sha256
 from pathlib import Path
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
 import numpy as np
 
-from onward.checkpoint.integrity import Writable
 from onward.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from onward.checkpoint.integrity import Writable
 
 try:
     import fcntl

@@ -13,7 +13,7 @@ import warnings
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
 import numpy as np
 
@@ -27,9 +27,11 @@ from onward.checkpoint.atomic import (
     temporary_name,
 )
 from onward.checkpoint.codec import EXTERNAL_THRESHOLD
-from onward.checkpoint.state import CheckpointData
 from onward.checkpoint.verify import IDENTIFIER, Layout, verify_external
 from onward.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from onward.checkpoint.state import CheckpointData
 
 __all__ = [
     "Latest",

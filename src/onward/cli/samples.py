@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from onward.data.inputs import InputSpec
+if TYPE_CHECKING:
+    from onward.data.inputs import InputSpec
 
 __all__ = ["random_inputs"]
 

@@ -8,13 +8,15 @@ from __future__ import annotations
 import dataclasses
 import difflib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from onward.data.inputs import InputSpec
-from onward.data.read import Data
 from onward.errors import DataError
+
+if TYPE_CHECKING:
+    from onward.data.inputs import InputSpec
+    from onward.data.read import Data
 
 __all__ = ["AUGMENTATIONS", "Augmentation", "make_augmentation", "parse_augmentations"]
 

@@ -6,15 +6,17 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from onward.data.inputs import InputSpec
 from onward.data.preprocess import image
 from onward.data.preprocessing import Preprocessing
 from onward.errors import DataError
 from onward.train.batches import Rows
+
+if TYPE_CHECKING:
+    from onward.data.inputs import InputSpec
 
 __all__ = [
     "PICTURES",

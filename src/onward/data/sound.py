@@ -6,15 +6,17 @@ import wave
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from onward.data.images import class_files
-from onward.data.inputs import InputSpec
 from onward.data.preprocessing import Preprocessing
 from onward.errors import DataError
 from onward.train.batches import Rows
+
+if TYPE_CHECKING:
+    from onward.data.inputs import InputSpec
 
 __all__ = ["SOUNDS", "Waves", "fit_wave", "read_sounds", "read_wave", "sound_input"]
 

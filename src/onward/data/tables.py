@@ -11,14 +11,16 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from onward.data.images import number_classes
-from onward.data.inputs import InputSpec
 from onward.data.preprocessing import Preprocessing
 from onward.errors import DataError
+
+if TYPE_CHECKING:
+    from onward.data.inputs import InputSpec
 
 __all__ = ["TABLES", "Table", "apply_table", "assemble", "fit_table", "read_table"]
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from onward.data.inputs import InputSpec
 from onward.data.preprocessing import Preprocessing
 from onward.errors import DataError
 from onward.reading import read_json
+
+if TYPE_CHECKING:
+    from onward.data.inputs import InputSpec
 
 __all__ = ["TOKENS", "find_tokenizer", "open_tokenizer", "read_texts", "text_settings", "tokenize"]
 

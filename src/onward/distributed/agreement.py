@@ -10,12 +10,15 @@ import hashlib
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from onward.distributed.comm import Communicator
 from onward.distributed.errors import DistributedError, OtherStageFailed
 from onward.errors import CheckpointError, ExportError, ModelError, NonFiniteError, OnwardError
+
+if TYPE_CHECKING:
+    from onward.distributed.comm import Communicator
 
 __all__ = ["agree", "all_or_none", "broadcast_bytes", "raise_together", "same_everywhere"]
 

@@ -10,19 +10,21 @@ import dataclasses
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import onnxruntime as ort
 
 from onward.api import CheckpointState, Module, Optimizer
-from onward.checkpoint import CheckpointData
 from onward.distributed.agreement import same_everywhere
 from onward.distributed.comm import Communicator, device_of_rank
-from onward.distributed.settings import RunnerSettings
 from onward.distributed.sharding import ShardedOptimizer, bounds_of
 from onward.runtime.memory import ModelMemory, exchanged
-from onward.runtime.plan import Plan
+
+if TYPE_CHECKING:
+    from onward.checkpoint import CheckpointData
+    from onward.distributed.settings import RunnerSettings
+    from onward.runtime.plan import Plan
 
 __all__ = ["DataParallel", "Report", "reconcile", "session_options", "weight_of"]
 

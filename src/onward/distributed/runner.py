@@ -13,13 +13,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from onward import checkpoint
-from onward.api import LRScheduler, Optimizer
-from onward.checkpoint import CheckpointData
 from onward.distributed.agreement import all_or_none, broadcast_bytes, raise_together
 from onward.distributed.comm import Communicator, connect
 from onward.distributed.data_parallel import DataParallel, Report
@@ -30,6 +28,10 @@ from onward.distributed.two_level import two_level
 from onward.errors import MAKE_ARTIFACTS, ModelError, OnwardError
 from onward.runtime import inference_model
 from onward.train.batches import in_order
+
+if TYPE_CHECKING:
+    from onward.api import LRScheduler, Optimizer
+    from onward.checkpoint import CheckpointData
 
 __all__ = ["History", "TrainingRunner"]
 

@@ -13,18 +13,20 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import onnxruntime as ort
 
 from onward.distributed.agreement import agree, broadcast_bytes
-from onward.distributed.comm import Communicator
 from onward.distributed.errors import DistributedError
-from onward.distributed.settings import RunnerSettings
 from onward.errors import ModelError
 from onward.graph.external import external_range, external_tensors
 from onward.graph.gate import read_proto
+
+if TYPE_CHECKING:
+    from onward.distributed.comm import Communicator
+    from onward.distributed.settings import RunnerSettings
 
 __all__ = ["describe_job", "describe_loader", "require_same"]
 

@@ -8,16 +8,19 @@ reduction adds in the same order.
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from onward.api import Module, Optimizer
 from onward.checkpoint import CheckpointData, OptimizerGroup
-from onward.distributed.comm import Communicator
 from onward.distributed.errors import DistributedError
 from onward.runtime.memory import FlatBuffer, exchanged
 from onward.runtime.optimizers import ElementwiseUpdater, Slots, Updater, make_updater
-from onward.runtime.sessions import ModelFile
+
+if TYPE_CHECKING:
+    from onward.distributed.comm import Communicator
+    from onward.runtime.sessions import ModelFile
 
 __all__ = ["ShardedOptimizer", "bounds_of"]
 

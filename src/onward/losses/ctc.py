@@ -6,10 +6,13 @@ zero are a very small finite number inside, so that nothing becomes NaN on the w
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 import onnx_ir as ir
 
-from onward.graph.builder import Builder
+if TYPE_CHECKING:
+    from onward.graph.builder import Builder
 
 __all__ = ["ctc"]
 

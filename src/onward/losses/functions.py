@@ -9,13 +9,16 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import onnx_ir as ir
 
 from onward.errors import ModelError
-from onward.graph.builder import Builder
 from onward.losses.ctc import ctc
+
+if TYPE_CHECKING:
+    from onward.graph.builder import Builder
 
 __all__ = [
     "bce_with_logits",

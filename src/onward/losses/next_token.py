@@ -10,13 +10,16 @@ from __future__ import annotations
 
 import itertools
 import json
+from typing import TYPE_CHECKING
 
 import numpy as np
 import onnx_ir as ir
 
 from onward.errors import ModelError
-from onward.graph.builder import Builder
 from onward.graph.nodes import GRADIENT, STOP
+
+if TYPE_CHECKING:
+    from onward.graph.builder import Builder
 
 __all__ = ["IGNORED", "next_token_loss", "without_surrogate"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import onnx
 import onnx_ir as ir
@@ -15,7 +15,9 @@ from onward.errors import SEE_NAMES, ModelError
 from onward.graph.dialect.normalize import normalize
 from onward.onnxblock.context import current_model, empty_base, sharing
 from onward.onnxblock.emit import find_type
-from onward.optim.graph import ParameterGroup
+
+if TYPE_CHECKING:
+    from onward.optim.graph import ParameterGroup
 
 __all__ = ["Block", "ForwardBlock", "TrainingBlock"]
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import onnx
 import onnx_ir as ir
 
-from onward.graph.builder import Builder
 from onward.onnxblock.base import Block
 from onward.onnxblock.context import current_model
 from onward.onnxblock.emit import add_input, emit, find_type
+
+if TYPE_CHECKING:
+    from onward.graph.builder import Builder
 
 __all__ = [
     "Abs",

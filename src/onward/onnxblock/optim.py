@@ -7,19 +7,22 @@ them too, and then writes the flat form that Onward's own runtime prefers.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import onnx
 import onnx_ir as ir
 
 from onward.errors import ModelError
-from onward.graph.builder import Builder
 from onward.onnxblock.base import Block
 from onward.onnxblock.blocks import total_norm
 from onward.onnxblock.context import current_model
 from onward.onnxblock.emit import emit
 from onward.optim import rules
 from onward.optim.graph import Clipping, ParameterGroup, optimizer_model
+
+if TYPE_CHECKING:
+    from onward.graph.builder import Builder
 
 __all__ = [
     "SGD",

@@ -9,11 +9,13 @@ import dataclasses
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
+from typing import TYPE_CHECKING
 
 import numpy as np
 import onnx_ir as ir
 
-from onward.graph.builder import Builder
+if TYPE_CHECKING:
+    from onward.graph.builder import Builder
 
 __all__ = ["InlineOptimizer", "Unit"]
 

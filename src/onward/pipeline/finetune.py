@@ -9,7 +9,7 @@ import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import onnx
@@ -18,7 +18,6 @@ import onnx_ir as ir
 from onward import checkpoint
 from onward.artifacts import Artifacts, build_artifacts
 from onward.artifacts.names import loss_type, optimizer_type
-from onward.checkpoint import CheckpointData
 from onward.data.augment import make_augmentation
 from onward.data.inputs import InputSpec, fit, specs_of
 from onward.data.preprocessing import KEY, Preprocessing, beside, image_settings
@@ -27,17 +26,20 @@ from onward.errors import DataError, NonFiniteError
 from onward.export.inference import InferenceExport, for_inference
 from onward.graph.gate import read_proto
 from onward.head import replace_head
-from onward.lora import LoRA
 from onward.pipeline.classifier import Classifier
 from onward.pipeline.language import finetune_language_model
-from onward.runtime.devices import DeviceLike
 from onward.runtime.inference_model import inference_model, to_bytes
 from onward.runtime.sessions import open_session
-from onward.train.callbacks import Callback
-from onward.train.history import History
-from onward.train.metrics import Metric
 from onward.train.schedules import Schedule, require_schedule
 from onward.train.trainer import Trainer
+
+if TYPE_CHECKING:
+    from onward.checkpoint import CheckpointData
+    from onward.lora import LoRA
+    from onward.runtime.devices import DeviceLike
+    from onward.train.callbacks import Callback
+    from onward.train.history import History
+    from onward.train.metrics import Metric
 
 __all__ = ["FineTuned", "finetune"]
 

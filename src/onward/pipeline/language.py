@@ -13,7 +13,7 @@ import os
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import onnx_ir as ir
@@ -32,9 +32,11 @@ from onward.graph.save import write_model
 from onward.lora import load_peft, save_peft
 from onward.losses.next_token import next_token_loss, without_surrogate
 from onward.pipeline.chat import read_template
-from onward.runtime.devices import DeviceLike
 from onward.train.history import History
 from onward.train.trainer import Trainer
+
+if TYPE_CHECKING:
+    from onward.runtime.devices import DeviceLike
 
 __all__ = ["LanguageModel", "finetune_language_model", "load_adapters", "open_language_model", "without_past"]
 

@@ -10,17 +10,19 @@ from __future__ import annotations
 import abc
 import warnings
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import onnxruntime as ort
 
 from onward.errors import DeviceMemoryError, hinted
 from onward.graph.passes.specialize import BUFFER
-from onward.runtime.devices import Device
 from onward.runtime.memory import DeviceTensor, Tensor, is_out_of_memory
-from onward.runtime.plan import Plan
 from onward.runtime.sessions import run_bound
+
+if TYPE_CHECKING:
+    from onward.runtime.devices import Device
+    from onward.runtime.plan import Plan
 
 __all__ = [
     "Bound",

@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import onnx
 import onnxruntime as ort
 
 from onward.errors import ModelError
-from onward.runtime.devices import Device
 from onward.runtime.sessions import make_session
+
+if TYPE_CHECKING:
+    from onward.runtime.devices import Device
 
 __all__ = ["session_beside"]
 

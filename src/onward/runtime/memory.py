@@ -10,7 +10,7 @@ import functools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import onnx
@@ -18,7 +18,9 @@ import onnxruntime as ort
 
 from onward.errors import DeviceMemoryError
 from onward.runtime.devices import Device
-from onward.runtime.plan import Plan
+
+if TYPE_CHECKING:
+    from onward.runtime.plan import Plan
 
 __all__ = [
     "DeviceTensor",

@@ -6,7 +6,7 @@ import dataclasses
 import os
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import onnx
@@ -19,11 +19,13 @@ from onward.graph.passes.known_shapes import specialize_shapes
 from onward.graph.passes.row_gradients import scatter_in_place
 from onward.graph.passes.specialize import BUFFER, OUT, specialize_reset
 from onward.runtime.bound import Bound, DeviceBound, RecordingError, bind, warn_unrecorded
-from onward.runtime.devices import Device
 from onward.runtime.external import session_beside
 from onward.runtime.memory import ModelMemory, Tensor, make_tensor
 from onward.runtime.plan import SEED, Plan, read_plan
 from onward.runtime.sessions import ModelFile, make_session, read_model
+
+if TYPE_CHECKING:
+    from onward.runtime.devices import Device
 
 __all__ = ["EvaluationStep", "Step", "TrainingStep", "with_outputs"]
 

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 import onnx
 
 from onward import checkpoint
-from onward.checkpoint import CheckpointData
 from onward.errors import MAKE_ARTIFACTS, ModelError
 from onward.model_metadata import read_names, read_table
 from onward.runtime.sessions import ModelFile, read_model
 
 if TYPE_CHECKING:
     from onward.artifacts import Artifacts
+    from onward.checkpoint import CheckpointData
 
 __all__ = ["ArtifactFiles", "find_artifacts"]
 

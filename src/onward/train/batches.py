@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import onnxruntime as ort
 
 from onward.errors import hinted
-from onward.runtime.plan import Plan
+
+if TYPE_CHECKING:
+    from onward.runtime.plan import Plan
 
 __all__ = [
     "ArrayBatches",

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import onnxruntime as ort
 
 from onward.api.inputs import check_labels, prepare
-from onward.runtime.step import EvaluationStep
 from onward.train.batches import Batches, batch_weight
 from onward.train.metrics import Metric, compute, confusion
+
+if TYPE_CHECKING:
+    from onward.runtime.step import EvaluationStep
 
 __all__ = ["evaluate", "join"]
 

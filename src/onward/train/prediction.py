@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import onnx
 import onnxruntime as ort
 
 from onward.api.inputs import convert
-from onward.checkpoint import CheckpointData
-from onward.runtime.devices import Device
 from onward.runtime.sessions import ModelFile, make_session
 from onward.train.batches import make_batches
 from onward.train.evaluation import join
+
+if TYPE_CHECKING:
+    from onward.checkpoint import CheckpointData
+    from onward.runtime.devices import Device
 
 __all__ = ["predict"]
 

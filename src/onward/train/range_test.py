@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from onward.errors import NonFiniteError
-from onward.train.batches import Batch, Batches
+
+if TYPE_CHECKING:
+    from onward.train.batches import Batch, Batches
 
 __all__ = ["range_test"]
 

@@ -7,10 +7,12 @@ import math
 import urllib.parse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from onward.escape import printable
-from onward.train.history import History
+
+if TYPE_CHECKING:
+    from onward.train.history import History
 
 __all__ = ["list_files", "render_report"]
 

@@ -19,9 +19,7 @@ import onnxruntime as ort
 
 from onward import checkpoint
 from onward.api import CheckpointState, LRScheduler, Module, Optimizer
-from onward.api.module import NonFinitePolicy
 from onward.errors import MAKE_ARTIFACTS, ModelError, NonFiniteError, OnwardError
-from onward.runtime.devices import DeviceLike
 from onward.runtime.environment import environment
 from onward.runtime.step import EvaluationStep
 from onward.train.artifact_set import ArtifactFiles, find_artifacts
@@ -47,7 +45,9 @@ from onward.train.report import list_files, render_report
 from onward.train.schedules import Schedule, make_schedule, require_schedule, schedule_name
 
 if TYPE_CHECKING:
+    from onward.api.module import NonFinitePolicy
     from onward.artifacts import Artifacts
+    from onward.runtime.devices import DeviceLike
 
 __all__ = ["Trainer"]
 

@@ -10,14 +10,17 @@ import fnmatch
 import logging
 import re
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import onnx_ir as ir
 
-from onward.autodiff.engine import DifferentiableBuilder
 from onward.autodiff.recompute.budget import ActivationBudget, is_bytes, plans_within
 from onward.autodiff.recompute.rewrite import Tape, plan_segment, recompute_segments
 from onward.errors import ModelError
 from onward.graph.nodes import subgraphs_of
+
+if TYPE_CHECKING:
+    from onward.autodiff.engine import DifferentiableBuilder
 
 __all__ = ["ActivationBudget", "Recompute", "recompute_activations"]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import onnx
@@ -17,15 +17,17 @@ import onnxruntime as ort
 
 from onward.autodiff.gradient import vector_jacobian
 from onward.distributed.errors import DistributedError
-from onward.distributed.settings import RunnerSettings
 from onward.distributed.stages.split import Split, follow, split_graph
 from onward.graph.dialect.normalize import normalize
 from onward.graph.passes.running_stats import separate_statistics
 from onward.graph.prune import extract, prune, values_of
-from onward.runtime.devices import Device
 from onward.runtime.memory import ModelMemory, exchanged
 from onward.runtime.plan import SEED, Plan, read_plan
 from onward.runtime.sessions import make_session, read_model
+
+if TYPE_CHECKING:
+    from onward.distributed.settings import RunnerSettings
+    from onward.runtime.devices import Device
 
 __all__ = ["Blueprint", "StageModel", "StageStep", "draw_blueprint"]
 

@@ -10,7 +10,7 @@ import dataclasses
 import hashlib
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -20,7 +20,6 @@ from onward.checkpoint import CheckpointData, NominalTensor
 from onward.distributed.comm import Communicator, LocalCommunicator, TorchCommunicator, device_of_rank
 from onward.distributed.data_parallel import Report, reconcile, session_options, weight_of
 from onward.distributed.errors import DistributedError, OtherStageFailed
-from onward.distributed.settings import Grid, RunnerSettings
 from onward.distributed.stages.models import Blueprint, StageStep, draw_blueprint
 from onward.distributed.stages.packing import Layout, layout_of
 from onward.distributed.stages.schedule import Flow, Micro, key_of
@@ -29,7 +28,10 @@ from onward.runtime.devices import find_device
 from onward.runtime.memory import exchanged
 from onward.runtime.optimizers import ElementwiseUpdater, Updater
 from onward.runtime.plan import SEED
-from onward.runtime.sessions import ModelFile
+
+if TYPE_CHECKING:
+    from onward.distributed.settings import Grid, RunnerSettings
+    from onward.runtime.sessions import ModelFile
 
 __all__ = ["PipelineParallel", "gather_state"]
 

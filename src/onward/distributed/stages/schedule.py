@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import torch
 
-from onward.distributed.comm import TorchCommunicator
 from onward.distributed.errors import OtherStageFailed
-from onward.distributed.stages.models import StageModel, StageStep
 from onward.distributed.stages.packing import Layout, layout_of
 
 if TYPE_CHECKING:
+    from onward.distributed.comm import TorchCommunicator
+    from onward.distributed.stages.models import StageModel, StageStep
     from onward.distributed.stages.schedule import Flow
 
 __all__ = ["Flow", "Micro", "key_of", "make_stage_module"]

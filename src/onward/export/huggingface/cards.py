@@ -7,11 +7,13 @@ audio settings.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from onward.export.huggingface.find_model import Source
 from onward.export.huggingface.folder import version
-from onward.export.huggingface.tasks import Axes
+
+if TYPE_CHECKING:
+    from onward.export.huggingface.find_model import Source
+    from onward.export.huggingface.tasks import Axes
 
 __all__ = ["describe"]
 

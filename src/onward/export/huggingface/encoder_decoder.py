@@ -8,17 +8,19 @@ them with those of the tokens generated so far, and returns logits for the new o
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from onward.errors import ExportError
-from onward.export.huggingface.find_model import Source
 from onward.export.huggingface.generation import cache_slots, filled_cache, flat_cache
 from onward.export.huggingface.image_audio import audio_example, image_example
-from onward.export.huggingface.tasks import Axes
 from onward.export.huggingface.traceable import TEXTS, TOKENS, Adapter, Traceable, encode
+
+if TYPE_CHECKING:
+    from onward.export.huggingface.find_model import Source
+    from onward.export.huggingface.tasks import Axes
 
 __all__ = ["DECODER", "ENCODER", "encoder_decoder"]
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from os import PathLike, fspath
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import onnx
@@ -24,13 +24,15 @@ from onward.export.huggingface.cards import describe
 from onward.export.huggingface.find_model import Source, load_source
 from onward.export.huggingface.folder import METADATA_KEY, MODEL, PIPELINE, staged, write_card
 from onward.export.huggingface.task_losses import with_loss
-from onward.export.huggingface.traceable import Traceable
 from onward.export.huggingface.wrappers import adapt
 from onward.export.parity import Report, merge
 from onward.export.quantize.quantizer import measure, scheme_name
 from onward.export.quantize.quantizer import quantize as quantize_model
 from onward.graph.gate import read_proto
 from onward.model_metadata import read_names
+
+if TYPE_CHECKING:
+    from onward.export.huggingface.traceable import Traceable
 
 __all__ = ["HFOnnx", "artifacts_from_transformers", "from_transformers"]
 

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from onward.errors import ExportError
-from onward.export.huggingface.find_model import Source
-from onward.export.huggingface.tasks import Axes
 from onward.export.huggingface.traceable import TEXTS, TOKENS, Adapter, Traceable, encode
+
+if TYPE_CHECKING:
+    from onward.export.huggingface.find_model import Source
+    from onward.export.huggingface.tasks import Axes
 
 __all__ = ["cache_slots", "filled_cache", "flat_cache", "generation"]
 

@@ -6,15 +6,17 @@ Knows which sizes such models take; nothing of ONNX.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from onward.errors import ExportError
-from onward.export.huggingface.find_model import Source
-from onward.export.huggingface.tasks import Axes
 from onward.export.huggingface.traceable import Adapter, Traceable, image_size, output_of, setting
+
+if TYPE_CHECKING:
+    from onward.export.huggingface.find_model import Source
+    from onward.export.huggingface.tasks import Axes
 
 __all__ = ["audio", "audio_example", "image", "image_example", "masked_image", "series"]
 

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from onward.errors import ExportError
-from onward.export.huggingface.find_model import Source
-from onward.export.huggingface.tasks import Axes
 from onward.export.huggingface.traceable import (
     TEXTS,
     Adapter,
@@ -25,6 +23,10 @@ from onward.export.huggingface.traceable import (
     output_of,
     setting,
 )
+
+if TYPE_CHECKING:
+    from onward.export.huggingface.find_model import Source
+    from onward.export.huggingface.tasks import Axes
 
 __all__ = ["image_and_text", "queries"]
 

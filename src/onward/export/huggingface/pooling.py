@@ -5,11 +5,15 @@ Knows the modes of sentence-transformers, dense layers after them and unit lengt
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor, nn
 
 from onward.errors import ExportError
-from onward.export.huggingface.find_model import Pooling
+
+if TYPE_CHECKING:
+    from onward.export.huggingface.find_model import Pooling
 
 __all__ = ["PoolingHead", "pooling_head"]
 

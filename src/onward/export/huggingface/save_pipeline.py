@@ -10,17 +10,19 @@ import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from onward.api.state import CheckpointState
-from onward.checkpoint import CheckpointData
 from onward.errors import ExportError
 from onward.export.huggingface.folder import CARD, MAKE_FOLDER, MODEL, PIPELINE, read_card, staged, write_card
 from onward.export.inference import InferenceExport, for_inference
 from onward.export.quantize.quantizer import scheme_name
 from onward.graph.gate import read_proto
+
+if TYPE_CHECKING:
+    from onward.api.state import CheckpointState
+    from onward.checkpoint import CheckpointData
 
 __all__ = ["save_pipeline"]
 

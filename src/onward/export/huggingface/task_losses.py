@@ -9,16 +9,18 @@ on the host, by `assign_detections`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from onward.errors import ExportError
-from onward.export.huggingface.find_model import Source
 from onward.export.huggingface.tasks import Axes
 from onward.export.huggingface.traceable import Adapter, Traceable
+
+if TYPE_CHECKING:
+    from onward.export.huggingface.find_model import Source
 
 __all__ = ["LOSSES", "with_loss"]
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from onward.errors import ExportError
-from onward.export.huggingface.find_model import Source
 from onward.export.huggingface.traceable import TEXTS, TOKENS, Adapter, Traceable, encode, output_of
+
+if TYPE_CHECKING:
+    from onward.export.huggingface.find_model import Source
 
 __all__ = ["text_to_audio"]
 

@@ -9,16 +9,18 @@ from contextlib import contextmanager
 from dataclasses import replace
 from os import fspath
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import onnx
 import torch
 
 from onward.export.huggingface.embed_weights import add_weights, serialized, take_weights
-from onward.export.huggingface.traceable import Traceable
 from onward.export.parity import Report, compare, merge
 from onward.export.torch import torchscript
+
+if TYPE_CHECKING:
+    from onward.export.huggingface.traceable import Traceable
 
 __all__ = ["ONE_FILE", "check_opset", "check_parity", "trace", "weight_bytes"]
 

@@ -10,7 +10,7 @@ import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,12 +19,14 @@ from onward.errors import ExportError
 from onward.export.huggingface import image_audio, image_text, text_to_audio
 from onward.export.huggingface.encoder_decoder import encoder_decoder
 from onward.export.huggingface.experts import traceable_experts
-from onward.export.huggingface.find_model import Source
 from onward.export.huggingface.generation import generation
 from onward.export.huggingface.masks import traceable_masks
 from onward.export.huggingface.pooling import pooling_head
-from onward.export.huggingface.tasks import Axes
 from onward.export.huggingface.traceable import TEXTS, TOKENS, Adapter, Traceable, encode, output_of
+
+if TYPE_CHECKING:
+    from onward.export.huggingface.find_model import Source
+    from onward.export.huggingface.tasks import Axes
 
 __all__ = ["adapt"]
 

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 
 from onward.errors import ExportError
-from onward.export.torch.flatten import Leaf
+
+if TYPE_CHECKING:
+    from onward.export.torch.flatten import Leaf
 
 __all__ = ["AxisGroup", "DynamicAxes", "Run", "declared_groups", "find_groups", "fresh_inputs", "output_axes"]
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import onnx
@@ -22,9 +22,11 @@ import torch
 from onward.errors import ExportError
 from onward.export import parity
 from onward.export.torch import assemble, axes
-from onward.export.torch.axes import AxisGroup
 from onward.export.torch.float64 import in_float64
-from onward.export.torch.probe import Plan
+
+if TYPE_CHECKING:
+    from onward.export.torch.axes import AxisGroup
+    from onward.export.torch.probe import Plan
 
 __all__ = ["Original", "compare_with_torch", "groups_that_follow", "make_session"]
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import onnx
@@ -20,7 +21,9 @@ from onward.export.torch import assemble, axes
 from onward.export.torch.check import Original, array_of, make_session, widened
 from onward.export.torch.float64 import in_float64
 from onward.export.torch.no_randomness import neutral_dropout
-from onward.export.torch.probe import Plan
+
+if TYPE_CHECKING:
+    from onward.export.torch.probe import Plan
 
 __all__ = ["check_gradient"]
 

@@ -9,14 +9,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import onnx
 import torch
 
 from onward.errors import ExportError
-from onward.export.torch.flatten import Adapter
 from onward.export.torch.patches import traceable
+
+if TYPE_CHECKING:
+    from onward.export.torch.flatten import Adapter
 
 __all__ = ["OPSETS", "trace"]
 

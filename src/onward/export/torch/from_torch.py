@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import onnx
 import torch
@@ -22,11 +22,13 @@ import torch
 from onward.errors import ExportError, ParityError
 from onward.export import parity
 from onward.export.torch import assemble, modules
-from onward.export.torch.axes import DynamicAxes
 from onward.export.torch.check import compare_with_torch, groups_that_follow
 from onward.export.torch.check_gradient import check_gradient
 from onward.export.torch.flatten import Adapter, bind_arguments
 from onward.export.torch.probe import Plan, make_plan
+
+if TYPE_CHECKING:
+    from onward.export.torch.axes import DynamicAxes
 
 __all__ = ["artifacts_from_torch", "from_torch"]
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from onward.errors import ExportError
 from onward.export.torch import axes, modules
-from onward.export.torch.axes import AxisGroup, DynamicAxes
 from onward.export.torch.flatten import Adapter, Leaf
 from onward.export.torch.no_randomness import neutral_dropout
+
+if TYPE_CHECKING:
+    from onward.export.torch.axes import AxisGroup, DynamicAxes
 
 __all__ = ["Plan", "make_plan"]
 

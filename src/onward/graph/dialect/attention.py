@@ -8,11 +8,13 @@ gradients.
 from __future__ import annotations
 
 import dataclasses
+from typing import TYPE_CHECKING
 
 import numpy as np
 import onnx_ir as ir
 
-from onward.graph.builder import Builder
+if TYPE_CHECKING:
+    from onward.graph.builder import Builder
 
 __all__ = [
     "Mask",

@@ -7,12 +7,12 @@ here: it is unchanged, and `normalize` finds whether the types in use still need
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import onnx_ir as ir
 
 from onward.errors import ModelError
-from onward.graph.builder import Builder
 from onward.graph.dialect.attention import (
     Mask,
     attend,
@@ -23,6 +23,9 @@ from onward.graph.dialect.attention import (
     split_heads,
 )
 from onward.graph.dialect.rewrite import Expansion, attribute, given, wanted
+
+if TYPE_CHECKING:
+    from onward.graph.builder import Builder
 
 __all__ = ["downgrade", "expanded_operators"]
 

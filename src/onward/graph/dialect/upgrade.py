@@ -8,13 +8,16 @@ Works in subgraphs and on models of any size: it edits nodes, not files.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import onnx_ir as ir
 
 from onward.errors import ModelError
-from onward.graph.builder import Builder, Operand
 from onward.graph.dialect.rewrite import Expansion, attribute, given, wanted
+
+if TYPE_CHECKING:
+    from onward.graph.builder import Builder, Operand
 
 __all__ = ["OLDEST", "upgrade"]
 

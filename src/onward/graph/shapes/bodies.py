@@ -8,13 +8,16 @@ every iteration is found. Changes types and shapes only, never nodes.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import onnx_ir as ir
 
 from onward.errors import ModelError
-from onward.graph.builder import Builder
 from onward.graph.nodes import subgraphs_of
 from onward.graph.shapes.model import rank_from_lengths
+
+if TYPE_CHECKING:
+    from onward.graph.builder import Builder
 
 __all__ = ["describe", "infer_body", "infer_graph", "keeps_its_shape"]
 

@@ -6,17 +6,20 @@
 from __future__ import annotations
 
 import os
+from typing import TYPE_CHECKING
 
 import onnx
 
 from onward.errors import MAKE_ARTIFACTS, ModelError
 from onward.model_metadata import read_table
-from onward.runtime.memory import FlatBuffer
 from onward.runtime.optimizers.base import Slots, Updater
 from onward.runtime.optimizers.device import DeviceUpdater
 from onward.runtime.optimizers.flat import ElementwiseUpdater, HostUpdater, group_of
 from onward.runtime.optimizers.named import NamedUpdater, SequenceUpdater
 from onward.runtime.sessions import ModelFile, read_model
+
+if TYPE_CHECKING:
+    from onward.runtime.memory import FlatBuffer
 
 __all__ = ["ElementwiseUpdater", "Slots", "Updater", "make_updater", "require_one_set", "wanted_order"]
 

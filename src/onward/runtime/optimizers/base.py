@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import abc
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from onward.errors import OnwardError
-from onward.runtime.memory import Tensor
+
+if TYPE_CHECKING:
+    from onward.runtime.memory import Tensor
 
 __all__ = ["Slots", "Updater"]
 

@@ -5,11 +5,15 @@ Each module here registers its operators in one table: `table.py` says how to ad
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import onnx_ir as ir
 
 from onward.graph.dialect.contrib import activations, attentions, norms, products, quantized, training
 from onward.graph.dialect.contrib.table import TABLE
-from onward.graph.dialect.rewrite import Expansion
+
+if TYPE_CHECKING:
+    from onward.graph.dialect.rewrite import Expansion
 
 __all__ = ["contrib_operators", "expand_contrib"]
 

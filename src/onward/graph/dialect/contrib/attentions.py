@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import onnx_ir as ir
 
 from onward.errors import ModelError
-from onward.graph.builder import Builder
 from onward.graph.dialect.attention import (
     Mask,
     attend,
@@ -21,6 +21,9 @@ from onward.graph.dialect.attention import (
 )
 from onward.graph.dialect.contrib.table import fused, needed, refuse
 from onward.graph.dialect.rewrite import attribute, given, wanted
+
+if TYPE_CHECKING:
+    from onward.graph.builder import Builder
 
 _END = np.iinfo(np.int64).max
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import onnx_ir as ir
 
 from onward.errors import ModelError
-from onward.graph.builder import Builder
 from onward.graph.dialect.contrib.table import fused, needed
 from onward.graph.dialect.rewrite import attribute, given
+
+if TYPE_CHECKING:
+    from onward.graph.builder import Builder
 
 
 @fused("FusedMatMul", "TransposeMatMul")
