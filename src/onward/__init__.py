@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from onward import api, artifacts, distributed, export, limits, lora, onnxblock, optim
-    from onward.artifacts import build_artifacts, generate_artifacts
+    from onward.artifacts.generate import build_artifacts, generate_artifacts
     from onward.autodiff.check import check_gradient
     from onward.autodiff.gradient import gradient
     from onward.errors import OnwardError

@@ -18,7 +18,7 @@ import onnxruntime as ort
 
 from onward.api.inputs import check_labels, prepare
 from onward.api.state import CheckpointState
-from onward.checkpoint import CheckpointData, NominalTensor
+from onward.checkpoint.state import CheckpointData, NominalTensor
 from onward.errors import MAKE_ARTIFACTS, DeviceMemoryError, ModelError, NonFiniteError, OnwardError
 from onward.graph.passes.specialize import FIRST_SCALE
 from onward.runtime.devices import DeviceLike, find_device

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from onward.api.module import Module
-from onward.checkpoint import CheckpointData, OptimizerGroup
+from onward.checkpoint.state import CheckpointData, OptimizerGroup
 from onward.errors import OnwardError
-from onward.runtime.optimizers import Updater, make_updater, wanted_order
+from onward.runtime.optimizers import make_updater, wanted_order
 
 if TYPE_CHECKING:
     from onward.api.schedulers import LRScheduler
     from onward.runtime.memory import Tensor
+    from onward.runtime.optimizers.base import Updater
     from onward.runtime.sessions import ModelFile
 
 __all__ = ["Optimizer"]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from onward import checkpoint
-from onward.checkpoint import CheckpointData, NominalTensor, check_property
+from onward.checkpoint.state import CheckpointData, NominalTensor, check_property
 from onward.errors import OnwardError
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from onward.artifacts.portable_files import write_portable
 from onward.artifacts.training_graph import build_training_graphs, producer
 from onward.artifacts.write import write_artifacts
 from onward.autodiff.recompute.segments import ActivationBudget, Recompute
-from onward.checkpoint import CheckpointData, NominalTensor
+from onward.checkpoint.state import CheckpointData, NominalTensor
 from onward.errors import ModelError
 from onward.graph.builder import Builder
 from onward.graph.dialect.lower import OLDEST_OUTPUT, lower
@@ -37,7 +37,7 @@ from onward.graph.passes.inference_mode import freeze_statistics
 from onward.graph.passes.lora import LoRA, add_adapters
 from onward.graph.passes.precision import PRECISIONS, Precision
 from onward.graph.prune import find_value, values_of
-from onward.losses import LossFunction, target_inputs
+from onward.losses.functions import LossFunction, target_inputs
 from onward.model_metadata import read_names
 from onward.optim import rules
 from onward.optim.graph import ParameterGroup, optimizer_model

@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 from math import prod
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import onnx_ir as ir
 
-from onward.checkpoint import CheckpointData, to_portable
-from onward.checkpoint.portable import StateLayout, weights_of
+from onward.checkpoint.portable import StateLayout, to_portable, weights_of
 from onward.graph.cleanup import simplify
 from onward.graph.passes.inference_mode import to_inference
 from onward.graph.prune import prune, values_of
 from onward.graph.save import EXTERNAL_THRESHOLD, initializer_bytes
+
+if TYPE_CHECKING:
+    from onward.checkpoint.state import CheckpointData
 
 __all__ = ["write_portable"]
 

@@ -6,13 +6,17 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import onnx_ir as ir
 
-from onward.checkpoint import CheckpointData, save
+from onward.checkpoint.store import save
 from onward.errors import ModelError
 from onward.files import place, staging_folder
 from onward.graph.save import constants_beside, write_model
+
+if TYPE_CHECKING:
+    from onward.checkpoint.state import CheckpointData
 
 __all__ = ["write_artifacts"]
 

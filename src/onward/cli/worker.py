@@ -55,7 +55,10 @@ def _train(options: dict[str, Any], stop: threading.Event) -> int | None:
 
     from onward.cli.data import load_data, parse_pairs
     from onward.data.read import DataOptions
-    from onward.distributed import DistributedError, RunnerSettings, ShardedArrays, TrainingRunner
+    from onward.distributed.errors import DistributedError
+    from onward.distributed.runner import TrainingRunner
+    from onward.distributed.sampler import ShardedArrays
+    from onward.distributed.settings import RunnerSettings
     from onward.train.artifact_set import find_artifacts
     from onward.train.schedules import make_schedule
 
@@ -161,7 +164,7 @@ class _Watched:
         return self._watch(self._loader)
 
     def _watch(self, batches: Iterable[Any]) -> Iterator[Any]:
-        from onward.distributed import DistributedError
+        from onward.distributed.errors import DistributedError
 
         for batch in batches:
             if self._stop.is_set():

@@ -233,7 +233,7 @@ def read_arrays(path: Path, name: str | None = None) -> dict[str, np.ndarray]:
         elif kind == ".npy":
             arrays = {name or path.stem: np.load(path, allow_pickle=False)}
         elif kind == ".safetensors":
-            from onward.checkpoint import from_safetensors
+            from onward.checkpoint.interchange import from_safetensors
 
             arrays = {key: np.asarray(value) for key, value in from_safetensors(path).parameters().items()}
         else:

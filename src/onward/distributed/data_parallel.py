@@ -15,14 +15,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import onnxruntime as ort
 
-from onward.api import CheckpointState, Module, Optimizer
+from onward.api.module import Module
+from onward.api.optimizer import Optimizer
+from onward.api.state import CheckpointState
 from onward.distributed.agreement import same_everywhere
 from onward.distributed.comm import Communicator, device_of_rank
 from onward.distributed.sharding import ShardedOptimizer, bounds_of
 from onward.runtime.memory import ModelMemory, exchanged
 
 if TYPE_CHECKING:
-    from onward.checkpoint import CheckpointData
+    from onward.checkpoint.state import CheckpointData
     from onward.distributed.settings import RunnerSettings
     from onward.runtime.plan import Plan
 

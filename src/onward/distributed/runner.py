@@ -30,8 +30,9 @@ from onward.runtime import inference_model
 from onward.train.batches import in_order
 
 if TYPE_CHECKING:
-    from onward.api import LRScheduler, Optimizer
-    from onward.checkpoint import CheckpointData
+    from onward.api.optimizer import Optimizer
+    from onward.api.schedulers import LRScheduler
+    from onward.checkpoint.state import CheckpointData
 
 __all__ = ["History", "TrainingRunner"]
 

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
-    from onward.api import LRScheduler, Optimizer
     from onward.api.module import NonFinitePolicy
+    from onward.api.optimizer import Optimizer
+    from onward.api.schedulers import LRScheduler
 
 __all__ = ["Grid", "RunnerSettings", "make_grid"]
 

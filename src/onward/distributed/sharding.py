@@ -12,14 +12,17 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from onward.api import Module, Optimizer
-from onward.checkpoint import CheckpointData, OptimizerGroup
+from onward.api.optimizer import Optimizer
+from onward.checkpoint.state import CheckpointData, OptimizerGroup
 from onward.distributed.errors import DistributedError
 from onward.runtime.memory import FlatBuffer, exchanged
-from onward.runtime.optimizers import ElementwiseUpdater, Slots, Updater, make_updater
+from onward.runtime.optimizers import make_updater
+from onward.runtime.optimizers.flat import ElementwiseUpdater
 
 if TYPE_CHECKING:
+    from onward.api.module import Module
     from onward.distributed.comm import Communicator
+    from onward.runtime.optimizers.base import Slots, Updater
     from onward.runtime.sessions import ModelFile
 
 __all__ = ["ShardedOptimizer", "bounds_of"]

@@ -15,7 +15,7 @@ import onnx_ir as ir
 
 from onward import checkpoint
 from onward.api.state import CheckpointState
-from onward.checkpoint import CheckpointData
+from onward.checkpoint.state import CheckpointData
 from onward.errors import ExportError, ParityError
 from onward.export.parity import Report, compare
 from onward.export.quantize.quantizer import QuantizationReport, measure, quantize, scheme_name

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 import onnx
 
-from onward.checkpoint import CheckpointData, NominalTensor, load, save
+from onward.checkpoint.state import CheckpointData, NominalTensor
+from onward.checkpoint.store import load, save
 from onward.errors import CheckpointError
 
 __all__ = ["load_checkpoint_to_model", "save_checkpoint"]

@@ -16,7 +16,7 @@ import onnx
 import onnx_ir as ir
 
 from onward import checkpoint
-from onward.artifacts import Artifacts, build_artifacts
+from onward.artifacts.generate import Artifacts, build_artifacts
 from onward.artifacts.names import loss_type, optimizer_type
 from onward.data.augment import make_augmentation
 from onward.data.inputs import InputSpec, fit, specs_of
@@ -34,7 +34,7 @@ from onward.train.schedules import Schedule, require_schedule
 from onward.train.trainer import Trainer
 
 if TYPE_CHECKING:
-    from onward.checkpoint import CheckpointData
+    from onward.checkpoint.state import CheckpointData
     from onward.lora import LoRA
     from onward.runtime.devices import DeviceLike
     from onward.train.callbacks import Callback

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import onnx_ir as ir
 
-from onward.artifacts import Artifacts, build_artifacts
+from onward.artifacts.generate import Artifacts, build_artifacts
 from onward.artifacts.names import OptimType
 from onward.data.conversations import Batches, Example, encode_lines, pack, read_lines
 from onward.errors import DataError, ModelError

@@ -16,8 +16,8 @@ from onward.model_metadata import read_names, read_table
 from onward.runtime.sessions import ModelFile, read_model
 
 if TYPE_CHECKING:
-    from onward.artifacts import Artifacts
-    from onward.checkpoint import CheckpointData
+    from onward.artifacts.generate import Artifacts
+    from onward.checkpoint.state import CheckpointData
 
 __all__ = ["ArtifactFiles", "find_artifacts"]
 

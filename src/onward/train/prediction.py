@@ -15,7 +15,7 @@ from onward.train.batches import make_batches
 from onward.train.evaluation import join
 
 if TYPE_CHECKING:
-    from onward.checkpoint import CheckpointData
+    from onward.checkpoint.state import CheckpointData
     from onward.runtime.devices import Device
 
 __all__ = ["predict"]

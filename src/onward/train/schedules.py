@@ -5,13 +5,13 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable
 
-from onward.api import (
+from onward.api.optimizer import Optimizer
+from onward.api.schedulers import (
     ConstantLRScheduler,
     CosineLRScheduler,
     LinearLRScheduler,
     LRScheduler,
     OneCycleLRScheduler,
-    Optimizer,
     PolynomialLRScheduler,
     StepLRScheduler,
 )

@@ -18,7 +18,9 @@ import numpy as np
 import onnxruntime as ort
 
 from onward import checkpoint
-from onward.api import CheckpointState, LRScheduler, Module, Optimizer
+from onward.api.module import Module
+from onward.api.optimizer import Optimizer
+from onward.api.state import CheckpointState
 from onward.errors import MAKE_ARTIFACTS, ModelError, NonFiniteError, OnwardError
 from onward.runtime.environment import environment
 from onward.runtime.step import EvaluationStep
@@ -46,7 +48,8 @@ from onward.train.schedules import Schedule, make_schedule, require_schedule, sc
 
 if TYPE_CHECKING:
     from onward.api.module import NonFinitePolicy
-    from onward.artifacts import Artifacts
+    from onward.api.schedulers import LRScheduler
+    from onward.artifacts.generate import Artifacts
     from onward.runtime.devices import DeviceLike
 
 __all__ = ["Trainer"]

@@ -121,7 +121,7 @@ def artifacts(
     overwrite: Overwrite = False,
 ) -> None:
     """Make training artifacts of an ONNX model: training, eval and optimizer model, and a checkpoint."""
-    from onward.artifacts import generate_artifacts
+    from onward.artifacts.generate import generate_artifacts
 
     read_model(model)
     if loss is None and classes is None:

@@ -66,7 +66,7 @@ def _check(
     steps: Any,
     seconds: Any,
 ) -> int:
-    from onward.artifacts import build_artifacts
+    from onward.artifacts.generate import build_artifacts
     from onward.cli.memory_estimate import footprint
     from onward.errors import UnsupportedOps
 

@@ -112,7 +112,7 @@ def _artifacts(output: Output, source: Path, target: Path, prefix: str) -> dict[
     import onnx
 
     from onward import checkpoint
-    from onward.artifacts import generate_artifacts
+    from onward.artifacts.generate import generate_artifacts
     from onward.files import place, staging_folder
     from onward.graph.gate import read_with_data
 

@@ -50,7 +50,7 @@ def web(
     port: Annotated[int, typer.Option(min=0, max=65535, help="Where to serve; 0 takes a free one.")] = 8000,
 ) -> None:
     """Write a site that trains these artifacts in the browser, on stock onnxruntime-web."""
-    from onward.web import write_site
+    from onward.web.site import write_site
 
     place = find(artifacts, prefix=plain_prefix(prefix))
     if packages is not None and not packages.is_dir():
@@ -65,7 +65,7 @@ def web(
         output.line(f"next: onward web {artifacts} {site} --serve     # or any server of static files")
     output.result({"site": site, "files": files})
     if serve:
-        from onward.web import serve as serve_site
+        from onward.web.serving import serve as serve_site
 
         try:
             serve_site(site, port=port)

@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from onward.api import CheckpointState, Module, Optimizer
 from onward.api.inputs import check_labels, prepare
-from onward.checkpoint import CheckpointData, NominalTensor
+from onward.api.module import Module
+from onward.api.optimizer import Optimizer
+from onward.api.state import CheckpointState
+from onward.checkpoint.state import CheckpointData, NominalTensor
 from onward.distributed.comm import Communicator, LocalCommunicator, TorchCommunicator, device_of_rank
 from onward.distributed.data_parallel import Report, reconcile, session_options, weight_of
 from onward.distributed.errors import DistributedError, OtherStageFailed
@@ -26,11 +28,12 @@ from onward.distributed.stages.schedule import Flow, Micro, key_of
 from onward.errors import MAKE_ARTIFACTS, ModelError, NonFiniteError, OnwardError
 from onward.runtime.devices import find_device
 from onward.runtime.memory import exchanged
-from onward.runtime.optimizers import ElementwiseUpdater, Updater
+from onward.runtime.optimizers.flat import ElementwiseUpdater
 from onward.runtime.plan import SEED
 
 if TYPE_CHECKING:
     from onward.distributed.settings import Grid, RunnerSettings
+    from onward.runtime.optimizers.base import Updater
     from onward.runtime.sessions import ModelFile
 
 __all__ = ["PipelineParallel", "gather_state"]
