@@ -17,7 +17,7 @@ from onward.onnxblock import optim
 from onward.optim import adamw as AdamW
 from onward.optim.graph import ParameterGroup, optimizer_model
 from onward.runtime.memory import FlatBuffer
-from onward.runtime.optimizers import flat as flat_update
+from onward.runtime.optimizers import host as host_update
 from onward.runtime.optimizers import make_updater
 from small_models import batch, start, write_classifier
 
@@ -55,7 +55,7 @@ def test_in_place_equals_apart(name: str, block: int, workers: int, monkeypatch:
     model = model_of(BLOCKS[name]())
     options = json.loads({e.key: e.value for e in model.metadata_props}["onward.optimizer"])
     for limit, value in (("_LEAST", block), ("_MOST", block), ("_PIECE", min(block, 8))):
-        monkeypatch.setattr(flat_update, limit, value)
+        monkeypatch.setattr(host_update, limit, value)
     parameters, gradients = make_buffers(0)
     for rarely in ("b", "c"):  # what has had no gradient yet may be left alone, if that changes nothing
         gradients.views[rarely][:] = 0

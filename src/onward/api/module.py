@@ -24,7 +24,7 @@ from onward.graph.passes.specialize import FIRST_SCALE
 from onward.runtime.devices import DeviceLike, find_device
 from onward.runtime.environment import environment, warn_if_changed
 from onward.runtime.memory import HostTensor, ModelMemory, onnx_type
-from onward.runtime.optimizers import require_one_set
+from onward.runtime.sessions import require_one_set
 from onward.runtime.step import EvaluationStep, Step, TrainingStep
 
 if TYPE_CHECKING:

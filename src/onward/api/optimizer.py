@@ -16,7 +16,7 @@ from onward.runtime.optimizers import make_updater, wanted_order
 if TYPE_CHECKING:
     from onward.api.schedulers import LRScheduler
     from onward.runtime.memory import Tensor
-    from onward.runtime.optimizers.base import Updater
+    from onward.runtime.optimizers.updater import Updater
     from onward.runtime.sessions import ModelFile
 
 __all__ = ["Optimizer"]

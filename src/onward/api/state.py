@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from onward import checkpoint
+from onward.checkpoint import store
 from onward.checkpoint.state import CheckpointData, NominalTensor, check_property
 from onward.errors import OnwardError
 
@@ -137,7 +137,7 @@ class CheckpointState:
     @classmethod
     def load_checkpoint(cls, checkpoint_uri: str | os.PathLike[str] | bytes) -> CheckpointState:
         """Read a checkpoint file, or its bytes, verified before anything of it is used."""
-        return cls(checkpoint.load(checkpoint_uri))
+        return cls(store.load(checkpoint_uri))
 
     @classmethod
     def save_checkpoint(
@@ -149,7 +149,7 @@ class CheckpointState:
         """Save a checkpoint file atomically: the old one is kept until the new one is complete."""
         if not isinstance(state, CheckpointState):
             raise TypeError(f"Invalid argument for CheckpointState received {type(state)}")
-        checkpoint.save(state.to_data(include_optimizer_state=include_optimizer_state), checkpoint_uri)
+        store.save(state.to_data(include_optimizer_state=include_optimizer_state), checkpoint_uri)
 
     def to_data(self, *, include_optimizer_state: bool = False) -> CheckpointData:
         """The state as plain data, as it would be saved; arrays are not copied."""

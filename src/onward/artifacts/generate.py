@@ -10,7 +10,7 @@ import dataclasses
 import json
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
@@ -84,16 +84,6 @@ _LOSSES: dict[LossType, LossFunction] = {
     LossType.KLDivLoss: losses.kl_div,
 }
 # AdamW has onnxruntime-training's defaults here; `onward.optim.adamw` has torch's.
-_OPTIMIZERS: dict[OptimType, Callable[[], Optimizer]] = {
-    OptimType.AdamW: lambda: rules.adamw(eps=1e-6, weight_decay=0.0),
-    OptimType.SGD: rules.sgd,
-    OptimType.Adam: rules.adam,
-    OptimType.Adagrad: rules.adagrad,
-    OptimType.RMSprop: rules.rmsprop,
-    OptimType.Lion: rules.lion,
-    OptimType.Lamb: rules.lamb,
-    OptimType.Adafactor: rules.adafactor,
-}
 _Models = tuple[ir.Model, ir.Model, ir.Model | None, ir.Model | None]
 Loss = LossType | str | LossFunction | LossBlock | None
 OptimizerChoice = OptimType | str | Optimizer | OptimizerBlock | None
@@ -424,7 +414,7 @@ def _chosen_optimizer(optimizer: OptimizerChoice) -> Optimizer | OptimizerBlock 
     if isinstance(optimizer, str):
         optimizer = optimizer_type(optimizer)
     if isinstance(optimizer, OptimType):
-        return _OPTIMIZERS[optimizer]()
+        return rules.make(optimizer.name)
     if optimizer is None or isinstance(optimizer, Optimizer):
         return optimizer
     if isinstance(optimizer, OptimizerBlock) and not isinstance(optimizer, type):

@@ -18,7 +18,8 @@ import onnx_ir as ir
 from onward.checkpoint.portable import StateLayout, StatePart, StateTensor, aligned
 from onward.errors import ModelError
 from onward.graph.builder import Builder
-from onward.graph.cleanup import finish, share_subexpressions
+from onward.graph.cleanup import share_subexpressions
+from onward.graph.passes.finish import finish
 from onward.graph.passes.randomness import SEED_INPUT
 from onward.graph.passes.specialize import BUFFER, OUT, RESET
 from onward.optim.inline import InlineOptimizer, Unit

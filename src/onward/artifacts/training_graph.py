@@ -22,7 +22,7 @@ from onward.autodiff.gradient import add_gradients
 from onward.autodiff.recompute.segments import Recompute, recompute_activations
 from onward.autodiff.stops import untrainable
 from onward.errors import ModelError
-from onward.graph.cleanup import finish
+from onward.graph.passes.finish import finish
 from onward.graph.passes.gelu import fuse_gelu
 from onward.graph.passes.inference_mode import to_inference
 from onward.graph.passes.precision import Precision, lower_precision

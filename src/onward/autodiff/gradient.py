@@ -13,9 +13,9 @@ from onward.autodiff.engine import DifferentiableBuilder, backward, is_different
 from onward.autodiff.peephole import improve
 from onward.autodiff.sequences import zeros
 from onward.errors import ModelError
-from onward.graph.cleanup import finish
 from onward.graph.dialect.normalize import normalize
 from onward.graph.gc_paused import gc_paused
+from onward.graph.passes.finish import finish
 from onward.graph.passes.running_stats import make_statistics_explicit
 from onward.graph.prune import find_value, find_values
 from onward.graph.shapes.bodies import infer_graph

@@ -118,10 +118,10 @@ def loss_of(choice: LossChoice) -> Any:
 def optimizer_of(
     choice: OptimizerChoice, *, weight_decay: float | None = None, momentum: float | None = None
 ) -> Any:
-    """The optimizer block of a name, with its options."""
+    """The optimizer of a name, with its options."""
     from onward.artifacts.names import optimizer_type
-    from onward.cli.command import CommandError
-    from onward.onnxblock import optim
+    from onward.cli.errors import CommandError
+    from onward.optim.rules import make
 
     for name, value in (("weight-decay", weight_decay), ("momentum", momentum)):
         if value is not None and not (math.isfinite(value) and value >= 0):
@@ -134,7 +134,7 @@ def optimizer_of(
     if momentum is not None:
         options["momentum"] = momentum
     try:
-        return getattr(optim, optimizer_type(str(choice)).name)(**options)
+        return make(optimizer_type(str(choice)).name, **options)
     except TypeError as error:
         names = " or ".join(f"--{name.replace('_', '-')}" for name in options)
         raise CommandError(

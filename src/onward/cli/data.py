@@ -11,8 +11,10 @@ from onward.cli.model_file import read_model
 from onward.cli.python_entry import import_entry, is_entry
 from onward.data.inputs import InputSpec, specs_of
 from onward.data.read import FORMATS, Data, DataOptions, read_data
+from onward.model_metadata import read_names
+from onward.runtime.plan import SEED
 
-__all__ = ["input_specs", "load_data", "parse_pairs"]
+__all__ = ["input_specs", "load_data", "parse_pairs", "user_inputs"]
 
 
 def load_data(
@@ -27,6 +29,22 @@ def load_data(
 def input_specs(model: str, names: Sequence[str] | None = None) -> list[InputSpec]:
     """The inputs of a model file, all or those of these names, in that order."""
     return specs_of(read_model(Path(model)).graph, names)
+
+
+def user_inputs(model: Path) -> list[InputSpec]:
+    """The inputs of a training model that data is for."""
+    proto = read_model(model)
+    about = {entry.key: entry.value for entry in proto.metadata_props}
+    parameters = {
+        *read_names(about, "onward.trainable"),
+        *read_names(about, "onward.frozen"),
+    }
+    return [
+        spec
+        for spec in specs_of(proto.graph)
+        if spec.name not in {*parameters, "lazy_reset_grad", SEED}
+        and not spec.name.endswith("_grad.accumulation.buffer")
+    ]
 
 
 def parse_pairs(pairs: Sequence[str], option: str) -> dict[str, str]:

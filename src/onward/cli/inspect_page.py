@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 __all__ = ["render_page"]
@@ -21,12 +21,10 @@ details { margin: 1rem 0; } summary { cursor: pointer; font-weight: 600; }
 """
 
 
-def render_page(found: Mapping[str, Any]) -> str:
-    """The page of what `describe` found."""
-    from onward.cli.commands.inspect import sections
-
+def render_page(found: Mapping[str, Any], sections: Iterable[Sequence[Any]]) -> str:
+    """The page of what was found in a file, in sections: title, columns and rows."""
     title = html.escape(f"{found['kind']}: {found['path']}")
-    body = "".join(_section(*section) for section in sections(found))
+    body = "".join(_section(*section) for section in sections)
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{title}</title><style>{_STYLE}</style></head><body>

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-__all__ = ["main", "user_inputs"]
+__all__ = ["main"]
 
 _TELL_EVERY = 0.5  # seconds
 _STOPPED = "a signal asked to stop"
@@ -53,7 +53,7 @@ def _train(options: dict[str, Any], stop: threading.Event) -> int | None:
     """Train; the number of updates where a signal stopped it, all of them saved."""
     import numpy as np
 
-    from onward.cli.data import load_data, parse_pairs
+    from onward.cli.data import load_data, parse_pairs, user_inputs
     from onward.data.read import DataOptions
     from onward.distributed.errors import DistributedError
     from onward.distributed.runner import TrainingRunner
@@ -121,27 +121,6 @@ def _train(options: dict[str, Any], stop: threading.Event) -> int | None:
             found = {"losses": history.losses, "skipped": history.skipped, "eval_loss": loss}
             (directory / "distributed.json").write_text(json.dumps(found), encoding="utf-8")
     return None
-
-
-def user_inputs(model: Path) -> list[Any]:
-    """The inputs of a training model that data is for."""
-    from onward.cli.model_file import read_model
-    from onward.data.inputs import specs_of
-    from onward.model_metadata import read_names
-    from onward.runtime.plan import SEED
-
-    proto = read_model(model)
-    about = {entry.key: entry.value for entry in proto.metadata_props}
-    parameters = {
-        *read_names(about, "onward.trainable"),
-        *read_names(about, "onward.frozen"),
-    }
-    return [
-        spec
-        for spec in specs_of(proto.graph)
-        if spec.name not in {*parameters, "lazy_reset_grad", SEED}
-        and not spec.name.endswith("_grad.accumulation.buffer")
-    ]
 
 
 class _Watched:

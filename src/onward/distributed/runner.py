@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from onward import checkpoint
+from onward.checkpoint import codec, store
 from onward.distributed.agreement import all_or_none, broadcast_bytes, raise_together
 from onward.distributed.comm import Communicator, connect
 from onward.distributed.data_parallel import DataParallel, Report
@@ -220,7 +220,7 @@ class TrainingRunner:
                 data.extras["distributed.updates"] = self.updates
                 data.extras["distributed.epoch"] = self._epoch
                 data.extras["distributed.batch"] = self._batch
-                path = checkpoint.save_step(
+                path = store.save_step(
                     data, directory, step=self.updates, keep=self.parameters.keep_checkpoints
                 )
         return path
@@ -295,21 +295,21 @@ class TrainingRunner:
                 data = self._read_state()
                 if comm.world > 1:
                     stream = io.BytesIO()
-                    checkpoint.encode(data, stream)
+                    codec.encode(data, stream)
                     content = stream.getvalue()
         if comm.world == 1:
             assert data is not None
             return data
         content = broadcast_bytes(comm, content)
-        return checkpoint.decode(content) if data is None else data
+        return codec.decode(content) if data is None else data
 
     def _read_state(self) -> CheckpointData:
         directory = self.parameters.checkpoint_directory
         if directory is not None:
             Path(directory).mkdir(parents=True, exist_ok=True)
             if any(name.startswith("checkpoint-") for name in os.listdir(directory)):
-                return checkpoint.load_latest(directory).data
-        return checkpoint.load(self.parameters.checkpoint)
+                return store.load_latest(directory).data
+        return store.load(self.parameters.checkpoint)
 
     def _finished(self) -> bool:
         steps = self.parameters.num_train_steps

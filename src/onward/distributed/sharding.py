@@ -17,12 +17,12 @@ from onward.checkpoint.state import CheckpointData, OptimizerGroup
 from onward.distributed.errors import DistributedError
 from onward.runtime.memory import FlatBuffer, exchanged
 from onward.runtime.optimizers import make_updater
-from onward.runtime.optimizers.flat import ElementwiseUpdater
+from onward.runtime.optimizers.updater import ElementwiseUpdater
 
 if TYPE_CHECKING:
     from onward.api.module import Module
     from onward.distributed.comm import Communicator
-    from onward.runtime.optimizers.base import Slots, Updater
+    from onward.runtime.optimizers.updater import Slots, Updater
     from onward.runtime.sessions import ModelFile
 
 __all__ = ["ShardedOptimizer", "bounds_of"]

@@ -13,8 +13,8 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from onward import checkpoint
 from onward.api.state import CheckpointState
+from onward.checkpoint import store
 from onward.checkpoint.state import CheckpointData
 from onward.errors import ExportError, ParityError
 from onward.export.parity import Report, compare
@@ -148,7 +148,7 @@ def sample_inputs(model: ir.Model, *, seed: int = 0, size: int = 4) -> dict[str,
 def _data(state: CheckpointState | CheckpointData | str | os.PathLike[str]) -> CheckpointData:
     if isinstance(state, CheckpointState):
         return state.to_data()
-    return state if isinstance(state, CheckpointData) else checkpoint.load(state)
+    return state if isinstance(state, CheckpointData) else store.load(state)
 
 
 def _reference(

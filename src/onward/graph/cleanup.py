@@ -14,12 +14,10 @@ import onnx_ir as ir
 import onnx_ir.passes.common as passes
 
 from onward.graph.dialect.fold import replace_by_constants
-from onward.graph.dialect.pads import spell_out_pads
 from onward.graph.evaluate import COMPUTABLE, compute
-from onward.graph.nodes import GRADIENT, computation_key, subgraphs_of
+from onward.graph.nodes import computation_key, subgraphs_of
 
 __all__ = [
-    "finish",
     "fold_constants",
     "remove_identities",
     "remove_unused",
@@ -65,30 +63,6 @@ def remove_identities(model: ir.Model) -> ir.Model:
         source.type = source.type or kind
         source.shape = source.shape if shape is None else shape
     return model
-
-
-def finish(model: ir.Model) -> ir.Model:
-    """The last pass over a new graph: removes dead code and Identity nodes, and works around bugs of onnxruntime."""
-    spell_out_pads(model)
-    remove_identities(model)
-    _remove_choices_of_the_same(model)
-    return remove_unused(model)
-
-
-def _remove_choices_of_the_same(model: ir.Model) -> None:
-    """Where(c, x, x) of x's own shape: a choice that only mattered to gradients, of rows with and without one."""
-    for node in ir.traversal.RecursiveGraphIterator(model.graph):
-        node.metadata_props.pop(GRADIENT, None)
-        if (
-            node.op_type != "Where"
-            or node.inputs[1] is not node.inputs[2]
-            or node.outputs[0].is_graph_output()
-        ):
-            continue
-        source, result = node.inputs[1], node.outputs[0]
-        if source is not None and source.shape is not None and source.shape == result.shape and node.graph:
-            ir.convenience.replace_all_uses_with(result, source)
-            node.graph.remove(node, safe=True)
 
 
 def simplify(model: ir.Model, *, parameters: Collection[str] | None = None) -> ir.Model:

@@ -13,13 +13,16 @@ __all__ = [
     "RANDOM",
     "SMALL",
     "STOP",
+    "attribute",
     "attributes_key",
     "captured_values",
     "computation_key",
+    "given",
     "key_of",
     "stops_gradient",
     "subgraphs_of",
     "type_proto",
+    "wanted",
 ]
 
 # Operators that give other results each time they run.
@@ -38,6 +41,25 @@ RANDOM = frozenset(
 SMALL = 256
 # A node's metadata in a model that is to be differentiated: an Identity marked so passes no gradient on.
 GRADIENT, STOP = "onward.gradient", "stop"
+
+
+def attribute(node: ir.Node, name: str, default: Any = None) -> Any:
+    """The value of an attribute, or `default` where the node has none."""
+    attr = node.attributes.get(name)
+    return default if attr is None else attr.value
+
+
+def given(node: ir.Node, index: int) -> ir.Value | None:
+    """An input, or None where the node leaves it out."""
+    return node.inputs[index] if index < len(node.inputs) else None
+
+
+def wanted(node: ir.Node, index: int) -> bool:
+    """Whether anything uses an output."""
+    if index >= len(node.outputs):
+        return False
+    value = node.outputs[index]
+    return bool(value.uses()) or value.is_graph_output()
 
 
 def stops_gradient(node: ir.Node) -> bool:

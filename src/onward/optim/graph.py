@@ -15,8 +15,8 @@ import numpy as np
 import onnx_ir as ir
 
 from onward.graph.builder import Builder
-from onward.graph.cleanup import finish
 from onward.graph.dialect.normalize import OPSET
+from onward.graph.passes.finish import finish
 from onward.optim.rules import Optimizer, Scalars
 
 __all__ = ["Clipping", "ParameterGroup", "optimizer_model"]

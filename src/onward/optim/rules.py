@@ -10,13 +10,26 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
 from onward.graph.builder import Builder
 
-__all__ = ["Optimizer", "Scalars", "adafactor", "adagrad", "adam", "adamw", "lamb", "lion", "rmsprop", "sgd"]
+__all__ = [
+    "Optimizer",
+    "Scalars",
+    "adafactor",
+    "adagrad",
+    "adam",
+    "adamw",
+    "lamb",
+    "lion",
+    "make",
+    "rmsprop",
+    "sgd",
+]
 
 State = dict[str, ir.Value]
 
@@ -272,6 +285,19 @@ def adafactor(
         "Adafactor", ("momentum0", "momentum1"), update, hyper, elementwise=False, weight_decay=weight_decay,
         slot_shapes=slot_shapes,
     )  # fmt: skip
+
+
+def make(name: str, **options: Any) -> Optimizer:
+    """The optimizer of a name of `OptimType`, with the defaults of `onnxblock.optim`.
+
+    >>> make("AdamW", weight_decay=0.01).hyperparameters["eps"]
+    1e-06
+    """
+    kinds = {"Adam": adam, "SGD": sgd, "Adagrad": adagrad, "RMSprop": rmsprop}
+    kinds |= {"Lion": lion, "Lamb": lamb, "Adafactor": adafactor}
+    if name == "AdamW":  # the API that it stands in for has another epsilon than torch, and no decay
+        return adamw(**{"eps": 1e-6, "weight_decay": 0.0} | options)
+    return kinds[name](**options)
 
 
 def _with_decay(op: Builder, p: ir.Value, g: ir.Value, s: Scalars) -> ir.Value:

@@ -15,9 +15,9 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from onward import checkpoint
 from onward.artifacts.generate import Artifacts, build_artifacts
 from onward.artifacts.names import loss_type, optimizer_type
+from onward.checkpoint import store
 from onward.data.augment import make_augmentation
 from onward.data.inputs import InputSpec, fit, specs_of
 from onward.data.preprocessing import KEY, Preprocessing, beside, image_settings
@@ -224,7 +224,7 @@ def finetune(
             )  # fmt: skip
         except NonFiniteError as error:
             raise blame_data(error, whole) from error
-        best = checkpoint.load(folder / "best")
+        best = store.load(folder / "best")
     row = (
         trainer.history.epochs[int(trainer.best["epoch"]) - 1] if trainer.best else trainer.history.epochs[-1]
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,15 @@ from onward.errors import MAKE_ARTIFACTS, DeviceError, ModelError
 from onward.graph.gate import read_proto
 from onward.runtime.devices import CPU, Device
 
-__all__ = ["ModelFile", "make_session", "open_session", "read_model", "run_bound", "unwanted_fusions"]
+__all__ = [
+    "ModelFile",
+    "make_session",
+    "open_session",
+    "read_model",
+    "require_one_set",
+    "session_beside",
+    "unwanted_fusions",
+]
 
 ModelFile = str | os.PathLike[str] | bytes | onnx.ModelProto
 
@@ -149,7 +158,36 @@ def _rest_between_runs(options: Any) -> None:
         options.add_session_config_entry(_STOP_SPINNING, "1")
 
 
-def run_bound(session: ort.InferenceSession, binding: Any) -> None:
-    """Run with a (native) binding, past the wrapper's checks, which cost a tiny model's step several percent."""
-    native: Any = session._sess
-    native.run_with_iobinding(binding, None)
+def require_one_set(role: str, found: str, expected: str) -> None:
+    """Refuse a model of other artifacts than the training model's; those without an id go with any."""
+    if found and expected and found != expected:
+        raise ModelError(
+            f"the {role} model belongs to other artifacts ({found}) than the training model ({expected}): "
+            "take all of them from one folder of generate_artifacts",
+            hint="take all models from one folder that onward artifacts wrote",
+        )
+
+
+def session_beside(
+    model: onnx.ModelProto,
+    path: str,
+    *,
+    device: Device,
+    options: ort.SessionOptions | None,
+    capture: bool = False,
+) -> ort.InferenceSession:
+    """Load a changed model as if it lay where `path` does; the file made for that is removed at once."""
+    try:
+        handle, name = tempfile.mkstemp(prefix=".onward-", suffix=".onnx", dir=Path(path).resolve().parent)
+    except OSError as error:
+        raise ModelError(
+            f"'{path}' has external data, so its folder must be writable to load it for training: "
+            f"{error.strerror or error}"
+        ) from error
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(model.SerializeToString())
+        what = f"training model '{path}'"
+        return make_session(name, device=device, options=options, what=what, capture=capture)
+    finally:
+        os.unlink(name)

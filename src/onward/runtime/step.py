@@ -19,10 +19,9 @@ from onward.graph.passes.known_shapes import specialize_shapes
 from onward.graph.passes.row_gradients import scatter_in_place
 from onward.graph.passes.specialize import BUFFER, OUT, specialize_reset
 from onward.runtime.bound import Bound, DeviceBound, RecordingError, bind, warn_unrecorded
-from onward.runtime.external import session_beside
 from onward.runtime.memory import ModelMemory, Tensor, make_tensor
 from onward.runtime.plan import SEED, Plan, read_plan
-from onward.runtime.sessions import ModelFile, make_session, read_model
+from onward.runtime.sessions import ModelFile, make_session, read_model, session_beside
 
 if TYPE_CHECKING:
     from onward.runtime.devices import Device

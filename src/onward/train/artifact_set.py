@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import onnx
 
-from onward import checkpoint
+from onward.checkpoint import store
 from onward.errors import MAKE_ARTIFACTS, ModelError
 from onward.model_metadata import read_names, read_table
 from onward.runtime.sessions import ModelFile, read_model
@@ -50,7 +50,7 @@ class ArtifactFiles:
     def load_checkpoint(self) -> CheckpointData:
         """The initial state."""
         if isinstance(self.state, Path):
-            return checkpoint.load(self.state)
+            return store.load(self.state)
         return dataclasses.replace(
             self.state,
             trainable=dict(self.state.trainable),

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeAlias
 
-from onward.api.optimizer import Optimizer
 from onward.api.schedulers import (
     ConstantLRScheduler,
     CosineLRScheduler,
@@ -16,9 +16,12 @@ from onward.api.schedulers import (
     StepLRScheduler,
 )
 
+if TYPE_CHECKING:
+    from onward.api.optimizer import Optimizer
+
 __all__ = ["SCHEDULES", "Schedule", "make_schedule", "require_schedule", "schedule_name"]
 
-Schedule = str | Callable[[Optimizer, int | None], LRScheduler]
+Schedule: TypeAlias = "str | Callable[[Optimizer, int | None], LRScheduler]"
 SCHEDULES = ("constant", "linear", "cosine", "step", "one-cycle", "polynomial")
 
 

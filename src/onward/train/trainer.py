@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import onnxruntime as ort
 
-from onward import checkpoint
 from onward.api.module import Module
 from onward.api.optimizer import Optimizer
 from onward.api.state import CheckpointState
+from onward.checkpoint import store
 from onward.errors import MAKE_ARTIFACTS, ModelError, NonFiniteError, OnwardError
 from onward.runtime.environment import environment
 from onward.runtime.step import EvaluationStep
@@ -534,9 +534,9 @@ class Trainer:
         # the checkpoint last: a run that is killed before it does the epoch again, and writes the same
         with self._writing():
             if best:
-                checkpoint.save(self.state.to_data(), self.output_directory / "best")
+                store.save(self.state.to_data(), self.output_directory / "best")
             self.history.save(self.output_directory / "history.json")
-            checkpoint.save_step(data, self.output_directory, step=self.step, keep=self._keep)
+            store.save_step(data, self.output_directory, step=self.step, keep=self._keep)
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
@@ -553,7 +553,7 @@ class Trainer:
     def _resume(self, directory: Path) -> bool:
         if not any(directory.glob("checkpoint-*")):
             return False  # nothing was saved yet
-        latest = checkpoint.load_latest(directory)
+        latest = store.load_latest(directory)
         try:
             self._place = Place.from_json(str(latest.data.extras["trainer"]))
         except (KeyError, ValueError, TypeError):
@@ -562,6 +562,6 @@ class Trainer:
         self._seed = int(self._place.settings.get("seed", self._seed))
         self.history = History.load(directory / "history.json")
         self.history.cut(self.step, self.epoch)
-        checkpoint.rotate(directory, keep=self._keep)  # a run that died after saving may not have got to it
+        store.rotate(directory, keep=self._keep)  # a run that died after saving may not have got to it
         self._whole = True
         return True

@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from onward import checkpoint
+from onward.checkpoint import store
 from onward.errors import MAKE_ARTIFACTS, ModelError, OnwardError
 from onward.model_metadata import read_table
 from onward.runtime.plan import read_plan
@@ -90,7 +90,7 @@ def _check_artifacts(source: Path, prefix: str) -> None:
         raise ModelError(
             "this optimizer works on sequences of tensors, which browsers cannot run: choose one of onward.optim"
         )
-    if checkpoint.load(source / f"{prefix}checkpoint").nominal:
+    if store.load(source / f"{prefix}checkpoint").nominal:
         raise ModelError("the checkpoint is nominal: a page needs parameter values to start from")
 
 

@@ -10,7 +10,7 @@ import onnxruntime as ort
 import pytest
 
 from onward import gradient
-from onward.graph.cleanup import finish
+from onward.graph.passes.finish import finish
 
 CASES = {
     "known pads": ("", "p = Constant<value_ints=[1, 2, 0, 1]> ()"),

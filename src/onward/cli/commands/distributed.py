@@ -145,9 +145,8 @@ def _check_data(artifacts: Path, options: Mapping[str, Any]) -> tuple[list[str] 
 
     A function is called on the ranks only.
     """
-    from onward.cli.data import load_data, parse_pairs
+    from onward.cli.data import load_data, parse_pairs, user_inputs
     from onward.cli.python_entry import is_entry
-    from onward.cli.worker import user_inputs
     from onward.data.read import DataOptions
 
     mapping = parse_pairs(options["mapping"] or (), "--map")

@@ -56,7 +56,7 @@ def inspect(
         from onward.cli.inspect_page import render_page
 
         with new_file(html, overwrite=overwrite) as file:
-            file.write_text(render_page(found), encoding="utf-8")
+            file.write_text(render_page(found, sections(found)), encoding="utf-8")
     output.result(found)
     if html is not None:
         output.line(f"page: {html}")

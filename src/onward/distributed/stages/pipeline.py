@@ -28,12 +28,12 @@ from onward.distributed.stages.schedule import Flow, Micro, key_of
 from onward.errors import MAKE_ARTIFACTS, ModelError, NonFiniteError, OnwardError
 from onward.runtime.devices import find_device
 from onward.runtime.memory import exchanged
-from onward.runtime.optimizers.flat import ElementwiseUpdater
+from onward.runtime.optimizers.updater import ElementwiseUpdater
 from onward.runtime.plan import SEED
 
 if TYPE_CHECKING:
     from onward.distributed.settings import Grid, RunnerSettings
-    from onward.runtime.optimizers.base import Updater
+    from onward.runtime.optimizers.updater import Updater
     from onward.runtime.sessions import ModelFile
 
 __all__ = ["PipelineParallel", "gather_state"]

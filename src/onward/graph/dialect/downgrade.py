@@ -22,10 +22,11 @@ from onward.graph.dialect.attention import (
     rotate,
     split_heads,
 )
-from onward.graph.dialect.rewrite import Expansion, attribute, given, wanted
+from onward.graph.nodes import attribute, given, wanted
 
 if TYPE_CHECKING:
     from onward.graph.builder import Builder
+    from onward.graph.dialect.rewrite import Expansion
 
 __all__ = ["downgrade", "expanded_operators"]
 

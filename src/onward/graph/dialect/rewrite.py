@@ -15,9 +15,9 @@ import onnx_ir as ir
 
 from onward.errors import ModelError
 from onward.graph.builder import Builder, Operand
-from onward.graph.nodes import subgraphs_of
+from onward.graph.nodes import subgraphs_of, wanted
 
-__all__ = ["Expansion", "Unknown", "attribute", "given", "rewrite", "wanted"]
+__all__ = ["Expansion", "Unknown", "rewrite"]
 
 # Builds what the node computes and returns its outputs, in order; None where an output is not wanted.
 Expansion = Callable[[Builder, ir.Node], ir.Value | Sequence[ir.Value | None]]
@@ -26,25 +26,6 @@ Lookup = Callable[[ir.Node], Expansion | None]
 
 class Unknown(ModelError):
     """An expansion needs a rank or type that is not known yet."""
-
-
-def attribute(node: ir.Node, name: str, default: Any = None) -> Any:
-    """The value of an attribute, or `default` where the node has none."""
-    attr = node.attributes.get(name)
-    return default if attr is None else attr.value
-
-
-def given(node: ir.Node, index: int) -> ir.Value | None:
-    """An input, or None where the node leaves it out."""
-    return node.inputs[index] if index < len(node.inputs) else None
-
-
-def wanted(node: ir.Node, index: int) -> bool:
-    """Whether anything uses an output."""
-    if index >= len(node.outputs):
-        return False
-    value = node.outputs[index]
-    return bool(value.uses()) or value.is_graph_output()
 
 
 def rewrite(model: ir.Model, lookup: Lookup, *, opset: int, infer: Callable[[ir.Model], None]) -> int:

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 import onnx_ir as ir
 
-from onward.graph.dialect.rewrite import attribute, given
+from onward.graph.nodes import attribute, given
 
 __all__ = ["IntegerProduct", "integer_products", "make_unsigned"]
 

@@ -14,10 +14,11 @@ import numpy as np
 import onnx_ir as ir
 
 from onward.errors import ModelError
-from onward.graph.dialect.rewrite import Expansion, attribute, given, wanted
+from onward.graph.nodes import attribute, given, wanted
 
 if TYPE_CHECKING:
     from onward.graph.builder import Builder, Operand
+    from onward.graph.dialect.rewrite import Expansion
 
 __all__ = ["OLDEST", "upgrade"]
 

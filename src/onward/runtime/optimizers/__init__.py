@@ -1,6 +1,6 @@
 """Runs optimizer models of any form: elementwise, by parameter, or custom ones over sequences.
 
-`make_updater` chooses: `flat` on the host, `device` on a device, `named` for rules that see whole parameters.
+`make_updater` chooses: `host` on the host, `device` on a device, `named` for rules that see whole parameters.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ import onnx
 
 from onward.errors import MAKE_ARTIFACTS, ModelError
 from onward.model_metadata import read_table
-from onward.runtime.optimizers.base import Slots, Updater
 from onward.runtime.optimizers.device import DeviceUpdater
-from onward.runtime.optimizers.flat import ElementwiseUpdater, HostUpdater, group_of
+from onward.runtime.optimizers.host import HostUpdater
 from onward.runtime.optimizers.named import NamedUpdater, SequenceUpdater
-from onward.runtime.sessions import ModelFile, read_model
+from onward.runtime.optimizers.updater import ElementwiseUpdater, Slots, Updater, group_of
+from onward.runtime.sessions import ModelFile, read_model, require_one_set
 
 if TYPE_CHECKING:
     from onward.runtime.memory import FlatBuffer
 
-__all__ = ["ElementwiseUpdater", "Slots", "Updater", "make_updater", "require_one_set", "wanted_order"]
+__all__ = ["ElementwiseUpdater", "Slots", "Updater", "make_updater", "wanted_order"]
 
 
 def make_updater(
@@ -47,16 +47,6 @@ def make_updater(
             "make the artifacts again",
             hint=MAKE_ARTIFACTS,
         ) from error
-
-
-def require_one_set(role: str, found: str, expected: str) -> None:
-    """Refuse a model of other artifacts than the training model's; those without an id go with any."""
-    if found and expected and found != expected:
-        raise ModelError(
-            f"the {role} model belongs to other artifacts ({found}) than the training model ({expected}): "
-            "take all of them from one folder of generate_artifacts",
-            hint="take all models from one folder that onward artifacts wrote",
-        )
 
 
 def _make_updater(

@@ -12,7 +12,7 @@ from onward.errors import ModelError
 from onward.graph.passes.scalars import split_scalars, to_single, without_scaling
 from onward.runtime.bound import RecordingError, inputs_on_host, preserve, warn_unrecorded
 from onward.runtime.memory import FlatBuffer, Tensor, make_tensor
-from onward.runtime.optimizers.flat import SCALARS, ElementwiseUpdater, runs_of, settings_of
+from onward.runtime.optimizers.updater import SCALARS, ElementwiseUpdater, runs_of, settings_of
 from onward.runtime.sessions import make_session
 
 __all__ = ["DeviceUpdater"]

@@ -6,10 +6,10 @@ import numpy as np
 import onnx
 
 from onward.errors import ModelError
-from onward.runtime.bound import inputs_on_host
+from onward.runtime.bound import inputs_on_host, run_bound
 from onward.runtime.memory import FlatBuffer, HostTensor, Tensor, make_tensor
-from onward.runtime.optimizers.base import Updater
-from onward.runtime.sessions import make_session, run_bound
+from onward.runtime.optimizers.updater import Updater
+from onward.runtime.sessions import make_session
 
 __all__ = ["NamedUpdater", "SequenceUpdater"]
 

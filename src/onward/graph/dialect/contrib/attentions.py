@@ -20,7 +20,7 @@ from onward.graph.dialect.attention import (
     split_heads,
 )
 from onward.graph.dialect.contrib.table import fused, needed, refuse
-from onward.graph.dialect.rewrite import attribute, given, wanted
+from onward.graph.nodes import attribute, given, wanted
 
 if TYPE_CHECKING:
     from onward.graph.builder import Builder

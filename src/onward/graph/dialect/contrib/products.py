@@ -9,7 +9,7 @@ import onnx_ir as ir
 
 from onward.errors import ModelError
 from onward.graph.dialect.contrib.table import fused, needed
-from onward.graph.dialect.rewrite import attribute, given
+from onward.graph.nodes import attribute, given
 
 if TYPE_CHECKING:
     from onward.graph.builder import Builder

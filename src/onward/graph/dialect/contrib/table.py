@@ -7,11 +7,15 @@ docstring what it computes, and decorate it with `@fused("Name")`. Then a row in
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import onnx_ir as ir
 
 from onward.errors import ModelError
-from onward.graph.dialect.rewrite import Expansion, given
+from onward.graph.nodes import given
+
+if TYPE_CHECKING:
+    from onward.graph.dialect.rewrite import Expansion
 
 __all__ = ["TABLE", "fused", "needed", "refuse"]
 

@@ -9,7 +9,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onward.graph.dialect.contrib.table import fused, needed
-from onward.graph.dialect.rewrite import attribute, given, wanted
+from onward.graph.nodes import attribute, given, wanted
 
 if TYPE_CHECKING:
     from onward.graph.builder import Builder

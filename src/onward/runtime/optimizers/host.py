@@ -1,4 +1,4 @@
-"""An elementwise rule over all parameters as one vector: in place, in blocks that fit the cache.
+"""An elementwise rule over all parameters as one vector of host memory: in place, in blocks that fit the cache.
 
 A part of a block whose gradient and state are all zero, and always were, is skipped if the rule would not change
 it: most of an embedding table, for a long time.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import onnx
@@ -17,19 +17,19 @@ import onnxruntime as ort
 
 from onward.graph.passes.multiply_add import as_rows, fuse_multiply_add
 from onward.graph.passes.scalars import ScalarProgram, split_scalars, to_single, without_scaling
-from onward.runtime.memory import FlatBuffer, Tensor
-from onward.runtime.optimizers.base import Slots, Updater
-from onward.runtime.sessions import make_session, run_bound
+from onward.runtime.bound import run_bound
+from onward.runtime.optimizers.updater import SCALARS, ElementwiseUpdater, Slots, runs_of, settings_of
+from onward.runtime.sessions import make_session
 
-__all__ = ["SCALARS", "ElementwiseUpdater", "HostUpdater", "group_of", "runs_of", "settings_of"]
+if TYPE_CHECKING:
+    from onward.runtime.memory import FlatBuffer
+
+__all__ = ["HostUpdater"]
 
 # Elements of one run: few enough that temporaries stay in the cache, many enough that a run's overhead is small.
 _LEAST, _MOST = 1 << 16, 1 << 18
 # Elements that are left alone together.
 _PIECE = 1 << 13
-
-
-SCALARS = ("learning_rate", "step", "gradient_scale", "weight_decay")
 
 
 class _Setting:
@@ -116,34 +116,6 @@ class _Share:
         if binding is None:
             binding = self._pieces[part.start] = self._bind(self._session, self._given, part, block.setting)
         run_bound(self._session, binding)
-
-
-class ElementwiseUpdater(Updater):
-    """An elementwise rule over all parameters as one vector."""
-
-    def __init__(self, options: dict, parameters: FlatBuffer, gradients: FlatBuffer) -> None:
-        super().__init__(options["clip_norm"])
-        self._parameters, self._gradients = parameters, gradients
-        self._slots = {
-            name: FlatBuffer(parameters.shapes, device=parameters.device) for name in options["slots"]
-        }
-
-    def slot_tensors(self) -> dict[str, dict[str, Tensor]]:
-        return {
-            parameter: {name: flat.tensors[parameter] for name, flat in self._slots.items()}
-            for parameter in self._parameters.spans
-        }
-
-    def slots_by_parameter(self) -> Slots:
-        arrays = {name: flat.arrays() for name, flat in self._slots.items()}
-        return {
-            parameter: {name: array[parameter] for name, array in arrays.items()}
-            for parameter in self._parameters.spans
-        }
-
-    def slot_vectors(self) -> dict[str, np.ndarray]:
-        """Each slot of all parameters as one vector."""
-        return {name: flat.whole.read() for name, flat in self._slots.items()}
 
 
 class HostUpdater(ElementwiseUpdater):
@@ -234,38 +206,6 @@ class HostUpdater(ElementwiseUpdater):
             target = vector[part]
             binding.bind_output(f"{name}.next", "cpu", 0, np.float32, [1, target.size], target.ctypes.data)
         return binding._iobinding
-
-
-def settings_of(options: dict) -> list[tuple[float, float]]:
-    """The learning rate's factor and the weight decay: of parameters in no group, then of each group."""
-    decays = [group["weight_decay"] for group in options["groups"]]
-    default = options["weight_decay"]
-    return [
-        (1.0, default),
-        *(
-            (group["learning_rate_scale"], default if decay is None else decay)
-            for group, decay in zip(options["groups"], decays)
-        ),
-    ]
-
-
-def group_of(options: dict) -> dict[str, int]:
-    """The place among the settings of each parameter that is in a group."""
-    return {name: i + 1 for i, group in enumerate(options["groups"]) for name in group["parameters"]}
-
-
-def runs_of(options: dict, parameters: FlatBuffer) -> list[tuple[int, int, int]]:
-    """Stretches of the vector that share their settings: start, stop, and the place of the settings."""
-    of_parameter = group_of(options)
-    starts = [start for start, _ in parameters.spans.values()]
-    runs: list[tuple[int, int, int]] = []
-    for name, start, stop in zip(parameters.spans, starts, [*starts[1:], parameters.whole.shape[0]]):
-        index = of_parameter.get(name, 0)
-        if runs and runs[-1][2] == index:
-            runs[-1] = (runs[-1][0], stop, index)
-        else:
-            runs.append((start, stop, index))
-    return runs
 
 
 def _stretches(start: int, stop: int, size: int) -> list[tuple[int, int]]:
