@@ -8,10 +8,13 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from suite.figures import milliseconds, paragraph, ratio_of_rounds, table
 from suite.section import Cases, Section
-from suite.settings import Settings
+
+if TYPE_CHECKING:
+    from suite.settings import Settings
 
 __all__ = ["SECTION"]
 

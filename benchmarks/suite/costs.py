@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from suite.figures import paragraph, table
 from suite.section import Cases, Section
-from suite.settings import Settings
+
+if TYPE_CHECKING:
+    from suite.settings import Settings
 
 __all__ = ["SECTION"]
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import statistics
+from typing import TYPE_CHECKING
 
 from suite.figures import milliseconds, paragraph, ratio_of_rounds, table
 from suite.interleave import compare
 from suite.section import Cases, Section
-from suite.settings import Settings
+
+if TYPE_CHECKING:
+    from suite.settings import Settings
 
 __all__ = ["SECTION"]
 

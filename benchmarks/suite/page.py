@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from suite.figures import Spread, paragraph, ratio_of_rounds
 from suite.plot import ratio_plot
-from suite.section import Section
 from suite.settings import ENGINES
 from suite.steps import by_model
+
+if TYPE_CHECKING:
+    from suite.section import Section
 
 __all__ = ["PICTURE", "RESULTS", "page", "picture"]
 

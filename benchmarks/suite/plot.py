@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 from xml.sax.saxutils import escape
 
-from suite.figures import Spread
+if TYPE_CHECKING:
+    from suite.figures import Spread
 
 __all__ = ["ratio_plot"]
 

@@ -7,10 +7,13 @@ import statistics
 import tempfile
 from collections import defaultdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from suite.figures import milliseconds, paragraph, table
 from suite.section import Cases, Section
-from suite.settings import Settings
+
+if TYPE_CHECKING:
+    from suite.settings import Settings
 
 __all__ = ["SECTION", "by_operator"]
 

@@ -11,10 +11,11 @@ import json
 import os
 import platform
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from suite.section import Cases
-from suite.settings import Settings
+if TYPE_CHECKING:
+    from suite.section import Cases
+    from suite.settings import Settings
 
 __all__ = ["about", "load", "merge", "save"]
 

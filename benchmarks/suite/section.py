@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from suite.settings import Settings
+if TYPE_CHECKING:
+    from suite.settings import Settings
 
 __all__ = ["Cases", "Section"]
 

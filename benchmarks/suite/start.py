@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import statistics
+from typing import TYPE_CHECKING
 
 from suite.figures import MISSING, paragraph, ratio_of_rounds, table
 from suite.interleave import Worker, WorkerEnded
 from suite.section import Cases, Section
-from suite.settings import Settings
 from suite.steps import by_model
+
+if TYPE_CHECKING:
+    from suite.settings import Settings
 
 __all__ = ["SECTION"]
 

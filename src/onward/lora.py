@@ -18,8 +18,8 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
+from onward.checkpoint.content import CheckpointData, NominalTensor
 from onward.checkpoint.interchange import from_safetensors, to_safetensors
-from onward.checkpoint.state import CheckpointData, NominalTensor
 from onward.checkpoint.store import load, save
 from onward.errors import OnwardError
 from onward.graph.cleanup import remove_unused

@@ -23,7 +23,7 @@ from onward.artifacts import write as artifact_files
 from onward.checkpoint import load
 from onward.errors import CheckpointError, ModelError, UnsupportedOps
 from onward.graph import save
-from onward.optim.graph import ParameterGroup
+from onward.optim.optimizer_model import ParameterGroup
 from small_models import classifier
 
 if TYPE_CHECKING:

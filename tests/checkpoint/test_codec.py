@@ -11,7 +11,7 @@ import pytest
 
 from checkpoint.samples import encoded, fingerprint, sample
 from onward.checkpoint import CheckpointData, NominalTensor, OptimizerGroup, decode, encode
-from onward.checkpoint.state import dtype_of, supported_codes
+from onward.checkpoint.content import dtype_of, supported_codes
 
 SHAPES = [(), (1,), (0,), (3, 0, 2), (17,), (2, 3, 4), (1,) * 32]
 

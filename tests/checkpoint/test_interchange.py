@@ -11,7 +11,7 @@ import safetensors.numpy
 
 from checkpoint.samples import fingerprint, sample
 from onward.checkpoint import CheckpointData, NominalTensor, from_safetensors, save, to_safetensors
-from onward.checkpoint.state import dtype_of
+from onward.checkpoint.content import dtype_of
 from onward.errors import CheckpointError
 
 TYPES = [1, 2, 3, 4, 5, 6, 7, 9, 10, 11, 12, 13]

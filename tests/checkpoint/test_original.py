@@ -12,7 +12,7 @@ from onnxruntime.tools.ort_format_model.ort_flatbuffers_py.fbs.Checkpoint import
 
 from checkpoint.samples import encoded, fingerprint, sample
 from onward.checkpoint import CheckpointData, NominalTensor, UnsealedCheckpointWarning, load, save
-from onward.checkpoint.state import code_of, dtype_of
+from onward.checkpoint.content import code_of, dtype_of
 from onward.errors import CheckpointError
 
 FIXTURES = Path(__file__).parent / "fixtures"

@@ -17,7 +17,7 @@ from onward.distributed.stages.models import Blueprint, StageModel, StageStep, d
 from onward.export import from_torch
 from onward.runtime.devices import Device
 from onward.runtime.memory import ModelMemory
-from onward.runtime.plan import SEED
+from onward.runtime.signature import SEED
 
 Arrays = dict[str, np.ndarray]
 
@@ -46,9 +46,9 @@ def make_stages(blueprint: Blueprint, folder: Path) -> tuple[list[StageStep], li
     steps, gradients = [], []
     for index in range(len(blueprint.training)):
         step = StageStep(blueprint, index, device=Device("cpu"), options=None)
-        memory = ModelMemory(step.plan, Device("cpu"))
-        for name in step.plan.parameters:
-            if name in step.plan.trainable:
+        memory = ModelMemory(step.signature, Device("cpu"))
+        for name in step.signature.parameters:
+            if name in step.signature.trainable:
                 memory[name].write(state.parameters[name].data)
             else:
                 memory.add_frozen(name, state.parameters[name].data)

@@ -10,7 +10,7 @@ import onnxruntime as ort
 import pytest
 from onnx import helper, numpy_helper
 
-from onward.graph.evaluate import COMPUTABLE, compute
+from onward.graph.compute import COMPUTABLE, compute
 
 INT, REALS = np.int64, np.float32
 VECTOR = np.array([7, -3, 5, 0], INT)

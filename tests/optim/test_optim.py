@@ -16,12 +16,12 @@ import torch
 
 from onward import onnxblock, optim
 from onward.graph.save import write_model
-from onward.optim.graph import Clipping, ParameterGroup, optimizer_model
+from onward.optim.optimizer_model import Clipping, ParameterGroup, optimizer_model
 from onward.runtime.memory import FlatBuffer
 from onward.runtime.optimizers import make_updater
 
 if TYPE_CHECKING:
-    from onward.optim.rules import Optimizer
+    from onward.optim.update_rules import Optimizer
 
 STEPS = 100
 SHAPES = {"layer.weight": (7, 5), "layer.bias": (7,), "conv.weight": (3, 2, 3, 3), "scale": (1,)}

@@ -11,7 +11,7 @@ import pytest
 from export.huggingface_types import tiny_of
 from onward.export import from_transformers
 from onward.pipeline import load as load_any
-from onward.pipeline.generate import Decoder, Options, generate
+from onward.pipeline.text_generation import Decoder, Options, generate
 
 DECODERS = [
     "gpt2",

@@ -20,7 +20,7 @@ from onward.artifacts import OptimType, generate_artifacts
 from onward.errors import DeviceError, DeviceMemoryError, NonFiniteError
 from onward.graph.passes.batch_norm import expand_batch_norm
 from onward.onnxblock import optim
-from onward.optim.graph import ParameterGroup
+from onward.optim.optimizer_model import ParameterGroup
 from onward.runtime import bound, devices, step
 from onward.runtime.devices import Device, find_device
 from onward.runtime.memory import DeviceTensor, FlatBuffer, make_tensor

@@ -15,7 +15,7 @@ import pytest
 from onward.artifacts import OptimType
 from onward.onnxblock import optim
 from onward.optim import adamw as AdamW
-from onward.optim.graph import ParameterGroup, optimizer_model
+from onward.optim.optimizer_model import ParameterGroup, optimizer_model
 from onward.runtime.memory import FlatBuffer
 from onward.runtime.optimizers import host as host_update
 from onward.runtime.optimizers import make_updater

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import onnxruntime as ort
 
-from onward.api.inputs import check_labels, prepare
+from onward.api.convert_inputs import check_labels, prepare
 from onward.api.state import CheckpointState
-from onward.checkpoint.state import CheckpointData, NominalTensor
+from onward.checkpoint.content import CheckpointData, NominalTensor
 from onward.errors import MAKE_ARTIFACTS, DeviceMemoryError, ModelError, NonFiniteError, OnwardError
 from onward.graph.passes.specialize import FIRST_SCALE
 from onward.runtime.devices import DeviceLike, find_device
@@ -28,8 +28,8 @@ from onward.runtime.sessions import require_one_set
 from onward.runtime.step import EvaluationStep, Step, TrainingStep
 
 if TYPE_CHECKING:
-    from onward.runtime.plan import Plan
     from onward.runtime.sessions import ModelFile
+    from onward.runtime.signature import Signature
 
 __all__ = ["Module", "NonFinitePolicy", "RunState"]
 
@@ -103,12 +103,12 @@ class Module:
             else EvaluationStep(eval_model_uri, device=self.device, options=session_options)
         )
         self._eval_uri = eval_model_uri
-        self.memory = ModelMemory(self.plan, self.device, parts=parts)
+        self.memory = ModelMemory(self.signature, self.device, parts=parts)
         self._loaded = not state._data.nominal
         self._adopt(state._data)
         self._check_evaluation()
         if self._evaluation is not None:
-            require_one_set("eval", self._evaluation.plan.artifacts_id, self.plan.artifacts_id)
+            require_one_set("eval", self._evaluation.signature.artifacts_id, self.signature.artifacts_id)
         self._options = session_options
         self._environment: str | None = None
         self._reset = True
@@ -132,9 +132,9 @@ class Module:
         state._module = self
 
     @property
-    def plan(self) -> Plan:
+    def signature(self) -> Signature:
         """The names, shapes and roles of the training model's inputs and outputs."""
-        return self.step.plan
+        return self.step.signature
 
     @property
     def is_loaded(self) -> bool:
@@ -155,8 +155,8 @@ class Module:
             raise OnwardError(_LOAD_FIRST)
         if not self.training:
             return self._evaluate(inputs)
-        feeds, as_numpy = prepare(self.step.plan, inputs)
-        check_labels(self.step.plan, feeds)
+        feeds, as_numpy = prepare(self.step.signature, inputs)
+        check_labels(self.step.signature, feeds)
         return self._train(feeds, as_numpy)
 
     def train(self, mode: bool = True) -> Module:
@@ -235,8 +235,8 @@ class Module:
                 "Eval model was not provided. Cannot evaluate: give Module the eval model (eval_model_uri=…).",
                 hint=MAKE_ARTIFACTS,
             )
-        feeds, as_numpy = prepare(self._evaluation.plan, inputs)
-        check_labels(self._evaluation.plan, feeds)
+        feeds, as_numpy = prepare(self._evaluation.signature, inputs)
+        check_labels(self._evaluation.signature, feeds)
         return _hand_out(self._evaluation.run(feeds), as_numpy)
 
     # ---- parameters ------------------------------------------------------------------------------
@@ -244,7 +244,7 @@ class Module:
     def get_parameters_size(self, trainable_only: bool = True) -> int:
         """The number of elements of all parameters."""
         return sum(
-            int(np.prod(self.plan.shapes[name], dtype=np.int64)) for name in self._order(trainable_only)
+            int(np.prod(self.signature.shapes[name], dtype=np.int64)) for name in self._order(trainable_only)
         )
 
     def get_contiguous_parameters(self, trainable_only: bool = False) -> ort.OrtValue:
@@ -301,11 +301,11 @@ class Module:
 
     def input_names(self) -> list[str]:
         """The names of the inputs that a call takes, in order."""
-        return list(self.active.plan.inputs)
+        return list(self.active.signature.inputs)
 
     def output_names(self) -> list[str]:
         """The names of what a call returns, the loss first."""
-        return list(self.active.plan.outputs)
+        return list(self.active.signature.outputs)
 
     @property
     def active(self) -> Step | EvaluationStep:
@@ -314,30 +314,32 @@ class Module:
 
     def _order(self, trainable_only: bool) -> list[str]:
         trainable = self.memory.parameters.spans
-        return [name for name in self.plan.parameters if not trainable_only or name in trainable]
+        return [name for name in self.signature.parameters if not trainable_only or name in trainable]
 
     def _adopt(self, data: CheckpointData) -> None:
         """Move the state's parameters into the buffers that the sessions read."""
-        plan, memory = self.plan, self.memory
+        signature, memory = self.signature, self.memory
         given = {**data.trainable, **data.frozen}
-        if plan.loss_scale is not None and isinstance(given.get(plan.loss_scale), NominalTensor | None):
-            given[plan.loss_scale] = np.full(1, FIRST_SCALE, np.float32)  # models in float32 have none
-        missing = [name for name in plan.parameters if name not in given]
+        if signature.loss_scale is not None and isinstance(
+            given.get(signature.loss_scale), NominalTensor | None
+        ):
+            given[signature.loss_scale] = np.full(1, FIRST_SCALE, np.float32)  # models in float32 have none
+        missing = [name for name in signature.parameters if name not in given]
         if missing:
             raise OnwardError(
                 f"the checkpoint lacks {len(missing)} parameters of the training model, "
                 f"for example '{missing[0]}': do they belong together?"
             )
-        for name in plan.parameters:
+        for name in signature.parameters:
             value = given[name]
             if isinstance(value, NominalTensor):
                 if name not in memory.parameters.spans:
-                    memory.add_frozen(name, np.zeros(plan.shapes[name], plan.dtypes[name]))
+                    memory.add_frozen(name, np.zeros(signature.shapes[name], signature.dtypes[name]))
                 continue
-            if tuple(value.shape) != tuple(plan.shapes[name]):
+            if tuple(value.shape) != tuple(signature.shapes[name]):
                 raise OnwardError(
                     f"parameter '{name}' has shape {tuple(value.shape)} in the checkpoint and "
-                    f"{tuple(plan.shapes[name])} in the training model: do they belong together?"
+                    f"{tuple(signature.shapes[name])} in the training model: do they belong together?"
                 )
             if name in memory.parameters.spans:
                 memory.parameters.tensors[name].write(value)
@@ -350,12 +352,12 @@ class Module:
         """The eval model reads the same parameters, or some of them."""
         if self._evaluation is None:
             return
-        known, plan = self.plan.shapes, self._evaluation.plan
-        for name in plan.parameters:
-            if known.get(name) != plan.shapes[name]:
+        known, signature = self.signature.shapes, self._evaluation.signature
+        for name in signature.parameters:
+            if known.get(name) != signature.shapes[name]:
                 other = f"has {known[name]}" if name in known else "does not know it"
                 raise ModelError(
-                    f"the eval model reads parameter '{name}' of shape {plan.shapes[name]}, the training model "
+                    f"the eval model reads parameter '{name}' of shape {signature.shapes[name]}, the training model "
                     f"{other}: do they belong together?"
                 )
 

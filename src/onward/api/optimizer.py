@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from onward.api.module import Module
-from onward.checkpoint.state import CheckpointData, OptimizerGroup
+from onward.checkpoint.content import CheckpointData, OptimizerGroup
 from onward.errors import OnwardError
 from onward.runtime.optimizers import make_updater, wanted_order
 
@@ -56,7 +56,7 @@ class Optimizer:
             memory.parameters,
             memory.gradients,
             threads=self._module.threads,
-            artifacts_id=self._module.plan.artifacts_id,
+            artifacts_id=self._module.signature.artifacts_id,
         )
 
     def step(self) -> bool:
@@ -66,7 +66,7 @@ class Optimizer:
             raise OnwardError(
                 "The state is nominal: it has no parameter values. Please load the model parameters first."
             )
-        loss_scale = module.plan.loss_scale and module.memory[module.plan.loss_scale]
+        loss_scale = module.signature.loss_scale and module.memory[module.signature.loss_scale]
         scale = self.gradient_scale / (loss_scale.read().item() if loss_scale else 1.0)
         if self.clip_norm is not None or module.on_nonfinite != "ignore" or loss_scale:
             norm = self._norm() * scale

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from onward.checkpoint import store
-from onward.checkpoint.state import CheckpointData, NominalTensor, check_property
+from onward.checkpoint.content import CheckpointData, NominalTensor, check_property
 from onward.errors import OnwardError
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from onward.artifacts.portable_files import write_portable
 from onward.artifacts.training_graph import build_training_graphs, producer
 from onward.artifacts.write import write_artifacts
 from onward.autodiff.recompute.segments import ActivationBudget, Recompute
-from onward.checkpoint.state import CheckpointData, NominalTensor
+from onward.checkpoint.content import CheckpointData, NominalTensor
 from onward.errors import ModelError
 from onward.graph.builder import Builder
 from onward.graph.dialect.lower import OLDEST_OUTPUT, lower
@@ -39,9 +39,9 @@ from onward.graph.passes.precision import PRECISIONS, Precision
 from onward.graph.prune import find_value, values_of
 from onward.losses.functions import LossFunction, target_inputs
 from onward.model_metadata import read_names
-from onward.optim import rules
-from onward.optim.graph import ParameterGroup, optimizer_model
-from onward.optim.rules import Optimizer
+from onward.optim import update_rules
+from onward.optim.optimizer_model import ParameterGroup, optimizer_model
+from onward.optim.update_rules import Optimizer
 
 if TYPE_CHECKING:
     from onward.checkpoint.portable import StateLayout
@@ -414,7 +414,7 @@ def _chosen_optimizer(optimizer: OptimizerChoice) -> Optimizer | OptimizerBlock 
     if isinstance(optimizer, str):
         optimizer = optimizer_type(optimizer)
     if isinstance(optimizer, OptimType):
-        return rules.make(optimizer.name)
+        return update_rules.make(optimizer.name)
     if optimizer is None or isinstance(optimizer, Optimizer):
         return optimizer
     if isinstance(optimizer, OptimizerBlock) and not isinstance(optimizer, type):

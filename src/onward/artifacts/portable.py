@@ -25,7 +25,7 @@ from onward.graph.passes.specialize import BUFFER, OUT, RESET
 from onward.optim.inline import InlineOptimizer, Unit
 
 if TYPE_CHECKING:
-    from onward.checkpoint.state import CheckpointData
+    from onward.checkpoint.content import CheckpointData
 
 __all__ = ["portable_step"]
 

@@ -16,7 +16,7 @@ from onward.graph.prune import prune, values_of
 from onward.graph.save import EXTERNAL_THRESHOLD, initializer_bytes
 
 if TYPE_CHECKING:
-    from onward.checkpoint.state import CheckpointData
+    from onward.checkpoint.content import CheckpointData
 
 __all__ = ["write_portable"]
 

@@ -24,11 +24,11 @@ from onward.autodiff.stops import untrainable
 from onward.errors import ModelError
 from onward.graph.passes.finish import finish
 from onward.graph.passes.gelu import fuse_gelu
+from onward.graph.passes.gradients_early import schedule_gradients_early
 from onward.graph.passes.inference_mode import to_inference
 from onward.graph.passes.precision import Precision, lower_precision
 from onward.graph.passes.randomness import SEED_INPUT, make_random_explicit
 from onward.graph.passes.running_stats import make_statistics_explicit
-from onward.graph.passes.schedule import schedule_gradients_early
 from onward.graph.passes.specialize import BUFFER, FIRST_SCALE, LOSS_SCALE, OUT, RESET
 from onward.graph.prune import find_value, values_of
 

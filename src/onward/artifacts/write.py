@@ -16,7 +16,7 @@ from onward.files import place, staging_folder
 from onward.graph.save import constants_beside, write_model
 
 if TYPE_CHECKING:
-    from onward.checkpoint.state import CheckpointData
+    from onward.checkpoint.content import CheckpointData
 
 __all__ = ["write_artifacts"]
 

@@ -1,9 +1,9 @@
 """Checkpoints: content (`state`), binary format (`codec`, SPEC.md), files (`store`), safetensors (`interchange`)."""
 
 from onward.checkpoint.codec import UnsealedCheckpointWarning, decode, encode
+from onward.checkpoint.content import CheckpointData, NominalTensor, OptimizerGroup, check_property
 from onward.checkpoint.interchange import from_safetensors, to_safetensors
 from onward.checkpoint.portable import from_portable, is_portable, to_portable
-from onward.checkpoint.state import CheckpointData, NominalTensor, OptimizerGroup, check_property
 from onward.checkpoint.store import (
     Latest,
     SkippedCheckpointWarning,

@@ -16,8 +16,8 @@ from math import prod
 import flatbuffers
 import numpy as np
 
-from onward.checkpoint import integrity, state
-from onward.checkpoint.state import (
+from onward.checkpoint import content, integrity
+from onward.checkpoint.content import (
     ACCUMULATION_GROUP,
     ACCUMULATION_SLOT,
     EXTRA_PREFIX,
@@ -225,7 +225,7 @@ def encode(
     >>> decode(stream.getvalue()).trainable["w"]
     array([1., 1.], dtype=float32)
     """
-    state.check(data)
+    content.check(data)
     plan = _place(_plan(data), external_threshold)
     properties = _all_properties(data)
     metadata = build_metadata(plan, properties, external_base=0)
@@ -359,7 +359,7 @@ def _all_properties(data: CheckpointData) -> dict[str, PropertyValue]:
     for name, value in data.properties.items():
         if name.startswith(PREFIX):
             raise ValueError(f"property '{name}': names that start with '{PREFIX}' are reserved")
-        properties[name] = state.check_property(name, value)
+        properties[name] = content.check_property(name, value)
     for name, value in data.extras.items():
         properties[EXTRA_PREFIX + name] = spell_extra(value)
     return properties

@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from onward.checkpoint import integrity, state
+from onward.checkpoint import content, integrity
 from onward.checkpoint.atomic import open_regular, read_all, replace_file
 from onward.checkpoint.codec import little_endian_bytes, native_array
-from onward.checkpoint.state import CheckpointData, NominalTensor, Tensors, code_of, dtype_of
+from onward.checkpoint.content import CheckpointData, NominalTensor, Tensors, code_of, dtype_of
 from onward.checkpoint.store import load
 from onward.errors import CheckpointError
 
@@ -61,7 +61,7 @@ def to_safetensors(source: CheckpointData | str | os.PathLike[str], path: str | 
     data = source if isinstance(source, CheckpointData) else load(source)
     if data.nominal:
         raise ValueError("a nominal checkpoint has no values to save; load the parameters first")
-    state.check(data)
+    content.check(data)
     parameters = {name: t for name, t in data.parameters().items() if not isinstance(t, NominalTensor)}
     header, ordered = _header(parameters, frozen=list(data.frozen))
 

@@ -15,10 +15,10 @@ from math import prod
 
 import numpy as np
 
-from onward.checkpoint import integrity, state
+from onward.checkpoint import content, integrity
 from onward.checkpoint.atomic import open_regular, read_all, replace_file
 from onward.checkpoint.codec import little_endian_bytes, native_array
-from onward.checkpoint.state import (
+from onward.checkpoint.content import (
     CheckpointData,
     NominalTensor,
     OptimizerGroup,
@@ -204,7 +204,7 @@ def from_portable(path: str | os.PathLike[str]) -> CheckpointData:
     data.extras["seed"], data.extras["train_step"] = counters["random_seed"], counters["train_step"]
     data.optimizer = [group]
     try:
-        state.check(data)
+        content.check(data)
     except (TypeError, ValueError) as error:
         raise CheckpointError(name, str(error)) from error
     return data

@@ -31,7 +31,7 @@ from onward.checkpoint.verify import IDENTIFIER, Layout, verify_external
 from onward.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from onward.checkpoint.state import CheckpointData
+    from onward.checkpoint.content import CheckpointData
 
 __all__ = [
     "Latest",

@@ -18,7 +18,7 @@ from typing import Any, Literal, overload
 
 import numpy as np
 
-from onward.checkpoint.state import dtype_of
+from onward.checkpoint.content import dtype_of
 from onward.errors import CheckpointError
 
 __all__ = [

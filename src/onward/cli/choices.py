@@ -121,7 +121,7 @@ def optimizer_of(
     """The optimizer of a name, with its options."""
     from onward.artifacts.names import optimizer_type
     from onward.cli.errors import CommandError
-    from onward.optim.rules import make
+    from onward.optim.update_rules import make
 
     for name, value in (("weight-decay", weight_decay), ("momentum", momentum)):
         if value is not None and not (math.isfinite(value) and value >= 0):

@@ -9,10 +9,10 @@ from typing import Any
 from onward.cli.errors import CommandError
 from onward.cli.model_file import read_model
 from onward.cli.python_entry import import_entry, is_entry
-from onward.data.inputs import InputSpec, specs_of
+from onward.data.match_inputs import InputSpec, specs_of
 from onward.data.read import FORMATS, Data, DataOptions, read_data
 from onward.model_metadata import read_names
-from onward.runtime.plan import SEED
+from onward.runtime.signature import SEED
 
 __all__ = ["input_specs", "load_data", "parse_pairs", "user_inputs"]
 

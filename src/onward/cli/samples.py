@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
-    from onward.data.inputs import InputSpec
+    from onward.data.match_inputs import InputSpec
 
 __all__ = ["random_inputs"]
 

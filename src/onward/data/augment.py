@@ -15,7 +15,7 @@ import numpy as np
 from onward.errors import DataError
 
 if TYPE_CHECKING:
-    from onward.data.inputs import InputSpec
+    from onward.data.match_inputs import InputSpec
     from onward.data.read import Data
 
 __all__ = ["AUGMENTATIONS", "Augmentation", "make_augmentation", "parse_augmentations"]

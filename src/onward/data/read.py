@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from onward.data.images import PICTURES, read_images
-from onward.data.inputs import InputSpec, fit
+from onward.data.match_inputs import InputSpec, fit
 from onward.data.preprocessing import Preprocessing
 from onward.data.sound import SOUNDS, read_sounds
 from onward.data.tables import TABLES, apply_table, assemble, fit_table, read_table

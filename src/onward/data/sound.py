@@ -16,7 +16,7 @@ from onward.errors import DataError
 from onward.train.batches import Rows
 
 if TYPE_CHECKING:
-    from onward.data.inputs import InputSpec
+    from onward.data.match_inputs import InputSpec
 
 __all__ = ["SOUNDS", "Waves", "fit_wave", "read_sounds", "read_wave", "sound_input"]
 

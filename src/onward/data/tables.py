@@ -20,7 +20,7 @@ from onward.data.preprocessing import Preprocessing
 from onward.errors import DataError
 
 if TYPE_CHECKING:
-    from onward.data.inputs import InputSpec
+    from onward.data.match_inputs import InputSpec
 
 __all__ = ["TABLES", "Table", "apply_table", "assemble", "fit_table", "read_table"]
 

@@ -13,7 +13,7 @@ from onward.errors import DataError
 from onward.reading import read_json
 
 if TYPE_CHECKING:
-    from onward.data.inputs import InputSpec
+    from onward.data.match_inputs import InputSpec
 
 __all__ = ["TOKENS", "find_tokenizer", "open_tokenizer", "read_texts", "text_settings", "tokenize"]
 

@@ -24,9 +24,9 @@ from onward.distributed.sharding import ShardedOptimizer, bounds_of
 from onward.runtime.memory import ModelMemory, exchanged
 
 if TYPE_CHECKING:
-    from onward.checkpoint.state import CheckpointData
+    from onward.checkpoint.content import CheckpointData
     from onward.distributed.settings import RunnerSettings
-    from onward.runtime.plan import Plan
+    from onward.runtime.signature import Signature
 
 __all__ = ["DataParallel", "Report", "reconcile", "session_options", "weight_of"]
 
@@ -72,7 +72,7 @@ class DataParallel:
     @property
     def input_names(self) -> Sequence[str]:
         """What a batch consists of."""
-        return self.module.plan.inputs
+        return self.module.signature.inputs
 
     def backward(
         self, batches: Sequence[Sequence[Any]], *, step: int, failure: Exception | None = None
@@ -88,7 +88,7 @@ class DataParallel:
             module.train()
             module.lazy_reset_grad()
             for index, batch in enumerate(batches):
-                weight = self._weigh(module.plan, batch)
+                weight = self._weigh(module.signature, batch)
                 if weight == 0:
                     continue
                 if before not in (0.0, weight):  # what is there counts in units of the next batch
@@ -132,7 +132,7 @@ class DataParallel:
         report, module = Report(), self.module.eval()
         try:
             for batch in batches:
-                weight = self._weigh(module.active.plan, batch)
+                weight = self._weigh(module.active.signature, batch)
                 if weight == 0:
                     continue
                 result = module(*batch)
@@ -161,10 +161,10 @@ class DataParallel:
                 data.optimizer[0].slots = slots
         return data
 
-    def _weigh(self, plan: Plan, batch: Sequence[Any]) -> float:
+    def _weigh(self, signature: Signature, batch: Sequence[Any]) -> float:
         if self._settings.loss_reduction == "sum":
             return 1.0 if len(np.atleast_1d(np.asarray(batch[0]))) else 0.0
-        return weight_of(plan, batch, self._settings)
+        return weight_of(signature, batch, self._settings)
 
 
 def reconcile(comm: Communicator, memory: ModelMemory, *, how: str) -> None:
@@ -186,11 +186,11 @@ def reconcile(comm: Communicator, memory: ModelMemory, *, how: str) -> None:
         same_everywhere(comm, [stack.enter_context(exchanged(tensor)) for tensor in tensors])
 
 
-def weight_of(plan: Plan, batch: Sequence[Any], parameters: RunnerSettings) -> float:
+def weight_of(signature: Signature, batch: Sequence[Any], parameters: RunnerSettings) -> float:
     """What a mean over a batch counts: labels that are not ignored, else samples; or what the user says."""
     if parameters.count is not None:
         return float(parameters.count(batch))
-    for index, _, ignored in plan.labels:
+    for index, _, ignored in signature.labels:
         if index < len(batch) and not isinstance(batch[index], ort.OrtValue):
             labels = np.asarray(batch[index])
             return float(labels.size if ignored is None else np.count_nonzero(labels != ignored))

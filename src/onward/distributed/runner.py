@@ -32,7 +32,7 @@ from onward.train.batches import in_order
 if TYPE_CHECKING:
     from onward.api.optimizer import Optimizer
     from onward.api.schedulers import LRScheduler
-    from onward.checkpoint.state import CheckpointData
+    from onward.checkpoint.content import CheckpointData
 
 __all__ = ["History", "TrainingRunner"]
 
@@ -282,7 +282,7 @@ class TrainingRunner:
         assert grid is not None
         if grid.pipeline == 1:
             return DataParallel(self.parameters, data, comm)
-        from onward.distributed.stages.pipeline import PipelineParallel
+        from onward.distributed.stages.pipeline_parallel import PipelineParallel
 
         return PipelineParallel(self.parameters, data, comm, grid)
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from onward.api.optimizer import Optimizer
-from onward.checkpoint.state import CheckpointData, OptimizerGroup
+from onward.checkpoint.content import CheckpointData, OptimizerGroup
 from onward.distributed.errors import DistributedError
 from onward.runtime.memory import FlatBuffer, exchanged
 from onward.runtime.optimizers import make_updater

@@ -15,7 +15,7 @@ import onnx_ir as ir
 
 from onward.api.state import CheckpointState
 from onward.checkpoint import store
-from onward.checkpoint.state import CheckpointData
+from onward.checkpoint.content import CheckpointData
 from onward.errors import ExportError, ParityError
 from onward.export.parity import Report, compare
 from onward.export.quantize.quantizer import QuantizationReport, measure, quantize, scheme_name

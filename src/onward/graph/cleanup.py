@@ -13,8 +13,8 @@ import numpy as np
 import onnx_ir as ir
 import onnx_ir.passes.common as passes
 
+from onward.graph.compute import COMPUTABLE, compute
 from onward.graph.dialect.fold import replace_by_constants
-from onward.graph.evaluate import COMPUTABLE, compute
 from onward.graph.nodes import computation_key, subgraphs_of
 
 __all__ = [

@@ -20,7 +20,7 @@ import google.protobuf.message
 import onnx
 
 from onward.errors import LimitError, ModelError
-from onward.graph.constants import check_constants
+from onward.graph.constant_sizes import check_constants
 from onward.graph.external import check_external, external_range, external_tensors, tensor_bytes, tensors
 from onward.limits import current, require
 from onward.reading import read_bytes

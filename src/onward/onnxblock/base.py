@@ -17,7 +17,7 @@ from onward.onnxblock.context import current_model, empty_base, sharing
 from onward.onnxblock.emit import find_type
 
 if TYPE_CHECKING:
-    from onward.optim.graph import ParameterGroup
+    from onward.optim.optimizer_model import ParameterGroup
 
 __all__ = ["Block", "ForwardBlock", "TrainingBlock"]
 

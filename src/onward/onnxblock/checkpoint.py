@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import onnx
 
-from onward.checkpoint.state import CheckpointData, NominalTensor
+from onward.checkpoint.content import CheckpointData, NominalTensor
 from onward.checkpoint.store import load, save
 from onward.errors import CheckpointError
 

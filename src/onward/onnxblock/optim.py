@@ -18,8 +18,8 @@ from onward.onnxblock.base import Block
 from onward.onnxblock.blocks import total_norm
 from onward.onnxblock.context import current_model
 from onward.onnxblock.emit import emit
-from onward.optim import rules
-from onward.optim.graph import Clipping, ParameterGroup, optimizer_model
+from onward.optim import update_rules
+from onward.optim.optimizer_model import Clipping, ParameterGroup, optimizer_model
 
 if TYPE_CHECKING:
     from onward.graph.builder import Builder
@@ -87,7 +87,7 @@ class ClipGradValue(Block):
 class OptimizerBlock(Block):
     """An update rule over all trainable parameters, as sequences; subclasses give the rule."""
 
-    rule: rules.Optimizer
+    rule: update_rules.Optimizer
     clip_grad: ClipGradNorm | ClipGradValue | None = None
     _model: onnx.ModelProto | None = None
 
@@ -151,7 +151,7 @@ class OptimizerBlock(Block):
         decay = None
         if self.rule.weight_decay:
             decay = op.constant(np.asarray([self.rule.weight_decay], np.float32), name="weight_decay")
-        scalars = rules.Scalars(rate, op.Cast(step, to=ir.DataType.FLOAT), decay)
+        scalars = update_rules.Scalars(rate, op.Cast(step, to=ir.DataType.FLOAT), decay)
         body = op.subgraph("update")
         index = body.input("index", ir.DataType.INT64, [])
         going = body.input("going", ir.DataType.BOOL, [])
@@ -185,7 +185,7 @@ class AdamW(OptimizerBlock):
         *,
         decay_last: bool = False,
     ) -> None:
-        self.rule = rules.adamw(
+        self.rule = update_rules.adamw(
             betas=betas,
             eps=eps,
             weight_decay=weight_decay,
@@ -207,7 +207,7 @@ class SGD(OptimizerBlock):
         weight_decay: float = 0.0,
         nesterov: bool = False,
     ) -> None:
-        self.rule = rules.sgd(
+        self.rule = update_rules.sgd(
             momentum=momentum, dampening=dampening, weight_decay=weight_decay, nesterov=nesterov
         )
         self.clip_grad = clip_grad
@@ -224,37 +224,37 @@ class _ByKeyword(OptimizerBlock):
 class Adam(_ByKeyword):
     """Adam; options as in `onward.optim.adam`."""
 
-    _make = staticmethod(rules.adam)
+    _make = staticmethod(update_rules.adam)
 
 
 class Adagrad(_ByKeyword):
     """Adagrad; options as in `onward.optim.adagrad`."""
 
-    _make = staticmethod(rules.adagrad)
+    _make = staticmethod(update_rules.adagrad)
 
 
 class RMSprop(_ByKeyword):
     """RMSprop; options as in `onward.optim.rmsprop`."""
 
-    _make = staticmethod(rules.rmsprop)
+    _make = staticmethod(update_rules.rmsprop)
 
 
 class Lion(_ByKeyword):
     """Lion; options as in `onward.optim.lion`."""
 
-    _make = staticmethod(rules.lion)
+    _make = staticmethod(update_rules.lion)
 
 
 class Lamb(_ByKeyword):
     """LAMB; options as in `onward.optim.lamb`."""
 
-    _make = staticmethod(rules.lamb)
+    _make = staticmethod(update_rules.lamb)
 
 
 class Adafactor(_ByKeyword):
     """Adafactor; options as in `onward.optim.adafactor`."""
 
-    _make = staticmethod(rules.adafactor)
+    _make = staticmethod(update_rules.adafactor)
 
 
 def _sequence_input(op: Builder, name: str) -> ir.Value:

@@ -1,7 +1,7 @@
 """Optimizers as pure functions that build graphs."""
 
-from onward.optim.graph import ParameterGroup
-from onward.optim.rules import Optimizer, adafactor, adagrad, adam, adamw, lamb, lion, rmsprop, sgd
+from onward.optim.optimizer_model import ParameterGroup
+from onward.optim.update_rules import Optimizer, adafactor, adagrad, adam, adamw, lamb, lion, rmsprop, sgd
 
 __all__ = [
     "Optimizer",

@@ -16,7 +16,7 @@ from onward.errors import ModelError
 from onward.export.huggingface.tasks import task_named
 from onward.pipeline import postprocess
 from onward.pipeline.chat import is_chat, read_template
-from onward.pipeline.generate import Decoder, EncoderDecoder, Options, Rereader, Writer, generate
+from onward.pipeline.text_generation import Decoder, EncoderDecoder, Options, Rereader, Writer, generate
 
 if TYPE_CHECKING:
     from onward.pipeline.load import Pipeline

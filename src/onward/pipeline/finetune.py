@@ -19,7 +19,7 @@ from onward.artifacts.generate import Artifacts, build_artifacts
 from onward.artifacts.names import loss_type, optimizer_type
 from onward.checkpoint import store
 from onward.data.augment import make_augmentation
-from onward.data.inputs import InputSpec, fit, specs_of
+from onward.data.match_inputs import InputSpec, fit, specs_of
 from onward.data.preprocessing import KEY, Preprocessing, beside, image_settings
 from onward.data.read import Data, DataOptions, blame_data, check_labels, prepare, read_data, split
 from onward.errors import DataError, NonFiniteError
@@ -34,7 +34,7 @@ from onward.train.schedules import Schedule, require_schedule
 from onward.train.trainer import Trainer
 
 if TYPE_CHECKING:
-    from onward.checkpoint.state import CheckpointData
+    from onward.checkpoint.content import CheckpointData
     from onward.lora import LoRA
     from onward.runtime.devices import DeviceLike
     from onward.train.callbacks import Callback

@@ -80,7 +80,7 @@ class Pipeline:
     - question-answering: `pipeline(question, context)` gives `{"answer", "score", "start", "end"}`
     - fill-mask: `{"token", "score", "text"}` for each candidate, a list per mask if there are several
     - text-generation, text2text and image-to-text: text; `max_new_tokens=…`, and the other options of
-      `onward.pipeline.generate.Options`; a conversation `[{"role": "user", "content": …}]` is a prompt too
+      `onward.pipeline.text_generation.Options`; a conversation `[{"role": "user", "content": …}]` is a prompt too
     - automatic-speech-recognition: `{"text"}`; text-to-audio: `{"audio", "sampling_rate"}`
     - object-detection: `{"score", "label", "box"}` over `threshold=0.5`; with labels in zero-shot-object-detection
     - semantic- and instance-segmentation: `{"score", "label", "mask"}`

@@ -21,7 +21,7 @@ from onward.runtime.memory import DeviceTensor, Tensor, is_out_of_memory
 
 if TYPE_CHECKING:
     from onward.runtime.devices import Device
-    from onward.runtime.plan import Plan
+    from onward.runtime.signature import Signature
 
 __all__ = [
     "Bound",
@@ -53,7 +53,7 @@ def run_bound(session: ort.InferenceSession, binding: Any) -> None:
 
 def bind(
     session: ort.InferenceSession,
-    plan: Plan,
+    signature: Signature,
     device: Device,
     *,
     rows: Mapping[str, str] | None = None,
@@ -61,8 +61,8 @@ def bind(
 ) -> Bound:
     """The way that fits where the memory is."""
     if device.memory == "device":
-        return DeviceBound(session, plan, device, capture=capture)
-    return HostBound(session, plan, rows=rows, copied=device.memory == "copied")
+        return DeviceBound(session, signature, device, capture=capture)
+    return HostBound(session, signature, rows=rows, copied=device.memory == "copied")
 
 
 class Bound(abc.ABC):
@@ -71,21 +71,21 @@ class Bound(abc.ABC):
     rows: Mapping[str, str]
     written: dict[str, np.ndarray]
 
-    def __init__(self, session: ort.InferenceSession, plan: Plan) -> None:
-        self.session, self._plan = session, plan
+    def __init__(self, session: ort.InferenceSession, signature: Signature) -> None:
+        self.session, self._signature = session, signature
         self.rows, self.written = {}, {}
         self.binding: Any = session.io_binding()
         self._native = self.binding._iobinding
         self._outputs = {value.name: value for value in session.get_outputs()}
         self._inputs = {value.name for value in session.get_inputs()}
-        self._own = [(i, name) for i, name in enumerate(plan.inputs) if name in self._inputs]
+        self._own = [(i, name) for i, name in enumerate(signature.inputs) if name in self._inputs]
         self._given: dict[str, Tensor] = {}
         self._fixed: dict[str, Tensor] = {}
         self._fresh: list[str] = []
         self._positions: list[int] = []
         self._returned: list[str] = []
         # gradients of the user's own inputs are not kept, so they are never added up either
-        self._empty = {n: f"{n}{BUFFER}" for n in plan.input_gradients if f"{n}{BUFFER}" in self._inputs}
+        self._empty = {n: f"{n}{BUFFER}" for n in signature.input_gradients if f"{n}{BUFFER}" in self._inputs}
 
     def bind_input(self, name: str, tensor: Tensor) -> None:
         """Let the session read a tensor, if it has an input of that name."""
@@ -109,7 +109,7 @@ class Bound(abc.ABC):
 
     @abc.abstractmethod
     def run(self, feeds: list[Any]) -> list[np.ndarray]:
-        """Run with the user's inputs; what the plan returns."""
+        """Run with the user's inputs; what the signature returns."""
 
     def _results(self, made: list[Any]) -> list[np.ndarray]:
         return [
@@ -118,7 +118,7 @@ class Bound(abc.ABC):
         ]
 
     def _zeros(self, feeds: list[Any]) -> dict[str, np.ndarray]:
-        shapes = {name: tuple(_shape(value)) for name, value in zip(self._plan.inputs, feeds)}
+        shapes = {name: tuple(_shape(value)) for name, value in zip(self._signature.inputs, feeds)}
         return {buffer: np.zeros(shapes[name], np.float32) for name, buffer in self._empty.items()}
 
 
@@ -128,15 +128,15 @@ class HostBound(Bound):
     def __init__(
         self,
         session: ort.InferenceSession,
-        plan: Plan,
+        signature: Signature,
         *,
         rows: Mapping[str, str] | None = None,
         copied: bool = False,
     ) -> None:
-        super().__init__(session, plan)
+        super().__init__(session, signature)
         self.rows = rows or {}
         self._copied = copied
-        self._landings: list[np.ndarray | None] = [None] * len(plan.inputs)
+        self._landings: list[np.ndarray | None] = [None] * len(signature.inputs)
 
     def run(self, feeds: list[Any]) -> list[np.ndarray]:
         if self._copied:
@@ -163,7 +163,7 @@ class HostBound(Bound):
         try:
             run_bound(self.session, self._native)
         except Exception as error:
-            raise _explain(error, self._plan, feeds) from error
+            raise _explain(error, self._signature, feeds) from error
         made = self.binding.get_outputs() if self._fresh else []
         if self.rows:
             start = len(self._fixed)
@@ -185,7 +185,7 @@ class HostBound(Bound):
 
     def _run_copying(self, feeds: list[Any]) -> list[np.ndarray]:
         """The same without a binding, which cannot hold strings."""
-        own = {name: _array(value) for name, value in zip(self._plan.inputs, feeds)}
+        own = {name: _array(value) for name, value in zip(self._signature.inputs, feeds)}
         given = {
             **{name: tensor.read() for name, tensor in self._given.items()},
             **self._zeros(feeds),
@@ -195,7 +195,7 @@ class HostBound(Bound):
         try:
             made: dict[str, Any] = dict(zip(names, self.session.run(names, given)))
         except Exception as error:
-            raise _explain(error, self._plan, feeds) from error
+            raise _explain(error, self._signature, feeds) from error
         for name, tensor in self._fixed.items():
             tensor.write(made[name])
         self.written = {parameter: made[output] for parameter, output in self.rows.items()}
@@ -206,9 +206,9 @@ class DeviceBound(Bound):
     """Bound to addresses of a device; with `capture`, every run but the first replays that one."""
 
     def __init__(
-        self, session: ort.InferenceSession, plan: Plan, device: Device, *, capture: bool = False
+        self, session: ort.InferenceSession, signature: Signature, device: Device, *, capture: bool = False
     ) -> None:
-        super().__init__(session, plan)
+        super().__init__(session, signature)
         self._device, self.capture = device, capture
         # what a session reads in the host's memory, it copies when it is bound: bind those at every run
         known = inputs_on_host(session, device)
@@ -233,7 +233,7 @@ class DeviceBound(Bound):
                 self._put(name, value)
         except Exception as error:
             if is_out_of_memory(error):
-                raise _explain(error, self._plan, feeds) from error
+                raise _explain(error, self._signature, feeds) from error
             raise
         for name, tensor in self._given.items():
             if name in self.inputs_on_host:
@@ -250,7 +250,7 @@ class DeviceBound(Bound):
         except RecordingError:
             raise
         except Exception as error:
-            raise _explain(error, self._plan, feeds) from error
+            raise _explain(error, self._signature, feeds) from error
         return self._results(self.binding.get_outputs() if self._fresh else [])
 
     def _put(self, name: str, value: Any) -> None:
@@ -331,8 +331,8 @@ def _array(value: Any) -> np.ndarray:
     return value.numpy() if isinstance(value, ort.OrtValue) else value
 
 
-def _explain(error: Exception, plan: Plan, feeds: list[Any]) -> Exception:
-    given = ", ".join(f"{name} {list(_shape(value))}" for name, value in zip(plan.inputs, feeds))
+def _explain(error: Exception, signature: Signature, feeds: list[Any]) -> Exception:
+    given = ", ".join(f"{name} {list(_shape(value))}" for name, value in zip(signature.inputs, feeds))
     if is_out_of_memory(error):
         reason = str(error).splitlines()[0]
         return DeviceMemoryError(

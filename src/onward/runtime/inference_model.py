@@ -15,7 +15,7 @@ import onnx
 import onnx_ir as ir
 import onnxruntime as ort
 
-from onward.checkpoint.state import CheckpointData, NominalTensor
+from onward.checkpoint.content import CheckpointData, NominalTensor
 from onward.errors import SEE_NAMES, ExportError, ModelError, OnwardError
 from onward.files import place, staging_folder
 from onward.graph.cleanup import simplify

@@ -20,7 +20,7 @@ from onward.errors import DeviceMemoryError
 from onward.runtime.devices import Device
 
 if TYPE_CHECKING:
-    from onward.runtime.plan import Plan
+    from onward.runtime.signature import Signature
 
 __all__ = [
     "DeviceTensor",
@@ -377,11 +377,15 @@ class ModelMemory:
     those, `keep` saves the current ones and `restore` restores them.
     """
 
-    def __init__(self, plan: Plan, device: Device, *, parts: int = 1) -> None:
+    def __init__(self, signature: Signature, device: Device, *, parts: int = 1) -> None:
         self.device = device
         self._parts = parts
-        trainable = {name: plan.shapes[name] for name in plan.trainable}
-        statistics = {n: (plan.shapes[n], plan.dtypes[n]) for n in plan.statistics if n in plan.parameters}
+        trainable = {name: signature.shapes[name] for name in signature.trainable}
+        statistics = {
+            n: (signature.shapes[n], signature.dtypes[n])
+            for n in signature.statistics
+            if n in signature.parameters
+        }
         self.parameters = FlatBuffer(trainable, parts=parts, device=device)
         self.gradients = FlatBuffer(trainable, parts=parts, device=device)
         kinds = dict.fromkeys(dtype for _, dtype in statistics.values())

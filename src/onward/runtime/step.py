@@ -20,8 +20,8 @@ from onward.graph.passes.row_gradients import scatter_in_place
 from onward.graph.passes.specialize import BUFFER, OUT, specialize_reset
 from onward.runtime.bound import Bound, DeviceBound, RecordingError, bind, warn_unrecorded
 from onward.runtime.memory import ModelMemory, Tensor, make_tensor
-from onward.runtime.plan import SEED, Plan, read_plan
 from onward.runtime.sessions import ModelFile, make_session, read_model, session_beside
+from onward.runtime.signature import SEED, Signature, read_signature
 
 if TYPE_CHECKING:
     from onward.runtime.devices import Device
@@ -35,7 +35,7 @@ _KEPT, _OFTEN = 4, 8
 class Step(Protocol):
     """The interface between `Module` and what runs its training model."""
 
-    plan: Plan
+    signature: Signature
 
     def attach(self, memory: ModelMemory) -> None:
         """Set the step's memory; called again when its layout has changed."""
@@ -62,7 +62,7 @@ class TrainingStep:
     ) -> None:
         self._model = read_model(source, "training")
         self._path = _describe(source)
-        self.plan = read_plan(self._model, self._path, "training")
+        self.signature = read_signature(self._model, self._path, "training")
         self._device, self._options = device, options
         self._specializes = device.memory == "device"
         self._bound: dict[bool, Bound] = {}
@@ -86,7 +86,7 @@ class TrainingStep:
     def run(self, feeds: list[Any], *, reset: bool, seed: int, step: int) -> list[np.ndarray]:
         """The loss and the additional outputs; gradients land in their buffers."""
         bound = self._find(feeds, reset)
-        if self.plan.random:
+        if self.signature.random:
             # an odd multiplier spreads neighbouring seeds and steps over all 64 bits
             mixed = (seed * 0x9E3779B97F4A7C15 + step * 0xD1B54A32D192ED03) & 0xFFFFFFFFFFFFFFFF
             self._seed.write(np.array([mixed - (1 << 64) if mixed >= 1 << 63 else mixed], np.int64))
@@ -117,7 +117,7 @@ class TrainingStep:
     def _find(self, feeds: list[Any], reset: bool) -> Bound:
         """The session for these inputs."""
         if self._specializes:
-            shapes = {name: _shape(value) for name, value in zip(self.plan.inputs, feeds)}
+            shapes = {name: _shape(value) for name, value in zip(self.signature.inputs, feeds)}
             key = (reset, *shapes.values())
             if key in self._by_shape:
                 self._by_shape.move_to_end(key)
@@ -159,7 +159,7 @@ class TrainingStep:
             expand_batch_norm(model)
         if shapes is not None:
             known = {name: tuple(shape) for name, shape in shapes.items()}
-            known |= {f"{n}{BUFFER}": known[n] for n in self.plan.input_gradients}
+            known |= {f"{n}{BUFFER}": known[n] for n in self.signature.input_gradients}
             specialize_shapes(model, known)
         if self._device.memory == "device":
             prefer_device_forms(model)
@@ -180,10 +180,10 @@ class TrainingStep:
         for name, tensor in memory.following_tensors().items():
             bound.bind_output(f"{name}.next", tensor)
         bound.bind_input(SEED, self._seed)
-        loss = next(v for v in bound.session.get_outputs() if v.name == self.plan.outputs[0])
+        loss = next(v for v in bound.session.get_outputs() if v.name == self.signature.outputs[0])
         kind = {"tensor(double)": np.float64, "tensor(float16)": np.float16}.get(loss.type, np.float32)
         bound.bind_output(loss.name, make_tensor(self._device, np.zeros([int(d) for d in loss.shape], kind)))
-        bound.finish(self.plan.outputs)
+        bound.finish(self.signature.outputs)
         return bound
 
     def _open(self, model: onnx.ModelProto, rows: dict[str, str] | None, *, capture: bool) -> Bound:
@@ -195,7 +195,7 @@ class TrainingStep:
                 raise
             capture = False  # the runtime refuses to record what does not run on the device as a whole
             session = _open(model, self._path, "training model", self._device, self._options)
-        return bind(session, self.plan, self._device, rows=rows, capture=capture)
+        return bind(session, self.signature, self._device, rows=rows, capture=capture)
 
 
 class EvaluationStep:
@@ -213,7 +213,7 @@ class EvaluationStep:
         self._model = read_model(source, "eval")
         if outputs:
             self._model = with_outputs(self._model, outputs)
-        self.plan = read_plan(self._model, self._path, "eval")
+        self.signature = read_signature(self._model, self._path, "eval")
         self._device, self._options = device, options
         self._bound: Bound | None = None
 
@@ -226,10 +226,10 @@ class EvaluationStep:
         """The loss and the additional outputs."""
         if self._bound is None:
             session = _open(self._model, self._path, "eval model", self._device, self._options)
-            self._bound = bind(session, self.plan, self._device)
+            self._bound = bind(session, self.signature, self._device)
             for name, tensor in self._memory.tensors().items():
                 self._bound.bind_input(name, tensor)
-            self._bound.finish(self.plan.outputs)
+            self._bound.finish(self.signature.outputs)
         return self._bound.run(feeds)
 
 

@@ -17,7 +17,7 @@ from onward.runtime.sessions import ModelFile, read_model
 
 if TYPE_CHECKING:
     from onward.artifacts.generate import Artifacts
-    from onward.checkpoint.state import CheckpointData
+    from onward.checkpoint.content import CheckpointData
 
 __all__ = ["ArtifactFiles", "find_artifacts"]
 

@@ -16,7 +16,7 @@ import onnxruntime as ort
 from onward.errors import hinted
 
 if TYPE_CHECKING:
-    from onward.runtime.plan import Plan
+    from onward.runtime.signature import Signature
 
 __all__ = [
     "ArrayBatches",
@@ -245,9 +245,9 @@ def sample_count(batch: Sequence[Any]) -> int:
     return int(shape[0]) if shape else 1
 
 
-def batch_weight(plan: Plan, batch: Sequence[Any]) -> float:
+def batch_weight(signature: Signature, batch: Sequence[Any]) -> float:
     """How many terms the mean of a batch's loss has: labels that are not ignored, or samples."""
-    for index, _, ignored in plan.labels:
+    for index, _, ignored in signature.labels:
         value = batch[index]
         labels = value.numpy() if isinstance(value, ort.OrtValue) else np.asarray(value)
         return float(labels.size if ignored is None else np.count_nonzero(labels != ignored))

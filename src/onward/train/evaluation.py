@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import onnxruntime as ort
 
-from onward.api.inputs import check_labels, prepare
+from onward.api.convert_inputs import check_labels, prepare
 from onward.train.batches import Batches, batch_weight
 from onward.train.metrics import Metric, compute, confusion
 
@@ -31,19 +31,19 @@ def evaluate(
 
     `matrix` receives the confusion matrix, where the model takes one label for each sample.
     """
-    plan = step.plan
+    signature = step.signature
     total, weight = 0.0, 0.0
-    kept: dict[str, list[np.ndarray]] = {name: [] for name in [*plan.outputs[1:], *plan.inputs]}
+    kept: dict[str, list[np.ndarray]] = {name: [] for name in [*signature.outputs[1:], *signature.inputs]}
     for batch in source.epoch(0):
-        feeds, _ = prepare(plan, batch)
-        check_labels(plan, feeds)
+        feeds, _ = prepare(signature, batch)
+        check_labels(signature, feeds)
         found = step.run(feeds)
-        size = batch_weight(plan, feeds)
+        size = batch_weight(signature, feeds)
         if size:  # a batch without a label that counts has no loss
             total += float(found[0].reshape(-1)[0]) * size
             weight += size
         if metrics:
-            for name, value in zip([*plan.outputs[1:], *plan.inputs], [*found[1:], *feeds]):
+            for name, value in zip([*signature.outputs[1:], *signature.inputs], [*found[1:], *feeds]):
                 kept[name].append(_array(value))
     if not weight:
         raise ValueError("the evaluation data has no batch, or none with a label that counts")
@@ -51,11 +51,11 @@ def evaluate(
     if not metrics:
         return figures
     arrays = {name: join(parts) for name, parts in kept.items()}
-    ordered = [*(n for n in results if n in arrays), *(n for n in plan.outputs[1:] if n not in results)]
+    ordered = [*(n for n in results if n in arrays), *(n for n in signature.outputs[1:] if n not in results)]
     outputs = {name: arrays[name] for name in ordered} | {"loss": np.asarray(figures["loss"])}
-    labels = [plan.inputs[index] for index, _, _ in plan.labels]
-    inputs = {n: arrays[n] for n in [*(n for n in plan.inputs if n not in labels), *labels]}
-    ignored = {plan.inputs[i]: label for i, _, label in plan.labels if label is not None}
+    labels = [signature.inputs[index] for index, _, _ in signature.labels]
+    inputs = {n: arrays[n] for n in [*(n for n in signature.inputs if n not in labels), *labels]}
+    ignored = {signature.inputs[i]: label for i, _, label in signature.labels if label is not None}
     if matrix is not None and len(labels) == 1 and outputs:
         seen = {n: np.where(a == ignored[n], -1, a) if n in ignored else a for n, a in inputs.items()}
         with contextlib.suppress(ValueError):  # scores and labels of other shapes have none

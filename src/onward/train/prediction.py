@@ -9,13 +9,13 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 
-from onward.api.inputs import convert
+from onward.api.convert_inputs import convert
 from onward.runtime.sessions import ModelFile, make_session
 from onward.train.batches import make_batches
 from onward.train.evaluation import join
 
 if TYPE_CHECKING:
-    from onward.checkpoint.state import CheckpointData
+    from onward.checkpoint.content import CheckpointData
     from onward.runtime.devices import Device
 
 __all__ = ["predict"]

@@ -367,7 +367,7 @@ class Trainer:
         place, module = self._place, self.module
         place.batch += 1
         self._epoch_samples += sample_count(batch)
-        weight = batch_weight(module.plan, batch)
+        weight = batch_weight(module.signature, batch)
         if weight == 0:  # no label that counts: no loss and no gradient
             return
         if place.weights and place.weights[-1] != weight:
@@ -383,11 +383,11 @@ class Trainer:
     def _with_row(self, error: Exception, batch: Batch) -> Exception:
         """The same error, with the row of the data instead of the place in a shuffled batch."""
         rows = self._batches.rows(self._place.epoch, self._place.batch - 1)
-        plan = self.module.plan
+        signature = self.module.signature
         if rows is None:
             return error
         if isinstance(error, NonFiniteError):
-            for name, value in zip(plan.inputs, batch):
+            for name, value in zip(signature.inputs, batch):
                 array = np.asarray(value)
                 if array.dtype.kind == "f" and not np.isfinite(array).all():
                     row = rows[int(np.argwhere(~np.isfinite(array))[0][0])]
@@ -395,14 +395,14 @@ class Trainer:
                         f"{error}; '{name}' itself is not finite in row {row} of the training data (from 0)"
                     )
             return error
-        for index, classes, ignored in plan.labels:
+        for index, classes, ignored in signature.labels:
             labels = np.asarray(batch[index])
             bad = (labels < 0) | (labels >= classes)
             bad &= labels != ignored if ignored is not None else True
             if bad.any():
                 where = np.argwhere(bad)[0]
                 return ValueError(
-                    f"'{plan.inputs[index]}' has label {labels[tuple(where)]} in row {rows[int(where[0])]} of the "
+                    f"'{signature.inputs[index]}' has label {labels[tuple(where)]} in row {rows[int(where[0])]} of the "
                     f"training data (from 0): the model has {classes} classes, so labels are 0 to {classes - 1}"
                 )
         return error
@@ -457,7 +457,7 @@ class Trainer:
     def evaluate(self, data: Any, *, batch_size: int = 32) -> dict[str, float]:
         """The loss and the metrics over some data, in evaluation mode."""
         step = self._evaluator()
-        source = make_batches(data, step.plan.inputs, batch_size=batch_size)
+        source = make_batches(data, step.signature.inputs, batch_size=batch_size)
         return evaluate(step, source, self._metrics, results=self._files.outputs)
 
     def predict(

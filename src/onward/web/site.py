@@ -17,8 +17,8 @@ from pathlib import Path
 from onward.checkpoint import store
 from onward.errors import MAKE_ARTIFACTS, ModelError, OnwardError
 from onward.model_metadata import read_table
-from onward.runtime.plan import read_plan
 from onward.runtime.sessions import read_model
+from onward.runtime.signature import read_signature
 from onward.web.packages import node_modules, package_files
 
 __all__ = ["ARTIFACTS", "write_site"]
@@ -83,7 +83,7 @@ def _check_artifacts(source: Path, prefix: str) -> None:
             hint=MAKE_ARTIFACTS,
         )
     for name, role in (("training_model.onnx", "training"), ("eval_model.onnx", "eval")):
-        read_plan(read_model(source / f"{prefix}{name}", role), str(source / f"{prefix}{name}"), role)
+        read_signature(read_model(source / f"{prefix}{name}", role), str(source / f"{prefix}{name}"), role)
     optimizer = read_model(source / f"{prefix}optimizer_model.onnx", "optimizer")
     about = {entry.key: entry.value for entry in optimizer.metadata_props}
     if read_table(about, "onward.optimizer").get("sequences"):

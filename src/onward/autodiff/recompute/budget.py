@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import onnx_ir as ir
 
-from onward.autodiff.recompute.rewrite import Plan, Tape, plan_segment
+from onward.autodiff.recompute.copies import Plan, Tape, plan_segment
 from onward.errors import ModelError
 
 __all__ = ["ActivationBudget", "is_bytes", "plans_within"]

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import onnx_ir as ir
 
 from onward.autodiff.recompute.budget import ActivationBudget, is_bytes, plans_within
-from onward.autodiff.recompute.rewrite import Tape, plan_segment, recompute_segments
+from onward.autodiff.recompute.copies import Tape, plan_segment, recompute_segments
 from onward.errors import ModelError
 from onward.graph.nodes import subgraphs_of
 

@@ -212,7 +212,7 @@ def _classes(text: str) -> int | list[str]:
 def _what_the_model_wants(model: Path) -> dict[str, str]:
     """How pictures are prepared for a model, where it or a file beside it says so."""
 
-    from onward.data.inputs import specs_of
+    from onward.data.match_inputs import specs_of
     from onward.data.preprocessing import KEY, Preprocessing, beside, known_image_settings
 
     proto = read_model(model)

@@ -134,7 +134,7 @@ def _inputs_of(artifacts: Any, prefix: str, names: list[str]) -> tuple[list[Any]
     """What the training model takes from the user, and how many classes its labels have."""
     from onward.cli.data import input_specs
     from onward.cli.model_file import read_model
-    from onward.data.inputs import specs_of
+    from onward.data.match_inputs import specs_of
     from onward.model_metadata import read_labels
 
     if isinstance(artifacts, Path):

@@ -81,7 +81,7 @@ def gradcheck(
 
 def _read_point(path: Path, specs: Mapping[str, Any]) -> dict[str, Any]:
     """The arrays of a file, in the types and shapes of the inputs that they are for."""
-    from onward.data.inputs import fit
+    from onward.data.match_inputs import fit
     from onward.data.read import read_arrays
 
     point = {}

@@ -80,7 +80,7 @@ def _show_host_nodes(output: Output, path: Path, prefix: str, device: str, batch
     if path.is_dir():
         model = str(path / f"{prefix}training_model.onnx")
         step = TrainingStep(model, device=place)
-        samples = random_inputs(input_specs(model, step.plan.inputs), size=batch_size)
+        samples = random_inputs(input_specs(model, step.signature.inputs), size=batch_size)
         shapes = {name: array.shape for name, array in samples.items()}
         model, _ = step.prepared(reset=True, shapes=shapes if place.memory == "device" else None)
     nodes = host_nodes(model, place)

@@ -22,8 +22,8 @@ from onward.graph.dialect.normalize import normalize
 from onward.graph.passes.running_stats import separate_statistics
 from onward.graph.prune import extract, prune, values_of
 from onward.runtime.memory import ModelMemory, exchanged
-from onward.runtime.plan import SEED, Plan, read_plan
 from onward.runtime.sessions import make_session, read_model
+from onward.runtime.signature import SEED, Signature, read_signature
 
 if TYPE_CHECKING:
     from onward.distributed.settings import RunnerSettings
@@ -47,7 +47,7 @@ class StageModel:
 class Blueprint:
     """All stages. `parameters` has names by stage; `owner` the one stage that answers for a parameter."""
 
-    plan: Plan
+    signature: Signature
     training: list[StageModel]
     evaluation: list[StageModel] | None
     parameters: list[list[str]]
@@ -57,15 +57,15 @@ class Blueprint:
     @property
     def shared(self) -> list[str]:
         """Trainable parameters that more than one stage has."""
-        return [n for n in self.plan.trainable if sum(n in names for names in self.parameters) > 1]
+        return [n for n in self.signature.trainable if sum(n in names for names in self.parameters) > 1]
 
-    def plan_of(self, stage: int) -> Plan:
-        """The plan of the whole, cut down to a stage's parameters."""
+    def signature_of(self, stage: int) -> Signature:
+        """The signature of the whole, cut down to a stage's parameters."""
         own = set(self.parameters[stage])
         return dataclasses.replace(
-            self.plan,
-            parameters=[name for name in self.plan.parameters if name in own],
-            trainable=[name for name in self.plan.trainable if name in own],
+            self.signature,
+            parameters=[name for name in self.signature.parameters if name in own],
+            trainable=[name for name in self.signature.trainable if name in own],
             statistics=self.statistics[stage],
         )
 
@@ -75,21 +75,21 @@ def draw_blueprint(settings: RunnerSettings) -> Blueprint:
     stages = settings.pipeline_parallel_size
     path = str(settings.training_model)
     proto = read_model(settings.training_model, "training")
-    plan = read_plan(proto, path, "training")
-    if plan.input_gradients:
+    signature = read_signature(proto, path, "training")
+    if signature.input_gradients:
         raise DistributedError(
-            f"gradients of inputs ({plan.input_gradients[0]}) cannot be had from a pipeline"
+            f"gradients of inputs ({signature.input_gradients[0]}) cannot be had from a pipeline"
         )
-    loss = plan.outputs[0]
-    following = [f"{name}.next" for name in plan.statistics]
+    loss = signature.outputs[0]
+    following = [f"{name}.next" for name in signature.statistics]
     forward = prune(normalize(path), [loss, *following])
     separate_statistics(forward, following)
     forward = prune(forward, [loss, *following])
-    given = [*plan.inputs, SEED]
+    given = [*signature.inputs, SEED]
     split = split_graph(
         forward.graph, loss, stages=stages, given=given, cuts=settings.cuts, by_name=settings.stages
     )
-    statistics = _statistics_by_stage(forward, plan, split)
+    statistics = _statistics_by_stage(forward, signature, split)
     results = [[f"{name}.next" for name in names] for names in statistics]
     results[-1] = [loss, *results[-1]]
     training = _stage_models(forward, split, results)
@@ -98,10 +98,10 @@ def draw_blueprint(settings: RunnerSettings) -> Blueprint:
         whole = prune(normalize(str(settings.eval_model)), [loss])
         final: list[list[str]] = [[] for _ in range(stages - 1)]
         evaluation = _stage_models(whole, follow(whole.graph, split, given=given), [*final, [loss]])
-    parameters = _parameters_by_stage(plan, training, evaluation)
+    parameters = _parameters_by_stage(signature, training, evaluation)
     owner = {name: s for s in reversed(range(stages)) for name in parameters[s]}
     owner |= {name: stage for stage, names in enumerate(statistics) for name in names}
-    return Blueprint(plan, training, evaluation, parameters, statistics, owner)
+    return Blueprint(signature, training, evaluation, parameters, statistics, owner)
 
 
 def _stage_models(model: ir.Model, split: Split, results: Sequence[Sequence[str]]) -> list[StageModel]:
@@ -129,23 +129,23 @@ def _stage_models(model: ir.Model, split: Split, results: Sequence[Sequence[str]
     return found
 
 
-def _statistics_by_stage(forward: ir.Model, plan: Plan, split: Split) -> list[list[str]]:
+def _statistics_by_stage(forward: ir.Model, signature: Signature, split: Split) -> list[list[str]]:
     by_stage: list[list[str]] = [[] for _ in range(split.stages)]
-    for name in plan.statistics:
+    for name in signature.statistics:
         by_stage[split.stage_of[f"{name}.next"]].append(name)
     return by_stage
 
 
 def _parameters_by_stage(
-    plan: Plan, training: Sequence[StageModel], evaluation: Sequence[StageModel] | None
+    signature: Signature, training: Sequence[StageModel], evaluation: Sequence[StageModel] | None
 ) -> list[list[str]]:
     read: list[set[str]] = [set() for _ in training]
     for models in (training, evaluation or ()):
         for names, stage in zip(read, models):
             names.update(value.name for value in stage.model.graph.input)
-    unread = set(plan.parameters).difference(*read)
+    unread = set(signature.parameters).difference(*read)
     read[0] |= unread
-    return [[name for name in plan.parameters if name in names] for names in read]
+    return [[name for name in signature.parameters if name in names] for names in read]
 
 
 class StageStep:
@@ -154,19 +154,19 @@ class StageStep:
     def __init__(
         self, blueprint: Blueprint, stage: int, *, device: Device, options: ort.SessionOptions | None
     ) -> None:
-        self.plan = blueprint.plan_of(stage)
+        self.signature = blueprint.signature_of(stage)
         self._options = options
         self._device = device
         self.training = blueprint.training[stage]
         self.evaluation = None if blueprint.evaluation is None else blueprint.evaluation[stage]
         self.last = stage == len(blueprint.training) - 1
-        self._loss = blueprint.plan.outputs[0]
+        self._loss = blueprint.signature.outputs[0]
         self.loss_shape: tuple[int, ...] = ()
         self._eval_session: ort.InferenceSession | None = None
         self._forward = self._session(self.training.model)
         own = {value.name for value in self.training.model.graph.input}
         floating = [n for n in self.training.received if self.training.types[n].kind == "f" and n in own]
-        wrt = [*(name for name in self.plan.trainable if name in own), *floating]
+        wrt = [*(name for name in self.signature.trainable if name in own), *floating]
         of = [self._loss] if self.last else []
         of += [
             n for n in self.training.made if n in self.training.types and self.training.types[n].kind == "f"
@@ -190,7 +190,7 @@ class StageStep:
     def forget_statistics(self) -> None:
         """Begin again from the statistics that were committed."""
         frozen = self._memory.frozen
-        self._following = {name: frozen[name].read().copy() for name in self.plan.statistics}
+        self._following = {name: frozen[name].read().copy() for name in self.signature.statistics}
 
     def commit_statistics(self) -> None:
         """Take over the statistics that the micro-batches since then have computed."""
@@ -203,7 +203,7 @@ class StageStep:
         if self.last:
             self.loss_shape = made[self._loss].shape
         if move:
-            for name in self.plan.statistics:
+            for name in self.signature.statistics:
                 self._following[name] = made[f"{name}.next"]
         return made
 

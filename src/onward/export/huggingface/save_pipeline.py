@@ -22,7 +22,7 @@ from onward.graph.gate import read_proto
 
 if TYPE_CHECKING:
     from onward.api.state import CheckpointState
-    from onward.checkpoint.state import CheckpointData
+    from onward.checkpoint.content import CheckpointData
 
 __all__ = ["save_pipeline"]
 

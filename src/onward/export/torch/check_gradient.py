@@ -18,7 +18,7 @@ import torch
 from onward.errors import ModelError, ParityError, UnsupportedOps
 from onward.export import parity
 from onward.export.torch import assemble, axes
-from onward.export.torch.check import Original, array_of, make_session, widened
+from onward.export.torch.check_outputs import Original, array_of, make_session, widened
 from onward.export.torch.float64 import in_float64
 from onward.export.torch.no_randomness import neutral_dropout
 

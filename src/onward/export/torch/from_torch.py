@@ -22,8 +22,8 @@ import torch
 from onward.errors import ExportError, ParityError
 from onward.export import parity
 from onward.export.torch import assemble, modules
-from onward.export.torch.check import compare_with_torch, groups_that_follow
 from onward.export.torch.check_gradient import check_gradient
+from onward.export.torch.check_outputs import compare_with_torch, groups_that_follow
 from onward.export.torch.flatten import Adapter, bind_arguments
 from onward.export.torch.probe import Plan, make_plan
 

@@ -14,7 +14,7 @@ import onnx
 import onnx_ir as ir
 from onnx.reference import ReferenceEvaluator
 
-from onward.graph.evaluate import compute
+from onward.graph.compute import compute
 from onward.graph.nodes import RANDOM, stops_gradient, subgraphs_of
 
 __all__ = ["constant_names", "fold_constant_nodes", "replace_by_constants"]

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import onnx
 
-from onward.graph.evaluate import COMPUTABLE, compute
+from onward.graph.compute import COMPUTABLE, compute
 
 __all__ = ["specialize_shapes"]
 

@@ -9,25 +9,29 @@ import numpy as np
 import onnxruntime as ort
 
 if TYPE_CHECKING:
-    from onward.runtime.plan import Plan
+    from onward.runtime.signature import Signature
 
 __all__ = ["check_labels", "convert", "prepare"]
 
 
-def prepare(plan: Plan, inputs: Sequence[Any]) -> tuple[list[Any], bool]:
-    """Arrays or OrtValues in the order of the plan's inputs, and whether to return numpy arrays."""
-    if len(inputs) != len(plan.inputs):
+def prepare(signature: Signature, inputs: Sequence[Any]) -> tuple[list[Any], bool]:
+    """Arrays or OrtValues in the order of the signature's inputs, and whether to return numpy arrays."""
+    if len(inputs) != len(signature.inputs):
         raise ValueError(
-            f"the model takes {len(plan.inputs)} inputs ({', '.join(plan.inputs)}), got {len(inputs)}"
+            f"the model takes {len(signature.inputs)} inputs ({', '.join(signature.inputs)}), got {len(inputs)}"
         )
     as_numpy = not inputs
     ready = []
-    for value, name in zip(inputs, plan.inputs):
-        if type(value) is np.ndarray and value.dtype == plan.dtypes.get(name) and value.flags.c_contiguous:
+    for value, name in zip(inputs, signature.inputs):
+        if (
+            type(value) is np.ndarray
+            and value.dtype == signature.dtypes.get(name)
+            and value.flags.c_contiguous
+        ):
             as_numpy = True
         elif not isinstance(value, ort.OrtValue):
             as_numpy = True
-            value = convert(value, plan.dtypes.get(name), name)
+            value = convert(value, signature.dtypes.get(name), name)
         ready.append(value)
     return ready, as_numpy
 
@@ -77,16 +81,16 @@ def convert(value: Any, wanted: np.dtype | None, name: str) -> np.ndarray:
     return array if array.flags.c_contiguous else np.ascontiguousarray(array)
 
 
-def check_labels(plan: Plan, feeds: list[Any]) -> None:
+def check_labels(signature: Signature, feeds: list[Any]) -> None:
     """Reject labels out of range, and a number of labels other than the number of samples."""
-    for index, axis, other, along in plan.same:
+    for index, axis, other, along in signature.same:
         one, two = _shape(feeds[index]), _shape(feeds[other])
         if axis < len(one) and along < len(two) and one[axis] != two[along]:
             raise ValueError(
-                f"'{plan.inputs[index]}' {list(one)} and '{plan.inputs[other]}' {list(two)} belong together: "
+                f"'{signature.inputs[index]}' {list(one)} and '{signature.inputs[other]}' {list(two)} belong together: "
                 f"axis {axis} of the one and axis {along} of the other must have the same size"
             )
-    for index, classes, ignored in plan.labels:
+    for index, classes, ignored in signature.labels:
         value = feeds[index]
         labels = value if type(value) is np.ndarray else value.numpy()
         kind = labels.dtype
@@ -103,6 +107,6 @@ def check_labels(plan: Plan, feeds: list[Any]) -> None:
             where = tuple(int(i) for i in np.argwhere(bad)[0])
             hint = "" if ignored is None else f" (or {ignored}, which is ignored)"
             raise ValueError(
-                f"'{plan.inputs[index]}' has label {int(labels[where])} at {where}: the model has {classes} classes, "
-                f"so labels are 0 to {classes - 1}{hint}"
+                f"'{signature.inputs[index]}' has label {int(labels[where])} at {where}: "
+                f"the model has {classes} classes, so labels are 0 to {classes - 1}{hint}"
             )

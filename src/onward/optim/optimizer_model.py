@@ -17,7 +17,7 @@ import onnx_ir as ir
 from onward.graph.builder import Builder
 from onward.graph.dialect.normalize import OPSET
 from onward.graph.passes.finish import finish
-from onward.optim.rules import Optimizer, Scalars
+from onward.optim.update_rules import Optimizer, Scalars
 
 __all__ = ["Clipping", "ParameterGroup", "optimizer_model"]
 

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from onward.api.inputs import check_labels, prepare
+from onward.api.convert_inputs import check_labels, prepare
 from onward.api.module import Module
 from onward.api.optimizer import Optimizer
 from onward.api.state import CheckpointState
-from onward.checkpoint.state import CheckpointData, NominalTensor
+from onward.checkpoint.content import CheckpointData, NominalTensor
 from onward.distributed.comm import Communicator, LocalCommunicator, TorchCommunicator, device_of_rank
 from onward.distributed.data_parallel import Report, reconcile, session_options, weight_of
 from onward.distributed.errors import DistributedError, OtherStageFailed
@@ -29,7 +29,7 @@ from onward.errors import MAKE_ARTIFACTS, ModelError, NonFiniteError, OnwardErro
 from onward.runtime.devices import find_device
 from onward.runtime.memory import exchanged
 from onward.runtime.optimizers.updater import ElementwiseUpdater
-from onward.runtime.plan import SEED
+from onward.runtime.signature import SEED
 
 if TYPE_CHECKING:
     from onward.distributed.settings import Grid, RunnerSettings
@@ -61,7 +61,7 @@ def gather_state(
         ):
             if kind:
                 state.setdefault(name, {})[kind] = array
-            elif name in blueprint.plan.trainable:
+            elif name in blueprint.signature.trainable:
                 whole.trainable[name] = array
             else:
                 whole.frozen[name] = array
@@ -72,14 +72,14 @@ def gather_state(
 
 def _layout(blueprint: Blueprint, stage: int, slots: list[str]) -> Layout:
     """What a stage owns: `:name` for parameters, `slot:name` for the optimizer's state."""
-    plan = blueprint.plan
+    signature = blueprint.signature
     owned = [name for name in blueprint.parameters[stage] if blueprint.owner[name] == stage]
-    entries = [(f":{name}", plan.dtypes[name], plan.shapes[name]) for name in owned]
+    entries = [(f":{name}", signature.dtypes[name], signature.shapes[name]) for name in owned]
     for slot in slots:
         entries += [
-            (f"{slot}:{name}", np.dtype(np.float32), plan.shapes[name])
+            (f"{slot}:{name}", np.dtype(np.float32), signature.shapes[name])
             for name in owned
-            if name in plan.trainable
+            if name in signature.trainable
         ]
     return layout_of([e[0] for e in entries], [e[1] for e in entries], [e[2] for e in entries])
 
@@ -160,7 +160,7 @@ class PipelineParallel:
             on_nonfinite=settings.on_nonfinite,
             step=self._step,
         )
-        owned = [n for n in self._step.plan.trainable if blueprint.owner[n] == grid.stage]
+        owned = [n for n in self._step.signature.trainable if blueprint.owner[n] == grid.stage]
         self.optimizer: Optimizer = _StageOptimizer(settings.optimizer_model, self.module, self._pipe, owned)
         self._order = (list(data.trainable), list(data.frozen))
         self._flow = Flow(self._step, self._pipe, schedule=settings.schedule)
@@ -168,7 +168,7 @@ class PipelineParallel:
     @property
     def input_names(self) -> Sequence[str]:
         """What a batch consists of."""
-        return self._step.plan.inputs
+        return self._step.signature.inputs
 
     # ---- training ----------------------------------------------------------------------------------
 
@@ -209,10 +209,10 @@ class PipelineParallel:
 
     def _cut(self, batch: Sequence[Any], step: int) -> list[Micro]:
         """The micro-batches of a batch: as many as were asked for, or the next number that divides it."""
-        plan = self._step.plan
-        feeds, _ = prepare(plan, batch)
+        signature = self._step.signature
+        feeds, _ = prepare(signature, batch)
         arrays = [feed if isinstance(feed, np.ndarray) else feed.numpy() for feed in feeds]
-        check_labels(plan, arrays)
+        check_labels(signature, arrays)
         samples = len(arrays[0]) if arrays[0].ndim else 1
         if samples == 0:
             return []
@@ -225,10 +225,10 @@ class PipelineParallel:
                 array[index * size : (index + 1) * size] if array.ndim and len(array) == samples else array
                 for array in arrays
             ]
-            given = {name: np.ascontiguousarray(part) for name, part in zip(plan.inputs, parts)}
+            given = {name: np.ascontiguousarray(part) for name, part in zip(signature.inputs, parts)}
             given[SEED] = np.array([self._seed(step * (wanted + 1) + index)], np.int64)
             total = self._settings.loss_reduction == "sum"
-            micros.append(Micro(given, 1.0 if total else weight_of(plan, parts, self._settings)))
+            micros.append(Micro(given, 1.0 if total else weight_of(signature, parts, self._settings)))
         return micros
 
     def _seed(self, step: int) -> int:
@@ -267,7 +267,7 @@ class PipelineParallel:
         names = self._blueprint.shared
         if not names:
             return
-        shapes = [self._blueprint.plan.shapes[name] for name in names]
+        shapes = [self._blueprint.signature.shapes[name] for name in names]
         layout = layout_of(names, [np.dtype(np.float32)] * len(names), shapes)
         own = self.module.memory.gradients.tensors
         vector = layout.pack({name: own[name].read() for name in names if name in own})
@@ -291,9 +291,9 @@ class PipelineParallel:
                     )
                 batch = next(batches, None)
                 if batch is not None:
-                    feeds, _ = prepare(self._step.plan, batch)
-                    check_labels(self._step.plan, feeds)
-                    given = dict(zip(self._step.plan.inputs, feeds))
+                    feeds, _ = prepare(self._step.signature, batch)
+                    check_labels(self._step.signature, feeds)
+                    given = dict(zip(self._step.signature.inputs, feeds))
             except Exception as error:
                 self._flow.failure = error
             state = np.array([self._flow.failure is not None, batch is not None], np.int64)
@@ -336,7 +336,7 @@ class PipelineParallel:
     def _weigh(self, batch: Sequence[Any]) -> float:
         if self._settings.loss_reduction == "sum":
             return 1.0 if np.shape(batch[0])[:1] != (0,) else 0.0
-        return weight_of(self._step.plan, batch, self._settings)
+        return weight_of(self._step.signature, batch, self._settings)
 
 
 def _groups(

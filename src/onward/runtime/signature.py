@@ -11,13 +11,13 @@ from onward.errors import MAKE_ARTIFACTS, ModelError
 from onward.graph.passes.specialize import BUFFER, OUT, RESET
 from onward.model_metadata import read_labels, read_names
 
-__all__ = ["SEED", "Plan", "read_plan"]
+__all__ = ["SEED", "Signature", "read_signature"]
 
 SEED = "random_seed"
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class Signature:
     """Names by role, with shapes and types.
 
     `labels` are (index of the input, number of classes, label that is ignored or None). `same` are pairs of
@@ -41,8 +41,8 @@ class Plan:
     artifacts_id: str = ""
 
 
-def read_plan(model: onnx.ModelProto, path: str, role: str) -> Plan:
-    """The plan of an artifact in its role; an error where the file is not one of Onward's, or has another role."""
+def read_signature(model: onnx.ModelProto, path: str, role: str) -> Signature:
+    """The signature of an artifact in its role; an error where the file is not one of Onward's, or has another role."""
     about = {entry.key: entry.value for entry in model.metadata_props}
     if "onward.trainable" not in about:
         raise ModelError(
@@ -73,7 +73,7 @@ def read_plan(model: onnx.ModelProto, path: str, role: str) -> Plan:
         for name, (classes, ignored) in read_labels(about).items()
         if name in inputs
     ]
-    return Plan(
+    return Signature(
         inputs=inputs,
         outputs=outputs,
         parameters=[name for name in names if name in known],

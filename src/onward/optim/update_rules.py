@@ -293,11 +293,10 @@ def make(name: str, **options: Any) -> Optimizer:
     >>> make("AdamW", weight_decay=0.01).hyperparameters["eps"]
     1e-06
     """
-    kinds = {"Adam": adam, "SGD": sgd, "Adagrad": adagrad, "RMSprop": rmsprop}
-    kinds |= {"Lion": lion, "Lamb": lamb, "Adafactor": adafactor}
-    if name == "AdamW":  # the API that it stands in for has another epsilon than torch, and no decay
-        return adamw(**{"eps": 1e-6, "weight_decay": 0.0} | options)
-    return kinds[name](**options)
+    # the API that AdamW stands in for has another epsilon than torch, and no decay
+    defaults: dict[str, Any] = {"eps": 1e-6, "weight_decay": 0.0} if name == "AdamW" else {}
+    makers: list[Callable[..., Optimizer]] = [adamw, sgd, adam, adagrad, rmsprop, lion, lamb, adafactor]
+    return {maker.__name__: maker for maker in makers}[name.lower()](**defaults | options)
 
 
 def _with_decay(op: Builder, p: ir.Value, g: ir.Value, s: Scalars) -> ir.Value:
