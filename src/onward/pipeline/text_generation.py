@@ -110,13 +110,7 @@ class Decoder:
         inputs = {value.name: value for value in session.get_inputs()}
         self._names = list(inputs)
         self._outputs = [value.name for value in session.get_outputs()]
-        self._past = {
-            name: np.zeros(
-                (len(ids), int(value.shape[1]), 0, int(value.shape[3])), _TYPES.get(value.type, np.float32)
-            )
-            for name, value in inputs.items()
-            if name.startswith("past_key_values.")
-        }
+        self._past = _empty_cache(inputs, len(ids))
 
     def step(self, tokens: np.ndarray | None, rows: np.ndarray | None) -> np.ndarray:
         ids = self.history
@@ -177,13 +171,7 @@ class EncoderDecoder:
         self._outputs = [value.name for value in decoder.get_outputs()]
         self._seen = {name: np.asarray(value) for name, value in zip(names, found) if name in inputs}
         self._seen |= {name: feed[name] for name in ("attention_mask",) if name in inputs}
-        self._past = {
-            name: np.zeros(
-                (rows, int(value.shape[1]), 0, int(value.shape[3])), _TYPES.get(value.type, np.float32)
-            )
-            for name, value in inputs.items()
-            if name.startswith("past_key_values.")
-        }
+        self._past = _empty_cache(inputs, rows)
 
     def step(self, tokens: np.ndarray | None, rows: np.ndarray | None) -> np.ndarray:
         ids = self.history
@@ -325,3 +313,14 @@ def _beams(writer: Writer, options: Options) -> list[list[int]]:
             logits = writer.step(tokens.reshape(-1), parents.reshape(-1))
         history = writer.history
     return [max(found, key=lambda entry: entry[0])[1] if found else [] for found in finished]
+
+
+def _empty_cache(inputs: Mapping[str, Any], rows: int) -> dict[str, np.ndarray]:
+    """Keys and values of no token yet, by the names of a session's inputs."""
+    return {
+        name: np.zeros(
+            (rows, int(value.shape[1]), 0, int(value.shape[3])), _TYPES.get(value.type, np.float32)
+        )
+        for name, value in inputs.items()
+        if name.startswith("past_key_values.")
+    }

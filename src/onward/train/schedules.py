@@ -6,28 +6,20 @@ import difflib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeAlias
 
-from onward.api.schedulers import (
-    ConstantLRScheduler,
-    CosineLRScheduler,
-    LinearLRScheduler,
-    LRScheduler,
-    OneCycleLRScheduler,
-    PolynomialLRScheduler,
-    StepLRScheduler,
-)
+from onward.api import schedulers
 
 if TYPE_CHECKING:
     from onward.api.optimizer import Optimizer
 
 __all__ = ["SCHEDULES", "Schedule", "make_schedule", "require_schedule", "schedule_name"]
 
-Schedule: TypeAlias = "str | Callable[[Optimizer, int | None], LRScheduler]"
+Schedule: TypeAlias = "str | Callable[[Optimizer, int | None], schedulers.LRScheduler]"
 SCHEDULES = ("constant", "linear", "cosine", "step", "one-cycle", "polynomial")
 
 
 def make_schedule(
     schedule: Schedule, optimizer: Optimizer, rate: float, *, total: int | None, warmup: float = 0
-) -> LRScheduler:
+) -> schedulers.LRScheduler:
     """The scheduler of a run of `total` updates; warmup counts them, or is a share of them when below 1."""
     if not isinstance(schedule, str):
         return schedule(optimizer, total)
@@ -46,18 +38,20 @@ def make_schedule(
         )
     steps = round(warmup * total) if 0 < warmup < 1 and total is not None else int(warmup)
     if schedule == "constant" or total is None:
-        return ConstantLRScheduler(optimizer, rate, warmup_step_count=steps)
+        return schedulers.ConstantLRScheduler(optimizer, rate, warmup_step_count=steps)
     if schedule == "linear":
-        return LinearLRScheduler(optimizer, steps, total, rate)
+        return schedulers.LinearLRScheduler(optimizer, steps, total, rate)
     if schedule == "cosine":
-        return CosineLRScheduler(optimizer, rate, total_step_count=total, warmup_step_count=steps)
+        return schedulers.CosineLRScheduler(optimizer, rate, total_step_count=total, warmup_step_count=steps)
     if schedule == "step":
-        return StepLRScheduler(optimizer, rate, step_size=max(1, total // 3), warmup_step_count=steps)
+        return schedulers.StepLRScheduler(
+            optimizer, rate, step_size=max(1, total // 3), warmup_step_count=steps
+        )
     if schedule == "polynomial":
-        return PolynomialLRScheduler(
+        return schedulers.PolynomialLRScheduler(
             optimizer, rate, total_step_count=total, power=2.0, warmup_step_count=steps
         )
-    return OneCycleLRScheduler(optimizer, rate, total_step_count=total)
+    return schedulers.OneCycleLRScheduler(optimizer, rate, total_step_count=total)
 
 
 def require_schedule(schedule: Schedule) -> None:

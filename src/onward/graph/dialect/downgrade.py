@@ -13,15 +13,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onward.errors import ModelError
-from onward.graph.dialect.attention import (
-    Mask,
-    attend,
-    merge_heads,
-    positions,
-    repeat_heads,
-    rotate,
-    split_heads,
-)
+from onward.graph.dialect import attention
 from onward.graph.nodes import attribute, given, wanted
 
 if TYPE_CHECKING:
@@ -91,8 +83,8 @@ def _attention(op: Builder, node: ir.Node) -> Sequence[ir.Value | None]:
     q, k, v = (_input(node, index) for index in range(3))
     flat = op.rank(q) == 3
     if flat:
-        q = split_heads(op, q, attribute(node, "q_num_heads"))
-        k, v = (split_heads(op, x, attribute(node, "kv_num_heads")) for x in (k, v))
+        q = attention.split_heads(op, q, attribute(node, "q_num_heads"))
+        k, v = (attention.split_heads(op, x, attribute(node, "kv_num_heads")) for x in (k, v))
     queries = op.dim(q, 2)
     past_key, past_value, valid = given(node, 4), given(node, 5), given(node, 6)
     offset = None
@@ -104,9 +96,9 @@ def _attention(op: Builder, node: ir.Node) -> Sequence[ir.Value | None]:
         offset = op.Unsqueeze(op.Sub(valid, queries), np.asarray([1, 2, 3], np.int64))
     mask = _mask(op, node, q, op.dim(k, 2), offset, valid)
     times = _heads_per_key(op, q, k)
-    k, v = repeat_heads(op, k, times), repeat_heads(op, v, times)
+    k, v = attention.repeat_heads(op, k, times), attention.repeat_heads(op, v, times)
     precision = attribute(node, "softmax_precision")
-    done = attend(
+    done = attention.attend(
         op,
         q,
         k,
@@ -120,7 +112,7 @@ def _attention(op: Builder, node: ir.Node) -> Sequence[ir.Value | None]:
     seen = [done.scores, done.capped, done.masked, done.probabilities][mode]
     if mode == 2 and mask.allowed is not None and wanted(node, 3):
         seen = op.Where(mask.allowed, seen, op.constant_like(-np.inf, q))
-    output = merge_heads(op, done.output) if flat else done.output
+    output = attention.merge_heads(op, done.output) if flat else done.output
     return [output, *present, seen if wanted(node, 3) else None]
 
 
@@ -141,8 +133,8 @@ def _mask(
     total: ir.Value,
     offset: ir.Value | None,
     valid: ir.Value | None,
-) -> Mask:
-    mask = Mask(may_be_empty=False)
+) -> attention.Mask:
+    mask = attention.Mask(may_be_empty=False)
     given_mask = given(node, 3)
     if given_mask is not None:
         mask.may_be_empty = True
@@ -154,9 +146,9 @@ def _mask(
     left, right = attribute(node, "left_window_size", -1), attribute(node, "right_window_size", -1)
     causal = attribute(node, "is_causal", 0)
     if causal or left >= 0 or right >= 0:
-        row = op.Unsqueeze(positions(op, op.dim(q, 2)), [1])
+        row = op.Unsqueeze(attention.positions(op, op.dim(q, 2)), [1])
         row = row if offset is None else op.Add(row, offset)
-        column = op.Unsqueeze(positions(op, total), [0])
+        column = op.Unsqueeze(attention.positions(op, total), [0])
         if causal:
             mask.allow(op, op.LessOrEqual(column, row))
         if left >= 0:
@@ -166,7 +158,7 @@ def _mask(
         if left >= 0 or right >= 0 or valid is not None:
             mask.may_be_empty = True
     if valid is not None:
-        column = op.Unsqueeze(positions(op, total), np.asarray([0, 1, 2], np.int64))
+        column = op.Unsqueeze(attention.positions(op, total), np.asarray([0, 1, 2], np.int64))
         mask.allow(op, op.Less(column, op.Unsqueeze(valid, np.asarray([1, 2, 3], np.int64))))
         mask.may_be_empty = True
     return mask
@@ -208,11 +200,11 @@ def _rotary_embedding(op: Builder, node: ir.Node) -> ir.Value:
     x, cos, sin, ids = _input(node, 0), _input(node, 1), _input(node, 2), given(node, 3)
     flat = op.rank(x) == 3
     if flat:
-        x = split_heads(op, x, attribute(node, "num_heads"))
+        x = attention.split_heads(op, x, attribute(node, "num_heads"))
     if ids is not None:
         cos, sin = op.Gather(cos, ids, axis=0), op.Gather(sin, ids, axis=0)
     cos, sin = op.Unsqueeze(cos, [1]), op.Unsqueeze(sin, [1])
-    turned = rotate(
+    turned = attention.rotate(
         op,
         x,
         cos,
@@ -220,7 +212,7 @@ def _rotary_embedding(op: Builder, node: ir.Node) -> ir.Value:
         rotary=attribute(node, "rotary_embedding_dim", 0),
         interleaved=bool(attribute(node, "interleaved", 0)),
     )
-    return merge_heads(op, turned) if flat else turned
+    return attention.merge_heads(op, turned) if flat else turned
 
 
 @_newer("Swish")
@@ -243,7 +235,7 @@ def _tensor_scatter(op: Builder, node: ir.Node) -> ir.Value:
     cache, update, start = _input(node, 0), _input(node, 1), given(node, 2)
     rank = op.rank(cache)
     axis = attribute(node, "axis", -2) % rank
-    place = positions(op, op.dim(update, axis))
+    place = attention.positions(op, op.dim(update, axis))
     others = [i for i in range(rank) if i != axis]
     place = op.Unsqueeze(place, np.asarray(others, np.int64))
     if start is not None:

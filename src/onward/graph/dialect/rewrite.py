@@ -14,7 +14,7 @@ from typing import Any
 import onnx_ir as ir
 
 from onward.errors import ModelError
-from onward.graph.builder import Builder, Operand
+from onward.graph.builder import Builder
 from onward.graph.nodes import subgraphs_of, wanted
 
 __all__ = ["Expansion", "Unknown", "rewrite"]
@@ -54,17 +54,9 @@ class _Recorder(Builder):
         super().__init__(graph, parent=parent)
         self.made: dict[ir.Node, None] = {}
 
-    def node(
-        self,
-        op_type: str,
-        inputs: Sequence[Operand],
-        attributes: dict[str, Any] | None = None,
-        *,
-        outputs: int = 1,
-        domain: str = "",
-    ) -> tuple[ir.Value, ...]:
+    def node(self, *given: Any, **named: Any) -> tuple[ir.Value, ...]:
         """Append a node, and remember it."""
-        results = super().node(op_type, inputs, attributes, outputs=outputs, domain=domain)
+        results = super().node(*given, **named)
         producer = results[0].producer()
         assert producer is not None
         self.made[producer] = None
