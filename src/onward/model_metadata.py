@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from onward import contract
 from onward.errors import MAKE_ARTIFACTS, LimitError, ModelError
 from onward.reading import names_of, parse_json
 
@@ -34,11 +35,11 @@ def read_table(about: Mapping[str, str], key: str) -> dict[str, Any]:
 def read_labels(about: Mapping[str, str]) -> dict[str, tuple[int, int | None]]:
     """By input that holds class numbers: how many classes there are, and the number that is ignored."""
     found = {}
-    for name, entry in read_table(about, "onward.labels").items():
+    for name, entry in read_table(about, contract.LABELS).items():
         classes = entry.get("classes") if isinstance(entry, dict) else None
         ignored = entry.get("ignore_index") if isinstance(entry, dict) else None
         if type(classes) is not int or not (ignored is None or type(ignored) is int):
-            raise _damaged("onward.labels", f"'{name}' has no number of classes")
+            raise _damaged(contract.LABELS, f"'{name}' has no number of classes")
         found[name] = (classes, ignored)
     return found
 

@@ -12,12 +12,12 @@ import torch
 from export.architectures import ARCHITECTURES
 from onward import artifacts
 from onward.api import CheckpointState, Module
+from onward.contract import SEED
 from onward.distributed import RunnerSettings
 from onward.distributed.stages.models import Blueprint, StageModel, StageStep, draw_blueprint
 from onward.export import from_torch
 from onward.runtime.devices import Device
 from onward.runtime.memory import ModelMemory
-from onward.runtime.signature import SEED
 
 Arrays = dict[str, np.ndarray]
 

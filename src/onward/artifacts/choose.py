@@ -15,6 +15,7 @@ from collections.abc import Collection, Sequence
 
 import onnx_ir as ir
 
+from onward import contract
 from onward.errors import SEE_NAMES, ModelError
 from onward.graph.nodes import captured_values, subgraphs_of
 from onward.model_metadata import read_names
@@ -75,11 +76,11 @@ def choose(
     by_default = False
     if requires_grad is None and adapters:
         requires_grad = []
-    elif requires_grad is None and "onward.requires_grad" in model.metadata_props:
-        recorded = read_names(model.metadata_props, "onward.requires_grad")
+    elif requires_grad is None and contract.REQUIRES_GRAD in model.metadata_props:
+        recorded = read_names(model.metadata_props, contract.REQUIRES_GRAD)
         requires_grad = [name for name in recorded if name not in frozen]
         if frozen_params is None:
-            kept = read_names(model.metadata_props, "onward.frozen_params")
+            kept = read_names(model.metadata_props, contract.FROZEN_PARAMS)
             frozen = resolve([name for name in kept if name in graph.initializers], base, "frozen_params")
     elif requires_grad is None:
         by_default = True

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 import onnx
 import onnx_ir as ir
 
-from onward import losses
+from onward import contract, losses
 from onward.artifacts.choose import Choice, choose, constant_vectors, resolve
 from onward.artifacts.names import LOSSES, LossType, OptimType, loss_type, optimizer_type
 from onward.artifacts.portable import portable_step
@@ -254,7 +254,7 @@ def build_artifacts(
     prepared = normalize(loaded)
     adapters = [] if lora is None else add_adapters(prepared, lora)
     given = set(prepared.graph.initializers)
-    prepared.metadata_props.update({"onward.loss_name": _loss_name(loss), **(metadata or {})})
+    prepared.metadata_props.update({contract.LOSS_NAME: _loss_name(loss), **(metadata or {})})
     notes = _set_batch_norm(prepared, batch_norm)
     (loss_name, *more), prepared = _with_loss(prepared, add_loss, loss_input_names)
     choice = choose(
@@ -277,8 +277,8 @@ def build_artifacts(
         else:
             optimizer_made = rule.optimizer_model(graphs.trainable, groups)
         optimizer_made.producer_name, optimizer_made.producer_version = producer()
-        optimizer_made.metadata_props["onward.version"] = producer()[1]
-        optimizer_made.metadata_props["onward.artifacts"] = graphs.training.metadata_props["onward.artifacts"]
+        optimizer_made.metadata_props[contract.VERSION] = producer()[1]
+        optimizer_made.metadata_props[contract.ARTIFACTS] = graphs.training.metadata_props[contract.ARTIFACTS]
     initial = CheckpointData(
         trainable={name: tensor.numpy() for name, tensor in graphs.trainable.items()},
         frozen={name: tensor.numpy() for name, tensor in graphs.frozen.items()},
@@ -357,7 +357,7 @@ def _record_defaults(
         )
     if not choice.by_default and not head:
         return groups
-    about["onward.defaults"] = json.dumps(
+    about[contract.DEFAULTS] = json.dumps(
         {"learning_rate": 1e-3 if head else 1e-4, "warmup": 0.1, "clip_norm": 1.0}
     )
     body = [name for name in choice.trainable if name not in head]

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import onnx_ir as ir
 
+from onward import contract
 from onward.checkpoint.portable import StateLayout, StatePart, StateTensor, aligned
+from onward.contract import BUFFER, OUT, RESET, SEED
 from onward.errors import ModelError
 from onward.graph.builder import Builder
 from onward.graph.cleanup import share_subexpressions
 from onward.graph.passes.finish import finish
-from onward.graph.passes.randomness import SEED_INPUT
-from onward.graph.passes.specialize import BUFFER, OUT, RESET
 from onward.optim.inline import InlineOptimizer, Unit
 
 if TYPE_CHECKING:
@@ -59,8 +59,8 @@ def portable_step(
     state.add_weights(checkpoint, rule, statistics=following)
     state.add_slots(rule)
     state.add_counters()
-    if SEED_INPUT in inputs:
-        _mix_seed(op, inputs[SEED_INPUT], state.seed, state.train_step)
+    if SEED in inputs:
+        _mix_seed(op, inputs[SEED], state.seed, state.train_step)
     for unit in state.units:
         unit.gradient = _together(op, unit, gradients)
     judged = [unit.gradient for unit in state.units if unit.gradient is not None]
@@ -69,21 +69,21 @@ def portable_step(
     layout = StateLayout(state.tensors)
     model.metadata_props.update(
         {
-            "onward.role": "train_step",
-            "onward.portable": VERSION,
-            "onward.batch_inputs": str(batch),
-            "onward.results": str(len(results)),
-            "onward.state": layout.text(),
-            "onward.state_digest": layout.digest.hex(),
-            "onward.weights_size": str(layout.weights_size),
-            "onward.label_ranges": _label_ranges(model),
+            contract.ROLE: "train_step",
+            contract.PORTABLE: VERSION,
+            contract.BATCH_INPUTS: str(batch),
+            contract.RESULTS: str(len(results)),
+            contract.STATE: layout.text(),
+            contract.STATE_DIGEST: layout.digest.hex(),
+            contract.WEIGHTS_SIZE: str(layout.weights_size),
+            contract.LABEL_RANGES: _label_ranges(model),
         }
     )
     return finish(model), layout
 
 
 def _label_ranges(model: ir.Model) -> str:
-    ranges: dict[str, dict[str, int]] = json.loads(model.metadata_props.get("onward.labels", "{}"))
+    ranges: dict[str, dict[str, int]] = json.loads(model.metadata_props.get(contract.LABELS, "{}"))
     lines = [(name, str(r["classes"]), str(r.get("ignore_index", ""))) for name, r in ranges.items()]
     return "".join("\t".join(fields) + "\n" for fields in lines)
 
@@ -94,8 +94,8 @@ def _take_results(graph: ir.Graph, checkpoint: CheckpointData) -> tuple[dict, di
     following: dict[str, ir.Value] = {}
     for output in list(graph.outputs):
         name = output.name or ""
-        statistic, parameter = name.removesuffix(".next"), name.removesuffix(OUT)
-        if name.endswith(".next") and statistic in checkpoint.frozen:
+        statistic, parameter = name.removesuffix(contract.NEXT), name.removesuffix(OUT)
+        if name.endswith(contract.NEXT) and statistic in checkpoint.frozen:
             graph.outputs.remove(output)
             output.name = f"{name}.computed"
             following[statistic] = output
@@ -113,7 +113,7 @@ def _take_results(graph: ir.Graph, checkpoint: CheckpointData) -> tuple[dict, di
 
 
 def _is_batch(name: str, checkpoint: CheckpointData) -> bool:
-    internal = name.endswith(BUFFER) or name in (RESET, SEED_INPUT)
+    internal = name.endswith(BUFFER) or name in (RESET, SEED)
     return not internal and name not in checkpoint.trainable and name not in checkpoint.frozen
 
 
@@ -376,6 +376,6 @@ def _add_update(
     share_subexpressions(ir.Model(branch.graph, ir_version=10))
     results = [*_if(op, good, branch.graph, keep.graph), op.Identity(state.seed)]
     for before, after in zip([*(before for before, _ in pairs), state.seed], results):
-        after.name = op.namer(f"{before.name}.next")
+        after.name = op.namer(f"{before.name}{contract.NEXT}")
         after.type, after.shape = before.type, before.shape
         op.graph.outputs.append(after)

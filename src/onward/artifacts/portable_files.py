@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import onnx_ir as ir
 
+from onward import contract
 from onward.checkpoint.portable import StateLayout, to_portable, weights_of
 from onward.graph.cleanup import simplify
 from onward.graph.passes.inference_mode import to_inference
@@ -48,8 +49,8 @@ def _inference_model(evaluation: ir.Model, layout: StateLayout, data: Path) -> i
     model = evaluation.clone()
     about = model.metadata_props
     known = values_of(model.graph)
-    outputs = [name for name in json.loads(about.get("onward.outputs", "[]")) if name in known]
-    prune(model, outputs or [about["onward.loss"]])
+    outputs = [name for name in json.loads(about.get(contract.OUTPUTS, "[]")) if name in known]
+    prune(model, outputs or [about[contract.LOSS]])
     to_inference(model)
     names = [part.name for part, _, _ in layout.parts() if part.role != "slot"]
     simplify(model, parameters=names)
@@ -69,7 +70,7 @@ def _inference_model(evaluation: ir.Model, layout: StateLayout, data: Path) -> i
             base_dir=data.parent,
         )
         model.graph.register_initializer(value)
-    for key in ("onward.trainable", "onward.frozen", "onward.labels", "onward.loss"):
+    for key in (contract.TRAINABLE, contract.FROZEN, contract.LABELS, contract.LOSS):
         about.pop(key, None)
-    about.update({"onward.role": "inference", "onward.state_digest": layout.digest.hex()})
+    about.update({contract.ROLE: "inference", contract.STATE_DIGEST: layout.digest.hex()})
     return model

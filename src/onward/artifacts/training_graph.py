@@ -17,19 +17,22 @@ from importlib import metadata
 import numpy as np
 import onnx_ir as ir
 
-from onward.autodiff.engine import DifferentiableBuilder, is_differentiable
+from onward import contract
+from onward.autodiff.engine import DifferentiableBuilder
 from onward.autodiff.gradient import add_gradients
 from onward.autodiff.recompute.segments import Recompute, recompute_activations
 from onward.autodiff.stops import untrainable
+from onward.contract import BUFFER, LOSS_SCALE, OUT, RESET, SEED
 from onward.errors import ModelError
+from onward.graph.nodes import is_differentiable
 from onward.graph.passes.finish import finish
 from onward.graph.passes.gelu import fuse_gelu
 from onward.graph.passes.gradients_early import schedule_gradients_early
 from onward.graph.passes.inference_mode import to_inference
 from onward.graph.passes.precision import Precision, lower_precision
-from onward.graph.passes.randomness import SEED_INPUT, make_random_explicit
+from onward.graph.passes.randomness import make_random_explicit
 from onward.graph.passes.running_stats import make_statistics_explicit
-from onward.graph.passes.specialize import BUFFER, FIRST_SCALE, LOSS_SCALE, OUT, RESET
+from onward.graph.passes.specialize import FIRST_SCALE
 from onward.graph.prune import find_value, values_of
 
 __all__ = ["RESET", "TrainingGraphs", "build_training_graphs", "producer"]
@@ -76,22 +79,22 @@ def build_training_graphs(
         tensors[scale] = ir.tensor(np.full(1, FIRST_SCALE, np.float32), name=scale)
         order, frozen = [*order, scale], [*frozen, scale]
     about = {
-        "onward.version": producer()[1],
-        "onward.loss": loss,
-        "onward.outputs": json.dumps(results),
-        "onward.trainable": json.dumps([name for name in order if name in trained]),
-        "onward.frozen": json.dumps(frozen),
-        "onward.labels": json.dumps(labels),
+        contract.VERSION: producer()[1],
+        contract.LOSS: loss,
+        contract.OUTPUTS: json.dumps(results),
+        contract.TRAINABLE: json.dumps([name for name in order if name in trained]),
+        contract.FROZEN: json.dumps(frozen),
+        contract.LABELS: json.dumps(labels),
     }
     for made, role in ((model, "training"), (evaluation, "eval")):
         made.producer_name, made.producer_version = producer()
-        made.metadata_props.update({**about, "onward.role": role})
+        made.metadata_props.update({**about, contract.ROLE: role})
     finish(model)
     schedule_gradients_early(model.graph, flag=RESET)
     _finish_evaluation(evaluation, results)
     _spell_out_inference(evaluation.graph)
     for made in (model, evaluation):
-        made.metadata_props["onward.artifacts"] = _identity(model)
+        made.metadata_props[contract.ARTIFACTS] = _identity(model)
     return TrainingGraphs(
         training=model,
         evaluation=evaluation,
@@ -115,14 +118,14 @@ def _finish_evaluation(model: ir.Model, results: Sequence[str]) -> None:
 def _refuse_reserved(graph: ir.Graph, outputs: Sequence[str]) -> None:
     """Names that training models give to what they add must be free; so must a key of safetensors files."""
     for name in [*values_of(graph), *graph.initializers]:
-        if name in (RESET, SEED_INPUT, "__metadata__") or name.endswith((BUFFER, OUT)):
+        if name in (RESET, SEED, "__metadata__") or name.endswith((BUFFER, OUT)):
             raise _reserved(name)
-    statistics = {f"{name}.next" for name in _statistics(graph)}
+    statistics = {f"{name}{contract.NEXT}" for name in _statistics(graph)}
     for name in [*(value.name or "" for value in graph.inputs), *graph.initializers]:
         if name in statistics:  # a value between nodes gets another name where the step needs its own
             raise _reserved(name)
     for name in outputs:
-        if name.endswith(".next"):
+        if name.endswith(contract.NEXT):
             raise _reserved(name)
 
 
@@ -201,15 +204,18 @@ def _build_step(
     recompute_activations(op, forward, recompute, results=results)
     for statistic in statistics:
         _name_output(
-            op, op.Identity(statistic.following), f"{statistic.current.name}.next", statistic.current
+            op,
+            op.Identity(statistic.following),
+            f"{statistic.current.name}{contract.NEXT}",
+            statistic.current,
         )
-    model.metadata_props["onward.statistics"] = json.dumps([s.current.name for s in statistics])
-    model.metadata_props["onward.random"] = json.dumps(SEED_INPUT if seed is not None else None)
+    model.metadata_props[contract.STATISTICS] = json.dumps([s.current.name for s in statistics])
+    model.metadata_props[contract.RANDOM] = json.dumps(SEED if seed is not None else None)
     lower_precision(model, order, precision)
-    model.metadata_props["onward.precision"] = precision
+    model.metadata_props[contract.PRECISION] = precision
     if scale is None:
         return None
-    model.metadata_props["onward.loss_scale"] = scale.name or ""
+    model.metadata_props[contract.SCALE] = scale.name or ""
     return scale.name
 
 

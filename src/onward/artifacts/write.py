@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import onnx_ir as ir
 
+from onward import contract
 from onward.checkpoint.store import save
 from onward.errors import ModelError
 from onward.files import place, staging_folder
@@ -50,7 +51,7 @@ def write_artifacts(
                         staging / f"{name}.onnx",
                         custom_op_library,
                         ort_format=ort_format,
-                        for_devices=model.metadata_props.get("onward.precision") == "bf16",
+                        for_devices=model.metadata_props.get(contract.PRECISION) == "bf16",
                     )
             for name, data in checkpoints.items():
                 save(data, staging / name)

@@ -15,11 +15,11 @@ import onnx
 import onnx.inliner
 import onnx_ir as ir
 
-from onward.autodiff.engine import is_differentiable
 from onward.autodiff.gradient import find_value, vector_jacobian
 from onward.errors import ModelError, OnwardError
 from onward.graph.dialect.normalize import normalize
 from onward.graph.load import ModelSource, load_model
+from onward.graph.nodes import is_differentiable
 
 __all__ = ["GradientCheck", "GradientMismatch", "check_gradient", "to_double"]
 

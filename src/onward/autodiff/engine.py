@@ -16,7 +16,7 @@ from onward.autodiff import registry
 from onward.autodiff.sequences import add_sequences
 from onward.errors import UnsupportedOps
 from onward.graph.builder import Builder
-from onward.graph.nodes import captured_values, stops_gradient, subgraphs_of
+from onward.graph.nodes import captured_values, is_differentiable, stops_gradient, subgraphs_of
 
 __all__ = [
     "DifferentiableBuilder",
@@ -26,10 +26,7 @@ __all__ = [
     "backward",
     "captured_values",
     "find_path",
-    "is_differentiable",
 ]
-
-_FLOATING = frozenset({ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16, ir.DataType.BFLOAT16})
 
 
 class DifferentiableBuilder(Builder):
@@ -102,16 +99,6 @@ def backward(
                 gradients.setdefault(value, []).append(_describe(contribution, value))
     op.scope = ""
     return {value: _total(op, gradients.get(value, []), value) for value in wrt}
-
-
-def is_differentiable(value: ir.Value | None) -> bool:
-    """Whether a value holds real numbers: a floating tensor, or a sequence or optional of them."""
-    if value is None:
-        return False
-    kind = value.type
-    while isinstance(kind, ir.SequenceType | ir.OptionalType):
-        kind = kind.elem_type
-    return isinstance(kind, ir.TensorType) and kind.dtype in _FLOATING
 
 
 def add_cotangent(

@@ -9,12 +9,13 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from onward.autodiff.engine import DifferentiableBuilder, backward, is_differentiable
+from onward.autodiff.engine import DifferentiableBuilder, backward
 from onward.autodiff.peephole import improve
 from onward.autodiff.sequences import zeros
 from onward.errors import ModelError
 from onward.graph.dialect.normalize import normalize
 from onward.graph.gc_paused import gc_paused
+from onward.graph.nodes import is_differentiable
 from onward.graph.passes.finish import finish
 from onward.graph.passes.running_stats import make_statistics_explicit
 from onward.graph.prune import find_value, find_values

@@ -11,16 +11,10 @@ from typing import Any
 
 import onnx_ir as ir
 
-from onward.autodiff.engine import (
-    DifferentiableBuilder,
-    add_cotangent,
-    backward,
-    find_path,
-    is_differentiable,
-)
+from onward.autodiff.engine import DifferentiableBuilder, add_cotangent, backward, find_path
 from onward.autodiff.sequences import add, zeros
 from onward.errors import ModelError
-from onward.graph.nodes import RANDOM, subgraphs_of
+from onward.graph.nodes import RANDOM, is_differentiable, subgraphs_of
 from onward.graph.shapes.bodies import describe, infer_node
 
 __all__ = [

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from onward import contract
 from onward.checkpoint import content, integrity
 from onward.checkpoint.atomic import open_regular, read_all, replace_file
 from onward.checkpoint.codec import little_endian_bytes, native_array
@@ -25,7 +26,7 @@ from onward.errors import CheckpointError
 
 __all__ = ["from_safetensors", "to_safetensors"]
 
-_FROZEN_KEY = "onward.frozen"
+_FROZEN_KEY = contract.FROZEN
 _METADATA = "__metadata__"
 _MAX_HEADER = 100_000_000  # the limit of the format's own readers
 _CODES = {

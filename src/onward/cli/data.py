@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from onward import contract
 from onward.cli.errors import CommandError
 from onward.cli.model_file import read_model
 from onward.cli.python_entry import import_entry, is_entry
+from onward.contract import SEED
 from onward.data.match_inputs import InputSpec, specs_of
 from onward.data.read import FORMATS, Data, DataOptions, read_data
 from onward.model_metadata import read_names
-from onward.runtime.signature import SEED
 
 __all__ = ["input_specs", "load_data", "parse_pairs", "user_inputs"]
 
@@ -36,14 +37,13 @@ def user_inputs(model: Path) -> list[InputSpec]:
     proto = read_model(model)
     about = {entry.key: entry.value for entry in proto.metadata_props}
     parameters = {
-        *read_names(about, "onward.trainable"),
-        *read_names(about, "onward.frozen"),
+        *read_names(about, contract.TRAINABLE),
+        *read_names(about, contract.FROZEN),
     }
     return [
         spec
         for spec in specs_of(proto.graph)
-        if spec.name not in {*parameters, "lazy_reset_grad", SEED}
-        and not spec.name.endswith("_grad.accumulation.buffer")
+        if spec.name not in {*parameters, contract.RESET, SEED} and not spec.name.endswith(contract.BUFFER)
     ]
 
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from onward import contract
 from onward.cli.command import CommandError
 from onward.cli.model_file import read_model
 from onward.cli.run_folder import read_run
@@ -56,7 +57,7 @@ def describe_model(path: Path) -> dict[str, Any]:
         "path": str(path),
         "bytes": path.stat().st_size,
         "external_data": outside,
-        "role": about.get("onward.role", "forward"),
+        "role": about.get(contract.ROLE, "forward"),
         "producer": f"{proto.producer_name} {proto.producer_version}".strip(),
         "opsets": {entry.domain or "ai.onnx": entry.version for entry in proto.opset_import},
         "ir_version": proto.ir_version,
@@ -176,7 +177,7 @@ def _roles(about: Mapping[str, str]) -> tuple[set[str], set[str]]:
     def names(*keys: str) -> set[str]:
         return {name for key in keys for name in _json_list(about.get(key, "[]"))}
 
-    return names("onward.trainable", "onward.requires_grad"), names("onward.frozen", "onward.frozen_params")
+    return names(contract.TRAINABLE, contract.REQUIRES_GRAD), names(contract.FROZEN, contract.FROZEN_PARAMS)
 
 
 def _json_list(text: str) -> list[str]:

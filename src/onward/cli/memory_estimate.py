@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from onward import contract
 from onward.model_metadata import read_table
 
 __all__ = ["footprint"]
@@ -37,7 +38,7 @@ def _slots(optimizer: Any) -> int:
 
     if optimizer is None:
         return 0
-    about = read_table(optimizer.metadata_props, "onward.optimizer")
+    about = read_table(optimizer.metadata_props, contract.OPTIMIZER)
     return len(about.get("slots", ("momentum0", "momentum1")))
 
 

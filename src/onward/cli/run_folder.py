@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from onward import contract
 from onward.cli.errors import CommandError
 from onward.cli.output_paths import folder_target, plain_prefix
 from onward.cli.python_entry import names_code
@@ -74,9 +75,9 @@ class Found:
         """What a deployed model says of itself: its classes, and how its input is prepared."""
         about = {}
         if self.classes:
-            about["onward.classes"] = json.dumps(self.classes, ensure_ascii=False)
+            about[contract.CLASSES] = json.dumps(self.classes, ensure_ascii=False)
         if self.preprocessing:
-            about["onward.preprocessing"] = json.dumps(self.preprocessing, sort_keys=True)
+            about[contract.PREPROCESSING] = json.dumps(self.preprocessing, sort_keys=True)
         return about
 
 

@@ -14,13 +14,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from onward import contract
 from onward.errors import DataError
 from onward.reading import parse_json, read_json
 
 __all__ = ["KEY", "NORMALIZATIONS", "Preprocessing", "beside", "image_settings", "known_image_settings"]
 
 # where a model's metadata has it
-KEY = "onward.preprocessing"
+KEY = contract.PREPROCESSING
 NORMALIZATIONS: Mapping[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
     "imagenet": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
     "half": ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5)),  # −1 to 1

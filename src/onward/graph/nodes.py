@@ -8,16 +8,17 @@ from typing import Any
 import onnx
 import onnx_ir as ir
 
+from onward.contract import GRADIENT, STOP
+
 __all__ = [
-    "GRADIENT",
     "RANDOM",
     "SMALL",
-    "STOP",
     "attribute",
     "attributes_key",
     "captured_values",
     "computation_key",
     "given",
+    "is_differentiable",
     "key_of",
     "stops_gradient",
     "subgraphs_of",
@@ -39,8 +40,19 @@ RANDOM = frozenset(
 )
 # Tensors up to this many elements are compared by content, and told to shape inference.
 SMALL = 256
-# A node's metadata in a model that is to be differentiated: an Identity marked so passes no gradient on.
-GRADIENT, STOP = "onward.gradient", "stop"
+
+
+_FLOATING = frozenset({ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16, ir.DataType.BFLOAT16})
+
+
+def is_differentiable(value: ir.Value | None) -> bool:
+    """Whether a value holds real numbers: a floating tensor, or a sequence or optional of them."""
+    if value is None:
+        return False
+    kind = value.type
+    while isinstance(kind, ir.SequenceType | ir.OptionalType):
+        kind = kind.elem_type
+    return isinstance(kind, ir.TensorType) and kind.dtype in _FLOATING
 
 
 def attribute(node: ir.Node, name: str, default: Any = None) -> Any:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import onnx
 import onnx_ir as ir
 
+from onward import contract
 from onward.artifacts.training_graph import build_training_graphs
 from onward.errors import SEE_NAMES, ModelError
 from onward.graph.dialect.normalize import normalize
@@ -100,8 +101,8 @@ class Block(abc.ABC):
                 f"the optimizer block {type(self).__name__} must build a graph with the inputs 'params' and "
                 f"'gradients' (sequences of tensors); it has {sorted(name or '' for name in inputs)}"
             )
-        model.metadata_props["onward.role"] = "optimizer"
-        model.metadata_props["onward.optimizer"] = json.dumps(
+        model.metadata_props[contract.ROLE] = "optimizer"
+        model.metadata_props[contract.OPTIMIZER] = json.dumps(
             {"name": type(self).__name__, "sequences": True}
         )
         return model

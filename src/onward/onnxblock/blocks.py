@@ -12,6 +12,7 @@ import onnx_ir as ir
 from onward.onnxblock.base import Block
 from onward.onnxblock.context import current_model
 from onward.onnxblock.emit import add_input, emit, find_type
+from onward.optim.update_rules import total_norm
 
 if TYPE_CHECKING:
     from onward.graph.builder import Builder
@@ -249,28 +250,6 @@ class Linear(Block):
             lambda op, x, *w: op.Gemm(x, *w, alpha=self._alpha, beta=self._beta, transB=1),
             scope=prefix,
         )[0]
-
-
-def total_norm(op: Builder, *values: ir.Value) -> ir.Value:
-    """√Σ‖x‖², shape [1], over tensors or one sequence of tensors."""
-    if len(values) == 1 and isinstance(values[0].type, ir.SequenceType):
-        return op.Sqrt(_sequence_square_sum(op, values[0]))
-    squares = [op.Reshape(op.ReduceSumSquare(value, keepdims=0), [1]) for value in values]
-    return op.Sqrt(squares[0] if len(squares) == 1 else op.Sum(*squares))
-
-
-def _sequence_square_sum(op: Builder, sequence: ir.Value) -> ir.Value:
-    body = op.subgraph("sum_squares")
-    index = body.input("index", ir.DataType.INT64, [])
-    going = body.input("going", ir.DataType.BOOL, [])
-    total = body.input("total", ir.DataType.FLOAT, [1])
-    element = body.SequenceAt(sequence, index)
-    added = body.Add(total, body.Reshape(body.ReduceSumSquare(element, keepdims=0), [1]))
-    body.graph.outputs.extend([body.Identity(going), added])
-    zero = np.zeros(1, np.float32)
-    result = op.Loop(op.SequenceLength(sequence), True, zero, body=body.graph)
-    result.type, result.shape = ir.TensorType(ir.DataType.FLOAT), ir.Shape([1])
-    return result
 
 
 def new_label(name: str, dtype: int, dims: Sequence[int | str | None]) -> str:

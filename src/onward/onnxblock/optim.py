@@ -15,11 +15,11 @@ import onnx_ir as ir
 
 from onward.errors import ModelError
 from onward.onnxblock.base import Block
-from onward.onnxblock.blocks import total_norm
 from onward.onnxblock.context import current_model
 from onward.onnxblock.emit import emit
 from onward.optim import update_rules
 from onward.optim.optimizer_model import Clipping, ParameterGroup, optimizer_model
+from onward.optim.update_rules import total_norm
 
 if TYPE_CHECKING:
     from onward.graph.builder import Builder

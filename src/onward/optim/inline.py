@@ -17,6 +17,8 @@ import onnx_ir as ir
 if TYPE_CHECKING:
     from onward.graph.builder import Builder
 
+from onward import contract
+
 __all__ = ["InlineOptimizer", "Unit"]
 
 _MOMENTS = ("first_order_moments", "second_order_moments", "third_order_moments")
@@ -47,7 +49,7 @@ class InlineOptimizer:
 
     def __init__(self, op: Builder, optimizer: ir.Model, *, rate: ir.Value) -> None:
         self._root, self._optimizer, self._rate = op, optimizer, rate
-        self._options = json.loads(optimizer.metadata_props["onward.optimizer"])
+        self._options = json.loads(optimizer.metadata_props[contract.OPTIMIZER])
         self.sequences = bool(self._options.get("sequences"))
         self.elementwise = not self.sequences and bool(self._options["elementwise"])
         self.clip_norm: float | None = self._options.get("clip_norm")
@@ -114,16 +116,16 @@ class InlineOptimizer:
         kept = ["parameter", *unit.slots]
         if not unit.in_pieces:
             made = self._graft(op, {**{k: _at_least_1d(op, v) for k, v in tensors.items()}, **scalars})
-            return [made[f"{name}.next"] for name in kept]
+            return [made[f"{name}{contract.NEXT}"] for name in kept]
         body = op.subgraph("piece")
         rows = {k: body.input(k, ir.DataType.FLOAT, unit.shape[1:]) for k in tensors}
         made = self._graft(body, {**rows, **scalars})
         for name in kept:
-            made[f"{name}.next"].dtype, made[f"{name}.next"].shape = (
+            made[f"{name}{contract.NEXT}"].dtype, made[f"{name}{contract.NEXT}"].shape = (
                 ir.DataType.FLOAT,
                 ir.Shape(unit.shape[1:]),
             )
-            body.graph.outputs.append(made[f"{name}.next"])
+            body.graph.outputs.append(made[f"{name}{contract.NEXT}"])
         attributes = {"body": ir.AttrGraph("body", body.graph), "num_scan_inputs": len(tensors)}
         return list(op.node("Scan", list(tensors.values()), attributes, outputs=len(kept)))
 
@@ -138,7 +140,7 @@ class InlineOptimizer:
             given |= {f"{name}.{slot}": value for slot, value in unit.slots.items()}
         made = self._graft(op, {**given, **scalars})
         return [
-            [made[f"{name}.next"], *(made[f"{name}.{slot}.next"] for slot in unit.slots)]
+            [made[f"{name}{contract.NEXT}"], *(made[f"{name}.{slot}{contract.NEXT}"] for slot in unit.slots)]
             for unit in units
             for name in unit.names
         ]

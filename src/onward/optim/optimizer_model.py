@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import onnx_ir as ir
 
+from onward import contract
 from onward.graph.builder import Builder
 from onward.graph.dialect.normalize import OPSET
 from onward.graph.passes.finish import finish
@@ -78,12 +79,12 @@ def optimizer_model(
         if clipping.value is not None:
             gradient = op.Clip(gradient, -clipping.value, clipping.value)
         updated, following = rule.update(op, parameter, gradient, state, scalars)
-        _output(op, updated, f"{tensor.parameter}.next", parameter)
+        _output(op, updated, f"{tensor.parameter}{contract.NEXT}", parameter)
         for slot in rule.slots:
-            _output(op, following[slot], f"{tensor.prefix}{slot}.next", state[slot])
+            _output(op, following[slot], f"{tensor.prefix}{slot}{contract.NEXT}", state[slot])
     model = ir.Model(graph, ir_version=10, producer_name="onward")
-    model.metadata_props["onward.role"] = "optimizer"
-    model.metadata_props["onward.optimizer"] = json.dumps(
+    model.metadata_props[contract.ROLE] = "optimizer"
+    model.metadata_props[contract.OPTIMIZER] = json.dumps(
         {
             "name": rule.name,
             "elementwise": rule.elementwise,

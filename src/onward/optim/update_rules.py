@@ -29,6 +29,7 @@ __all__ = [
     "make",
     "rmsprop",
     "sgd",
+    "total_norm",
 ]
 
 State = dict[str, ir.Value]
@@ -313,6 +314,28 @@ def _decayed(op: Builder, p: ir.Value, s: Scalars) -> ir.Value:
 
 def _lerp(op: Builder, old: ir.Value, new: ir.Value, share: ir.Value) -> ir.Value:
     return op.Add(old, op.Mul(op.Sub(new, old), share))
+
+
+def total_norm(op: Builder, *values: ir.Value) -> ir.Value:
+    """√Σ‖x‖², shape [1], over tensors or one sequence of tensors."""
+    if len(values) == 1 and isinstance(values[0].type, ir.SequenceType):
+        return op.Sqrt(_sequence_square_sum(op, values[0]))
+    squares = [op.Reshape(op.ReduceSumSquare(value, keepdims=0), [1]) for value in values]
+    return op.Sqrt(squares[0] if len(squares) == 1 else op.Sum(*squares))
+
+
+def _sequence_square_sum(op: Builder, sequence: ir.Value) -> ir.Value:
+    body = op.subgraph("sum_squares")
+    index = body.input("index", ir.DataType.INT64, [])
+    going = body.input("going", ir.DataType.BOOL, [])
+    total = body.input("total", ir.DataType.FLOAT, [1])
+    element = body.SequenceAt(sequence, index)
+    added = body.Add(total, body.Reshape(body.ReduceSumSquare(element, keepdims=0), [1]))
+    body.graph.outputs.extend([body.Identity(going), added])
+    zero = np.zeros(1, np.float32)
+    result = op.Loop(op.SequenceLength(sequence), True, zero, body=body.graph)
+    result.type, result.shape = ir.TensorType(ir.DataType.FLOAT), ir.Shape([1])
+    return result
 
 
 def _norm(op: Builder, x: ir.Value) -> ir.Value:

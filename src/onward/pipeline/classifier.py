@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from onward import contract
 from onward.data.images import PICTURES, open_picture
 from onward.data.preprocess import image
 from onward.data.preprocessing import KEY, Preprocessing
@@ -120,10 +121,10 @@ def find_tokenizer_of(model: Path, done: Preprocessing) -> Path:
 
 def classes_of(about: Mapping[str, str], where: str) -> list[str] | None:
     """The names of classes in a model's metadata."""
-    if "onward.classes" not in about:
+    if contract.CLASSES not in about:
         return None
     try:
-        return names_of(about["onward.classes"])
+        return names_of(about[contract.CLASSES])
     except ValueError:
         raise ModelError(f"'{where}': its metadata onward.classes is not a list of names") from None
 

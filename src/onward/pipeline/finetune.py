@@ -15,6 +15,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
+from onward import contract
 from onward.artifacts.generate import Artifacts, build_artifacts
 from onward.artifacts.names import loss_type, optimizer_type
 from onward.checkpoint import store
@@ -83,7 +84,7 @@ class FineTuned:
     def _metadata(self) -> dict[str, str]:
         about = {}
         if self.classes is not None:
-            about["onward.classes"] = json.dumps(self.classes, ensure_ascii=False)
+            about[contract.CLASSES] = json.dumps(self.classes, ensure_ascii=False)
         if self.preprocessing is not None:
             about[KEY] = self.preprocessing.to_json()
         return about
@@ -202,10 +203,10 @@ def finetune(
         loss=kind, optimizer=optimizer, batch_norm=batch_norm, requires_grad=requires_grad,
         frozen_params=frozen_params, lora=lora, seed=seed,
     )  # fmt: skip
-    if classifies and made.training.metadata_props.get("onward.labels"):
+    if classifies and made.training.metadata_props.get(contract.LABELS):
         check_labels(
             dataclasses.replace(whole, classes=names, arrays=_renamed(whole, made, inputs)),
-            json.loads(made.training.metadata_props["onward.labels"]),
+            json.loads(made.training.metadata_props[contract.LABELS]),
         )
     with _folder(output_directory) as folder:
         trainer = Trainer(
@@ -239,7 +240,7 @@ def finetune(
         state=best,
         notes=train.notes,
         _artifacts=made,
-        _outputs=json.loads(made.evaluation.metadata_props["onward.outputs"]),
+        _outputs=json.loads(made.evaluation.metadata_props[contract.OUTPUTS]),
         _tokenizer=train.tokenizer,
     )
 
@@ -303,7 +304,7 @@ def _artifacts(
 
 def _renamed(data: Data, made: Artifacts, inputs: Sequence[InputSpec]) -> dict[str, Any]:
     known = {spec.name for spec in inputs}
-    labels = list(json.loads(made.training.metadata_props["onward.labels"]))
+    labels = list(json.loads(made.training.metadata_props[contract.LABELS]))
     arrays = data.arrays or {}
     return {(labels[0] if name not in known and labels else name): array for name, array in arrays.items()}
 

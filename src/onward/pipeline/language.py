@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import onnx_ir as ir
 
+from onward import contract
 from onward.artifacts.generate import Artifacts, build_artifacts
 from onward.artifacts.names import OptimType
 from onward.data.conversations import Batches, Example, encode_lines, pack, read_lines
@@ -322,7 +323,7 @@ def _artifacts(base: _Base, lora: LoRA, *, slices: int, recompute: Any) -> Artif
     adapters = add_adapters(model, lora)
     graph = model.graph
     logits = graph.outputs[0]
-    if logits.producer() is not None and "onward.lora" in (logits.producer() or graph[0]).metadata_props:
+    if logits.producer() is not None and contract.LORA in (logits.producer() or graph[0]).metadata_props:
         raise ModelError("LoRA beside the output layer has no loss in slices: leave it out of the targets")
     dims = None if logits.shape is None else list(logits.shape)
     labels = ir.Value(

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import onnxruntime as ort
 
+from onward.contract import BUFFER
 from onward.errors import DeviceMemoryError, hinted
-from onward.graph.passes.specialize import BUFFER
 from onward.runtime.memory import DeviceTensor, Tensor, is_out_of_memory
 
 if TYPE_CHECKING:

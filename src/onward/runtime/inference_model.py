@@ -15,6 +15,7 @@ import onnx
 import onnx_ir as ir
 import onnxruntime as ort
 
+from onward import contract
 from onward.checkpoint.content import CheckpointData, NominalTensor
 from onward.errors import SEE_NAMES, ExportError, ModelError, OnwardError
 from onward.files import place, staging_folder
@@ -74,10 +75,10 @@ def inference_model(
     to_inference(model)
     simplify(model, parameters=())
     about = model.metadata_props
-    for key in ("onward.trainable", "onward.frozen", "onward.labels", "onward.loss", "onward.role"):
+    for key in (contract.TRAINABLE, contract.FROZEN, contract.LABELS, contract.LOSS, contract.ROLE):
         about.pop(key, None)
-    about["onward.role"] = "inference"
-    about["onward.trained"] = json.dumps({"parameters": len(state.trainable) + len(state.frozen)})
+    about[contract.ROLE] = "inference"
+    about[contract.TRAINED] = json.dumps({"parameters": len(state.trainable) + len(state.frozen)})
     return model
 
 

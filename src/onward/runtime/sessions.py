@@ -12,6 +12,7 @@ from typing import Any
 import onnx
 import onnxruntime as ort
 
+from onward import contract
 from onward.errors import MAKE_ARTIFACTS, DeviceError, ModelError
 from onward.graph.gate import read_proto
 from onward.runtime.devices import CPU, Device
@@ -45,7 +46,7 @@ def read_model(source: ModelFile, role: str) -> onnx.ModelProto:
         source = twin if twin.is_file() else source  # the same model, in the form that training can change
     model = read_proto(source, what=f"{role} model")
     operators = sorted({node.op_type for node in model.graph.node if node.domain == "com.microsoft"})
-    if operators and not any(entry.key == "onward.role" for entry in model.metadata_props):
+    if operators and not any(entry.key == contract.ROLE for entry in model.metadata_props):
         raise ModelError(
             f"the {role} model has operators of a training build of onnxruntime ({', '.join(operators[:4])}); "
             "make it again with onward.artifacts.generate_artifacts",
@@ -124,7 +125,7 @@ def _advice(model: onnx.ModelProto | bytes | str, device: Device, error: Excepti
     """What to do where a provider lacks the kernels of a precision."""
     if "NOT_IMPLEMENTED" not in str(error) or not isinstance(model, onnx.ModelProto):
         return ""
-    precision = {entry.key: entry.value for entry in model.metadata_props}.get("onward.precision", "fp32")
+    precision = {entry.key: entry.value for entry in model.metadata_props}.get(contract.PRECISION, "fp32")
     if precision == "fp32":
         return ""
     other = "precision='fp16' or 'fp32'" if precision == "bf16" else "precision='fp32'"

@@ -7,13 +7,12 @@ import dataclasses
 import numpy as np
 import onnx
 
+from onward import contract
+from onward.contract import BUFFER, OUT, RESET, SEED
 from onward.errors import MAKE_ARTIFACTS, ModelError
-from onward.graph.passes.specialize import BUFFER, OUT, RESET
 from onward.model_metadata import read_labels, read_names
 
-__all__ = ["SEED", "Signature", "read_signature"]
-
-SEED = "random_seed"
+__all__ = ["Signature", "read_signature"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,22 +43,22 @@ class Signature:
 def read_signature(model: onnx.ModelProto, path: str, role: str) -> Signature:
     """The signature of an artifact in its role; an error where the file is not one of Onward's, or has another role."""
     about = {entry.key: entry.value for entry in model.metadata_props}
-    if "onward.trainable" not in about:
+    if contract.TRAINABLE not in about:
         raise ModelError(
             f"'{path}' is not an artifact of Onward: make it with onward.artifacts.generate_artifacts",
             hint=MAKE_ARTIFACTS,
         )
-    if about.get("onward.role", role) != role:
+    if about.get(contract.ROLE, role) != role:
         raise ModelError(f"'{path}' is the {about['onward.role']} model, and the {role} model is needed here")
-    trainable = read_names(about, "onward.trainable")
-    frozen = read_names(about, "onward.frozen")
+    trainable = read_names(about, contract.TRAINABLE)
+    frozen = read_names(about, contract.FROZEN)
     names = [value.name for value in model.graph.input]
     if role == "training":
         _require_parameters(model, path, trainable, frozen)
     known = {*trainable, *frozen}
     internal = {name for name in names if name.endswith(BUFFER)} | {RESET, SEED}
     inputs = [name for name in names if name not in known and name not in internal]
-    outputs = [v.name for v in model.graph.output if not v.name.endswith((OUT, ".next"))]
+    outputs = [v.name for v in model.graph.output if not v.name.endswith((OUT, contract.NEXT))]
     shapes: dict[str, tuple[int, ...]] = {}
     dtypes: dict[str, np.dtype] = {}
     for value in model.graph.input:
@@ -78,15 +77,15 @@ def read_signature(model: onnx.ModelProto, path: str, role: str) -> Signature:
         outputs=outputs,
         parameters=[name for name in names if name in known],
         trainable=[name for name in names if name in set(trainable)],
-        statistics=read_names(about, "onward.statistics"),
+        statistics=read_names(about, contract.STATISTICS),
         input_gradients=[name for name in inputs if f"{name}{BUFFER}" in internal],
         random=SEED in names,
         shapes=shapes,
         dtypes=dtypes,
         labels=labels,
         same=_shared_axes(model, inputs, [index for index, _, _ in labels]),
-        loss_scale=about.get("onward.loss_scale"),
-        artifacts_id=about.get("onward.artifacts", ""),
+        loss_scale=about.get(contract.SCALE),
+        artifacts_id=about.get(contract.ARTIFACTS, ""),
     )
 
 

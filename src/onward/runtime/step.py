@@ -12,16 +12,18 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 
+from onward import contract
+from onward.contract import BUFFER, OUT, SEED
 from onward.errors import ModelError
 from onward.graph.passes.batch_norm import expand_batch_norm
 from onward.graph.passes.device_forms import prefer_device_forms
 from onward.graph.passes.known_shapes import specialize_shapes
 from onward.graph.passes.row_gradients import scatter_in_place
-from onward.graph.passes.specialize import BUFFER, OUT, specialize_reset
+from onward.graph.passes.specialize import specialize_reset
 from onward.runtime.bound import Bound, DeviceBound, RecordingError, bind, warn_unrecorded
 from onward.runtime.memory import ModelMemory, Tensor, make_tensor
 from onward.runtime.sessions import ModelFile, make_session, read_model, session_beside
-from onward.runtime.signature import SEED, Signature, read_signature
+from onward.runtime.signature import Signature, read_signature
 
 if TYPE_CHECKING:
     from onward.runtime.devices import Device
@@ -178,7 +180,7 @@ class TrainingStep:
             bound.bind_input(f"{name}{BUFFER}", tensor)
             bound.bind_output(f"{name}{OUT}", tensor)
         for name, tensor in memory.following_tensors().items():
-            bound.bind_output(f"{name}.next", tensor)
+            bound.bind_output(f"{name}{contract.NEXT}", tensor)
         bound.bind_input(SEED, self._seed)
         loss = next(v for v in bound.session.get_outputs() if v.name == self.signature.outputs[0])
         kind = {"tensor(double)": np.float64, "tensor(float16)": np.float16}.get(loss.type, np.float32)

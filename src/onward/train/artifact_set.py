@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import onnx
 
+from onward import contract
 from onward.checkpoint import store
 from onward.errors import MAKE_ARTIFACTS, ModelError
 from onward.model_metadata import read_names, read_table
@@ -114,11 +115,11 @@ def _in_memory(artifacts: Artifacts) -> ArtifactFiles:
 def _about(model: onnx.ModelProto, optimizer: onnx.ModelProto | None) -> dict[str, Any]:
     about = {entry.key: entry.value for entry in model.metadata_props}
     rule = {} if optimizer is None else {entry.key: entry.value for entry in optimizer.metadata_props}
-    words = {"loss": about.get("onward.loss_name", ""), "optimizer": _optimizer_name(rule)}
-    defaults = read_table(about, "onward.defaults")
+    words = {"loss": about.get(contract.LOSS_NAME, ""), "optimizer": _optimizer_name(rule)}
+    defaults = read_table(about, contract.DEFAULTS)
     return {
-        "outputs": read_names(about, "onward.outputs"),
-        "classes": read_names(about, "onward.classes") if "onward.classes" in about else None,
+        "outputs": read_names(about, contract.OUTPUTS),
+        "classes": read_names(about, contract.CLASSES) if contract.CLASSES in about else None,
         "about": {name: value for name, value in words.items() if value},
         "defaults": {
             name: float(value)
@@ -131,7 +132,7 @@ def _about(model: onnx.ModelProto, optimizer: onnx.ModelProto | None) -> dict[st
 
 
 def _optimizer_name(about: Mapping[str, str]) -> str:
-    rule = read_table(about, "onward.optimizer")
+    rule = read_table(about, contract.OPTIMIZER)
     decay = rule.get("weight_decay")
     shown = f", weight decay {decay:g}" if decay and isinstance(decay, int | float) else ""
     return f"{rule.get('name', '')}{shown}"

@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
+from onward import contract
 from onward.checkpoint import store
 from onward.errors import MAKE_ARTIFACTS, ModelError, OnwardError
 from onward.model_metadata import read_table
@@ -86,7 +87,7 @@ def _check_artifacts(source: Path, prefix: str) -> None:
         read_signature(read_model(source / f"{prefix}{name}", role), str(source / f"{prefix}{name}"), role)
     optimizer = read_model(source / f"{prefix}optimizer_model.onnx", "optimizer")
     about = {entry.key: entry.value for entry in optimizer.metadata_props}
-    if read_table(about, "onward.optimizer").get("sequences"):
+    if read_table(about, contract.OPTIMIZER).get("sequences"):
         raise ModelError(
             "this optimizer works on sequences of tensors, which browsers cannot run: choose one of onward.optim"
         )

@@ -12,8 +12,9 @@ import onnxruntime as ort
 import pytest
 
 from onward import artifacts
+from onward.contract import RESET
 from onward.graph.passes.known_shapes import specialize_shapes
-from onward.graph.passes.specialize import RESET, specialize_reset
+from onward.graph.passes.specialize import specialize_reset
 
 HEAD = '<ir_version: 10, opset_import: ["": 21]> g '
 SIZES = (

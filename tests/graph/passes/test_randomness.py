@@ -10,8 +10,9 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 
+from onward.contract import SEED
 from onward.graph.dialect.normalize import normalize
-from onward.graph.passes.randomness import SEED_INPUT, make_random_explicit
+from onward.graph.passes.randomness import make_random_explicit
 
 COUNT = 40_000
 # of the mean of COUNT independent numbers: five standard deviations
@@ -30,7 +31,7 @@ def explicit(text: str, opset: int = 21) -> onnx.ModelProto:
 
 def draw(model: onnx.ModelProto, seed: int = 1, **feeds: np.ndarray) -> list[Any]:
     session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
-    return list(session.run(None, {**feeds, SEED_INPUT: np.asarray([seed])}))
+    return list(session.run(None, {**feeds, SEED: np.asarray([seed])}))
 
 
 UNIFORM = f"() => (float[{COUNT}] y) {{ y = RandomUniform<shape=[{COUNT}]>() }}"

@@ -12,7 +12,8 @@ import onnxruntime as ort
 import pytest
 
 from onward import artifacts
-from onward.graph.passes.specialize import BUFFER, OUT, RESET, specialize_reset
+from onward.contract import BUFFER, OUT, RESET
+from onward.graph.passes.specialize import specialize_reset
 
 DEEP = """<ir_version: 10, opset_import: ["": 21]> g (float[batch, 4, 3] x) => (float[batch, 4, 3] y)
 <float[3, 3] w1 = {1,0,0,0,1,0,0,0,1}, float[3] b1 = {1,2,3},

@@ -18,12 +18,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import onnx_ir as ir
 
-from onward.autodiff.engine import DifferentiableBuilder, is_differentiable
-from onward.graph.nodes import RANDOM, SMALL, subgraphs_of
+from onward.graph.nodes import RANDOM, SMALL, is_differentiable, subgraphs_of
+
+if TYPE_CHECKING:
+    from onward.autodiff.engine import DifferentiableBuilder
 
 __all__ = ["Plan", "Tape", "plan_segment", "recompute_segments"]
 

@@ -10,6 +10,7 @@ from typing import Annotated, Any, cast
 
 import typer
 
+from onward import contract
 from onward.cli.advice import advice
 from onward.cli.choices import (
     BatchNormChoice,
@@ -218,7 +219,7 @@ def _what_the_model_wants(model: Path) -> dict[str, str]:
     proto = read_model(model)
     about = {entry.key: entry.value for entry in proto.metadata_props}
     settings = beside(model)
-    if not settings and "onward.export" in about:  # a model that `onward export` made
+    if not settings and contract.EXPORT in about:  # a model that `onward export` made
         settings = known_image_settings(_processor(about))
     pictures = [spec for spec in specs_of(proto.graph) if spec.dims is not None and len(spec.dims) == 4]
     if not settings or len(pictures) != 1:
@@ -297,5 +298,5 @@ def _processor(about: dict[str, str]) -> dict[str, Any]:
     """The image processor that `onward export` recorded."""
     from onward.model_metadata import read_table
 
-    found = read_table(about, "onward.export").get("processor")
+    found = read_table(about, contract.EXPORT).get("processor")
     return found if isinstance(found, dict) else {}

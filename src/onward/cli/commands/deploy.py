@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from onward import contract
 from onward.cli.choices import QuantizeChoice
 from onward.cli.command import CommandError, Output, command, examples, human_size
 from onward.cli.model_file import read_model
@@ -132,7 +133,7 @@ def forward_outputs(eval_model: Path) -> list[str]:
     """The outputs of the forward model that an eval model was made of."""
     proto = read_model(eval_model)
     about = {entry.key: entry.value for entry in proto.metadata_props}
-    return read_names(about, "onward.outputs") or [value.name for value in proto.graph.output[1:]]
+    return read_names(about, contract.OUTPUTS) or [value.name for value in proto.graph.output[1:]]
 
 
 def _tokenizer(found: Any, run: Path) -> Path | None:
@@ -169,7 +170,7 @@ def _inputs(
 
 def _parameter_names(model: Path) -> set[str]:
     about = {entry.key: entry.value for entry in read_model(model).metadata_props}
-    return {*read_names(about, "onward.trainable"), *read_names(about, "onward.frozen")}
+    return {*read_names(about, contract.TRAINABLE), *read_names(about, contract.FROZEN)}
 
 
 def _labels_only(model: Path, outputs: list[str]) -> set[str]:

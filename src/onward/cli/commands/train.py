@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from onward import contract
 from onward.cli.choices import DeviceOption, MetricChoice, ScheduleChoice
 from onward.cli.command import CommandError, Output, command, examples
 from onward.cli.model_file import read_model
@@ -328,7 +329,7 @@ def _fit(
     inputs = input_specs(model, trainer.module.input_names())
     given = _data_options(artifacts, directory, options, mapping, model)
     loaded = load_data(options["data"] or (), inputs, given)
-    check_labels(loaded, read_table(_about(model), "onward.labels"))
+    check_labels(loaded, read_table(_about(model), contract.LABELS))
     whole, evaluation = loaded, None
     if options["eval_data"]:
         same = dataclasses.replace(given, classes=loaded.classes)
@@ -429,7 +430,7 @@ def _data_options(
     from onward.data.read import DataOptions
 
     about = _about(model)
-    classes = read_names(about, "onward.classes") if "onward.classes" in about else None
+    classes = read_names(about, contract.CLASSES) if contract.CLASSES in about else None
     return DataOptions(
         mapping=mapping,
         label=options["label"],

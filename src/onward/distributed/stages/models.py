@@ -15,7 +15,9 @@ import onnx
 import onnx_ir as ir
 import onnxruntime as ort
 
+from onward import contract
 from onward.autodiff.gradient import vector_jacobian
+from onward.contract import SEED
 from onward.distributed.errors import DistributedError
 from onward.distributed.stages.split import Split, follow, split_graph
 from onward.graph.dialect.normalize import normalize
@@ -23,7 +25,7 @@ from onward.graph.passes.running_stats import separate_statistics
 from onward.graph.prune import extract, prune, values_of
 from onward.runtime.memory import ModelMemory, exchanged
 from onward.runtime.sessions import make_session, read_model
-from onward.runtime.signature import SEED, Signature, read_signature
+from onward.runtime.signature import Signature, read_signature
 
 if TYPE_CHECKING:
     from onward.distributed.settings import RunnerSettings
@@ -81,7 +83,7 @@ def draw_blueprint(settings: RunnerSettings) -> Blueprint:
             f"gradients of inputs ({signature.input_gradients[0]}) cannot be had from a pipeline"
         )
     loss = signature.outputs[0]
-    following = [f"{name}.next" for name in signature.statistics]
+    following = [f"{name}{contract.NEXT}" for name in signature.statistics]
     forward = prune(normalize(path), [loss, *following])
     separate_statistics(forward, following)
     forward = prune(forward, [loss, *following])
@@ -90,7 +92,7 @@ def draw_blueprint(settings: RunnerSettings) -> Blueprint:
         forward.graph, loss, stages=stages, given=given, cuts=settings.cuts, by_name=settings.stages
     )
     statistics = _statistics_by_stage(forward, signature, split)
-    results = [[f"{name}.next" for name in names] for names in statistics]
+    results = [[f"{name}{contract.NEXT}" for name in names] for names in statistics]
     results[-1] = [loss, *results[-1]]
     training = _stage_models(forward, split, results)
     evaluation = None
@@ -132,7 +134,7 @@ def _stage_models(model: ir.Model, split: Split, results: Sequence[Sequence[str]
 def _statistics_by_stage(forward: ir.Model, signature: Signature, split: Split) -> list[list[str]]:
     by_stage: list[list[str]] = [[] for _ in range(split.stages)]
     for name in signature.statistics:
-        by_stage[split.stage_of[f"{name}.next"]].append(name)
+        by_stage[split.stage_of[f"{name}{contract.NEXT}"]].append(name)
     return by_stage
 
 
@@ -204,7 +206,7 @@ class StageStep:
             self.loss_shape = made[self._loss].shape
         if move:
             for name in self.signature.statistics:
-                self._following[name] = made[f"{name}.next"]
+                self._following[name] = made[f"{name}{contract.NEXT}"]
         return made
 
     def backward(

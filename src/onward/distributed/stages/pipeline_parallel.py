@@ -19,6 +19,7 @@ from onward.api.module import Module
 from onward.api.optimizer import Optimizer
 from onward.api.state import CheckpointState
 from onward.checkpoint.content import CheckpointData, NominalTensor
+from onward.contract import SEED
 from onward.distributed.comm import Communicator, LocalCommunicator, TorchCommunicator, device_of_rank
 from onward.distributed.data_parallel import Report, reconcile, session_options, weight_of
 from onward.distributed.errors import DistributedError, OtherStageFailed
@@ -29,7 +30,6 @@ from onward.errors import MAKE_ARTIFACTS, ModelError, NonFiniteError, OnwardErro
 from onward.runtime.devices import find_device
 from onward.runtime.memory import exchanged
 from onward.runtime.optimizers.updater import ElementwiseUpdater
-from onward.runtime.signature import SEED
 
 if TYPE_CHECKING:
     from onward.distributed.settings import Grid, RunnerSettings

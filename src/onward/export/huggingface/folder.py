@@ -15,6 +15,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from onward import contract
 from onward.errors import ExportError
 from onward.reading import read_json
 
@@ -36,7 +37,7 @@ _KINDS: dict[str, type] = {"inputs": dict, "outputs": dict, "tokenizer": dict}
 MODEL = "model.onnx"
 PIPELINE = "pipeline"
 """The folder among training artifacts that has the tokenizer and the card of the model to be."""
-METADATA_KEY = "onward.export"
+METADATA_KEY = contract.EXPORT
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import onnx
 
+from onward import contract
 from onward.errors import ExportError
 from onward.export.huggingface import trace
 from onward.export.huggingface.cards import describe
@@ -151,8 +152,8 @@ def artifacts_from_transformers(
                 path = Path(stack.enter_context(TemporaryDirectory(prefix="onward-"))) / MODEL
             forward = _for_training(traceable, path, opset=opset, check=True, rtol=rtol, atol=atol)
             recorded = _properties(_graph_of(forward))
-            wanted = read_names(recorded, "onward.requires_grad")
-            still = read_names(recorded, "onward.frozen_params")
+            wanted = read_names(recorded, contract.REQUIRES_GRAD)
+            still = read_names(recorded, contract.FROZEN_PARAMS)
             trainable = list(wanted if requires_grad is None else requires_grad)
             frozen = still if frozen_params is None else frozen_params
             artifacts.generate_artifacts(

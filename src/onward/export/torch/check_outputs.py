@@ -19,6 +19,7 @@ import numpy as np
 import onnx
 import torch
 
+from onward import contract
 from onward.errors import ExportError
 from onward.export import parity
 from onward.export.torch import assemble, axes
@@ -143,10 +144,10 @@ class Original:
             ]
             if any(name not in self.weights for name in names):
                 continue
-            found[f"{names[0]}.next"] = array_of(names[0], norm.running_mean)
+            found[f"{names[0]}{contract.NEXT}"] = array_of(names[0], norm.running_mean)
             before = self.weights[names[1]].to(norm.running_var.dtype) * (1 - norm.momentum)
             batch = (norm.running_var - before) * (1 - 1 / counts[0])
-            found[f"{names[1]}.next"] = array_of(names[1], before + batch)
+            found[f"{names[1]}{contract.NEXT}"] = array_of(names[1], before + batch)
         return found
 
 
@@ -176,7 +177,7 @@ class _Exported:
         # An input that the module accepts and ignores is not in the graph.
         given = {leaf.name: tensor for leaf, tensor in zip(self.plan.leaves, tensors)}
         feeds = {name: array_of(name, tensor) for name, tensor in given.items() if name in self.taken}
-        statistics = {n: a.copy() for n, a in self.weights.items() if n + ".next" in self.outputs}
+        statistics = {n: a.copy() for n, a in self.weights.items() if n + contract.NEXT in self.outputs}
         got = self.session.run(list(self.outputs.values()), feeds | self.weights | statistics)
         return dict(zip(self.outputs, got))
 
@@ -199,7 +200,7 @@ def _statistics(model: onnx.ModelProto, weights: Mapping[str, torch.Tensor]) -> 
         if node.op_type == "BatchNormalization" and len(node.output) >= 3:
             for name, following in zip(node.input[3:5], node.output[1:3]):
                 if name in weights and following:
-                    found.setdefault(f"{name}.next", []).append(following)
+                    found.setdefault(f"{name}{contract.NEXT}", []).append(following)
     return {name: writers[0] for name, writers in found.items() if len(writers) == 1}
 
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import onnx
 import torch
 
+from onward import contract
 from onward.errors import ExportError, ParityError
 from onward.export import parity
 from onward.export.torch import assemble, modules
@@ -302,7 +303,7 @@ def _graph(
 def _properties(
     bare: torch.nn.Module, names: Mapping[str, str], used: Sequence[str], *, training: bool, exporter: str
 ) -> dict[str, object]:
-    origin: dict[str, object] = {"onward.export": {"exporter": exporter, "training": training}}
+    origin: dict[str, object] = {contract.EXPORT: {"exporter": exporter, "training": training}}
     if not training:
         return origin
     present = set(used)
@@ -315,9 +316,9 @@ def _properties(
         if getattr(module, name) is not None
     ]
     return origin | {
-        "onward.requires_grad": [name for name, trains in wanted.items() if trains],
-        "onward.frozen_params": [name for name, trains in wanted.items() if not trains],
-        "onward.buffers": [name for name in statistics if name in present],
+        contract.REQUIRES_GRAD: [name for name, trains in wanted.items() if trains],
+        contract.FROZEN_PARAMS: [name for name, trains in wanted.items() if not trains],
+        contract.BUFFERS: [name for name in statistics if name in present],
     }
 
 

@@ -6,6 +6,7 @@ only repeat it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import onnx
@@ -14,7 +15,6 @@ import onnx_ir.passes.common as passes
 
 from onward.errors import ModelError
 from onward.graph.nodes import type_proto
-from onward.graph.shapes.model import infer_shapes
 
 __all__ = ["BY_DEFINITION", "expand_by_definition"]
 
@@ -22,8 +22,8 @@ BY_DEFINITION = frozenset({"LinearAttention"})
 _DOMAIN = "onward.definitions"
 
 
-def expand_by_definition(model: ir.Model, version: int) -> None:
-    """Inline the schema's own definition of each operator in `BY_DEFINITION`."""
+def expand_by_definition(model: ir.Model, version: int, *, infer: Callable[[ir.Model], None]) -> None:
+    """Inline the schema's own definition of each operator in `BY_DEFINITION`; `infer` supplies types after each."""
     while nodes := [n for n in model.graph.all_nodes() if n.domain == "" and n.op_type in BY_DEFINITION]:
         ready = [n for n in nodes if all(v is None or v.type is not None for v in n.inputs)]
         if not ready:
@@ -39,7 +39,7 @@ def expand_by_definition(model: ir.Model, version: int) -> None:
         model.functions.clear()
         del model.graph.opset_imports[_DOMAIN]
         passes.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
-        infer_shapes(model)
+        infer(model)
 
 
 def _body(node: ir.Node, version: int, name: str) -> ir.Function:

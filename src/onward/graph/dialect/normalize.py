@@ -202,7 +202,7 @@ def _normalize(model: ir.Model) -> ir.Model:
     expansion = functools.partial(_expansion, version=version)
     if version > OPSET or any(expansion(node) is not None for node in model.graph.all_nodes()):
         infer_shapes(model)
-        expand_by_definition(model, version)
+        expand_by_definition(model, version, infer=infer_shapes)
         rewrite(model, expansion, opset=target, infer=infer_shapes)
     model.graph.opset_imports[""] = target
     model.ir_version = max(model.ir_version or 10, 10)

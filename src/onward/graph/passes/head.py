@@ -18,6 +18,7 @@ import numpy as np
 import onnx_ir as ir
 import onnx_ir.passes.common as passes
 
+from onward import contract
 from onward.errors import LimitError, ModelError
 from onward.graph.builder import Builder
 from onward.graph.cleanup import remove_unused
@@ -30,7 +31,7 @@ from onward.reading import require_shallow
 __all__ = ["CLASSES", "HEAD", "NewHead", "new_head"]
 
 # metadata: the names of the classes, and the names of the new parameters
-CLASSES, HEAD = "onward.classes", "onward.head"
+CLASSES, HEAD = contract.CLASSES, contract.HEAD
 
 _LINEAR = {"Gemm", "MatMul", "Conv"}
 _ACTIVATIONS = {"Softmax", "LogSoftmax", "Sigmoid", "HardSigmoid"}
@@ -528,10 +529,10 @@ def _correct_metadata(model: ir.Model, made: NewHead, classes: int, names: Seque
         del about[key]
         made.notes.append(f"metadata '{key}' is gone: it had the old classes")
     about.pop(CLASSES, None)
-    for key in ("onward.requires_grad", "onward.frozen_params"):
+    for key in (contract.REQUIRES_GRAD, contract.FROZEN_PARAMS):
         if key in about:
             kept = [name for name in read_names(about, key) if name in model.graph.initializers]
-            fresh = made.parameters if key == "onward.requires_grad" else []
+            fresh = made.parameters if key == contract.REQUIRES_GRAD else []
             about[key] = json.dumps([*kept, *(name for name in fresh if name not in kept)])
     about[HEAD] = json.dumps(made.parameters)
     if names is not None:
@@ -542,13 +543,13 @@ _LONGEST = 2**20  # characters of metadata that may list classes
 
 
 def _holds_labels(key: str, value: str, old: int | None) -> bool:
-    if key.startswith("onward.") and key != "onward.export":
+    if key.startswith("onward.") and key != contract.EXPORT:
         return False
     if key.lower() in _LABEL_KEYS:
         return True
     if old is None or old < 2:
-        return key == "onward.export"
-    if key == "onward.export" or len(value.splitlines()) == old:
+        return key == contract.EXPORT
+    if key == contract.EXPORT or len(value.splitlines()) == old:
         return True
     for parse in (json.loads, ast.literal_eval):
         try:

@@ -18,6 +18,7 @@ import numpy as np
 import onnx_ir as ir
 from onnx.reference import ReferenceEvaluator
 
+from onward import contract
 from onward.errors import ModelError
 from onward.graph.builder import Builder
 from onward.graph.cleanup import remove_unused
@@ -26,7 +27,7 @@ from onward.model_metadata import read_table
 
 __all__ = ["LoRA", "add_adapters", "merge_adapters"]
 
-_NOTE = "onward.lora"
+_NOTE = contract.LORA
 # what may stand between a stored weight and the product that reads it
 _PATH = frozenset({"Transpose", "Identity", "Cast", "DequantizeLinear", "Slice", "Reshape", "Sub"})
 _SUFFIX = re.compile(r"(_quantized|_as_\dbit|_(DQ_)?[Qq]\d+\w*)+$")

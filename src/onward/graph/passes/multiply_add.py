@@ -11,6 +11,7 @@ from collections.abc import Collection, Sequence
 import numpy as np
 import onnx
 
+from onward import contract
 from onward.graph.passes.scalars import ScalarProgram
 
 __all__ = ["as_rows", "fuse_multiply_add"]
@@ -60,7 +61,7 @@ def fuse_multiply_add(
         negative = user.op_type == "Sub" and user.input[1] == node.output[0]
         if (user.op_type != "Add" and not negative) or len(added) != 1:
             continue
-        if added[0] in constants or added[0] in computed or user.output[0] == f"{vector}.next":
+        if added[0] in constants or added[0] in computed or user.output[0] == f"{vector}{contract.NEXT}":
             continue
         if scalar in constants:
             name = f"{scalar}/{'negative' if negative else 'row'}"

@@ -12,11 +12,11 @@ from collections.abc import Callable
 import numpy as np
 import onnx_ir as ir
 
+from onward.contract import SEED
 from onward.graph.builder import Builder
 
-__all__ = ["SEED_INPUT", "make_random_explicit"]
+__all__ = ["make_random_explicit"]
 
-SEED_INPUT = "random_seed"
 
 # Odd 64-bit constants with irregular bits (from the golden ratio, √2 and √3), as signed numbers.
 _SEED_KEY = np.int64(-7046029254386353131)
@@ -35,7 +35,7 @@ def make_random_explicit(model: ir.Model) -> ir.Value | None:
     if not nodes:
         return None
     op = Builder(model.graph)
-    seed = op.input(SEED_INPUT, ir.DataType.INT64, [1])
+    seed = op.input(SEED, ir.DataType.INT64, [1])
     op.before = nodes[0]
     # products carry bits upwards only: what a seed has in its upper half is brought down first
     spread = op.Mul(seed, _SEED_KEY)

@@ -12,7 +12,7 @@ import math
 import numpy as np
 import onnx
 
-from onward.graph.passes.specialize import BUFFER, OUT
+from onward.contract import BUFFER, OUT
 
 __all__ = ["scatter_in_place"]
 

@@ -1,6 +1,6 @@
 """Specializes a training model for a known `lazy_reset_grad`: no `Where`, and one pass over memory less.
 
-Defines the suffixes of gradient inputs and outputs, as in onnxruntime-training. Works on protobuf directly, to be
+Works on protobuf directly, to be
 fast: it runs whenever training starts.
 """
 
@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import onnx
 
-__all__ = ["BUFFER", "FIRST_SCALE", "LOSS_SCALE", "OUT", "RESET", "specialize_reset"]
+from onward.contract import BUFFER, OUT, RESET
 
-# What follows a parameter's name: the gradients so far, and those after the step; and whether to forget the former.
-BUFFER = "_grad.accumulation.buffer"
-OUT = "_grad.accumulation.out"
-RESET = "lazy_reset_grad"
-# What the gradients of a model in float16 are multiplied by on their way, and where that begins.
-LOSS_SCALE, FIRST_SCALE = "loss_scale", 65536.0
+__all__ = ["FIRST_SCALE", "specialize_reset"]
+
+# Where the scale of a loss in float16 begins.
+FIRST_SCALE = 65536.0
 
 
 def specialize_reset(model: onnx.ModelProto, *, reset: bool, keep_shapes: bool = False) -> onnx.ModelProto:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import onnx
 
+from onward import contract
 from onward.errors import MAKE_ARTIFACTS, ModelError
 from onward.model_metadata import read_table
 from onward.runtime.optimizers.device import DeviceUpdater
@@ -38,7 +39,7 @@ def make_updater(
     """
     model, options = _read(source)
     about = {entry.key: entry.value for entry in model.metadata_props}
-    require_one_set("optimizer", about.get("onward.artifacts", ""), artifacts_id)
+    require_one_set("optimizer", about.get(contract.ARTIFACTS, ""), artifacts_id)
     try:
         return _make_updater(model, options, parameters, gradients, threads)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
@@ -71,13 +72,13 @@ def wanted_order(source: ModelFile, parameters: FlatBuffer) -> list[str]:
 def _read(source: ModelFile) -> tuple[onnx.ModelProto, dict]:
     model = read_model(source, "optimizer")
     about = {entry.key: entry.value for entry in model.metadata_props}
-    if "onward.optimizer" not in about and {"params", "gradients"} <= {i.name for i in model.graph.input}:
+    if contract.OPTIMIZER not in about and {"params", "gradients"} <= {i.name for i in model.graph.input}:
         return model, {"name": model.graph.name, "sequences": True}  # as `onnxblock.optim` builds it
-    if "onward.optimizer" not in about:
+    if contract.OPTIMIZER not in about:
         raise ModelError(
             "this is not an optimizer model of Onward: make it with onward.artifacts", hint=MAKE_ARTIFACTS
         )
-    return model, read_table(about, "onward.optimizer")
+    return model, read_table(about, contract.OPTIMIZER)
 
 
 def _threads() -> int:

@@ -8,6 +8,7 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 
+from onward import contract
 from onward.errors import ModelError
 from onward.graph.passes.scalars import split_scalars, to_single, without_scaling
 from onward.runtime.bound import RecordingError, inputs_on_host, preserve, warn_unrecorded
@@ -106,7 +107,7 @@ class _Bound:
             for name, tensor in inputs.items():
                 tensor.bind_input(binding, name)
             for name, tensor in changed.items():
-                tensor.bind_output(binding, f"{name}.next")
+                tensor.bind_output(binding, f"{name}{contract.NEXT}")
             options = ort.RunOptions()
             options.add_run_config_entry("gpu_graph_id", str(index + 1))
             self._work.append((binding, inputs, changed, options if self._capture else None))

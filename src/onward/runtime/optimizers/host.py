@@ -15,6 +15,7 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 
+from onward import contract
 from onward.graph.passes.multiply_add import as_rows, fuse_multiply_add
 from onward.graph.passes.scalars import ScalarProgram, split_scalars, to_single, without_scaling
 from onward.runtime.bound import run_bound
@@ -204,7 +205,9 @@ class HostUpdater(ElementwiseUpdater):
                 binding.bind_ortvalue_input(name, ort.OrtValue.ortvalue_from_numpy(array[np.newaxis]))
         for name, vector in pairs.items():
             target = vector[part]
-            binding.bind_output(f"{name}.next", "cpu", 0, np.float32, [1, target.size], target.ctypes.data)
+            binding.bind_output(
+                f"{name}{contract.NEXT}", "cpu", 0, np.float32, [1, target.size], target.ctypes.data
+            )
         return binding._iobinding
 
 
@@ -223,7 +226,7 @@ def _rests(model: onnx.ModelProto, slots: Sequence[str]) -> bool:
     feeds["weight_decay"] = np.zeros(1, np.float32)
     for step in (1, 2, 1000):
         feeds["step"] = np.full(1, step, np.int64)
-        names = ["parameter.next", *(f"{slot}.next" for slot in slots)]
+        names = ["parameter.next", *(f"{slot}{contract.NEXT}" for slot in slots)]
         # the runtime may write into what it is fed
         results = session.run(names, {key: value.copy() for key, value in feeds.items() if key in given})
         wanted = [parameter, *[zeros] * len(slots)]

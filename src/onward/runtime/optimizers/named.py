@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import onnx
 
+from onward import contract
 from onward.errors import ModelError
 from onward.runtime.bound import inputs_on_host, run_bound
 from onward.runtime.memory import FlatBuffer, HostTensor, Tensor, make_tensor
@@ -51,7 +52,7 @@ class NamedUpdater(Updater):
         for value in self._session.get_inputs():
             tensors[value.name].bind_input(self._binding, value.name)
         for name, tensor in {**parameters.tensors, **state}.items():
-            tensor.bind_output(self._binding, f"{name}.next")
+            tensor.bind_output(self._binding, f"{name}{contract.NEXT}")
         self._on_host = inputs_on_host(self._session, device)
 
     def _apply(self) -> None:

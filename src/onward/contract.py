@@ -1,0 +1,60 @@
+"""What the files of Onward agree on: names of inputs and outputs, and keys of a model's metadata.
+
+Whoever writes an artifact and whoever reads it take these names from here. Changing one breaks files that exist:
+add a new one instead, and keep reading the old. `model_metadata` reads what stands under the keys.
+"""
+
+from __future__ import annotations
+
+# ---- inputs and outputs of a training model, as onnxruntime-training names them ----------------------------
+
+BUFFER = "_grad.accumulation.buffer"  # after a parameter's name: its gradient so far, an input
+OUT = "_grad.accumulation.out"  # after a parameter's name: its gradient after the step, an output
+RESET = "lazy_reset_grad"  # the input that says whether to forget the gradients so far
+NEXT = ".next"  # after a state tensor's name: its value after the step, an output
+SEED = "random_seed"  # the input from which dropout and other randomness follow
+LOSS_SCALE = "loss_scale"  # the parameter by which gradients of a float16 model come multiplied
+
+# ---- metadata of every artifact -----------------------------------------------------------------------------
+
+ROLE = "onward.role"  # training, eval, optimizer, train_step or inference
+VERSION = "onward.version"  # the version of Onward that wrote it
+ARTIFACTS = "onward.artifacts"  # the same in all models of one set
+PRECISION = "onward.precision"  # fp32, fp16 or bf16
+
+# ---- metadata of training and eval models ---------------------------------------------------------------
+
+TRAINABLE = "onward.trainable"  # names of the parameters that train
+FROZEN = "onward.frozen"  # names of those that do not
+STATISTICS = "onward.statistics"  # names of the batch-norm statistics
+LOSS = "onward.loss"  # the output that is the loss
+LOSS_NAME = "onward.loss_name"  # what the loss is called, for reports
+OUTPUTS = "onward.outputs"  # the forward model's own outputs
+LABELS = "onward.labels"  # by input of class numbers: how many classes, and the number that is ignored
+CLASSES = "onward.classes"  # the names of the classes
+DEFAULTS = "onward.defaults"  # settings for training that fit this model
+PREPROCESSING = "onward.preprocessing"  # how inputs are made from the user's data
+RANDOM = "onward.random"  # the seed's input, or null
+SCALE = "onward.loss_scale"  # the name of the loss scale's parameter
+OPTIMIZER = "onward.optimizer"  # of an optimizer model: its rule, options and groups
+
+# ---- metadata of forward and inference models -------------------------------------------------------------
+
+REQUIRES_GRAD = "onward.requires_grad"  # parameters that the exported module trains
+FROZEN_PARAMS = "onward.frozen_params"  # those that it does not
+BUFFERS = "onward.buffers"  # buffers of the module that are in the file
+EXPORT = "onward.export"  # how a model was exported
+HEAD = "onward.head"  # what replacing the last layer did
+LORA = "onward.lora"  # on a node: which adapter it belongs to
+TRAINED = "onward.trained"  # of an inference model: that its weights come from training
+GRADIENT, STOP = "onward.gradient", "stop"  # on an Identity: no gradient passes
+
+# ---- metadata of the portable step: see docs/portable.md --------------------------------------------------
+
+PORTABLE = "onward.portable"
+BATCH_INPUTS = "onward.batch_inputs"
+RESULTS = "onward.results"
+STATE = "onward.state"
+STATE_DIGEST = "onward.state_digest"
+WEIGHTS_SIZE = "onward.weights_size"
+LABEL_RANGES = "onward.label_ranges"
