@@ -26,7 +26,10 @@ Values = Mapping[str, ir.Value]
 
 @dataclasses.dataclass
 class Unit:
-    """Parameters that are updated together: the state's inputs, and the gradient in the same shape."""
+    """Parameters that are updated together: the state's inputs, and the gradient in the same shape.
+
+    `packed` are several in one vector or row, with a gap after each that ends before a multiple of 64 bytes.
+    """
 
     sizes: dict[str, int]
     shape: tuple[int, ...]
@@ -34,6 +37,7 @@ class Unit:
     slots: dict[str, ir.Value] = dataclasses.field(default_factory=dict)
     gradient: ir.Value | None = None
     in_pieces: bool = False
+    packed: bool = False
 
     @property
     def names(self) -> list[str]:
@@ -111,11 +115,11 @@ class InlineOptimizer:
         tensors = {"parameter": unit.parameter, "gradient": unit.gradient, **unit.slots}
         kept = ["parameter", *unit.slots]
         if not unit.in_pieces:
-            made = self._graft(op, {**{k: _at_least_1d(op, v) for k, v in tensors.items()}, **scalars})
+            made = self.graft(op, {**{k: _at_least_1d(op, v) for k, v in tensors.items()}, **scalars})
             return [made[f"{name}.next"] for name in kept]
         body = op.subgraph("piece")
         rows = {k: body.input(k, ir.DataType.FLOAT, unit.shape[1:]) for k in tensors}
-        made = self._graft(body, {**rows, **scalars})
+        made = self.graft(body, {**rows, **scalars})
         for name in kept:
             made[f"{name}.next"].dtype, made[f"{name}.next"].shape = (
                 ir.DataType.FLOAT,
@@ -134,7 +138,7 @@ class InlineOptimizer:
             (name,) = unit.names
             given |= {name: unit.parameter, f"{name}_grad": unit.gradient}
             given |= {f"{name}.{slot}": value for slot, value in unit.slots.items()}
-        made = self._graft(op, {**given, **scalars})
+        made = self.graft(op, {**given, **scalars})
         return [
             [made[f"{name}.next"], *(made[f"{name}.{slot}.next"] for slot in unit.slots)]
             for unit in units
@@ -147,7 +151,7 @@ class InlineOptimizer:
         lists = {"params": [unit.parameter for unit in units], "gradients": [unit.gradient for unit in units]}
         lists |= {source: [unit.slots[slot] for unit in units] for slot, source in self.slots.items()}
         given = {name: op.SequenceConstruct(*values) for name, values in lists.items()}
-        made = self._graft(op, {**given, **scalars})
+        made = self.graft(op, {**given, **scalars})
         sources = ["params", *self.slots.values()]
         return [
             [op.SequenceAt(made[f"updated_{source}"], np.int64(index)) for source in sources]
@@ -157,7 +161,7 @@ class InlineOptimizer:
     def _decay(self, number: float) -> ir.Value:
         return self._root.constant(np.asarray([number], np.float32), name="weight_decay")
 
-    def _graft(self, op: Builder, given: Values) -> dict[str, ir.Value]:
+    def graft(self, op: Builder, given: Values) -> dict[str, ir.Value]:
         """Copy the optimizer's nodes to the end of a branch, reading `given`; its outputs by name."""
         copy = self._optimizer.graph.clone()
         for value in list(copy.inputs):
