@@ -76,9 +76,13 @@ def convert(value: Any, wanted: np.dtype | None, name: str) -> np.ndarray:
     return array if array.flags.c_contiguous else np.ascontiguousarray(array)
 
 
-def check_labels(plan: Plan, feeds: list[Any]) -> None:
-    """Reject labels out of range, and a number of labels other than the number of samples."""
+def check_labels(plan: Plan, feeds: list[Any], *, stacked: bool = False) -> None:
+    """Reject labels out of range, and a number of labels other than the number of samples.
+
+    `stacked` inputs have an axis before their own, with the batches of several steps.
+    """
     for index, axis, other, along in plan.same:
+        axis, along = axis + stacked, along + stacked
         one, two = _shape(feeds[index]), _shape(feeds[other])
         if axis < len(one) and along < len(two) and one[axis] != two[along]:
             raise ValueError(

@@ -29,7 +29,7 @@ from onward.runtime.plan import Plan
 from onward.runtime.sessions import ModelFile
 from onward.runtime.step import EvaluationStep, Step, TrainingStep
 
-__all__ = ["Module", "NonFinitePolicy", "RunState"]
+__all__ = ["Module", "NonFinitePolicy", "RunState", "hand_out"]
 
 NonFinitePolicy = Literal["raise", "skip", "ignore"]
 _LOAD_FIRST = "The state is nominal: it has no parameter values. Please load the model parameters first."
@@ -157,6 +157,21 @@ class Module:
         check_labels(self.step.plan, feeds)
         return self._train(feeds, as_numpy)
 
+    def train_steps(self, *inputs: Any, learning_rates: Sequence[float] | np.ndarray | None = None) -> Any:
+        """Train on stacks of batches: each input has an axis before its own, with the batches of the steps.
+
+        Each step computes gradients, updates the parameters and resets the gradients, as the loop
+        `loss = module(x, y); optimizer.step(); module.lazy_reset_grad()` does, with the same results. Small models
+        take all steps in one run, which saves most of the time of a call. `learning_rates` has one for each step
+        (default: the optimizer's own, which stays as it is). Returns what a call returns, stacked: the losses, or a tuple of these and the
+        additional outputs.
+        """
+        from onward.api.many_steps import train_steps
+
+        if not self._loaded:
+            raise OnwardError(_LOAD_FIRST)
+        return train_steps(self, inputs, learning_rates)
+
     def train(self, mode: bool = True) -> Module:
         """Set training mode: calls run training steps."""
         self.training = mode
@@ -189,7 +204,7 @@ class Module:
             self.refuse(f"{problem} at training step {run.steps}")
         elif memory.statistics:
             memory.commit()
-        return _hand_out(results, as_numpy)
+        return hand_out(results, as_numpy)
 
     def _find_problem(self, loss: np.ndarray) -> str | None:
         if not math.isfinite(loss.item()):
@@ -235,7 +250,7 @@ class Module:
             )
         feeds, as_numpy = prepare(self._evaluation.plan, inputs)
         check_labels(self._evaluation.plan, feeds)
-        return _hand_out(self._evaluation.run(feeds), as_numpy)
+        return hand_out(self._evaluation.run(feeds), as_numpy)
 
     # ---- parameters ------------------------------------------------------------------------------
 
@@ -390,7 +405,8 @@ class Module:
             data.extras.update(kept)
 
 
-def _hand_out(results: list[np.ndarray], as_numpy: bool) -> Any:
+def hand_out(results: list[np.ndarray], as_numpy: bool) -> Any:
+    """What a call returns: one value, or a tuple."""
     values = results if as_numpy else [_owned(r) for r in results]
     return values[0] if len(values) == 1 else tuple(values)
 

@@ -17,6 +17,7 @@ from onward.runtime.sessions import ModelFile
 
 if TYPE_CHECKING:
     from onward.api.schedulers import LRScheduler
+    from onward.runtime.many_steps import ManySteps
 
 __all__ = ["Optimizer"]
 
@@ -39,6 +40,7 @@ class Optimizer:
         if not memory.parameters.on_host and memory.arrange(wanted_order(optimizer_uri, memory.parameters)):
             module.attach()
         self._updater = self._make_updater(optimizer_uri)
+        self._many_steps: ManySteps | None = None
         self._initial_rate = 1e-3
         self._scheduler: LRScheduler | None = None
         self.gradient_scale = 1.0
