@@ -22,7 +22,7 @@ import onnxruntime as ort
 
 from onward.api import CheckpointState, Module, Optimizer
 from onward.artifacts import LossType, OptimType, generate_artifacts
-from onward.runtime.sessions import run_bound
+from onward.runtime.bound import run_bound
 
 ROUNDS, STEPS = 15, 400
 

@@ -28,7 +28,6 @@ SHARED_NAMES = {
     "lora": "adapters: the public functions, the pass over a graph, and the command",
     "loss": "losses as blocks, and gradients of ONNX's loss operators",
     "optim": "optimizers, and the same as blocks",
-    "portable": "the portable step and its state file",
     "quantized": "quantized operators: their expansion and their gradients",
     "train": "the package and its command",
     "trainer": "the trainer and its deprecated name",

@@ -1,4 +1,4 @@
-"""Validates and converts the inputs of a call for a session."""
+"""Validates and converts the inputs of a call for a session, and what it hands out."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import onnxruntime as ort
 if TYPE_CHECKING:
     from onward.runtime.signature import Signature
 
-__all__ = ["check_labels", "convert", "prepare"]
+__all__ = ["check_labels", "convert", "hand_out", "owned_value", "prepare"]
 
 
 def prepare(signature: Signature, inputs: Sequence[Any]) -> tuple[list[Any], bool]:
@@ -81,9 +81,13 @@ def convert(value: Any, wanted: np.dtype | None, name: str) -> np.ndarray:
     return array if array.flags.c_contiguous else np.ascontiguousarray(array)
 
 
-def check_labels(signature: Signature, feeds: list[Any]) -> None:
-    """Reject labels out of range, and a number of labels other than the number of samples."""
+def check_labels(signature: Signature, feeds: list[Any], *, stacked: bool = False) -> None:
+    """Reject labels out of range, and a number of labels other than the number of samples.
+
+    `stacked` inputs have an axis before their own, with the batches of several steps.
+    """
     for index, axis, other, along in signature.same:
+        axis, along = axis + stacked, along + stacked
         one, two = _shape(feeds[index]), _shape(feeds[other])
         if axis < len(one) and along < len(two) and one[axis] != two[along]:
             raise ValueError(
@@ -110,3 +114,16 @@ def check_labels(signature: Signature, feeds: list[Any]) -> None:
                 f"'{signature.inputs[index]}' has label {int(labels[where])} at {where}: "
                 f"the model has {classes} classes, so labels are 0 to {classes - 1}{hint}"
             )
+
+
+def hand_out(results: list[np.ndarray], as_numpy: bool) -> Any:
+    """What a call returns: one value, or a tuple."""
+    values = results if as_numpy else [owned_value(r) for r in results]
+    return values[0] if len(values) == 1 else tuple(values)
+
+
+def owned_value(array: np.ndarray) -> ort.OrtValue:
+    """A value with memory of its own: one made from an array dies with it, even while `.numpy()` shows it."""
+    value = ort.OrtValue.ortvalue_from_shape_and_type(list(array.shape), array.dtype.type)
+    value.update_inplace(np.ascontiguousarray(array))
+    return value

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import onnxruntime as ort
 
-from onward.api.convert_inputs import check_labels, prepare
+from onward.api.convert_inputs import check_labels, hand_out, owned_value, prepare
 from onward.api.state import CheckpointState
 from onward.checkpoint.content import CheckpointData, NominalTensor
 from onward.errors import MAKE_ARTIFACTS, DeviceMemoryError, ModelError, NonFiniteError, OnwardError
@@ -159,6 +159,21 @@ class Module:
         check_labels(self.step.signature, feeds)
         return self._train(feeds, as_numpy)
 
+    def train_steps(self, *inputs: Any, learning_rates: Sequence[float] | np.ndarray | None = None) -> Any:
+        """Train on stacks of batches: each input has an axis before its own, with the batches of the steps.
+
+        Each step computes gradients, updates the parameters and resets the gradients, as the loop
+        `loss = module(x, y); optimizer.step(); module.lazy_reset_grad()` does, with the same results. Small models
+        take all steps in one run, which saves most of the time of a call. `learning_rates` has one for each step
+        (default: the optimizer's own, which stays as it is). Returns what a call returns, stacked: the losses, or a
+        tuple of these and the additional outputs.
+        """
+        from onward.api.train_steps import train_steps
+
+        if not self._loaded:
+            raise OnwardError(_LOAD_FIRST)
+        return train_steps(self, inputs, learning_rates)
+
     def train(self, mode: bool = True) -> Module:
         """Set training mode: calls run training steps."""
         self.training = mode
@@ -191,7 +206,7 @@ class Module:
             self.refuse(f"{problem} at training step {run.steps}")
         elif memory.statistics:
             memory.commit()
-        return _hand_out(results, as_numpy)
+        return hand_out(results, as_numpy)
 
     def _find_problem(self, loss: np.ndarray) -> str | None:
         if not math.isfinite(loss.item()):
@@ -237,7 +252,7 @@ class Module:
             )
         feeds, as_numpy = prepare(self._evaluation.signature, inputs)
         check_labels(self._evaluation.signature, feeds)
-        return _hand_out(self._evaluation.run(feeds), as_numpy)
+        return hand_out(self._evaluation.run(feeds), as_numpy)
 
     # ---- parameters ------------------------------------------------------------------------------
 
@@ -256,7 +271,7 @@ class Module:
             np.ravel(arrays[name]).astype(np.float32, copy=False) for name in self._order(trainable_only)
         ]
         whole = np.concatenate(parts) if parts else np.zeros(0, np.float32)
-        return _owned(whole)
+        return owned_value(whole)
 
     def copy_buffer_to_parameters(
         self, buffer: ort.OrtValue | np.ndarray, trainable_only: bool = True
@@ -392,15 +407,3 @@ class Module:
             data.optimizer = self._state._data.optimizer
             kept = {k: v for k, v in self._state._data.extras.items() if k not in data.extras}
             data.extras.update(kept)
-
-
-def _hand_out(results: list[np.ndarray], as_numpy: bool) -> Any:
-    values = results if as_numpy else [_owned(r) for r in results]
-    return values[0] if len(values) == 1 else tuple(values)
-
-
-def _owned(array: np.ndarray) -> ort.OrtValue:
-    """A value with memory of its own: one made from an array dies with it, even while `.numpy()` shows it."""
-    value = ort.OrtValue.ortvalue_from_shape_and_type(list(array.shape), array.dtype.type)
-    value.update_inplace(np.ascontiguousarray(array))
-    return value

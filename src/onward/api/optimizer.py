@@ -15,6 +15,7 @@ from onward.runtime.optimizers import make_updater, wanted_order
 
 if TYPE_CHECKING:
     from onward.api.schedulers import LRScheduler
+    from onward.runtime.many_steps import ManySteps
     from onward.runtime.memory import Tensor
     from onward.runtime.optimizers.updater import Updater
     from onward.runtime.sessions import ModelFile
@@ -40,6 +41,7 @@ class Optimizer:
         if not memory.parameters.on_host and memory.arrange(wanted_order(optimizer_uri, memory.parameters)):
             module.attach()
         self._updater = self._make_updater(optimizer_uri)
+        self._many_steps: ManySteps | None = None
         self._initial_rate = 1e-3
         self._scheduler: LRScheduler | None = None
         self.gradient_scale = 1.0
@@ -58,6 +60,11 @@ class Optimizer:
             threads=self._module.threads,
             artifacts_id=self._module.signature.artifacts_id,
         )
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing but the optimizer model decides what a step does: no subclass has a say."""
+        return type(self) is Optimizer
 
     def step(self) -> bool:
         """Update the parameters; returns False if the update was skipped because of a non-finite gradient."""

@@ -78,6 +78,13 @@ class LRScheduler:
             return self._initial_lr * step / max(1, self._warmup)
         return self._initial_lr * self.factor(step)
 
+    def rates(self, count: int) -> list[float]:
+        """The learning rates of the next `count` steps, for `Module.train_steps`; the schedule moves past them."""
+        first = self._step
+        self._step += count
+        self._apply()
+        return [self.rate(step) for step in range(first, self._step)]
+
     def to_json(self) -> str:
         """The schedule's state for a checkpoint."""
         return json.dumps({"kind": type(self).__name__, "step": self._step})

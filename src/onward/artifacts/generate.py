@@ -20,7 +20,6 @@ import onnx_ir as ir
 from onward import contract, losses
 from onward.artifacts.choose import Choice, choose, constant_vectors, resolve
 from onward.artifacts.names import LOSSES, LossType, OptimType, loss_type, optimizer_type
-from onward.artifacts.portable import portable_step
 from onward.artifacts.portable_files import write_portable
 from onward.artifacts.training_graph import build_training_graphs, producer
 from onward.artifacts.write import write_artifacts
@@ -42,6 +41,7 @@ from onward.model_metadata import read_names
 from onward.optim import update_rules
 from onward.optim.optimizer_model import ParameterGroup, optimizer_model
 from onward.optim.update_rules import Optimizer
+from onward.whole_step.portable_step import portable_step
 
 if TYPE_CHECKING:
     from onward.checkpoint.portable import StateLayout

@@ -28,10 +28,17 @@ from onward.runtime.signature import Signature, read_signature
 if TYPE_CHECKING:
     from onward.runtime.devices import Device
 
-__all__ = ["EvaluationStep", "Step", "TrainingStep", "with_outputs"]
+__all__ = ["EvaluationStep", "Step", "TrainingStep", "step_seed", "with_outputs"]
 
 # Sessions made for the shapes of a batch that are kept, and how often a shape must come to replace one of them.
 _KEPT, _OFTEN = 4, 8
+
+
+def step_seed(seed: int, step: int) -> int:
+    """The seed of a step's random numbers, as int64."""
+    # an odd multiplier spreads neighbouring seeds and steps over all 64 bits
+    mixed = (seed * 0x9E3779B97F4A7C15 + step * 0xD1B54A32D192ED03) & 0xFFFFFFFFFFFFFFFF
+    return mixed - (1 << 64) if mixed >= 1 << 63 else mixed
 
 
 class Step(Protocol):
@@ -89,9 +96,7 @@ class TrainingStep:
         """The loss and the additional outputs; gradients land in their buffers."""
         bound = self._find(feeds, reset)
         if self.signature.random:
-            # an odd multiplier spreads neighbouring seeds and steps over all 64 bits
-            mixed = (seed * 0x9E3779B97F4A7C15 + step * 0xD1B54A32D192ED03) & 0xFFFFFFFFFFFFFFFF
-            self._seed.write(np.array([mixed - (1 << 64) if mixed >= 1 << 63 else mixed], np.int64))
+            self._seed.write(np.array([step_seed(seed, step)], np.int64))
         if not bound.rows:
             self._written = {}
             try:
@@ -111,6 +116,11 @@ class TrainingStep:
     def gradients_changed(self) -> None:
         """Say that something else than a step wrote into the memory of gradients."""
         self._written = {}
+
+    @property
+    def model(self) -> onnx.ModelProto:
+        """The training model as it was read."""
+        return self._model
 
     def sessions(self) -> list[ort.InferenceSession]:
         """The sessions that have been made so far."""

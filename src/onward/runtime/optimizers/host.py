@@ -132,6 +132,7 @@ class HostUpdater(ElementwiseUpdater):
         threads: int = 1,
     ) -> None:
         super().__init__(options, parameters, gradients)
+        self._options = options
         self._program, plain = split_scalars(model, SCALARS)
         self._models = {True: as_rows(plain), False: as_rows(without_scaling(plain))}
         if platform.machine().lower() in ("x86_64", "amd64"):
@@ -167,6 +168,34 @@ class HostUpdater(ElementwiseUpdater):
         for block in self._blocks:
             if any(flat.vector[block.start : block.stop].any() for flat in self._slots.values()):
                 block.wake()
+
+    # ---- many updates in one graph -------------------------------------------------------------------
+
+    def rows_model(self, *, scaled: bool) -> onnx.ModelProto:
+        """The rule over rows, with its scalars as inputs; with `scaled`, it multiplies gradients by a scale."""
+        return self._models[scaled]
+
+    @property
+    def scalars_need_scale(self) -> bool:
+        """Whether a scalar depends on the gradients' scale, which then must be known before the run."""
+        place = SCALARS.index("gradient_scale")
+        return any(place in (first, second) for _, first, second, _ in self._program.steps)
+
+    def settings_runs(self) -> list[tuple[int, int, int]]:
+        """Stretches of the vector that share their settings: start, stop, and the place of the settings."""
+        return runs_of(self._options, self._parameters)
+
+    def scalars(self, rate: float, step: int, setting: int) -> dict[str, float]:
+        """The scalars of an update, by the names of the model's inputs."""
+        chosen = self._settings[setting]
+        chosen.update(self._program, rate, step, 1.0)
+        return {**{name: array.item() for name, array in chosen.arrays().items()}, "step": step}
+
+    def take_over(self, updates: int) -> None:
+        """Count updates that something else made to parameters and state."""
+        self._step[0] += updates
+        for block in self._blocks:
+            block.wake()
 
     def _cut(self, options: dict, rests: bool, threads: int) -> Iterable[_Block]:
         """Runs of parameters that share their settings, in blocks; what may rest has no broken pieces."""

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import onnx_ir as ir
 
+from onward import contract
+
 if TYPE_CHECKING:
     from onward.graph.builder import Builder
 
-from onward import contract
-
-__all__ = ["InlineOptimizer", "Unit"]
+__all__ = ["InlineOptimizer", "Unit", "graft"]
 
 _MOMENTS = ("first_order_moments", "second_order_moments", "third_order_moments")
 # Parameters with fewer numbers are updated as one vector: a node costs more time than so many numbers.
@@ -30,7 +30,10 @@ Values = Mapping[str, ir.Value]
 
 @dataclasses.dataclass
 class Unit:
-    """Parameters that are updated together: the state's inputs, and the gradient in the same shape."""
+    """Parameters that are updated together: the state's inputs, and the gradient in the same shape.
+
+    `packed` are several in one vector or row, with a gap after each that ends before a multiple of 64 bytes.
+    """
 
     sizes: dict[str, int]
     shape: tuple[int, ...]
@@ -38,6 +41,7 @@ class Unit:
     slots: dict[str, ir.Value] = dataclasses.field(default_factory=dict)
     gradient: ir.Value | None = None
     in_pieces: bool = False
+    packed: bool = False
 
     @property
     def names(self) -> list[str]:
@@ -115,11 +119,16 @@ class InlineOptimizer:
         tensors = {"parameter": unit.parameter, "gradient": unit.gradient, **unit.slots}
         kept = ["parameter", *unit.slots]
         if not unit.in_pieces:
-            made = self._graft(op, {**{k: _at_least_1d(op, v) for k, v in tensors.items()}, **scalars})
+            made = graft(
+                self._root,
+                op,
+                self._optimizer.graph,
+                {**{k: _at_least_1d(op, v) for k, v in tensors.items()}, **scalars},
+            )
             return [made[f"{name}{contract.NEXT}"] for name in kept]
         body = op.subgraph("piece")
         rows = {k: body.input(k, ir.DataType.FLOAT, unit.shape[1:]) for k in tensors}
-        made = self._graft(body, {**rows, **scalars})
+        made = graft(self._root, body, self._optimizer.graph, {**rows, **scalars})
         for name in kept:
             made[f"{name}{contract.NEXT}"].dtype, made[f"{name}{contract.NEXT}"].shape = (
                 ir.DataType.FLOAT,
@@ -138,7 +147,7 @@ class InlineOptimizer:
             (name,) = unit.names
             given |= {name: unit.parameter, f"{name}_grad": unit.gradient}
             given |= {f"{name}.{slot}": value for slot, value in unit.slots.items()}
-        made = self._graft(op, {**given, **scalars})
+        made = graft(self._root, op, self._optimizer.graph, {**given, **scalars})
         return [
             [made[f"{name}{contract.NEXT}"], *(made[f"{name}.{slot}{contract.NEXT}"] for slot in unit.slots)]
             for unit in units
@@ -151,7 +160,7 @@ class InlineOptimizer:
         lists = {"params": [unit.parameter for unit in units], "gradients": [unit.gradient for unit in units]}
         lists |= {source: [unit.slots[slot] for unit in units] for slot, source in self.slots.items()}
         given = {name: op.SequenceConstruct(*values) for name, values in lists.items()}
-        made = self._graft(op, {**given, **scalars})
+        made = graft(self._root, op, self._optimizer.graph, {**given, **scalars})
         sources = ["params", *self.slots.values()]
         return [
             [op.SequenceAt(made[f"updated_{source}"], np.int64(index)) for source in sources]
@@ -161,29 +170,33 @@ class InlineOptimizer:
     def _decay(self, number: float) -> ir.Value:
         return self._root.constant(np.asarray([number], np.float32), name="weight_decay")
 
-    def _graft(self, op: Builder, given: Values) -> dict[str, ir.Value]:
-        """Copy the optimizer's nodes to the end of a branch, reading `given`; its outputs by name."""
-        copy = self._optimizer.graph.clone()
-        for value in list(copy.inputs):
-            if value.name == "gradient_scale" and value.name not in given:
-                _drop_scaling(value)
-            elif value.uses():
-                ir.convenience.replace_all_uses_with(value, given[value.name or ""])
-        for value in list(copy.initializers.values()):
-            assert value.const_value is not None
-            constant = self._root.constant(value.const_value.numpy(), name=value.name or "constant")
-            ir.convenience.replace_all_uses_with(value, constant)
-        made = {value.name or "": value for value in copy.outputs}
-        copy.outputs.clear()
-        nodes = list(copy)
-        copy.remove(nodes)
-        for node in nodes:
-            node.name = op.namer(f"update/{node.op_type}")
-            for value in node.outputs:
-                # sizes are those of this parameter now
-                value.name, value.shape = op.namer(f"{node.name}.out"), None
-        op.graph.extend(nodes)
-        return made
+
+def graft(root: Builder, op: Builder, optimizer: ir.Graph, given: Values) -> dict[str, ir.Value]:
+    """Copy an optimizer's nodes to the end of a graph, reading `given`; its outputs by name.
+
+    `root` takes its constants: the same builder, or that of the graph around a branch.
+    """
+    copy = optimizer.clone()
+    for value in list(copy.inputs):
+        if value.name == "gradient_scale" and value.name not in given:
+            _drop_scaling(value)
+        elif value.uses():
+            ir.convenience.replace_all_uses_with(value, given[value.name or ""])
+    for value in list(copy.initializers.values()):
+        assert value.const_value is not None
+        constant = root.constant(value.const_value.numpy(), name=value.name or "constant")
+        ir.convenience.replace_all_uses_with(value, constant)
+    made = {value.name or "": value for value in copy.outputs}
+    copy.outputs.clear()
+    nodes = list(copy)
+    copy.remove(nodes)
+    for node in nodes:
+        node.name = op.namer(f"update/{node.op_type}")
+        for value in node.outputs:
+            # sizes are those of this parameter now
+            value.name, value.shape = op.namer(f"{node.name}.out"), None
+    op.graph.extend(nodes)
+    return made
 
 
 def _at_least_1d(op: Builder, value: ir.Value) -> ir.Value:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -22,12 +22,12 @@ from onward.errors import ModelError
 from onward.graph.builder import Builder
 from onward.graph.cleanup import share_subexpressions
 from onward.graph.passes.finish import finish
-from onward.optim.inline import InlineOptimizer, Unit
+from onward.whole_step.inline_update import InlineOptimizer, Unit
 
 if TYPE_CHECKING:
     from onward.checkpoint.content import CheckpointData
 
-__all__ = ["portable_step"]
+__all__ = ["StateInputs", "clip_scale", "joined_gradient", "portable_step", "take_results"]
 
 VERSION = "1"
 # How `Module` makes the seed of a step: odd multipliers spread neighbouring seeds and steps over all 64 bits.
@@ -47,7 +47,7 @@ def portable_step(
     """One graph that trains: batch, learning rate and state in; loss, outputs and next state out."""
     model = training.clone()
     graph = model.graph
-    gradients, following = _take_results(graph, checkpoint)
+    gradients, following = take_results(graph, checkpoint.trainable, checkpoint.frozen)
     inputs = {value.name or "": value for value in graph.inputs}
     graph.inputs.clear()
     graph.inputs.extend(value for name, value in inputs.items() if _is_batch(name, checkpoint))
@@ -55,14 +55,14 @@ def portable_step(
     results = list(graph.outputs)
     op = Builder(graph)
     rule = InlineOptimizer(op, optimizer, rate=op.input("learning_rate", ir.DataType.FLOAT, [1]))
-    state = _State(op, inputs)
+    state = StateInputs(op, inputs)
     state.add_weights(checkpoint, rule, statistics=following)
     state.add_slots(rule)
     state.add_counters()
     if SEED in inputs:
         _mix_seed(op, inputs[SEED], state.seed, state.train_step)
     for unit in state.units:
-        unit.gradient = _together(op, unit, gradients)
+        unit.gradient = joined_gradient(op, unit, gradients)
     judged = [unit.gradient for unit in state.units if unit.gradient is not None]
     good, scale = _judge(op, results[0], judged, list(following.values()), rule.clip_norm)
     _add_update(op, good, rule, state, scale, following)
@@ -88,14 +88,16 @@ def _label_ranges(model: ir.Model) -> str:
     return "".join("\t".join(fields) + "\n" for fields in lines)
 
 
-def _take_results(graph: ir.Graph, checkpoint: CheckpointData) -> tuple[dict, dict]:
+def take_results(
+    graph: ir.Graph, trainable: Collection[str], frozen: Collection[str]
+) -> tuple[dict[str, ir.Value], dict[str, ir.Value]]:
     """The gradient of each trainable and the next value of each statistic; they are outputs no longer."""
     gradients: dict[str, ir.Value] = {}
     following: dict[str, ir.Value] = {}
     for output in list(graph.outputs):
         name = output.name or ""
         statistic, parameter = name.removesuffix(contract.NEXT), name.removesuffix(OUT)
-        if name.endswith(contract.NEXT) and statistic in checkpoint.frozen:
+        if name.endswith(contract.NEXT) and statistic in frozen:
             graph.outputs.remove(output)
             output.name = f"{name}.computed"
             following[statistic] = output
@@ -107,7 +109,7 @@ def _take_results(graph: ir.Graph, checkpoint: CheckpointData) -> tuple[dict, di
                 raise ModelError(f"the training model computes '{name}' in a way that is not known")
             # what is computed again may wait for it
             ir.convenience.replace_all_uses_with(output, gradient)
-            if parameter in checkpoint.trainable:
+            if parameter in trainable:
                 gradients[parameter] = gradient
     return gradients, following
 
@@ -120,7 +122,7 @@ def _is_batch(name: str, checkpoint: CheckpointData) -> bool:
 # ---- the state ---------------------------------------------------------------------------------------
 
 
-class _State:
+class StateInputs:
     """The inputs of the step that hold the state, in order, and what they are made of."""
 
     def __init__(self, op: Builder, inputs: Values) -> None:
@@ -141,7 +143,7 @@ class _State:
         shapes = {name: np.asarray(array).shape for name, array in checkpoint.trainable.items()}
         for names in rule.together(shapes):
             if len(names) > 1:
-                self._pack(names, shapes)
+                self.pack(names, shapes)
                 continue
             (name,) = names
             shape = _in_pieces(shapes[name]) if rule.elementwise else None
@@ -196,8 +198,10 @@ class _State:
         self.tensors.append(StateTensor(name, dtype, given or shape, (StatePart(role, name, shape),)))
         return value
 
-    def _pack(self, names: list[str], shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """One vector for several parameters, each of which begins at a multiple of 64 bytes."""
+    def pack(
+        self, names: Sequence[str], shapes: Mapping[str, tuple[int, ...]], *, as_row: bool = False
+    ) -> None:
+        """One vector (or row) for several parameters, each of which begins at a multiple of 64 bytes."""
         parts, sizes, position = [], [], 0
         for name in names:
             parts.append(StatePart("trainable", name, shapes[name], start=position))
@@ -205,18 +209,21 @@ class _State:
             padded = aligned(4 * size) // 4
             sizes += [size, padded - size] if padded > size else [size]
             position += 4 * padded
-        packed = self._add(f"packed{len(self.units)}", np.float32, (position // 4,), tuple(parts))
+        whole = (1, position // 4) if as_row else (position // 4,)
+        packed = self._add(f"packed{len(self.units)}", np.float32, whole, tuple(parts))
         with self._op.inserting(next(iter(self._op.graph))):
-            pieces = iter(self._op.Split(packed, np.asarray(sizes, np.int64), axis=0, outputs=len(sizes)))
+            pieces = iter(
+                self._op.Split(packed, np.asarray(sizes, np.int64), axis=len(whole) - 1, outputs=len(sizes))
+            )
             for name in names:
-                piece = next(pieces)
-                if aligned(4 * prod(shapes[name])) != 4 * prod(shapes[name]):
+                shaped = next(pieces)
+                size = prod(shapes[name])
+                if aligned(4 * size) != 4 * size:
                     next(pieces)
-                shaped = piece
-                if len(shapes[name]) != 1:
-                    shaped = self._op.Reshape(piece, np.asarray(shapes[name], np.int64))
+                if shapes[name] != (*whole[:-1], size):
+                    shaped = self._op.Reshape(shaped, np.asarray(shapes[name], np.int64))
                 ir.convenience.replace_all_uses_with(self._inputs[name], shaped)
-        self.units.append(Unit({name: prod(shapes[name]) for name in names}, (position // 4,), packed))
+        self.units.append(Unit({name: prod(shapes[name]) for name in names}, whole, packed, packed=True))
 
     def _add(self, name: str, dtype: Any, shape: tuple[int, ...], parts: tuple[StatePart, ...]) -> ir.Value:
         kind = np.dtype(dtype)
@@ -236,24 +243,25 @@ def _in_pieces(shape: tuple[int, ...]) -> tuple[int, ...] | None:
     return min(((n, size // n) for n in rows), key=lambda s: abs(s[1] - _PIECE), default=None)
 
 
-def _together(op: Builder, unit: Unit, gradients: Values) -> ir.Value | None:
+def joined_gradient(op: Builder, unit: Unit, gradients: Values) -> ir.Value | None:
     """The gradient of a unit, in the shape in which it is updated."""
-    if len(unit.names) == 1:
+    if not unit.packed:
         gradient = gradients.get(unit.names[0])
         return (
             op.Reshape(gradient, np.asarray(unit.shape, np.int64))
             if unit.in_pieces and gradient
             else gradient
         )
+    leading = list(unit.shape[:-1])
     parts: list[ir.Value] = []
     for name in unit.names:
         gradient = gradients[name]
-        flat = gradient.shape is not None and gradient.shape.rank() == 1
-        parts.append(gradient if flat else op.Reshape(gradient, [-1]))
+        fits = gradient.shape is not None and gradient.shape.rank() == 1 and not leading
+        parts.append(gradient if fits else op.Reshape(gradient, [*leading, -1]))
         size = unit.sizes[name]
         if padding := aligned(4 * size) // 4 - size:
-            parts.append(op.constant(np.zeros(padding, np.float32), name="padding"))
-    return op.Concat(*parts, axis=0)
+            parts.append(op.constant(np.zeros((*leading, padding), np.float32), name="padding"))
+    return parts[0] if len(parts) == 1 else op.Concat(*parts, axis=len(leading))
 
 
 def _mix_seed(op: Builder, old: ir.Value, seed: ir.Value, step: ir.Value) -> None:
@@ -289,9 +297,13 @@ def _judge(
         return op.And(good, op.Less(total, _OVERFLOW)), None
     total = _squared_norm(op, gradients)
     norm = op.Sqrt(total)
+    return op.And(good, op.Less(norm, _OVERFLOW)), clip_scale(op, norm, limit)
+
+
+def clip_scale(op: Builder, norm: ir.Value, limit: float) -> ir.Value:
+    """The factor that limits the norm of the gradients, a double, as [1] in float32."""
     scale = op.Min(op.Div(limit, op.Add(norm, 1e-6)), 1.0)
-    scale = op.Reshape(op.Cast(scale, to=ir.DataType.FLOAT), [1])
-    return op.And(good, op.Less(norm, _OVERFLOW)), scale
+    return op.Reshape(op.Cast(scale, to=ir.DataType.FLOAT), [1])
 
 
 def _summands(op: Builder, gradient: ir.Value) -> ir.Value:
@@ -350,7 +362,7 @@ def _add_update(
     op: Builder,
     good: ir.Value,
     rule: InlineOptimizer,
-    state: _State,
+    state: StateInputs,
     scale: ir.Value | None,
     following: Values,
 ) -> None:
