@@ -1,4 +1,4 @@
-"""Node.js trains what Python trains, from the same files, to the same losses: on onnxruntime-node, or on one given to it."""
+"""Node.js trains what Python trains, from the same files, to the same losses; any onnxruntime can be given to it."""
 
 from __future__ import annotations
 
@@ -63,8 +63,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
 
 
 CASES: list[dict[str, Any]] = [
-    *({"name": name} for name in MODELS),
-    {"name": "mlp", "accumulate": 3},
+    *({"name": name} for name in MODELS if name != "wide"),
     {"name": "cnn", "accumulate": 2, "total": 40},
     *({"name": "mlp", "optimizer": f"{prefix}optimizer_model.onnx"} for prefix in OPTIMIZERS),
 ]
