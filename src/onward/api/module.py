@@ -341,6 +341,7 @@ class Module:
                 f"the checkpoint lacks {len(missing)} parameters of the training model, "
                 f"for example '{missing[0]}': do they belong together?"
             )
+        trained: dict[str, np.ndarray] = {}
         for name in plan.parameters:
             value = given[name]
             if isinstance(value, NominalTensor):
@@ -353,9 +354,10 @@ class Module:
                     f"{tuple(plan.shapes[name])} in the training model: do they belong together?"
                 )
             if name in memory.parameters.spans:
-                memory.parameters.tensors[name].write(value)
+                trained[name] = value
             else:
                 memory.add_frozen(name, value)
+        memory.parameters.write(trained)
         if self._loaded:
             self._publish()
 

@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from onward.runtime.devices import DeviceLike
+
 if TYPE_CHECKING:
     from onward.api import LRScheduler, Optimizer
     from onward.api.module import NonFinitePolicy
@@ -81,7 +83,7 @@ class RunnerSettings:
 
     timeout: float = 600.0
     backend: Literal["gloo", "nccl"] | None = None
-    device: str = "cpu"
+    device: DeviceLike = "cpu"
     threads: int = 1
 
     def __post_init__(self) -> None:

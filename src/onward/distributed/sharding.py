@@ -15,7 +15,7 @@ from onward.api import Module, Optimizer
 from onward.checkpoint import CheckpointData, OptimizerGroup
 from onward.distributed.comm import Communicator
 from onward.distributed.errors import DistributedError
-from onward.runtime.memory import FlatBuffer, exchanged
+from onward.runtime.memory import FlatBuffer
 from onward.runtime.optimizers import ElementwiseUpdater, Slots, Updater, make_updater
 from onward.runtime.sessions import ModelFile
 
@@ -42,8 +42,7 @@ class ShardedOptimizer(Optimizer):
         """Update this rank's share, then exchange the parameters."""
         done = super().step()
         if done:
-            with exchanged(self._module.memory.parameters.whole) as vector:
-                self._comm.all_gather(vector, self._bounds)
+            self._comm.all_gather(self._module.memory.parameters.whole, self._bounds)
         return done
 
     def gather_slots(self) -> Slots | None:
