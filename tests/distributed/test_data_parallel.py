@@ -20,7 +20,6 @@ from onward.distributed import RunnerSettings, ShardedArrays, ShardedSampler, Tr
 from onward.distributed.two_level import two_level
 from onward.runtime.devices import Device
 
-
 # The device's way over the CPU provider: collectives work on the device's own memory.
 EMULATED = Device("cpu", memory="device")
 

@@ -129,6 +129,19 @@ def test_groups_of_parameters(device: Device, tmp_path: Path) -> None:
     same(state, other, device)
 
 
+@pytest.mark.parametrize("device", MEMORY)
+def test_an_update_in_stretches(device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from onward.runtime.optimizers import device as device_updates
+
+    groups = [ParameterGroup(("b1", "b2"), weight_decay=0.0)]
+    folder = write_classifier(tmp_path, parameter_groups=groups)
+    _, other = train(folder, device)
+    monkeypatch.setattr(device_updates, "_MOST", 16)
+    monkeypatch.setattr(device_updates, "_ALIGN", 16)
+    _, state = train(folder, device)
+    assert snapshot(state) == snapshot(other)
+
+
 @pytest.mark.parametrize("device", ALL)
 def test_parameters_are_read_and_written_where_they_lie(device: Device, tmp_path: Path) -> None:
     state, module, optimizer = start(write_normalized(tmp_path), device=device)
@@ -396,15 +409,15 @@ def test_an_update_is_recorded_without_a_trace(tmp_path: Path, monkeypatch: pyte
     _, plain = train(folder, EMULATED)
     monkeypatch.setattr(Device, "captures", property(lambda self: self.memory == "device"))
     recorded: list[Any] = []
-    real = device_updates._Bound._run_all
+    real = device_updates._Bound._run
 
-    def run_all(self: Any) -> None:
+    def run(self: Any) -> None:
         if not self._recorded:
             recorded.append(self)
             real(self)
         real(self)
 
-    monkeypatch.setattr(device_updates._Bound, "_run_all", run_all)
+    monkeypatch.setattr(device_updates._Bound, "_run", run)
     _, other = train(folder, EMULATED)
     assert recorded and snapshot(plain) == snapshot(other)
 
@@ -415,7 +428,7 @@ def test_what_cannot_be_recorded_runs_without(tmp_path: Path, monkeypatch: pytes
     folder = write_classifier(tmp_path)
     losses, plain = train(folder, EMULATED, accumulate=2)
     monkeypatch.setattr(Device, "captures", property(lambda self: self.memory == "device" and self.graphs))
-    real, real_all = bound.run_bound, device_updates._Bound._run_all
+    real, real_update = bound.run_bound, device_updates._Bound._run
 
     def half_done(session: ort.InferenceSession, binding: Any) -> None:
         real(session, binding)
@@ -423,12 +436,12 @@ def test_what_cannot_be_recorded_runs_without(tmp_path: Path, monkeypatch: pytes
             raise RuntimeError("operation not permitted when stream is capturing")
 
     def half_updated(self: Any) -> None:
-        real_all(self)
+        real_update(self)
         if not self._recorded:
             raise RuntimeError("operation not permitted when stream is capturing")
 
     monkeypatch.setattr(bound, "run_bound", half_done)
-    monkeypatch.setattr(device_updates._Bound, "_run_all", half_updated)
+    monkeypatch.setattr(device_updates._Bound, "_run", half_updated)
     with pytest.warns(RuntimeWarning, match="could not be recorded as a CUDA graph"):
         found, other = train(folder, EMULATED, accumulate=2)
     assert found == losses and snapshot(plain) == snapshot(other)

@@ -303,7 +303,7 @@ def _integer(name: str, default: int | None) -> int:
 
 def device_of_rank(device: DeviceLike) -> DeviceLike:
     """The device of this rank: where a machine has several GPUs, "cuda" gives each of its ranks another."""
-    chosen = Device(device) if device == "cuda" else device
+    chosen = Device("cuda") if device == "cuda" else device
     if not isinstance(chosen, Device) or chosen.kind != "cuda" or chosen.number:
         return device
     import torch

@@ -525,8 +525,9 @@ def squared_norm(vector: np.ndarray) -> float:
     >>> squared_norm(np.array([3, 4], np.float32))
     25.0
     """
-    square = float(np.dot(vector, vector))
-    if not math.isfinite(square):  # it overflows float32 before it is really infinite
+    with np.errstate(over="ignore"):  # float32 overflows before the sum is really infinite
+        square = float(np.dot(vector, vector))
+    if not math.isfinite(square):
         square = float(np.sum(np.square(vector, dtype=np.float64)))
         if square > _OVERFLOW:
             return math.inf
