@@ -163,8 +163,8 @@ class Module:
         Each step computes gradients, updates the parameters and resets the gradients, as the loop
         `loss = module(x, y); optimizer.step(); module.lazy_reset_grad()` does, with the same results. Small models
         take all steps in one run, which saves most of the time of a call. `learning_rates` has one for each step
-        (default: the optimizer's own, which stays as it is). Returns what a call returns, stacked: the losses, or a tuple of these and the
-        additional outputs.
+        (default: the optimizer's own, which stays as it is). Returns what a call returns, stacked: the losses, or a
+        tuple of these and the additional outputs.
         """
         from onward.api.many_steps import train_steps
 
