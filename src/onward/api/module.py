@@ -57,7 +57,8 @@ class Module:
     or a `Device` with options; parameters, gradients and optimizer state live there. `on_nonfinite` says what
     to do with a non-finite loss or gradient: raise an error (parameters keep their values), skip the update, or
     ignore it.
-    `seed` makes dropout reproducible; the default is the checkpoint's seed, or 0.
+    `seed` makes dropout reproducible; the default is the checkpoint's seed, or 0. `autotune` times formulations of
+    convolutions' gradients for each shape of a batch, once on a machine, and takes the fastest (docs/speed.md).
 
     `module(x, labels)` runs a training step after `train()` (the default) and evaluates after `eval()`; it
     returns the loss, or a tuple of the loss and the additional outputs. Numpy in gives numpy out; OrtValues
@@ -79,6 +80,7 @@ class Module:
         seed: int | None = None,
         step: Step | None = None,
         parts: int = 1,
+        autotune: bool = False,
     ) -> None:
         if not isinstance(state, CheckpointState):
             raise TypeError(f"Module takes a CheckpointState, got {type(state).__name__}")
@@ -94,7 +96,9 @@ class Module:
         self._state = state
         # 0 is the runtime's word for as many as there are
         self.threads = (session_options.intra_op_num_threads if session_options else 0) or None
-        self.step: Step = step or TrainingStep(train_model_uri, device=self.device, options=session_options)
+        self.step: Step = step or TrainingStep(
+            train_model_uri, device=self.device, options=session_options, autotune=autotune
+        )
         self._evaluation = (
             None
             if eval_model_uri is None

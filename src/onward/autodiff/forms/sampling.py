@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 import onnx_ir as ir
 
-from onward.autodiff.forms.windows import Sizes
+from onward.graph.forms.windows import Sizes
 
 # Keys' cubic convolution with a = −0.75, as polynomials in the distance: outer, inner, inner, outer tap.
 _A = -0.75
