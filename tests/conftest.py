@@ -19,6 +19,9 @@ from typing import Any
 
 import pytest
 
+# Several tests run at a time: threads of torch that wait for one another took most of the time of small models.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # How long a process may run that a test itself starts; those of fixtures live as long as the fixture.
 DEADLINE = float(os.environ.get("ONWARD_TEST_DEADLINE", "300"))
 

@@ -173,7 +173,7 @@ def test_the_scale_of_the_loss_falls_where_gradients_overflow_and_that_update_is
     for expected in (32768.0, 16384.0):
         module(*batch())
         # the CPU provider computes in float32 between casts, so no gradient of a small model overflows there
-        module.memory.gradients.tensors["w1"].fill(np.inf)
+        module.memory.gradients.tensors["w1"].write(np.array(np.inf))
         assert not optimizer.step()
         module.lazy_reset_grad()
         assert state.parameters["loss_scale"].data.item() == expected
@@ -217,7 +217,7 @@ def test_gradients_that_no_scale_makes_finite_are_an_error(tmp_path):
     state, module, optimizer = start(tmp_path)
     state.parameters["loss_scale"].data = np.ones(1, np.float32)
     module(*batch())
-    module.memory.gradients.whole.fill(np.nan)
+    module.memory.gradients.whole.write(np.array(np.nan))
     with pytest.raises(NonFiniteError, match="gradient"):
         optimizer.step()
 

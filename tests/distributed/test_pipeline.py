@@ -12,6 +12,10 @@ import ranks
 from rank_models import MODELS, build, classifier, points
 
 from onward.distributed import RunnerSettings, ShardedArrays, TrainingRunner
+from onward.runtime.devices import Device
+
+# The device's way over the CPU provider.
+EMULATED = Device("cpu", memory="device")
 
 
 def train(
@@ -34,7 +38,7 @@ def train(
             "losses": history.losses,
             "final": final,
             "norm": runner.optimizer.gradient_norm,
-            "gradients": {name: view.copy() for name, view in module.memory.gradients.views.items()},
+            "gradients": {name: array.copy() for name, array in module.memory.gradients.arrays().items()},
         }
 
 
@@ -72,8 +76,12 @@ SPLITS = {
     "two stages by names": ("residual network", 2, {"stages": {"c1": 1}}),
     "four stages, one forward one backward": ("residual network", 4, {}),
     "two stages that share a weight, integers across": ("encoder with tied embeddings", 2, {"cuts": ["h1"]}),
+    "two stages in the memory of a device": ("residual network", 2, {"device": EMULATED}),
+    "two that share a weight, in the memory of a device": (
+        "encoder with tied embeddings", 2, {"cuts": ["h1"], "device": EMULATED},
+    ),
     "four stages, all forward first": ("encoder with tied embeddings", 4, {"schedule": "gpipe"}),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name, stages, settings", SPLITS.values(), ids=SPLITS)

@@ -21,7 +21,7 @@ from onward.errors import DeviceError, DeviceMemoryError, NonFiniteError
 from onward.graph.passes.batch_norm import expand_batch_norm
 from onward.onnxblock import optim
 from onward.optim.optimizer_model import ParameterGroup
-from onward.runtime import bound, devices, step
+from onward.runtime import bound, devices, memory, step
 from onward.runtime.devices import Device, find_device
 from onward.runtime.memory import DeviceTensor, FlatBuffer, make_tensor
 from onward.train.trainer import Trainer
@@ -127,6 +127,19 @@ def test_groups_of_parameters(device: Device, tmp_path: Path) -> None:
     expected, other = train(folder, Device("cpu"))
     np.testing.assert_allclose(losses, expected, **tolerance(device))
     same(state, other, device)
+
+
+@pytest.mark.parametrize("device", MEMORY)
+def test_an_update_in_stretches(device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from onward.runtime.optimizers import device as device_updates
+
+    groups = [ParameterGroup(("b1", "b2"), weight_decay=0.0)]
+    folder = write_classifier(tmp_path, parameter_groups=groups)
+    _, other = train(folder, device)
+    monkeypatch.setattr(device_updates, "_MOST", 16)
+    monkeypatch.setattr(device_updates, "_ALIGN", 16)
+    _, state = train(folder, device)
+    assert snapshot(state) == snapshot(other)
 
 
 @pytest.mark.parametrize("device", ALL)
@@ -315,18 +328,18 @@ def test_too_little_memory_for_a_batch(tmp_path: Path, monkeypatch: pytest.Monke
     module(*batch(size=4))
     optimizer.step()
     module.lazy_reset_grad()
-    before, real = snapshot(state), ort.OrtValue.ortvalue_from_shape_and_type
+    before, real = snapshot(state), DeviceTensor.allocate.__func__  # type: ignore[attr-defined]
     for there_is_room in range(2):
         left = [there_is_room]
 
-        def allocate(shape: Any, *rest: Any, left: list[int] = left) -> ort.OrtValue:
+        def allocate(device: Device, shape: Any, dtype: Any, left: list[int] = left) -> DeviceTensor:
             left[0] -= 1
             if left[0] < 0:
-                raise RuntimeError(f"Failed to allocate memory for requested buffer of size {shape[0]}")
-            return real(shape, *rest)
+                raise RuntimeError(f"Failed to allocate memory for requested buffer of size {np.prod(shape)}")
+            return real(DeviceTensor, device, shape, dtype)
 
         with monkeypatch.context() as patched:
-            patched.setattr(ort.OrtValue, "ortvalue_from_shape_and_type", allocate)
+            patched.setattr(DeviceTensor, "allocate", allocate)
             with pytest.raises(DeviceMemoryError, match=r"buffer of size \d+"):
                 module(*batch(size=64))
         assert snapshot(state) == before
@@ -396,15 +409,15 @@ def test_an_update_is_recorded_without_a_trace(tmp_path: Path, monkeypatch: pyte
     _, plain = train(folder, EMULATED)
     monkeypatch.setattr(Device, "captures", property(lambda self: self.memory == "device"))
     recorded: list[Any] = []
-    real = device_updates._Bound._run_all
+    real = device_updates._Bound._run
 
-    def run_all(self: Any) -> None:
+    def run(self: Any) -> None:
         if not self._recorded:
             recorded.append(self)
             real(self)
         real(self)
 
-    monkeypatch.setattr(device_updates._Bound, "_run_all", run_all)
+    monkeypatch.setattr(device_updates._Bound, "_run", run)
     _, other = train(folder, EMULATED)
     assert recorded and snapshot(plain) == snapshot(other)
 
@@ -415,7 +428,7 @@ def test_what_cannot_be_recorded_runs_without(tmp_path: Path, monkeypatch: pytes
     folder = write_classifier(tmp_path)
     losses, plain = train(folder, EMULATED, accumulate=2)
     monkeypatch.setattr(Device, "captures", property(lambda self: self.memory == "device" and self.graphs))
-    real, real_all = bound.run_bound, device_updates._Bound._run_all
+    real, real_update = bound.run_bound, device_updates._Bound._run
 
     def half_done(session: ort.InferenceSession, binding: Any) -> None:
         real(session, binding)
@@ -423,12 +436,12 @@ def test_what_cannot_be_recorded_runs_without(tmp_path: Path, monkeypatch: pytes
             raise RuntimeError("operation not permitted when stream is capturing")
 
     def half_updated(self: Any) -> None:
-        real_all(self)
+        real_update(self)
         if not self._recorded:
             raise RuntimeError("operation not permitted when stream is capturing")
 
     monkeypatch.setattr(bound, "run_bound", half_done)
-    monkeypatch.setattr(device_updates._Bound, "_run_all", half_updated)
+    monkeypatch.setattr(device_updates._Bound, "_run", half_updated)
     with pytest.warns(RuntimeWarning, match="could not be recorded as a CUDA graph"):
         found, other = train(folder, EMULATED, accumulate=2)
     assert found == losses and snapshot(plain) == snapshot(other)
@@ -464,16 +477,59 @@ def test_what_is_done_to_vectors(device: Device) -> None:
     assert flat.tensors["none"].squared_norm() == 0 and flat.tensors["none"].read().size == 0
     part = flat.part(16, 32)
     assert part.shapes == {"b": (5,)}
-    part.whole.fill(3.0)
+    part.whole.add(part.whole)
+    np.testing.assert_array_equal(flat.tensors["b"].read(), np.arange(5))
+    np.testing.assert_array_equal(flat.tensors["a"].read(), 1)
+    flat.write({"b": np.full(5, 3.0)})
     np.testing.assert_array_equal(flat.tensors["b"].read(), 3)
     np.testing.assert_array_equal(flat.tensors["a"].read(), 1)
     assert flat.whole.is_finite()
     flat.tensors["b"].write(np.array([1, np.nan, 0, 0, 0]))
     assert not flat.whole.is_finite() and not np.isfinite(flat.whole.squared_norm())
-    flat.whole.fill(0.0)
+    flat.whole.clear()
     assert flat.whole.squared_norm() == 0
     flat.tensors["b"].write(np.full(5, 1e25))  # whose square is too large for float32
     assert flat.whole.squared_norm() == pytest.approx(5e50)
+
+
+def test_a_vector_is_shared_with_numpy_and_written_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "_PIECE", 8)
+    flat = FlatBuffer({"a": (3,), "b": (2, 5)}, device=EMULATED)
+    flat.tensors["b"].write(np.arange(10).reshape(2, 5))
+    same_memory = np.asarray(flat.whole)
+    np.testing.assert_array_equal(same_memory[16:26], np.arange(10))
+    same_memory[:3] = 7
+    np.testing.assert_array_equal(flat.tensors["a"].read(), 7)
+    assert not hasattr(flat.whole, "__cuda_array_interface__")
+
+
+@pytest.mark.parametrize("room", range(2))
+def test_too_little_memory_for_another_layout_leaves_the_old_one(
+    room: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parameters and gradients must lie in one order: an update takes them as two vectors."""
+    state, module, optimizer = start(write_classifier(tmp_path), device=EMULATED)
+    before, order, real = (
+        snapshot(state),
+        list(module.memory.parameters.spans),
+        DeviceTensor.allocate.__func__,
+    )  # type: ignore[attr-defined]
+    left = [room]
+
+    def allocate(device: Device, shape: Any, dtype: Any) -> DeviceTensor:
+        left[0] -= 1
+        if left[0] < 0:
+            raise RuntimeError("CUDA failure 2: out of memory")
+        return real(DeviceTensor, device, shape, dtype)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(DeviceTensor, "allocate", allocate)
+        with pytest.raises(DeviceMemoryError, match="out of memory"):
+            module.memory.arrange(reversed(order))
+    assert list(module.memory.parameters.spans) == list(module.memory.gradients.spans) == order
+    assert snapshot(state) == before
+    module(*batch())
+    assert optimizer.step()
 
 
 def test_copied_memory_is_bound_at_every_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import onnx
 import onnx.parser
 
 from onward import artifacts
+from onward.graph import save
 from onward.onnxblock import optim as onblock_optim
 
 _HEAD = '<ir_version: 10, opset_import: ["": 18]>'
@@ -60,6 +62,8 @@ encoder (int64[batch, length] x) => (float[batch, 4] logits)
 }"""
 _SHAPES: dict[str, dict[str, tuple[int, ...]]] = {
     "mlp": {"w1": (32, 64), "b1": (32,), "w2": (10, 32), "b2": (10,)},
+    # with a base that is a constant, in a file beside the models
+    "based": {"w1": (32, 64), "b1": (32,), "w2": (10, 32), "b2": (10,)},
     # more parameters than one run of the optimizer takes
     "wide": {"w1": (4400, 64), "b1": (4400,), "w2": (10, 4400), "b2": (10,)},
     "cnn": {"conv1": (8, 1, 3, 3), "scale": (8,), "bias": (8,), "mean": (8,), "var": (8,),
@@ -68,8 +72,8 @@ _SHAPES: dict[str, dict[str, tuple[int, ...]]] = {
                 "ln1_scale": (16,), "ln1_bias": (16,), "up": (16, 32), "up_bias": (32,), "down": (32, 16),
                 "ln2_scale": (16,), "ln2_bias": (16,), "head": (4, 16), "head_bias": (4,)},
 }  # fmt: skip
-_TEXTS = {"mlp": _MLP, "wide": _MLP, "cnn": _CNN, "encoder": _ENCODER}
-_CLASSES = {"mlp": 10, "wide": 10, "cnn": 10, "encoder": 4}
+_TEXTS = {"mlp": _MLP, "based": _MLP, "wide": _MLP, "cnn": _CNN, "encoder": _ENCODER}
+_CLASSES = {"mlp": 10, "based": 10, "wide": 10, "cnn": 10, "encoder": 4}
 MODELS = tuple(_TEXTS)
 # files of the MLP besides its own optimizer model: rules that see whole parameters, momentum, clipping
 OPTIMIZERS: dict[str, Any] = {
@@ -105,15 +109,19 @@ def write_artifacts(
     name: str, folder: Path, *, optimizer: Any = artifacts.OptimType.AdamW, prefix: str = ""
 ) -> Path:
     frozen = [parameter for parameter in _SHAPES[name] if parameter in ("mean", "var")]
-    artifacts.generate_artifacts(
-        forward_model(name),
-        requires_grad=[parameter for parameter in _SHAPES[name] if parameter not in frozen],
-        frozen_params=frozen,
-        loss=artifacts.LossType.CrossEntropyLoss,
-        optimizer=optimizer,
-        artifact_directory=folder,
-        prefix=prefix,
-    )
+    constant = ["w1"] if name == "based" else []
+    shared = 0 if constant else save._SHARED  # as if the constants took 128 MiB
+    with mock.patch.object(save, "_SHARED", shared):
+        artifacts.generate_artifacts(
+            forward_model(name),
+            requires_grad=[p for p in _SHAPES[name] if p not in frozen + constant],
+            frozen_params=frozen,
+            loss=artifacts.LossType.CrossEntropyLoss,
+            optimizer=optimizer,
+            artifact_directory=folder,
+            prefix=prefix,
+        )
+    assert (folder / f"{prefix}constants.data").is_file() == bool(constant)
     return folder
 
 

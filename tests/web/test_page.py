@@ -166,8 +166,8 @@ def test_bad_data_gives_a_clear_message(page: Browser, tmp_path: Path, name: str
 @pytest.mark.parametrize(
     ("missing", "said"),
     [
-        ("training_model.onnx", "training model 'artifacts/training_model.onnx' cannot be fetched: 404"),
-        ("checkpoint", "checkpoint 'artifacts/checkpoint': cannot be fetched: 404"),
+        ("training_model.onnx", "training model 'artifacts/training_model.onnx' cannot be read: 404"),
+        ("checkpoint", "checkpoint 'artifacts/checkpoint': cannot be read: 404"),
     ],
 )
 def test_a_missing_file_gives_a_clear_message(

@@ -1,6 +1,6 @@
 // What onward-web offers, for TypeScript and for editors.
 
-/** A file: its address, a File or Blob of the user's, or its bytes. */
+/** A file: its address (in Node.js also its path), a File or Blob of the user's, or its bytes. */
 export type FileSource = string | URL | Blob | ArrayBuffer | Uint8Array;
 export type NonfinitePolicy = "raise" | "skip" | "ignore";
 export type TypedArray =
@@ -68,17 +68,21 @@ export class CheckpointState {
 
 export class Runtime {
   private constructor();
-  /** onnxruntime-web itself. */
+  /** The onnxruntime itself. */
   readonly ort: any;
-  readonly provider: "wasm" | "webgpu";
+  /** wasm or webgpu on onnxruntime-web, cpu on others, or what `use` was given. */
+  readonly provider: string;
   /** Why WebGPU is not used though it was asked for. */
   readonly fallback: string | undefined;
-  readonly threads: number;
+  readonly threads: number | undefined;
+  /** The onnxruntime of this place: onnxruntime-web in a browser, onnxruntime-node in Node.js. */
   static load(options?: {
     provider?: "wasm" | "webgpu";
     threads?: number;
     wasmPaths?: string | Record<string, string>;
   }): Promise<Runtime>;
+  /** An onnxruntime that the program has loaded: a module with InferenceSession and Tensor. */
+  static use(ort: object, options?: { provider?: string; sessionOptions?: Record<string, unknown> }): Runtime;
 }
 
 export interface ModuleOptions {
@@ -87,6 +91,8 @@ export interface ModuleOptions {
   runtime?: Runtime;
   /** Values of the evaluation model that it should also return, by name. */
   outputs?: string[];
+  /** Files with weights that a model refers to, by name; else read from beside a model given by its address. */
+  externalData?: Record<string, FileSource>;
 }
 
 export interface ModuleDescription {
@@ -233,6 +239,7 @@ export interface ArtifactFiles {
   eval: FileSource;
   optimizer: FileSource;
   checkpoint: FileSource;
+  externalData?: Record<string, FileSource>;
 }
 
 export class Trainer {

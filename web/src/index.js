@@ -1,12 +1,7 @@
-/** Onward in the browser: trains what `onward.artifacts.generate_artifacts` writes, on stock onnxruntime-web. */
-export { CheckpointError, ModelError, NonFiniteError, OnwardError } from "./errors.js";
-export { CheckpointState, Parameter, Properties } from "./state.js";
-export { Module } from "./module.js";
-export { Optimizer } from "./optimizer.js";
-export { Runtime } from "./runtime/sessions.js";
-export {
-  ConstantLRScheduler, CosineLRScheduler, LinearLRScheduler, LRScheduler, OneCycleLRScheduler, PolynomialLRScheduler,
-  StepLRScheduler,
-} from "./schedulers.js";
-export { Batches, randomNumbers } from "./batches.js";
-export { Trainer } from "./trainer.js";
+/** Onward in the browser: takes onnxruntime-web where no other onnxruntime is given. */
+import { loadWeb } from "./runtime/browser.js";
+import { host } from "./runtime/host.js";
+
+host.load = loadWeb;
+
+export * from "./core.js";

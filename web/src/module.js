@@ -11,7 +11,7 @@ import { FlatBuffer } from "./runtime/flat.js";
 import { checkLabels, prepare } from "./runtime/inputs.js";
 import { BUFFER, OUT, Plan, RESET, SEED } from "./runtime/plan.js";
 import { addOutputs, readHead, specializeReset } from "./runtime/protobuf.js";
-import { Exclusive, message, readModel, Runtime } from "./runtime/sessions.js";
+import { Exclusive, message, readExternal, readModel, Runtime } from "./runtime/sessions.js";
 import { CheckpointState } from "./state.js";
 
 const PATIENCE = 10;
@@ -19,12 +19,13 @@ const MIX = [0x9e3779b97f4a7c15n, 0xd1b54a32d192ed03n];
 
 /** @typedef {import("./runtime/sessions.js").FileSource} FileSource */
 /** @typedef {import("./checkpoint/data.js").CheckpointData} CheckpointData */
+/** @typedef {{bytes: Uint8Array, plan: Plan, externalData: import("./runtime/sessions.js").ExternalData}} Artifact */
 
 /** A model that trains. Made by `Module.create`. */
 export class Module {
   /**
-   * @param {Runtime} runtime @param {{bytes: Uint8Array, plan: Plan}} training
-   * @param {{bytes: Uint8Array, plan: Plan} | null} evaluation @param {CheckpointState} state
+   * @param {Runtime} runtime @param {Artifact} training @param {Artifact | null} evaluation
+   * @param {CheckpointState} state
    * @param {{onNonfinite: "raise" | "skip" | "ignore", seed?: number | bigint}} options
    */
   constructor(runtime, training, evaluation, state, { onNonfinite, seed }) {
@@ -63,12 +64,14 @@ export class Module {
   /**
    * A module over a state. `outputs` are values of the evaluation model that it should also return, by name.
    * `onNonfinite` says what to do about a loss or gradient that is not finite: raise (parameters keep their
-   * values), skip that update, or ignore it. `seed` makes dropout reproducible.
+   * values), skip that update, or ignore it. `seed` makes dropout reproducible. `externalData` are the files with
+   * weights that a model refers to, by name; without it they are read from beside a model given by its address.
    * @param {FileSource} trainModel @param {CheckpointState} state @param {FileSource | null} [evalModel]
    * @param {{onNonfinite?: "raise" | "skip" | "ignore", seed?: number | bigint, runtime?: Runtime,
-   *   outputs?: string[]}} [options]
+   *   outputs?: string[], externalData?: Record<string, FileSource>}} [options]
    */
-  static async create(trainModel, state, evalModel = null, { onNonfinite = "raise", seed, runtime, outputs = [] } = {}) {
+  static async create(trainModel, state, evalModel = null, options = {}) {
+    const { onNonfinite = "raise", seed, runtime, outputs = [], externalData } = options;
     if (!(state instanceof CheckpointState)) throw new TypeError("Module takes a CheckpointState");
     if (!["raise", "skip", "ignore"].includes(onNonfinite)) {
       throw new RangeError(`onNonfinite is '${onNonfinite}': choose raise, skip or ignore`);
@@ -79,8 +82,8 @@ export class Module {
     if (state.isNominal) {
       throw new OnwardError("the state is nominal: it has no parameter values. Load a checkpoint that has them.");
     }
-    const training = await openArtifact(trainModel, "training", []);
-    const evaluation = evalModel === null ? null : await openArtifact(evalModel, "eval", outputs);
+    const training = await openArtifact(trainModel, "training", { externalData });
+    const evaluation = evalModel === null ? null : await openArtifact(evalModel, "eval", { outputs, externalData });
     const module = new Module(runtime ?? (await Runtime.load()), training, evaluation, state, { onNonfinite, seed });
     try {
       await module._session("step");
@@ -259,11 +262,9 @@ export class Module {
     if (!session) {
       const { training, evaluation } = this._files;
       const what = purpose === "evaluate" ? "eval model" : "training model";
-      const bytes =
-        purpose === "evaluate" ? /** @type {{bytes: Uint8Array}} */ (evaluation).bytes
-        : purpose === "step" ? specializeReset(training.bytes)
-        : training.bytes;
-      session = await this.runtime.session(bytes, what);
+      const { bytes, externalData } = purpose === "evaluate" ? /** @type {Artifact} */ (evaluation) : training;
+      const model = purpose === "step" ? specializeReset(bytes) : bytes;
+      session = await this.runtime.session(model, what, { externalData });
       this._sessions.set(purpose, session);
     }
     return session;
@@ -357,8 +358,11 @@ export class Module {
   }
 }
 
-/** @param {FileSource} source @param {string} role @param {string[]} outputs */
-async function openArtifact(source, role, outputs) {
+/**
+ * @param {FileSource} source @param {string} role
+ * @param {{outputs?: string[], externalData?: Record<string, FileSource>}} options @returns {Promise<Artifact>}
+ */
+async function openArtifact(source, role, { outputs = [], externalData: given }) {
   let { bytes, path } = await readModel(source, role);
   const head = readHead(bytes, path);
   const extra = outputs.filter((name) => !head.outputs.some((value) => value.name === name));
@@ -366,7 +370,8 @@ async function openArtifact(source, role, outputs) {
     bytes = addOutputs(bytes, extra);
     head.outputs.push(...extra.map((name) => ({ name, dtype: 0, dims: undefined })));
   }
-  return { bytes, plan: new Plan(head, path) };
+  const plan = new Plan(head, path);
+  return { bytes, plan, externalData: await readExternal(source, head.external, path, given) };
 }
 
 /** @param {Plan} plan @param {Record<string, any>} results */

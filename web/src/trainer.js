@@ -16,7 +16,8 @@ import { CheckpointState } from "./state.js";
 /** @typedef {import("./runtime/sessions.js").FileSource} FileSource */
 /** @typedef {import("./batches.js").Dataset} Dataset */
 /**
- * @typedef {{training: FileSource, eval: FileSource, optimizer: FileSource, checkpoint: FileSource}} ArtifactFiles
+ * @typedef {{training: FileSource, eval: FileSource, optimizer: FileSource, checkpoint: FileSource,
+ *   externalData?: Record<string, FileSource>}} ArtifactFiles
  * @typedef {{onStart?: (trainer: Trainer) => void, onStep?: (trainer: Trainer, row: any) => boolean | void,
  *   onEpoch?: (trainer: Trainer, row: any) => boolean | void, onEnd?: (trainer: Trainer) => void}} Callback
  * @typedef {{learningRate?: number, schedule?: string, warmup?: number, accumulation?: number,
@@ -71,6 +72,7 @@ export class Trainer {
     const runtime = options.runtime ?? (await Runtime.load());
     const module = await Module.create(files.training, state, files.eval, {
       runtime, seed: options.seed, onNonfinite: options.onNonfinite, outputs: await scoreOutputs(files, options),
+      externalData: files.externalData,
     });
     const optimizer = await Optimizer.create(files.optimizer, module);
     return new Trainer(module, optimizer, options);

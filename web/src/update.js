@@ -3,7 +3,7 @@ import { elementType, sizeOf } from "./checkpoint/dtypes.js";
 import { ModelError, OnwardError } from "./errors.js";
 import { FlatBuffer } from "./runtime/flat.js";
 import { readHead } from "./runtime/protobuf.js";
-import { readModel } from "./runtime/sessions.js";
+import { readExternal, readModel } from "./runtime/sessions.js";
 
 /** @typedef {import("./checkpoint/data.js").StoredTensor} StoredTensor */
 /** @typedef {import("./module.js").Module} Module */
@@ -26,11 +26,12 @@ export async function makeUpdater(source, module) {
   const options = JSON.parse(about);
   if (options.sequences) {
     throw new ModelError(
-      "this optimizer model works on sequences of tensors, which onnxruntime-web cannot take: " +
+      "this optimizer model works on sequences of tensors, which JavaScript cannot take: " +
         "use an optimizer of onward.optim",
     );
   }
-  const session = await module.runtime.session(bytes, "optimizer model", { gpu: false });
+  const externalData = await readExternal(source, head.external, path);
+  const session = await module.runtime.session(bytes, "optimizer model", { gpu: false, externalData });
   return options.elementwise
     ? new FlatUpdater(module, session, options)
     : new NamedUpdater(module, session, options, head);

@@ -59,7 +59,8 @@ class Module:
     or a `Device` with options; parameters, gradients and optimizer state live there. `on_nonfinite` says what
     to do with a non-finite loss or gradient: raise an error (parameters keep their values), skip the update, or
     ignore it.
-    `seed` makes dropout reproducible; the default is the checkpoint's seed, or 0.
+    `seed` makes dropout reproducible; the default is the checkpoint's seed, or 0. `autotune` times formulations of
+    convolutions' gradients for each shape of a batch, once on a machine, and takes the fastest (docs/speed.md).
 
     `module(x, labels)` runs a training step after `train()` (the default) and evaluates after `eval()`; it
     returns the loss, or a tuple of the loss and the additional outputs. Numpy in gives numpy out; OrtValues
@@ -81,6 +82,7 @@ class Module:
         seed: int | None = None,
         step: Step | None = None,
         parts: int = 1,
+        autotune: bool = False,
     ) -> None:
         if not isinstance(state, CheckpointState):
             raise TypeError(f"Module takes a CheckpointState, got {type(state).__name__}")
@@ -96,7 +98,9 @@ class Module:
         self._state = state
         # 0 is the runtime's word for as many as there are
         self.threads = (session_options.intra_op_num_threads if session_options else 0) or None
-        self.step: Step = step or TrainingStep(train_model_uri, device=self.device, options=session_options)
+        self.step: Step = step or TrainingStep(
+            train_model_uri, device=self.device, options=session_options, autotune=autotune
+        )
         self._evaluation = (
             None
             if eval_model_uri is None
@@ -345,6 +349,7 @@ class Module:
                 f"the checkpoint lacks {len(missing)} parameters of the training model, "
                 f"for example '{missing[0]}': do they belong together?"
             )
+        trained: dict[str, np.ndarray] = {}
         for name in signature.parameters:
             value = given[name]
             if isinstance(value, NominalTensor):
@@ -357,9 +362,10 @@ class Module:
                     f"{tuple(signature.shapes[name])} in the training model: do they belong together?"
                 )
             if name in memory.parameters.spans:
-                memory.parameters.tensors[name].write(value)
+                trained[name] = value
             else:
                 memory.add_frozen(name, value)
+        memory.parameters.write(trained)
         if self._loaded:
             self._publish()
 

@@ -19,6 +19,7 @@ from onward.errors import CheckpointError, ExportError, ModelError, NonFiniteErr
 
 if TYPE_CHECKING:
     from onward.distributed.comm import Communicator
+    from onward.runtime.memory import Tensor
 
 __all__ = ["agree", "all_or_none", "broadcast_bytes", "raise_together", "same_everywhere"]
 
@@ -106,14 +107,14 @@ def broadcast_bytes(comm: Communicator, data: bytes | None) -> bytes:
     return whole.tobytes()
 
 
-def same_everywhere(comm: Communicator, arrays: Sequence[np.ndarray]) -> bool:
+def same_everywhere(comm: Communicator, tensors: Sequence[Tensor]) -> bool:
     """Check that the ranks hold the same bytes; otherwise broadcast rank 0's, with a warning.
 
     On equal processors they never differ; different ones may round differently.
     """
     digest = hashlib.sha256()
-    for array in arrays:
-        digest.update(np.ascontiguousarray(array).data)
+    for tensor in tensors:
+        digest.update(np.ascontiguousarray(tensor.read()).data)
     own = np.frombuffer(digest.digest(), np.uint8)
     first = own.copy()
     comm.broadcast(first)
@@ -121,8 +122,8 @@ def same_everywhere(comm: Communicator, arrays: Sequence[np.ndarray]) -> bool:
     comm.all_reduce(differs)
     if not differs[0]:
         return True
-    for array in arrays:
-        comm.broadcast(array)
+    for tensor in tensors:
+        comm.broadcast(tensor)
     if comm.rank == 0:
         warnings.warn(
             f"the parameters of {int(differs[0])} of {comm.world} ranks had drifted from rank 0's and were "

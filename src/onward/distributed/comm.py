@@ -1,13 +1,14 @@
-"""Collective communication of numpy arrays.
+"""Collective communication of numpy arrays and of tensors in the memory of training.
 
 `LocalCommunicator` is a world of one and needs no torch. `TorchCommunicator` is a group of torch.distributed:
-gloo on the CPU, NCCL with CUDA. Nothing is pickled.
+gloo for the host's memory, NCCL for a GPU's, which it reads and writes in place. Nothing is pickled.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Protocol
@@ -15,8 +16,13 @@ from typing import Any, Protocol
 import numpy as np
 
 from onward.distributed.errors import DistributedError
+from onward.runtime.devices import Device, DeviceLike, find_device
+from onward.runtime.memory import DeviceTensor, HostTensor, Tensor
 
-__all__ = ["Communicator", "LocalCommunicator", "TorchCommunicator", "connect", "device_of_rank"]
+__all__ = ["Buffer", "Communicator", "LocalCommunicator", "TorchCommunicator", "connect", "device_of_rank"]
+
+# What ranks exchange, in place: an array, or a tensor of the memory of training, on the host or a device.
+Buffer = np.ndarray | Tensor
 
 
 class Communicator(Protocol):
@@ -25,27 +31,27 @@ class Communicator(Protocol):
     rank: int
     world: int
 
-    def all_reduce(self, array: np.ndarray, *, compress: bool = False) -> None:
+    def all_reduce(self, array: Buffer, *, compress: bool = False) -> None:
         """Replace the array by its sum over the ranks; `compress` sends float32 as bfloat16."""
         ...
 
-    def reduce_scatter(self, array: np.ndarray, bounds: Sequence[int], *, compress: bool = False) -> None:
+    def reduce_scatter(self, array: Buffer, bounds: Sequence[int], *, compress: bool = False) -> None:
         """Replace this rank's part, `array[bounds[rank]:bounds[rank + 1]]`, by its sum; parts are equal."""
         ...
 
-    def all_gather(self, array: np.ndarray, bounds: Sequence[int]) -> None:
+    def all_gather(self, array: Buffer, bounds: Sequence[int]) -> None:
         """Fill the array from each rank's part of it."""
         ...
 
-    def broadcast(self, array: np.ndarray, *, root: int = 0) -> None:
+    def broadcast(self, array: Buffer, *, root: int = 0) -> None:
         """Replace the array by the root's."""
         ...
 
-    def send(self, array: np.ndarray, *, to: int) -> None:
+    def send(self, array: Buffer, *, to: int) -> None:
         """Send an array to one rank."""
         ...
 
-    def receive(self, array: np.ndarray, *, source: int) -> None:
+    def receive(self, array: Buffer, *, source: int) -> None:
         """Fill an array with what one rank sends."""
         ...
 
@@ -67,23 +73,23 @@ class LocalCommunicator:
     rank = 0
     world = 1
 
-    def all_reduce(self, array: np.ndarray, *, compress: bool = False) -> None:
+    def all_reduce(self, array: Buffer, *, compress: bool = False) -> None:
         """The sum over one rank is what is there."""
 
-    def reduce_scatter(self, array: np.ndarray, bounds: Sequence[int], *, compress: bool = False) -> None:
+    def reduce_scatter(self, array: Buffer, bounds: Sequence[int], *, compress: bool = False) -> None:
         """The only part is the whole."""
 
-    def all_gather(self, array: np.ndarray, bounds: Sequence[int]) -> None:
+    def all_gather(self, array: Buffer, bounds: Sequence[int]) -> None:
         """The only part is the whole."""
 
-    def broadcast(self, array: np.ndarray, *, root: int = 0) -> None:
+    def broadcast(self, array: Buffer, *, root: int = 0) -> None:
         """The root is this rank."""
 
-    def send(self, array: np.ndarray, *, to: int) -> None:
+    def send(self, array: Buffer, *, to: int) -> None:
         """There is nobody to send to."""
         raise DistributedError(f"a world of one rank has no rank {to}")
 
-    def receive(self, array: np.ndarray, *, source: int) -> None:
+    def receive(self, array: Buffer, *, source: int) -> None:
         """There is nobody to receive from."""
         raise DistributedError(f"a world of one rank has no rank {source}")
 
@@ -99,7 +105,7 @@ class TorchCommunicator:
     """
 
     def __init__(
-        self, group: Any = None, *, device: str = "cpu", timeout: float = 0.0, owned: bool = False
+        self, group: Any = None, *, nccl: bool = False, timeout: float = 0.0, owned: bool = False
     ) -> None:
         import torch.distributed as dist
 
@@ -107,57 +113,50 @@ class TorchCommunicator:
         self.group = group
         self.rank = dist.get_rank(group)
         self.world = dist.get_world_size(group)
-        self.device = device
+        self.nccl = nccl
         self._timeout = timeout
         self._owned = owned
         self.sent = 0
 
-    def all_reduce(self, array: np.ndarray, *, compress: bool = False) -> None:
-        if compress and array.dtype == np.float32:
-            import torch
-
-            whole = torch.from_numpy(array)
-            small = whole.to(self.device, torch.bfloat16)
-            self._count(small.numel() * 2)
-            with self.explained("all-reduce"):
-                self._dist.all_reduce(small, group=self.group)
-            whole.copy_(small)
-            return
+    def all_reduce(self, array: Buffer, *, compress: bool = False) -> None:
         with self._tensor(array) as tensor, self.explained("all-reduce"):
-            self._dist.all_reduce(tensor, group=self.group)
+            small = _compressed(tensor, compress)
+            self._count(small)
+            self._dist.all_reduce(small, group=self.group)
+            if small is not tensor:
+                tensor.copy_(small)
 
-    def reduce_scatter(self, array: np.ndarray, bounds: Sequence[int], *, compress: bool = False) -> None:
+    def reduce_scatter(self, array: Buffer, bounds: Sequence[int], *, compress: bool = False) -> None:
         import torch
 
-        whole = torch.from_numpy(array).to(self.device, torch.bfloat16 if compress else None)
-        own = torch.empty_like(whole[bounds[self.rank] : bounds[self.rank + 1]])
-        self._count(whole.numel() * whole.element_size() // 2)
-        with self.explained("reduce-scatter"):
+        with self._tensor(array) as tensor, self.explained("reduce-scatter"):
+            whole = _compressed(tensor, compress)
+            own = torch.empty_like(whole[bounds[self.rank] : bounds[self.rank + 1]])
+            self._count(whole, share=2)
             _newest(self._dist, "reduce_scatter_single", "reduce_scatter_tensor")(
                 own, whole, group=self.group
             )
-        torch.from_numpy(array)[bounds[self.rank] : bounds[self.rank + 1]] = own.to("cpu")
+            tensor[bounds[self.rank] : bounds[self.rank + 1]] = own
 
-    def all_gather(self, array: np.ndarray, bounds: Sequence[int]) -> None:
-        import torch
+    def all_gather(self, array: Buffer, bounds: Sequence[int]) -> None:
+        with self._tensor(array) as tensor, self.explained("all-gather"):
+            own = tensor[bounds[self.rank] : bounds[self.rank + 1]].clone()
+            self._count(tensor, share=2)
+            _newest(self._dist, "all_gather_single", "all_gather_into_tensor")(tensor, own, group=self.group)
 
-        whole = torch.from_numpy(array).to(self.device)
-        own = whole[bounds[self.rank] : bounds[self.rank + 1]].clone()
-        self._count(array.nbytes // 2)
-        with self.explained("all-gather"):
-            _newest(self._dist, "all_gather_single", "all_gather_into_tensor")(whole, own, group=self.group)
-        torch.from_numpy(array).copy_(whole)
-
-    def broadcast(self, array: np.ndarray, *, root: int = 0) -> None:
+    def broadcast(self, array: Buffer, *, root: int = 0) -> None:
         with self._tensor(array) as tensor, self.explained("broadcast"):
+            self._count(tensor)
             self._dist.broadcast(tensor, self._global(root), group=self.group)
 
-    def send(self, array: np.ndarray, *, to: int) -> None:
+    def send(self, array: Buffer, *, to: int) -> None:
         with self._tensor(array) as tensor, self.explained(f"send to rank {to}"):
+            self._count(tensor)
             self._dist.send(tensor, self._global(to), group=self.group)
 
-    def receive(self, array: np.ndarray, *, source: int) -> None:
+    def receive(self, array: Buffer, *, source: int) -> None:
         with self._tensor(array) as tensor, self.explained(f"receive from rank {source}"):
+            self._count(tensor)
             self._dist.recv(tensor, self._global(source), group=self.group)
 
     def close(self) -> None:
@@ -167,24 +166,29 @@ class TorchCommunicator:
     def _global(self, rank: int) -> int:
         return rank if self.group is None else self._dist.get_global_rank(self.group, rank)
 
-    def _count(self, size: int) -> None:
-        self.sent += size
+    def _count(self, tensor: Any, *, share: int = 1) -> None:
+        self.sent += tensor.numel() * tensor.element_size() // share
 
     @contextmanager
-    def _tensor(self, array: np.ndarray) -> Iterator[Any]:
-        """The array as a tensor: the same memory on the CPU, a round trip elsewhere."""
+    def _tensor(self, array: Buffer) -> Iterator[Any]:
+        """The same memory as torch's; a round trip through the host's where gloo is to carry a GPU's."""
         import torch
 
-        if not array.flags.c_contiguous:
-            raise AssertionError("an array that is communicated must be contiguous")
-        self._count(array.nbytes)
-        here = torch.from_numpy(array)
-        if self.device == "cpu":
-            yield here
+        if isinstance(array, DeviceTensor) and hasattr(array, "__cuda_array_interface__"):
+            if not self.nccl:
+                staged = array.read()
+                yield torch.from_numpy(staged)
+                array.write(staged)
+                return
+            there = torch.as_tensor(array, device="cuda")
+            # onnxruntime's runs end with their work done; torch's collectives end in a stream of its own
+            yield there
+            torch.cuda.synchronize(there.device)
             return
-        there = here.to(self.device)
-        yield there
-        here.copy_(there)
+        here = array.array if isinstance(array, HostTensor) else np.asarray(array)
+        if not here.flags.c_contiguous:
+            raise AssertionError("an array that is communicated must be contiguous")
+        yield torch.from_numpy(here)
 
     @contextmanager
     def explained(self, what: str) -> Iterator[None]:
@@ -198,11 +202,14 @@ class TorchCommunicator:
             ) from error
 
 
-def connect(*, timeout: float = 600.0, backend: str | None = None) -> Communicator:
+def connect(
+    *, timeout: float = 600.0, backend: str | None = None, device: DeviceLike = "cpu"
+) -> Communicator:
     """Join the world that the launcher describes (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT), or be alone.
 
-    `timeout` is how many seconds a rank waits for the others before it gives up. torch is imported only
-    where there is more than one rank.
+    `timeout` is how many seconds a rank waits for the others before it gives up. The memory of GPUs goes through
+    NCCL where each rank of a machine has a GPU of its own, else through the host and gloo; `backend` decides
+    otherwise. torch is imported only where there is more than one rank.
 
     >>> connect().world if "WORLD_SIZE" not in os.environ else 1
     1
@@ -213,31 +220,48 @@ def connect(*, timeout: float = 600.0, backend: str | None = None) -> Communicat
     if world == 1:
         return LocalCommunicator()
     try:
-        import torch
         import torch.distributed as dist
     except ImportError as error:
         raise DistributedError(
             f"{world} ranks need torch.distributed: pip install onward[distributed]"
         ) from error
-    chosen = backend or ("nccl" if _has_cuda() and dist.is_nccl_available() else "gloo")
     rank = _integer("RANK", None)
-    device = "cpu"
-    if chosen == "nccl":
-        device = f"cuda:{_integer('LOCAL_RANK', rank) % torch.cuda.device_count()}"
-        torch.cuda.set_device(device)
+    nccl = _takes_nccl(backend, device, world)
+    if nccl:
+        import torch
+
+        torch.cuda.set_device(find_device(device_of_rank(device)).number)
     span = timedelta(seconds=timeout)
     owned = not dist.is_initialized()
     if owned:
         try:
             dist.init_process_group(
-                chosen, store=_store(dist, rank, span), rank=rank, world_size=world, timeout=span
+                "cpu:gloo,cuda:nccl" if nccl else "gloo",
+                store=_store(dist, rank, span),
+                rank=rank,
+                world_size=world,
+                timeout=span,
             )
         except (RuntimeError, ValueError) as error:
             raise DistributedError(
                 f"rank {rank} of {world} could not join the others within {timeout:g} s: are all ranks started, "
                 f"and is MASTER_ADDR:MASTER_PORT reachable from each? ({error})"
             ) from error
-    return TorchCommunicator(device=device, timeout=timeout, owned=owned)
+    return TorchCommunicator(nccl=nccl, timeout=timeout, owned=owned)
+
+
+def _takes_nccl(backend: str | None, device: DeviceLike, world: int) -> bool:
+    """Whether NCCL carries the memory of GPUs; it does not let two ranks share one."""
+    import torch
+    import torch.distributed as dist
+
+    kind = device.kind if isinstance(device, Device) else device.partition(":")[0]
+    possible = torch.cuda.is_available() and dist.is_nccl_available()
+    if backend == "nccl" and not possible:
+        raise DistributedError("backend='nccl' needs a torch with CUDA and a GPU: use backend='gloo'")
+    if backend is not None or kind not in ("cuda", "auto"):
+        return backend == "nccl"
+    return possible and _integer("LOCAL_WORLD_SIZE", world) <= torch.cuda.device_count()
 
 
 def _store(dist: Any, rank: int, timeout: timedelta) -> Any:
@@ -259,11 +283,11 @@ def _newest(module: Any, *names: str) -> Any:
     return next(getattr(module, name) for name in names if hasattr(module, name))
 
 
-def _has_cuda() -> bool:
-    import onnxruntime
+def _compressed(tensor: Any, compress: bool) -> Any:
+    """A float32 tensor as bfloat16, if that is asked for; else the tensor itself."""
+    import torch
 
-    providers: Callable[[], list[str]] = onnxruntime.get_available_providers
-    return "CUDAExecutionProvider" in providers()
+    return tensor.to(torch.bfloat16) if compress and tensor.dtype == torch.float32 else tensor
 
 
 def _integer(name: str, default: int | None) -> int:
@@ -277,11 +301,12 @@ def _integer(name: str, default: int | None) -> int:
     return int(text)
 
 
-def device_of_rank(device: str) -> str:
+def device_of_rank(device: DeviceLike) -> DeviceLike:
     """The device of this rank: where a machine has several GPUs, "cuda" gives each of its ranks another."""
-    if device != "cuda":
+    chosen = Device("cuda") if device == "cuda" else device
+    if not isinstance(chosen, Device) or chosen.kind != "cuda" or chosen.number:
         return device
     import torch
 
     count = torch.cuda.device_count()
-    return f"cuda:{_integer('LOCAL_RANK', 0) % count}" if count > 1 else device
+    return dataclasses.replace(chosen, number=_integer("LOCAL_RANK", 0) % count) if count > 1 else chosen

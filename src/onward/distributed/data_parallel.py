@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,11 +20,12 @@ from onward.api.state import CheckpointState
 from onward.distributed.agreement import same_everywhere
 from onward.distributed.comm import Communicator, device_of_rank
 from onward.distributed.sharding import ShardedOptimizer, bounds_of
-from onward.runtime.memory import ModelMemory, exchanged
+from onward.runtime.signature import Signature
 
 if TYPE_CHECKING:
     from onward.checkpoint.content import CheckpointData
     from onward.distributed.settings import RunnerSettings
+    from onward.runtime.memory import ModelMemory
     from onward.runtime.signature import Signature
 
 __all__ = ["DataParallel", "Report", "reconcile", "session_options", "weight_of"]
@@ -100,7 +100,7 @@ class DataParallel:
                 report.loss += float(np.reshape(loss, -1)[0]) * weight
                 report.weight += weight
             if before == 0:
-                gradients.fill(0)
+                gradients.clear()
             elif before != 1:
                 gradients.scale(before)
             report.invalid, run.invalid = run.invalid, None
@@ -115,12 +115,12 @@ class DataParallel:
         if invalid is not None:
             module.run_state.invalid = invalid
             return module.take_invalid() is None
-        with exchanged(module.memory.gradients.whole) as vector:
-            if isinstance(self.optimizer, ShardedOptimizer):
-                bounds = bounds_of(vector.size, self._comm.world)
-                self._comm.reduce_scatter(vector, bounds, compress=settings.compress)
-            else:
-                self._comm.all_reduce(vector, compress=settings.compress)
+        vector = module.memory.gradients.whole
+        if isinstance(self.optimizer, ShardedOptimizer):
+            bounds = bounds_of(vector.shape[0], self._comm.world)
+            self._comm.reduce_scatter(vector, bounds, compress=settings.compress)
+        else:
+            self._comm.all_reduce(vector, compress=settings.compress)
         module.step.gradients_changed()
         self.optimizer.gradient_scale = 1.0 / weight if settings.loss_reduction == "mean" else 1.0
         done = self.optimizer.step()
@@ -173,17 +173,14 @@ def reconcile(comm: Communicator, memory: ModelMemory, *, how: str) -> None:
     Statistics are linear in what each batch adds, so the mean needs to be taken only where it is looked at.
     """
     for part in memory.statistics if comm.world > 1 else ():
-        with exchanged(part.whole) as array:
-            flat = array.astype(np.float32)
-            if how == "rank0":
-                comm.broadcast(flat)
-            else:
-                comm.all_reduce(flat)
-                flat /= np.float32(comm.world)
-            np.copyto(array, flat, casting="unsafe")
-    with ExitStack() as stack:
-        tensors = [memory.parameters.whole, *(part.whole for part in memory.statistics)]
-        same_everywhere(comm, [stack.enter_context(exchanged(tensor)) for tensor in tensors])
+        flat = part.whole.read().astype(np.float32)
+        if how == "rank0":
+            comm.broadcast(flat)
+        else:
+            comm.all_reduce(flat)
+            flat /= np.float32(comm.world)
+        part.whole.write(flat)
+    same_everywhere(comm, [memory.parameters.whole, *(part.whole for part in memory.statistics)])
 
 
 def weight_of(signature: Signature, batch: Sequence[Any], parameters: RunnerSettings) -> float:

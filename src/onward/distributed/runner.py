@@ -120,7 +120,9 @@ class TrainingRunner:
         if self._engine is not None:
             raise DistributedError("this runner is initialized already")
         settings = self.parameters
-        comm = self._given or connect(timeout=settings.timeout, backend=settings.backend)
+        comm = self._given or connect(
+            timeout=settings.timeout, backend=settings.backend, device=settings.device
+        )
         require_same(comm, describe_job(settings))
         with all_or_none(comm):
             self._grid = make_grid(settings, rank=comm.rank, world=comm.world)

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from onward.api.module import NonFinitePolicy
     from onward.api.optimizer import Optimizer
     from onward.api.schedulers import LRScheduler
+    from onward.runtime.devices import DeviceLike
 
 __all__ = ["Grid", "RunnerSettings", "make_grid"]
 
@@ -82,7 +83,7 @@ class RunnerSettings:
 
     timeout: float = 600.0
     backend: Literal["gloo", "nccl"] | None = None
-    device: str = "cpu"
+    device: DeviceLike = "cpu"
     threads: int = 1
 
     def __post_init__(self) -> None:

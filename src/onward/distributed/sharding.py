@@ -15,9 +15,10 @@ import numpy as np
 from onward.api.optimizer import Optimizer
 from onward.checkpoint.content import CheckpointData, OptimizerGroup
 from onward.distributed.errors import DistributedError
-from onward.runtime.memory import FlatBuffer, exchanged
+from onward.runtime.memory import FlatBuffer
 from onward.runtime.optimizers import make_updater
 from onward.runtime.optimizers.updater import ElementwiseUpdater
+from onward.runtime.sessions import ModelFile
 
 if TYPE_CHECKING:
     from onward.api.module import Module
@@ -48,8 +49,7 @@ class ShardedOptimizer(Optimizer):
         """Update this rank's share, then exchange the parameters."""
         done = super().step()
         if done:
-            with exchanged(self._module.memory.parameters.whole) as vector:
-                self._comm.all_gather(vector, self._bounds)
+            self._comm.all_gather(self._module.memory.parameters.whole, self._bounds)
         return done
 
     def gather_slots(self) -> Slots | None:

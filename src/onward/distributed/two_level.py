@@ -6,12 +6,14 @@ and of N/G ranks need 2(G−1) + 2(N/G−1), and move as many bytes as one ring.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from datetime import timedelta
 
 import numpy as np
 
-from onward.distributed.comm import Communicator, TorchCommunicator
+from onward.distributed.comm import Buffer, Communicator, TorchCommunicator
+from onward.runtime.memory import HostTensor, Tensor
 
 __all__ = ["TwoLevelCommunicator", "two_level"]
 
@@ -26,39 +28,41 @@ class TwoLevelCommunicator:
         self._world, self._inner, self._outer = world, inner, outer
         self.rank, self.world = world.rank, world.world
 
-    def all_reduce(self, array: np.ndarray, *, compress: bool = False) -> None:
+    def all_reduce(self, array: Buffer, *, compress: bool = False) -> None:
         """Reduce a part of the array on each rank of a group, across groups, and gather the parts."""
-        share = array.size // self._inner.world if array.nbytes >= _SMALL else 0
+        vector: Tensor = HostTensor(array.reshape(-1)) if isinstance(array, np.ndarray) else array
+        size = math.prod(vector.shape)
+        share = size // self._inner.world if size * vector.dtype.itemsize >= _SMALL else 0
         whole = share * self._inner.world
         if share:
             bounds = [share * rank for rank in range(self._inner.world + 1)]
-            large = array[:whole]
+            large = vector.view(0, [whole])
             self._inner.reduce_scatter(large, bounds, compress=compress)
             own = bounds[self._inner.rank]
-            self._outer.all_reduce(large[own : own + share], compress=compress)
+            self._outer.all_reduce(vector.view(own, [share]), compress=compress)
             self._inner.all_gather(large, bounds)
-        if whole < array.size:
-            rest = array[whole:]
+        if whole < size:
+            rest = vector.view(whole, [size - whole])
             self._inner.all_reduce(rest)
             self._outer.all_reduce(rest)
 
-    def reduce_scatter(self, array: np.ndarray, bounds: Sequence[int], *, compress: bool = False) -> None:
+    def reduce_scatter(self, array: Buffer, bounds: Sequence[int], *, compress: bool = False) -> None:
         """As the world does it."""
         self._world.reduce_scatter(array, bounds, compress=compress)
 
-    def all_gather(self, array: np.ndarray, bounds: Sequence[int]) -> None:
+    def all_gather(self, array: Buffer, bounds: Sequence[int]) -> None:
         """As the world does it."""
         self._world.all_gather(array, bounds)
 
-    def broadcast(self, array: np.ndarray, *, root: int = 0) -> None:
+    def broadcast(self, array: Buffer, *, root: int = 0) -> None:
         """As the world does it."""
         self._world.broadcast(array, root=root)
 
-    def send(self, array: np.ndarray, *, to: int) -> None:
+    def send(self, array: Buffer, *, to: int) -> None:
         """As the world does it."""
         self._world.send(array, to=to)
 
-    def receive(self, array: np.ndarray, *, source: int) -> None:
+    def receive(self, array: Buffer, *, source: int) -> None:
         """As the world does it."""
         self._world.receive(array, source=source)
 
@@ -79,7 +83,5 @@ def two_level(world: Communicator, size: int, *, timeout: float) -> Communicator
     span = timedelta(seconds=timeout)
     inner, _ = dist.new_subgroups_by_enumeration(ranks.tolist(), timeout=span)
     outer, _ = dist.new_subgroups_by_enumeration(ranks.T.tolist(), timeout=span)
-    inside, across = (
-        TorchCommunicator(group, device=world.device, timeout=timeout) for group in (inner, outer)
-    )
+    inside, across = (TorchCommunicator(group, nccl=world.nccl, timeout=timeout) for group in (inner, outer))
     return TwoLevelCommunicator(world, inside, across)

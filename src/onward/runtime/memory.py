@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -28,7 +27,6 @@ __all__ = [
     "HostTensor",
     "ModelMemory",
     "Tensor",
-    "exchanged",
     "is_out_of_memory",
     "make_tensor",
     "onnx_type",
@@ -40,6 +38,8 @@ _ALIGN = 16
 # Some gradient rules clamp infinities to the largest float32: a norm beyond this is one of those.
 _OVERFLOW = 1e60
 _OPSET = 18
+# Bytes that are copied to a part of a vector at a time.
+_PIECE = 1 << 24
 
 
 class Tensor(Protocol):
@@ -71,8 +71,12 @@ class Tensor(Protocol):
         """Take over the numbers of a tensor of the same kind, shape and type."""
         ...
 
-    def fill(self, value: float) -> None:
-        """Set every number of a float32 vector."""
+    def clear(self) -> None:
+        """Set every number of a float32 vector to zero, whatever it was."""
+        ...
+
+    def add(self, other: Tensor) -> None:
+        """Add a float32 vector of the same kind and size."""
         ...
 
     def scale(self, factor: float) -> None:
@@ -125,8 +129,11 @@ class HostTensor:
     def copy_from(self, other: Tensor) -> None:
         np.copyto(self.array, other.read())
 
-    def fill(self, value: float) -> None:
-        self.array[...] = value
+    def clear(self) -> None:
+        self.array[...] = 0
+
+    def add(self, other: Tensor) -> None:
+        self.array += other.read()
 
     def scale(self, factor: float) -> None:
         self.array *= np.float32(factor)
@@ -165,10 +172,35 @@ class DeviceTensor:
 
     @classmethod
     def allocate(cls, device: Device, shape: Sequence[int], dtype: np.dtype) -> DeviceTensor:
-        """New memory, of any content."""
+        """New memory, full of zeros.
+
+        A session makes it, as OrtValue's own allocator grows in powers of two and keeps up to twice as much.
+        """
         size = max(1, math.prod(shape) * np.dtype(dtype).itemsize)
-        owner = ort.OrtValue.ortvalue_from_shape_and_type([size], np.uint8, device.kind, device.number)
+        kernel = _kernel(device, "zeros")
+        binding: Any = kernel.io_binding()
+        binding.bind_cpu_input("n", np.array([size], np.int64))
+        binding.bind_output("y", device.kind, device.number)
+        kernel.run_with_iobinding(binding)
+        owner = binding.get_outputs()[0]
         return cls(device, owner, owner.data_ptr(), shape, dtype)
+
+    @property
+    def __array_interface__(self) -> dict[str, Any]:
+        """The memory itself for numpy, where it is the CPU's."""
+        return self._interface("cpu", "__array_interface__")
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        """The memory itself for libraries on CUDA, where it is a GPU's."""
+        return self._interface("cuda", "__cuda_array_interface__")
+
+    def _interface(self, kind: str, name: str) -> dict[str, Any]:
+        if self._device.kind != kind:
+            raise AttributeError(name)
+        return {
+            "shape": self._shape, "typestr": self._dtype.str, "data": (self._address, False), "version": 3,
+        }  # fmt: skip
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -205,9 +237,15 @@ class DeviceTensor:
         if self._is_whole:
             self._owner.update_inplace(data)
             return
-        device = self._device
-        staged = ort.OrtValue.ortvalue_from_numpy(data, device.kind, device.number)
-        self._run("copy", "x", lambda binding: binding.bind_ortvalue_input("x", staged))
+        kernel, device = _kernel(self._device, "copy"), self._device
+        for start in range(0, data.size, _PIECE):  # the session keeps a copy on the device: of a piece only
+            piece = data[start : start + _PIECE]
+            binding: Any = kernel.io_binding()
+            binding.bind_cpu_input("x", piece)
+            binding.bind_output(
+                "y", device.kind, device.number, np.uint8, [piece.size], self._address + start
+            )
+            kernel.run_with_iobinding(binding)
 
     def view(self, start: int, shape: Sequence[int]) -> DeviceTensor:
         address = self._address + start * self._dtype.itemsize
@@ -217,13 +255,20 @@ class DeviceTensor:
         if not isinstance(other, DeviceTensor):
             self.write(other.read())
         elif self.nbytes:
-            self._run("copy", "x", lambda binding: other._bind_bytes(binding.bind_input, "x"))
+            session = _kernel(self._device, "copy")
+            binding = session.io_binding()
+            other._bind_bytes(binding.bind_input, "x")
+            self._bind_bytes(binding.bind_output, "y")
+            session.run_with_iobinding(binding)
 
-    def fill(self, value: float) -> None:
-        self._elementwise("fill", value)
+    def clear(self) -> None:
+        self._elementwise("clear", make_tensor(self._device, np.zeros(1, np.float32)))
+
+    def add(self, other: Tensor) -> None:
+        self._elementwise("add", other)
 
     def scale(self, factor: float) -> None:
-        self._elementwise("scale", factor)
+        self._elementwise("scale", make_tensor(self._device, np.full(1, factor, np.float32)))
 
     def squared_norm(self) -> float:
         square = self._reduce("norm")
@@ -249,23 +294,15 @@ class DeviceTensor:
     def _bind_bytes(self, bind: Any, name: str) -> None:
         bind(name, self._device.kind, self._device.number, np.uint8, [self.nbytes], self._address)
 
-    def _run(self, kernel: str, name: str, bind: Any) -> None:
-        session = _kernel(self._device, kernel)
-        binding = session.io_binding()
-        bind(binding)
-        self._bind_bytes(binding.bind_output, "y")
-        session.run_with_iobinding(binding)
-
-    def _elementwise(self, kernel: str, number: float) -> None:
-        """Change a vector in place by one number."""
+    def _elementwise(self, kernel: str, other: Tensor) -> None:
+        """Change a vector in place by another, or by one number."""
         if not self.nbytes:
             return
-        session, device = _kernel(self._device, kernel), self._device
+        session = _kernel(self._device, kernel)
         binding = session.io_binding()
-        flat = DeviceTensor(device, self._owner, self._address, [math.prod(self._shape)], self._dtype)
+        flat = DeviceTensor(self._device, self._owner, self._address, [math.prod(self._shape)], self._dtype)
         flat.bind_input(binding, "x")
-        value = np.full(1, number, np.float32)
-        binding.bind_ortvalue_input("s", ort.OrtValue.ortvalue_from_numpy(value, device.kind, device.number))
+        other.bind_input(binding, "s")
         flat.bind_output(binding, "y")
         session.run_with_iobinding(binding)
 
@@ -349,6 +386,18 @@ class FlatBuffer:
             name: whole[start:stop].reshape(self.tensors[name].shape)
             for name, (start, stop) in self.spans.items()
         }
+
+    def write(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """Replace the numbers of some tensors."""
+        if self.on_host:
+            for name, array in arrays.items():
+                self.tensors[name].write(array)
+        elif arrays:
+            whole = self.whole.read()  # one copy each way instead of one for each tensor
+            for name, array in arrays.items():
+                start, stop = self.spans[name]
+                whole[start:stop] = np.broadcast_to(array, self.tensors[name].shape).reshape(-1)
+            self.whole.write(whole)
 
     def part(self, start: int, stop: int) -> FlatBuffer:
         """The same memory from `start` to `stop` (multiples of 16): what lies there of each tensor, flat.
@@ -456,13 +505,13 @@ class ModelMemory:
         order = list(order)
         if order == list(self.parameters.spans):
             return False
-        for kind in ("parameters", "gradients"):
-            old: FlatBuffer = getattr(self, kind)
-            held, shapes = old.arrays(), old.shapes
+        made = []
+        for old in (self.parameters, self.gradients):
+            shapes = old.shapes
             new = FlatBuffer({name: shapes[name] for name in order}, parts=self._parts, device=self.device)
-            for name, array in held.items():
-                new.tensors[name].write(array)
-            setattr(self, kind, new)
+            new.write(old.arrays())
+            made.append(new)
+        self.parameters, self.gradients = made  # both or, where there is too little memory, neither
         return True
 
 
@@ -470,16 +519,10 @@ def make_tensor(device: Device, array: np.ndarray) -> Tensor:
     """A tensor of these numbers, in memory of its own."""
     if device.memory != "device":
         return HostTensor(np.array(array, order="C", copy=True))
-    return _kept(device, np.asarray(array))
-
-
-@contextmanager
-def exchanged(tensor: Tensor) -> Iterator[np.ndarray]:
-    """A tensor's numbers to change from outside: the memory itself on the host, else a round trip."""
-    array = tensor.read()
-    yield array
-    if not isinstance(tensor, HostTensor):
-        tensor.write(array)
+    given = np.asarray(array)
+    tensor = _kept(device, given.shape, given.dtype)
+    tensor.write(given)
+    return tensor
 
 
 def squared_norm(vector: np.ndarray) -> float:
@@ -488,8 +531,9 @@ def squared_norm(vector: np.ndarray) -> float:
     >>> squared_norm(np.array([3, 4], np.float32))
     25.0
     """
-    square = float(np.dot(vector, vector))
-    if not math.isfinite(square):  # it overflows float32 before it is really infinite
+    with np.errstate(over="ignore"):  # float32 overflows before the sum is really infinite
+        square = float(np.dot(vector, vector))
+    if not math.isfinite(square):
         square = float(np.sum(np.square(vector, dtype=np.float64)))
         if square > _OVERFLOW:
             return math.inf
@@ -504,27 +548,26 @@ def _copy(targets: Sequence[FlatBuffer], sources: Sequence[FlatBuffer]) -> None:
 def _vector(device: Device, count: int, dtype: np.dtype) -> Tensor:
     """A vector of zeros that begins at a cache line."""
     if device.memory == "device":
-        return _kept(device, np.zeros(count, dtype))
+        return _kept(device, (count,), dtype)
     raw = np.zeros(count + _ALIGN, dtype)
     offset = (-raw.ctypes.data // dtype.itemsize) % _ALIGN
     return HostTensor(raw[offset : offset + count])
 
 
-def _kept(device: Device, array: np.ndarray) -> DeviceTensor:
-    """Memory of a device that training keeps from step to step."""
+def _kept(device: Device, shape: Sequence[int], dtype: np.dtype) -> DeviceTensor:
+    """Memory of a device that training keeps from step to step, full of zeros."""
     try:
-        tensor = DeviceTensor.allocate(device, array.shape, array.dtype)
-        tensor.write(array)
+        return DeviceTensor.allocate(device, shape, dtype)
     except Exception as error:
         if not is_out_of_memory(error):
             raise
+        size = math.prod(shape) * np.dtype(dtype).itemsize
         raise DeviceMemoryError(
-            f"{device} has too little memory for {array.nbytes:,} bytes of parameters, gradients or optimizer state: "
+            f"{device} has too little memory for {size:,} bytes of parameters, gradients or optimizer state: "
             f"{str(error).splitlines()[0]}. Nothing was trained; a smaller batch does not help. Train fewer "
             "parameters (frozen_params=…, LoRA), take an optimizer with less state (SGD), or end other processes "
             "on the device"
         ) from error
-    return tensor
 
 
 def is_out_of_memory(error: Exception) -> bool:
@@ -557,25 +600,30 @@ def onnx_type(dtype: np.dtype) -> int:
 def _kernel(device: Device, name: str) -> ort.InferenceSession:
     """A session of one or two operators on a device."""
     make, value = onnx.helper.make_node, onnx.helper.make_tensor_value_info
-    kind = onnx.TensorProto.UINT8 if name == "copy" else onnx.TensorProto.FLOAT
-    number = [value("s", onnx.TensorProto.FLOAT, [1])] if name in ("fill", "scale") else []
-    constants: list[onnx.TensorProto] = []
+    bytes_only = name in ("copy", "zeros")
+    kind = onnx.TensorProto.UINT8 if bytes_only else onnx.TensorProto.FLOAT
+    size: int | str = "n"
+    inputs, constants = [value("x", kind, ["n"])], []
+    if name in ("scale", "clear", "add"):
+        inputs.append(value("s", kind, ["m"]))
     if name == "copy":
         nodes = [make("Identity", ["x"], ["y"])]
-    elif name == "scale":
-        nodes = [make("Mul", ["x", "s"], ["y"])]
-    elif name == "fill":
+    elif name == "zeros":
+        inputs = [value("n", onnx.TensorProto.INT64, [1])]
+        zero = onnx.helper.make_tensor("", kind, [1], [0])
+        nodes = [make("ConstantOfShape", ["n"], ["y"], value=zero)]
+    elif name in ("scale", "add"):
+        nodes = [make("Mul" if name == "scale" else "Add", ["x", "s"], ["y"])]
+    elif name == "clear":
         constants = [onnx.helper.make_tensor("yes", onnx.TensorProto.BOOL, [1], [True])]
         nodes = [make("Where", ["yes", "s", "x"], ["y"])]
     elif name == "norm":
-        nodes = [make("ReduceSumSquare", ["x"], ["y"], keepdims=1)]
+        size, nodes = 1, [make("ReduceSumSquare", ["x"], ["y"], keepdims=1)]
     else:  # 0·x is 0, or NaN where x is not finite
         constants = [onnx.helper.make_tensor("none", onnx.TensorProto.FLOAT, [1], [0.0])]
         nodes = [make("Mul", ["x", "none"], ["m"]), make("ReduceSum", ["m"], ["y"], keepdims=1)]
-    size = 1 if name in ("norm", "zero") else "n"
-    graph = onnx.helper.make_graph(
-        nodes, name, [value("x", kind, ["n"]), *number], [value("y", kind, [size])], constants
-    )
+        size = 1
+    graph = onnx.helper.make_graph(nodes, name, inputs, [value("y", kind, [size])], constants)
     model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", _OPSET)], ir_version=8)
     options = ort.SessionOptions()
     options.log_severity_level = 3

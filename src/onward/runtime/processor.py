@@ -6,13 +6,14 @@ does the rounding of sums.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import platform
 import re
 import subprocess
 from pathlib import Path
 
-__all__ = ["INSTRUCTION_SETS", "instruction_sets", "integer_products", "vectors"]
+__all__ = ["INSTRUCTION_SETS", "instruction_sets", "integer_products", "name_of_processor", "vectors"]
 
 # Ours: the names in /proc/cpuinfo on x86 and ARM, of sysctl on a Mac, and in numpy's table.
 INSTRUCTION_SETS: dict[str, frozenset[str]] = {
@@ -64,6 +65,28 @@ def vectors() -> str:
     """
     sets = instruction_sets()
     return next((name for name in ("AVX512F", "AVX2", "SVE", "NEON") if name in sets), "baseline")
+
+
+@functools.cache
+def name_of_processor() -> str:
+    """What the processor calls itself, where the system tells."""
+    if platform.system() == "Linux":
+        try:
+            text = Path("/proc/cpuinfo").read_text("utf-8", "replace")
+        except OSError:
+            text = ""
+        line = re.search(r"^(?:model name|CPU part)\s*:(.*)$", text, re.MULTILINE)
+        if line is not None:
+            return line[1].strip()
+    if platform.system() == "Darwin":
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            asked = ["/usr/sbin/sysctl", "-n", "machdep.cpu.brand_string"]
+            found = subprocess.run(
+                asked, capture_output=True, text=True, timeout=10, check=False
+            ).stdout.strip()
+            if found:
+                return found
+    return platform.processor() or platform.machine()
 
 
 def _flags() -> frozenset[str]:

@@ -20,6 +20,7 @@ from onward.graph.passes.device_forms import prefer_device_forms
 from onward.graph.passes.known_shapes import specialize_shapes
 from onward.graph.passes.row_gradients import scatter_in_place
 from onward.graph.passes.specialize import specialize_reset
+from onward.runtime.autotune import tune, wanted
 from onward.runtime.bound import Bound, DeviceBound, RecordingError, bind, warn_unrecorded
 from onward.runtime.memory import ModelMemory, Tensor, make_tensor
 from onward.runtime.sessions import ModelFile, make_session, read_model, session_beside
@@ -62,18 +63,24 @@ class Step(Protocol):
 class TrainingStep:
     """The training model, specialized for overwriting and (when first needed) for accumulating gradients.
 
-    On a device, also for the shapes of the batch: the sessions of the last few shapes are cached, other shapes run
-    in one session for all shapes.
+    On a device and with `autotune`, also for the shapes of the batch: the sessions of the last few shapes are
+    cached, other shapes run in one session for all shapes.
     """
 
     def __init__(
-        self, source: ModelFile, *, device: Device, options: ort.SessionOptions | None = None
+        self,
+        source: ModelFile,
+        *,
+        device: Device,
+        options: ort.SessionOptions | None = None,
+        autotune: bool = False,
     ) -> None:
         self._model = read_model(source, "training")
         self._path = _describe(source)
         self.signature = read_signature(self._model, self._path, "training")
         self._device, self._options = device, options
-        self._specializes = device.memory == "device"
+        self._tunes = device.memory == "host" and wanted(autotune)
+        self._specializes = device.memory == "device" or self._tunes
         self._bound: dict[bool, Bound] = {}
         self._by_shape: OrderedDict[tuple, Bound] = OrderedDict()
         self._seen: Counter[tuple] = Counter()
@@ -164,7 +171,8 @@ class TrainingStep:
         self, *, reset: bool, shapes: dict[str, tuple[int, ...]] | None = None
     ) -> tuple[onnx.ModelProto, dict[str, str] | None]:
         """The training model as a session gets it, and the gradients of which it writes some rows only."""
-        model, rows = specialize_reset(self._model, reset=reset), None
+        tunes = self._tunes and shapes is not None
+        model, rows = specialize_reset(self._model, reset=reset, keep_shapes=tunes), None
         if self._device.memory == "host":
             rows = scatter_in_place(model)
         if self._device.memory == "device":
@@ -172,6 +180,8 @@ class TrainingStep:
         if shapes is not None:
             known = {name: tuple(shape) for name, shape in shapes.items()}
             known |= {f"{n}{BUFFER}": known[n] for n in self.signature.input_gradients}
+            if tunes:
+                tune(model, known, self._options)
             specialize_shapes(model, known)
         if self._device.memory == "device":
             prefer_device_forms(model)

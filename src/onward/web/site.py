@@ -49,7 +49,7 @@ def write_site(
     PosixPath('site')
     """
     source, target = Path(artifacts), Path(site)
-    _check_artifacts(source, prefix)
+    constants = _check_artifacts(source, prefix)
     _check_target(target)
     target.parent.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
@@ -60,6 +60,8 @@ def write_site(
                 _copy(path, staging / name)
         for name in ARTIFACTS:
             _copy(source / f"{prefix}{name}", staging / "artifacts" / name)
+        for name in constants:
+            _copy(source / name, staging / "artifacts" / name)
         _copy_page(Path(page) if page is not None else _default_page(), staging)
         for name, content in (files or {}).items():
             (staging / name).parent.mkdir(parents=True, exist_ok=True)
@@ -75,16 +77,23 @@ def write_site(
     return target
 
 
-def _check_artifacts(source: Path, prefix: str) -> None:
-    """Reject artifacts that the page cannot use."""
+def _check_artifacts(source: Path, prefix: str) -> set[str]:
+    """Reject artifacts that the page cannot use; the names of the files with constants that they refer to."""
     missing = [f"{prefix}{name}" for name in ARTIFACTS if not (source / f"{prefix}{name}").is_file()]
     if missing:
         raise ModelError(
             f"'{source}' lacks {', '.join(missing)}: make artifacts with onward.artifacts.generate_artifacts",
             hint=MAKE_ARTIFACTS,
         )
+    constants: set[str] = set()
     for name, role in (("training_model.onnx", "training"), ("eval_model.onnx", "eval")):
-        read_signature(read_model(source / f"{prefix}{name}", role), str(source / f"{prefix}{name}"), role)
+        model = read_model(source / f"{prefix}{name}", role)
+        read_signature(model, str(source / f"{prefix}{name}"), role)
+        for tensor in model.graph.initializer:
+            constants |= {entry.value for entry in tensor.external_data if entry.key == "location"}
+    for name in constants:
+        if Path(name).name != name or not (source / name).is_file():
+            raise ModelError(f"the models refer to constants in '{name}', which is no file in '{source}'")
     optimizer = read_model(source / f"{prefix}optimizer_model.onnx", "optimizer")
     about = {entry.key: entry.value for entry in optimizer.metadata_props}
     if read_table(about, contract.OPTIMIZER).get("sequences"):
@@ -93,6 +102,7 @@ def _check_artifacts(source: Path, prefix: str) -> None:
         )
     if store.load(source / f"{prefix}checkpoint").nominal:
         raise ModelError("the checkpoint is nominal: a page needs parameter values to start from")
+    return constants
 
 
 def _check_target(target: Path) -> None:

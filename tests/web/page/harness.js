@@ -2,7 +2,7 @@
 import * as onward from "onward-web";
 
 const { CheckpointState, Module, Optimizer } = onward;
-const SHAPES = { mlp: [64], wide: [64], cnn: [1, 8, 8], encoder: [6] };
+const SHAPES = { mlp: [64], based: [64], wide: [64], cnn: [1, 8, 8], encoder: [6] };
 
 async function load(name, { checkpoint, module: moduleOptions, optimizer: optimizerFile } = {}) {
   const state = await CheckpointState.load(checkpoint ?? `${name}/checkpoint`);

@@ -12,7 +12,8 @@ const GRAPH = { node: 1, initializer: 5, input: 11, output: 12, valueInfo: 13 };
  * @typedef {{number: number, wire: number, start: number, body: number, end: number, value: number}} Field
  *   `start` is where its tag begins; `body` to `end` is its content; `value` is set for integers
  * @typedef {{name: string, dtype: number, dims: (number | string)[] | undefined}} ValueInfo
- * @typedef {{inputs: ValueInfo[], outputs: ValueInfo[], metadata: Map<string, string>}} ModelHead
+ * @typedef {{inputs: ValueInfo[], outputs: ValueInfo[], metadata: Map<string, string>, external: string[]}} ModelHead
+ *   `external` names the files that hold weights
  */
 
 /** Read inputs, outputs and metadata. @param {Uint8Array} bytes @param {string} path @returns {ModelHead} */
@@ -21,6 +22,8 @@ export function readHead(bytes, path) {
     const metadata = new Map();
     const inputs = [];
     const outputs = [];
+    /** @type {Set<string>} */
+    const external = new Set();
     let graphs = 0;
     for (const field of fields(bytes)) {
       if (field.number === MODEL.metadata) metadata.set(...readEntry(bytes, field));
@@ -29,13 +32,11 @@ export function readHead(bytes, path) {
       for (const inner of fields(bytes, field.body, field.end)) {
         if (inner.number === GRAPH.input) inputs.push(readValue(bytes, inner));
         if (inner.number === GRAPH.output) outputs.push(readValue(bytes, inner));
-        if (inner.number === GRAPH.initializer && isExternal(bytes, inner)) {
-          throw new ModelError(`'${path}' keeps weights in a second file, which a browser cannot find`);
-        }
+        if (inner.number === GRAPH.initializer) readLocation(bytes, inner, external);
       }
     }
     if (graphs !== 1) throw new RangeError("no graph");
-    return { inputs, outputs, metadata };
+    return { inputs, outputs, metadata, external: [...external] };
   } catch (error) {
     if (error instanceof ModelError) throw error;
     throw new ModelError(`'${path}' is not an ONNX model (${/** @type {Error} */ (error).message})`, { cause: error });
@@ -181,12 +182,17 @@ function readDims(bytes, shape) {
   return dims;
 }
 
-/** @param {Uint8Array} bytes @param {Field} tensor */
-function isExternal(bytes, tensor) {
+/** Note the file that a tensor lies in, if it is another. @param {Uint8Array} bytes @param {Field} tensor @param {Set<string>} files */
+function readLocation(bytes, tensor, files) {
+  let external = false;
+  let location = "";
   for (const field of fields(bytes, tensor.body, tensor.end)) {
-    if (field.number === 14 && field.value === 1) return true;
+    if (field.number === 14) external = field.value === 1;
+    if (field.number !== 13) continue;
+    const [key, value] = readEntry(bytes, field);
+    if (key === "location") location = value;
   }
-  return false;
+  if (external) files.add(location);
 }
 
 /** @param {number} number @param {Uint8Array} body */

@@ -1,56 +1,62 @@
 /**
- * Opens files and makes onnxruntime-web sessions of them: plain WebAssembly, with threads where the page is
- * cross-origin isolated, or WebGPU where it was asked for and there is one.
+ * Opens files and makes sessions of them: on onnxruntime-web, where the page is cross-origin isolated with threads and
+ * where it was asked for on WebGPU, or on any other onnxruntime that the program gives.
  */
 import { ModelError, OnwardError } from "../errors.js";
+import { host } from "./host.js";
 
 /** @typedef {string | URL | Blob | ArrayBuffer | Uint8Array} FileSource */
+/** @typedef {{path: string, data: Uint8Array}[]} ExternalData files that a model refers to, by the name it has for them */
 
-/** onnxruntime-web, ready to use, and what it runs on. */
+/** An onnxruntime, ready to use, and what it runs on. */
 export class Runtime {
-  /** @param {any} plain onnxruntime-web for WebAssembly @param {any} [gpu] for WebGPU @param {string} [fallback] */
-  constructor(plain, gpu, fallback) {
+  /**
+   * @param {any} plain an onnxruntime for the CPU @param {{gpu?: any, fallback?: string, provider?: string,
+   *   sessionOptions?: Record<string, any>}} [options]
+   */
+  constructor(plain, { gpu, fallback, provider = "wasm", sessionOptions } = {}) {
     this.ort = plain;
     this._gpu = gpu;
+    this._name = provider;
+    this._options = sessionOptions ?? { executionProviders: ["wasm"] };
     /** Why WebGPU is not used though it was asked for. */
     this.fallback = fallback;
   }
 
-  /** What training and evaluation run on; updates always run on WebAssembly, where the parameters are. */
+  /** What training and evaluation run on; updates always run on the CPU, where the parameters are. */
   get provider() {
-    return this._gpu ? "webgpu" : "wasm";
+    return this._gpu ? "webgpu" : this._name;
   }
 
-  /** How many threads WebAssembly works with. */
+  /** How many threads a session works with; undefined where a given onnxruntime decides that itself. */
   get threads() {
+    if (this._name !== "wasm") return this._options.intraOpNumThreads;
     if (!globalThis.crossOriginIsolated) return 1;
     return this.ort.env.wasm.numThreads || Math.min(4, Math.ceil((navigator.hardwareConcurrency || 1) / 2));
   }
 
   /**
-   * Load onnxruntime-web. `wasmPaths` is where its .wasm files are, if not beside its module; `threads` works
-   * in cross-origin isolated pages only.
-   * @param {{provider?: "wasm" | "webgpu", threads?: number, wasmPaths?: string | Record<string, string>}} [options]
+   * Load the onnxruntime of this place: onnxruntime-web in a browser, onnxruntime-node in Node.js. `threads` works in
+   * cross-origin isolated pages and in Node.js; `provider` and `wasmPaths` (where the .wasm files are, if not beside
+   * the module) are for browsers.
+   * @param {import("./host.js").RuntimeOptions} [options]
    */
-  static async load({ provider = "wasm", threads, wasmPaths } = {}) {
-    if (provider !== "wasm" && provider !== "webgpu") {
-      throw new RangeError(`provider is '${provider}': choose wasm or webgpu`);
+  static async load(options = {}) {
+    const { ort, ...others } = await host.load(options);
+    return new Runtime(ort, others);
+  }
+
+  /**
+   * Take an onnxruntime that the program has loaded: onnxruntime-node, onnxruntime-react-native, onnxruntime-web or
+   * another with the same interface. `sessionOptions` are given to each of its sessions.
+   * @param {any} ort @param {{provider?: string, sessionOptions?: Record<string, any>}} [options]
+   */
+  static use(ort, { provider = "cpu", sessionOptions = {} } = {}) {
+    const found = ort?.InferenceSession ? ort : ort?.default; // a CommonJS package that was imported
+    if (typeof found?.InferenceSession?.create !== "function" || typeof found?.Tensor !== "function") {
+      throw new TypeError("Runtime.use takes an onnxruntime: a module with InferenceSession and Tensor");
     }
-    const configure = (/** @type {any} */ ort) => {
-      ort.env.logLevel = "error";
-      if (threads !== undefined) ort.env.wasm.numThreads = threads;
-      if (wasmPaths !== undefined) ort.env.wasm.wasmPaths = wasmPaths;
-      return ort;
-    };
-    const plain = configure(await import("onnxruntime-web/wasm"));
-    if (provider === "wasm") return new Runtime(plain);
-    const adapter = await /** @type {any} */ (navigator).gpu?.requestAdapter().catch(() => null);
-    if (!adapter) return new Runtime(plain, undefined, "this browser offers no WebGPU");
-    try {
-      return new Runtime(plain, configure(await import("onnxruntime-web/webgpu")));
-    } catch {
-      return new Runtime(plain, undefined, "this page was made without WebGPU");
-    }
+    return new Runtime(found, { provider, sessionOptions });
   }
 
   /** Go on with WebAssembly. @param {string} reason */
@@ -61,10 +67,13 @@ export class Runtime {
 
   /**
    * A session on WebGPU if that was chosen and can run the model, else on WebAssembly.
-   * @param {Uint8Array} bytes @param {string} what for messages @param {{gpu?: boolean}} [options]
+   * @param {Uint8Array} bytes @param {string} what for messages
+   * @param {{gpu?: boolean, externalData?: ExternalData}} [options]
    */
-  async session(bytes, what, { gpu = true } = {}) {
-    const options = { graphOptimizationLevel: "all", logSeverityLevel: 3 };
+  async session(bytes, what, { gpu = true, externalData = [] } = {}) {
+    const options = {
+      graphOptimizationLevel: "all", logSeverityLevel: 3, ...(externalData.length ? { externalData } : {}),
+    };
     if (gpu && this._gpu) {
       try {
         // its own layout for convolutions does not get through the gradients of convolutions
@@ -75,9 +84,9 @@ export class Runtime {
       }
     }
     try {
-      return await this.ort.InferenceSession.create(bytes, { ...options, executionProviders: ["wasm"] });
+      return await this.ort.InferenceSession.create(bytes, { ...options, ...this._options });
     } catch (error) {
-      throw new ModelError(`onnxruntime-web cannot open the ${what}: ${message(error)}`, { cause: error });
+      throw new ModelError(`onnxruntime cannot open the ${what}: ${message(error)}`, { cause: error });
     }
   }
 }
@@ -98,19 +107,40 @@ export async function readSource(source, refuse) {
     throw new TypeError("a file is an address (string or URL), a File or Blob, an ArrayBuffer or a Uint8Array");
   }
   const path = String(source);
-  let response;
   try {
-    response = await fetch(source);
+    return { bytes: await host.read(source), path };
   } catch (error) {
-    throw refuse(path, `cannot be fetched: ${message(error)}`);
+    throw refuse(path, `cannot be read: ${message(error)}`);
   }
-  if (!response.ok) throw refuse(path, `cannot be fetched: ${response.status} ${response.statusText}`.trim());
-  return { bytes: new Uint8Array(await response.arrayBuffer()), path };
 }
 
 /** The bytes of a model. @param {FileSource} source @param {string} role */
 export async function readModel(source, role) {
   return readSource(source, (path, reason) => new ModelError(`${role} model '${path}' ${reason}`));
+}
+
+/**
+ * The files that hold weights of a model: the given ones, else those beside the model, where it was given by its address.
+ * @param {FileSource} source @param {string[]} names that the model has for them @param {string} path for messages
+ * @param {Record<string, FileSource>} [given]
+ * @returns {Promise<ExternalData>}
+ */
+export async function readExternal(source, names, path, given = {}) {
+  return Promise.all(names.map(async (name) => {
+    if (!name || name === ".." || /[\\/\0]/.test(name)) {
+      throw new ModelError(`'${path}' keeps weights in '${name}': only a file beside the model is read`);
+    }
+    let file = given[name];
+    if (file === undefined && (typeof source === "string" || source instanceof URL)) {
+      file = host.resolve(name, String(source));
+    }
+    if (file === undefined) {
+      throw new ModelError(`'${path}' keeps weights in a second file: pass it, externalData: { "${name}": … }`);
+    }
+    const refuse = (/** @type {string} */ at, /** @type {string} */ reason) =>
+      new ModelError(`the weights '${at}' of '${path}' ${reason}`);
+    return { path: name, data: (await readSource(file, refuse)).bytes };
+  }));
 }
 
 /** Runs what must not overlap: sessions share memory with the step that is running. */

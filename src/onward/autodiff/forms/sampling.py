@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import onnx_ir as ir
 
+from onward.graph.forms.windows import Sizes
+
 if TYPE_CHECKING:
     from onward.autodiff.forms.windows import Sizes
 

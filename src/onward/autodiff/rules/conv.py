@@ -9,8 +9,9 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from onward.autodiff.forms.conv_weights import Product, weight_gradient
-from onward.autodiff.forms.windows import (
+from onward.autodiff.registry import gradient_rule
+from onward.graph.forms.conv_weights import Product, weight_gradient
+from onward.graph.forms.windows import (
     Sizes,
     Window,
     calculate,
@@ -23,7 +24,6 @@ from onward.autodiff.forms.windows import (
     split_padding,
     window_of,
 )
-from onward.autodiff.registry import gradient_rule
 
 
 @gradient_rule("Conv")

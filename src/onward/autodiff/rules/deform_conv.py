@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from onward.autodiff.forms.conv_weights import values
 from onward.autodiff.forms.sampling import (
     axis_taps,
     combine,
@@ -16,10 +15,11 @@ from onward.autodiff.forms.sampling import (
     scatter_rows,
     to_rows,
 )
-from onward.autodiff.forms.windows import Sizes, Window, ranked, spatial, window_of
 from onward.autodiff.registry import gradient_rule
 from onward.autodiff.rules.conv import count_up, kernel_of, sum_channels
 from onward.errors import ModelError
+from onward.graph.forms.conv_weights import values
+from onward.graph.forms.windows import Sizes, Window, ranked, spatial, window_of
 
 
 @gradient_rule("DeformConv")

@@ -9,8 +9,8 @@ import onnx_ir as ir
 
 from onward.autodiff.forms.sampling import add_into
 from onward.autodiff.forms.separable import identity, multiply
-from onward.autodiff.forms.windows import ints, ranked, spatial, tap_slice, window_of
 from onward.autodiff.registry import gradient_rule
+from onward.graph.forms.windows import ints, ranked, spatial, tap_slice, window_of
 
 
 @gradient_rule("MaxPool")

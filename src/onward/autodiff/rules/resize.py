@@ -9,9 +9,9 @@ import numpy as np
 import onnx_ir as ir
 
 from onward.autodiff.forms.separable import identity, multiply
-from onward.autodiff.forms.windows import ints, ranked
 from onward.autodiff.registry import gradient_rule
 from onward.errors import UnsupportedOps
+from onward.graph.forms.windows import ints, ranked
 
 # What decides where an output pixel reads; the rest of the attributes say how large the output is.
 _COORDINATES = (

@@ -12,8 +12,8 @@ import numpy as np
 import onnx_ir as ir
 
 from onward.autodiff.forms.sampling import add_into, count_rows, count_to, extent, from_rows, to_rows
-from onward.autodiff.forms.windows import spatial
 from onward.autodiff.registry import gradient_rule
+from onward.graph.forms.windows import spatial
 
 
 @dataclasses.dataclass(frozen=True)

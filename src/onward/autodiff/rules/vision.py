@@ -17,8 +17,8 @@ from onward.autodiff.forms.sampling import (
     scatter_rows,
     to_rows,
 )
-from onward.autodiff.forms.windows import ranked, spatial
 from onward.autodiff.registry import gradient_rule
+from onward.graph.forms.windows import ranked, spatial
 
 
 @gradient_rule("GridSample")

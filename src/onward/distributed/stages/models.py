@@ -21,9 +21,13 @@ from onward.contract import SEED
 from onward.distributed.errors import DistributedError
 from onward.distributed.stages.split import Split, follow, split_graph
 from onward.graph.dialect.normalize import normalize
+from onward.graph.passes.batch_norm import expand_batch_norm
+from onward.graph.passes.device_forms import prefer_device_forms
 from onward.graph.passes.running_stats import separate_statistics
 from onward.graph.prune import extract, prune, values_of
-from onward.runtime.memory import ModelMemory, exchanged
+from onward.runtime.bound import inputs_on_host
+from onward.runtime.devices import Device
+from onward.runtime.memory import FlatBuffer, ModelMemory, Tensor
 from onward.runtime.sessions import make_session, read_model
 from onward.runtime.signature import Signature, read_signature
 
@@ -180,6 +184,11 @@ class StageStep:
     def attach(self, memory: ModelMemory) -> None:
         """Give the stage its memory."""
         self._memory = memory
+        # where one micro-batch's gradients land, and the statistics after it
+        self._gradients = FlatBuffer(memory.gradients.shapes, device=self._device)
+        self._next = [
+            FlatBuffer(part.shapes, device=self._device, dtype=part.whole.dtype) for part in memory.following
+        ]
         self.forget_statistics()
 
     def run(self, feeds: list[Any], *, reset: bool, seed: int, step: int) -> list[np.ndarray]:
@@ -191,38 +200,35 @@ class StageStep:
 
     def forget_statistics(self) -> None:
         """Begin again from the statistics that were committed."""
-        frozen = self._memory.frozen
-        self._following = {name: frozen[name].read().copy() for name in self.signature.statistics}
+        for following, committed in zip(self._memory.following, self._memory.statistics):
+            following.whole.copy_from(committed.whole)
 
     def commit_statistics(self) -> None:
         """Take over the statistics that the micro-batches since then have computed."""
-        for name, array in self._following.items():
-            self._memory.frozen[name].write(array)
+        self._memory.commit()
 
     def forward(self, given: Mapping[str, np.ndarray], *, move: bool = True) -> dict[str, np.ndarray]:
         """What the stage makes of a micro-batch (with the loss, if it is the last); statistics move on."""
-        made = self._run(self._forward, self.training.made, {**self._state(), **given})
+        after = {
+            f"{name}{contract.NEXT}": tensor for part in self._next for name, tensor in part.tensors.items()
+        }
+        made = self._run(self._forward, self.training.made, given, into=after)
         if self.last:
             self.loss_shape = made[self._loss].shape
         if move:
-            for name in self.signature.statistics:
-                self._following[name] = made[f"{name}{contract.NEXT}"]
+            for following, new in zip(self._memory.following, self._next):
+                following.whole.copy_from(new.whole)
         return made
 
     def backward(
         self, given: Mapping[str, np.ndarray], cotangents: Mapping[str, np.ndarray]
     ) -> dict[str, np.ndarray]:
         """Add a micro-batch's gradients to the stage's; returns those of what the stage received."""
-        feeds = {**self._state(), **given}
-        feeds |= {f"{name}_cotangent": array for name, array in cotangents.items()}
-        made = self._run(self._backward, [f"{name}_grad" for name in self._wrt], feeds)
-        passed: dict[str, np.ndarray] = {}
-        for name in self._wrt:
-            if name in self._memory.gradients.tensors:
-                with exchanged(self._memory.gradients.tensors[name]) as total:
-                    np.add(total, made[f"{name}_grad"], out=total)
-            else:
-                passed[name] = made[f"{name}_grad"]
+        feeds = {**given, **{f"{name}_cotangent": array for name, array in cotangents.items()}}
+        own = {f"{name}_grad": tensor for name, tensor in self._gradients.tensors.items()}
+        made = self._run(self._backward, [f"{name}_grad" for name in self._wrt], feeds, into=own)
+        self._memory.gradients.whole.add(self._gradients.whole)
+        passed = {name: made[f"{name}_grad"] for name in self._wrt if f"{name}_grad" in made}
         for name in self.training.sent:  # what only passes through: its gradient does, too
             if name in self.training.received and self.training.types[name].kind == "f":
                 passed[name] = passed[name] + cotangents[name] if name in passed else cotangents[name]
@@ -235,27 +241,50 @@ class StageStep:
             return {}
         if self._eval_session is None:
             self._eval_session = self._session(self.evaluation.model)
-        return self._run(self._eval_session, self.evaluation.made, {**self._memory.arrays(), **given})
+        return self._run(self._eval_session, self.evaluation.made, given, state=self._memory.tensors())
 
     @property
     def loss(self) -> str:
         """The name of the loss."""
         return self._loss
 
-    def _state(self) -> dict[str, np.ndarray]:
-        return {**self._memory.arrays(), **self._following}
-
     def _session(self, model: onnx.ModelProto) -> ort.InferenceSession:
+        if self._device.memory == "device":
+            expand_batch_norm(model)
+            prefer_device_forms(model)
         return make_session(model, device=self._device, options=self._options, what="pipeline stage")
 
     def _run(
-        self, session: ort.InferenceSession, names: Sequence[str], feeds: Mapping[str, np.ndarray]
+        self,
+        session: ort.InferenceSession,
+        names: Sequence[str],
+        given: Mapping[str, np.ndarray],
+        *,
+        state: Mapping[str, Tensor] | None = None,
+        into: Mapping[str, Tensor] | None = None,
     ) -> dict[str, np.ndarray]:
+        """Run over the stage's memory, where it lies; what is not to land there comes back."""
+        state = state or {**self._memory.tensors(), **self._memory.following_tensors()}
+        landing = {name: tensor for name, tensor in (into or {}).items() if name in names}
+        returned = [name for name in names if name not in landing]
         if not names:
             return {}
-        wanted: dict[str, Any] = {}
+        binding: Any = session.io_binding()
+        on_host = inputs_on_host(session, self._device) or set()
         for value in session.get_inputs():
-            if value.name not in feeds:
-                raise DistributedError(f"the stage needs '{value.name}', which nothing gives it")
-            wanted[value.name] = feeds[value.name]
-        return dict(zip(names, session.run(list(names), wanted)))  # type: ignore[arg-type]
+            name = value.name
+            if name in given:
+                binding.bind_cpu_input(name, np.asarray(given[name], order="C"))
+            elif name in state and name not in on_host:
+                state[name].bind_input(binding, name)
+            elif name in state:
+                binding.bind_cpu_input(name, state[name].read())
+            else:
+                raise DistributedError(f"the stage needs '{name}', which nothing gives it")
+        for name, tensor in landing.items():
+            tensor.bind_output(binding, name)
+        for name in returned:
+            binding.bind_output(name, "cpu")
+        session.run_with_iobinding(binding)
+        made = binding.get_outputs()[len(landing) :]
+        return {name: value.numpy() for name, value in zip(returned, made)}

@@ -28,8 +28,8 @@ from onward.distributed.stages.packing import Layout, layout_of
 from onward.distributed.stages.schedule import Flow, Micro, key_of
 from onward.errors import MAKE_ARTIFACTS, ModelError, NonFiniteError, OnwardError
 from onward.runtime.devices import find_device
-from onward.runtime.memory import exchanged
 from onward.runtime.optimizers.updater import ElementwiseUpdater
+from onward.runtime.sessions import ModelFile
 
 if TYPE_CHECKING:
     from onward.distributed.settings import Grid, RunnerSettings
@@ -185,7 +185,7 @@ class PipelineParallel:
         report.failure = self._differs(report.failure, [key_of(micros) for micros in work])
         if report.failure is not None:
             return report
-        self.module.memory.gradients.whole.fill(0)
+        self.module.memory.gradients.whole.clear()
         self._step.forget_statistics()
         for micros in work:
             if micros:
@@ -200,8 +200,7 @@ class PipelineParallel:
         if invalid is not None:
             module.run_state.invalid = invalid
             return module.take_invalid() is None
-        with exchanged(module.memory.gradients.whole) as vector:
-            self._replicas.all_reduce(vector, compress=settings.compress)
+        self._replicas.all_reduce(module.memory.gradients.whole, compress=settings.compress)
         self._add_shared()
         self._step.commit_statistics()
         self.optimizer.gradient_scale = 1.0 / weight if settings.loss_reduction == "mean" else 1.0

@@ -15,7 +15,7 @@ import onnx
 
 from onward.graph.compute import COMPUTABLE, compute
 
-__all__ = ["specialize_shapes"]
+__all__ = ["resolve_symbols", "specialize_shapes"]
 
 # Numbers up to which a tensor may be a list of sizes or places.
 _SMALL = 1 << 14
@@ -35,11 +35,8 @@ def specialize_shapes(model: onnx.ModelProto, shapes: Mapping[str, Sequence[int]
     are bit-exact.
     """
     graph = model.graph
-    symbols = _set_inputs(graph, shapes)
-    for value in [*graph.input, *graph.output, *graph.value_info]:
-        _replace_symbols(value, symbols)
+    dims = resolve_symbols(graph, shapes)
     constants = _Constants(graph)
-    dims = _known_shapes(graph)
     _fold(graph, dims, constants)
     for _ in range(_ROUNDS):
         if all(name in dims for node in graph.node for name in node.output if name):
@@ -51,6 +48,14 @@ def specialize_shapes(model: onnx.ModelProto, shapes: Mapping[str, Sequence[int]
     _drop_unchanging(graph, dims, constants)
     _prune(graph)
     del graph.value_info[:]
+
+
+def resolve_symbols(graph: onnx.GraphProto, shapes: Mapping[str, Sequence[int]]) -> dict[str, _Dims]:
+    """Write numbers into what the file says of shapes, for inputs of these; returns the shapes that are known."""
+    symbols = _set_inputs(graph, shapes)
+    for value in [*graph.input, *graph.output, *graph.value_info]:
+        _replace_symbols(value, symbols)
+    return _known_shapes(graph)
 
 
 def _set_inputs(graph: onnx.GraphProto, shapes: Mapping[str, Sequence[int]]) -> dict[str, int]:

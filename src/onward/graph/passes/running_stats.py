@@ -120,20 +120,24 @@ def count_per_channel(op: Builder, x: ir.Value) -> ir.Value:
     By the sizes of the model's inputs where names of dimensions tell: the runtime may come to this at the end of
     the step, and would keep x until then; and layers of the same size share it.
     """
-    axes = {
-        dim.value: (value, axis)
-        for value in reversed(op.graph.inputs)
-        for axis, dim in enumerate(value.shape or ())
-        if isinstance(dim, ir.SymbolicDim) and dim.value is not None
-    }
     dims = [dim for axis, dim in enumerate(x.shape or ()) if axis != 1]
-    parts = [p for d in dims for p in ([d] if isinstance(d, int) else (d.value or "?").split("*"))]
-    if x.shape is None or not all(isinstance(p, int) or p.isdigit() or p in axes for p in parts):
+    parts = [p for d in dims for p in ([str(d)] if isinstance(d, int) else (d.value or "?").split("*"))]
+    sizes = [None if part.isdigit() else _input_axis(op, part) for part in parts]
+    if x.shape is None or not all(part.isdigit() or size for part, size in zip(parts, sizes)):
         return op.Div(op.Size(x), op.Squeeze(op.dim(x, 1), [0]))
-    count = op.constant(np.int64(math.prod(int(p) for p in parts if isinstance(p, int) or p.isdigit())))
-    for value, axis in (axes[p] for p in parts if isinstance(p, str) and p in axes):
+    count = op.constant(np.int64(math.prod(int(part) for part in parts if part.isdigit())))
+    for value, axis in filter(None, sizes):
         count = op.Mul(op.Squeeze(op.dim(value, axis), [0]), count)
     return count
+
+
+def _input_axis(op: Builder, symbol: str) -> tuple[ir.Value, int] | None:
+    """An input of the graph and the axis of it that has the size of this name."""
+    for value in op.graph.inputs:
+        for axis, dim in enumerate(value.shape or ()):
+            if isinstance(dim, ir.SymbolicDim) and dim.value == symbol:
+                return value, axis
+    return None
 
 
 def _batch_outputs(

@@ -1,19 +1,24 @@
 """The gradient of a convolution's weights: formulations with equal results and different speed.
 
-`weight_formulation` chooses by shape. Registers no rule.
+`weight_formulation` chooses by shape. What it chose is noted on the node of the result, so that a session for known
+shapes may choose again (`passes.conv_forms`). Registers no rule.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 
 import numpy as np
 import onnx_ir as ir
 
-from onward.autodiff.forms.windows import Sizes, Window, cut, padded, spatial, tap_slice
+from onward.graph.forms.windows import Sizes, Window, cut, padded, spatial, tap_slice
 
-__all__ = ["Product", "weight_gradient"]
+__all__ = ["FORMS", "NOTE", "Product", "possible_forms", "weight_gradient"]
+
+# The key of the note on a node that computes a weight's gradient.
+NOTE = "onward.conv_weight"
 
 # Places up to which a list of all that the taps of all windows read is made, when a session is made: 1 MB.
 _MOST_PLACES = 1 << 17
@@ -23,6 +28,8 @@ _FEW_PLACES = 1 << 12
 _MANY_COLUMNS = 1 << 20
 # Taps of a kernel of 3×3.
 _FEW_TAPS = 9
+# Positions of an image up to which one product over all images is faster than one for each: 7×7.
+_FEW_POSITIONS = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,15 +45,17 @@ class Product:
 
 def weight_gradient(op, product: Product) -> ir.Value:
     """dw of y = x ⋆ w."""
-    forms = {
-        "depthwise": _weight_depthwise,
-        "depthwise_last": _weight_depthwise_last,
-        "columns": _weight_columns,
-        "channels_first": _weight_channels_first,
-        "channels_last": _weight_channels_last,
-        "correlate": _weight_correlate,
-    }
-    return forms[weight_formulation(op, product)](op, product)
+    form = weight_formulation(op, product)
+    result = FORMS[form](op, product)
+    window, node = product.window, result.producer()
+    shape = [op.static_dim(product.w, axis) for axis in range(op.rank(product.w))]
+    if node is not None and window.static_pads is not None and None not in shape:
+        note = {
+            "x": product.x.name, "dy": product.dy.name, "weight": shape, "group": product.group, "form": form,
+            "strides": window.strides.tolist(), "dilations": window.dilations.tolist(), "pads": window.static_pads,
+        }  # fmt: skip
+        node.metadata_props[NOTE] = json.dumps(note)
+    return result
 
 
 def _weight_depthwise(op, product: Product) -> ir.Value:
@@ -66,14 +75,14 @@ def _weight_depthwise(op, product: Product) -> ir.Value:
     return op.Reshape(stack(op, sums), op.shape(product.w))
 
 
-def _weight_depthwise_last(op, product: Product) -> ir.Value:
-    """dw[c, t] = Σ over batch and positions of dy[…, c]·x[…, c] at tap t"""
+def _weight_depthwise_last(op, product: Product, *, by_rows: bool | None = None) -> ir.Value:
+    """dw[c, t] = Σ over batch and positions of dy[…, c]·x[…, c] at tap t, for each tap or those of a row at once"""
     window, count = product.window, int(np.prod(np.asarray(spatial(op, product.dy))))
     channels, kernel = op.static_dim(product.x, 1), window.static_kernel or []
     dy = op.Transpose(product.dy, perm=[0, *window.axes, 1])
-    if (
-        np.prod(kernel) > _FEW_TAPS
-    ):  # all taps of a row at once: slower than each by itself, and far fewer nodes
+    if by_rows is None:  # all taps of a row at once: slower than each by itself, and far fewer nodes
+        by_rows = bool(np.prod(kernel) > _FEW_TAPS)
+    if by_rows:
         dy = op.Reshape(dy, [0, count, 1, channels])
         reads = _gathered(op, product, by_rows=True, shape=[0, count, -1, channels])
         by_tap = stack(op, [op.ReduceSum(op.Mul(dy, read), [0, 1], keepdims=0) for read in reads], axis=0)
@@ -137,22 +146,33 @@ def _weight_channels_first(op, product: Product) -> ir.Value:
     return op.Reshape(stack(op, parts), op.shape(product.w))
 
 
-def _weight_channels_last(op, product: Product) -> ir.Value:
-    """dw[o, t·c] = Σ dy[o, np]·x[np at t, c], for all taps at once or for each"""
+def _weight_channels_last(op, product: Product, *, by_rows: bool | None = None) -> ir.Value:
+    """dw[o, t·c] = Σ dy[o, np]·x[np at t, c], for all taps at once, those of a row, or each"""
     dy = op.Transpose(product.dy, perm=[1, 0, *product.window.axes])
     dy = op.Reshape(dy, grouped(op, product.dy, 1))
     if _has_sizes(op, product):
         places, channels = spatial(op, product.dy), op.static_dim(product.x, 1)
         taps = int(np.prod(product.window.static_kernel or []))
-        by_rows = int(np.prod(np.asarray(places))) * taps * channels > _MANY_COLUMNS
+        if by_rows is None:
+            by_rows = int(np.prod(np.asarray(places))) * taps * channels > _MANY_COLUMNS
         width = taps // (product.window.static_kernel or [1])[0] if by_rows else taps
         columns = _gathered(op, product, by_rows=by_rows, shape=[-1, width * channels])
         return _tap_major(op, stack(op, [op.Gemm(dy, part) for part in columns], axis=1), product)
-    channels = op.dim(product.x, 1)
-    parts = []
-    for read in _sliced(op, product):
-        read = op.Reshape(read, op.Concat([-1], channels, axis=0))
-        parts.append(op.Unsqueeze(op.Gemm(dy, read), [-1]))
+    return _by_taps(op, product, dy)
+
+
+def _weight_taps(op, product: Product) -> ir.Value:
+    """dw[o, t, c] = Σ dy[o, np]·x[np at t, c] for each tap t, from slices of the input"""
+    dy = op.Transpose(product.dy, perm=[1, 0, *product.window.axes])
+    return _by_taps(op, product, op.Reshape(dy, grouped(op, product.dy, 1)))
+
+
+def _by_taps(op, product: Product, dy: ir.Value) -> ir.Value:
+    channels = op.static_dim(product.x, 1)
+    shape = [-1, channels] if channels is not None else op.Concat([-1], op.dim(product.x, 1), axis=0)
+    parts = [op.Gemm(dy, op.Reshape(read, shape)) for read in _sliced(op, product)]
+    if len(parts) > 1:
+        parts = [op.Unsqueeze(part, [-1]) for part in parts]
     return op.Reshape(stack(op, parts), op.shape(product.w))
 
 
@@ -250,13 +270,29 @@ def _tap_major(op, flat: ir.Value, product: Product) -> ir.Value:
     return op.Transpose(shaped, perm=[0, last, *range(1, last)])
 
 
+# By name. Those with "rows" and "all" need to know all sizes, as does "depthwise_last".
+FORMS = {
+    "depthwise": _weight_depthwise,
+    "depthwise_last": _weight_depthwise_last,
+    "depthwise_rows": functools.partial(_weight_depthwise_last, by_rows=True),
+    "columns": _weight_columns,
+    "channels_first": _weight_channels_first,
+    "channels_last": _weight_channels_last,
+    "channels_last_rows": functools.partial(_weight_channels_last, by_rows=True),
+    "channels_last_all": functools.partial(_weight_channels_last, by_rows=False),
+    "taps": _weight_taps,
+    "correlate": _weight_correlate,
+}
+
+
 def weight_formulation(op, product: Product) -> str:
     """Choose the formulation of dw; measured with one and two threads on the CPU provider.
 
     "depthwise": multiply and sum per tap, channels first or (where sizes are known) last. "columns": all taps side
     by side, one MatMul per image, best where there are few input channels. "channels_first"/"channels_last": one
     Gemm per tap with the batch folded into the summed axis; last is the faster, but for large images whose size
-    is not known. "correlate": no size needs to be known.
+    is not known. "taps": the same from slices, for a kernel of one tap over few positions. "correlate": no size
+    needs to be known.
     """
     window = product.window
     if window.static_kernel is None:
@@ -266,11 +302,35 @@ def weight_formulation(op, product: Product) -> str:
         return "depthwise_last" if outputs == product.group and _has_sizes(op, product) else "depthwise"
     if product.group > 1:
         return "channels_first"
-    if (inputs is not None and inputs < 16) or np.all(window.kernel == 1):
-        return "columns"
     places = spatial(op, product.dy)
-    small = isinstance(places, np.ndarray) and np.prod(places) < 1000
+    count = np.prod(places) if isinstance(places, np.ndarray) else None
+    if np.all(window.kernel == 1):
+        return "columns" if count is None or count > _FEW_POSITIONS else "taps"
+    if inputs is not None and inputs < 16:
+        return "columns"
+    small = count is not None and count < 1000
     return "channels_last" if small or _has_sizes(op, product) else "channels_first"
+
+
+def possible_forms(op, product: Product) -> list[str]:
+    """The formulations for a product whose sizes are all known."""
+    inputs, outputs = op.static_dim(product.w, 1), op.static_dim(product.w, 0)
+    one = bool(np.all(np.asarray(product.window.kernel) == 1))
+    sized = _has_sizes(op, product)
+    if inputs == 1 and product.group > 1:
+        last = ["depthwise_last", "depthwise_rows"] if outputs == product.group and sized else []
+        return [*last, "depthwise", "correlate"]
+    if product.group > 1:
+        return ["channels_first", "correlate"]
+    if one:
+        return ["columns", "channels_first", "taps"]
+    return [
+        *(["channels_last_rows", "channels_last_all"] if sized else []),
+        "columns",
+        "channels_first",
+        "taps",
+        "correlate",
+    ]
 
 
 def _has_sizes(op, product: Product) -> bool:

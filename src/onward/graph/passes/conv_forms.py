@@ -1,0 +1,150 @@
+"""Exchanges the formulation of weight gradients of convolutions, for shapes that are known.
+
+`noted_convolutions` finds them by the notes that the gradient rule leaves; `form_model` is one of them alone, to be
+timed; `use_forms` puts chosen ones in place. Sums are added up in another order, nothing else changes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+
+from onward.errors import LimitError
+from onward.graph.builder import Builder
+from onward.graph.dialect.lower import lower
+from onward.graph.dialect.normalize import OPSET
+from onward.graph.forms.conv_weights import FORMS, NOTE, Product, possible_forms
+from onward.graph.forms.windows import Window
+from onward.graph.passes.finish import finish
+from onward.graph.passes.known_shapes import resolve_symbols
+from onward.reading import parse_json
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+__all__ = ["Convolution", "form_model", "noted_convolutions", "use_forms"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Convolution:
+    """Everything that the speed of a convolution's weight gradient depends on."""
+
+    x: tuple[int, ...]
+    dy: tuple[int, ...]
+    weight: tuple[int, ...]
+    strides: tuple[int, ...]
+    dilations: tuple[int, ...]
+    pads: tuple[int, ...]
+    group: int
+    # what the rule chose without knowing the batch
+    form: str
+
+    @property
+    def key(self) -> str:
+        """A text that names the shape, for tables."""
+        parts = (self.x, self.weight, self.strides, self.dilations, self.pads, (self.group,))
+        return " ".join(["x".join(map(str, part)) for part in parts])
+
+
+def noted_convolutions(
+    model: onnx.ModelProto, shapes: Mapping[str, Sequence[int]]
+) -> dict[int, tuple[Convolution, str, str]]:
+    """Weight gradients of a model for inputs of these shapes: by place of the node, with the names of x and dy.
+
+    The model must still have what its file says of shapes inside; symbols in these become numbers.
+    """
+    graph = model.graph
+    dims = resolve_symbols(graph, shapes)
+    floats = {
+        value.name
+        for value in [*graph.value_info, *graph.input, *graph.output]
+        if value.type.tensor_type.elem_type == onnx.TensorProto.FLOAT
+    }
+    found = {}
+    for place, node in enumerate(graph.node):
+        note = next((entry.value for entry in node.metadata_props if entry.key == NOTE), None)
+        made = None if note is None else _read(note, dims)
+        if made is not None and {made[1], made[2]} <= floats and _agrees(made[0], dims, node.output[0]):
+            found[place] = made
+    return found
+
+
+def _read(note: str, dims: Mapping[str, tuple[int, ...]]) -> tuple[Convolution, str, str] | None:
+    """A note as what it says; None for one that is damaged, or of values that are gone or of unknown size."""
+    try:
+        table = parse_json(note)
+        x, dy = str(table["x"]), str(table["dy"])
+        lists = [tuple(int(n) for n in table[key]) for key in ("weight", "strides", "dilations", "pads")]
+        made = Convolution(dims[x], dims[dy], *lists, int(table["group"]), str(table["form"]))
+    except (KeyError, TypeError, ValueError, LimitError):
+        return None
+    return (made, x, dy) if made.form in FORMS else None
+
+
+def _agrees(convolution: Convolution, dims: Mapping[str, tuple[int, ...]], output: str) -> bool:
+    """Whether sizes fit together, and the result is the weight's gradient still."""
+    c, rank = convolution, len(convolution.strides)
+    if not all(len(part) == rank for part in (c.dilations, c.x[2:], c.dy[2:], c.weight[2:])):
+        return False
+    if len(c.pads) != 2 * rank or c.group < 1 or c.x[1] != c.weight[1] * c.group or c.dy[1] != c.weight[0]:
+        return False
+    spans = [(k - 1) * d + 1 for k, d in zip(c.weight[2:], c.dilations)]
+    counts = [
+        (size + c.pads[i] + c.pads[rank + i] - span) // stride + 1
+        for i, (size, span, stride) in enumerate(zip(c.x[2:], spans, c.strides))
+    ]
+    return counts == list(c.dy[2:]) and c.x[0] == c.dy[0] > 0 and dims.get(output) == c.weight
+
+
+def form_model(convolution: Convolution, form: str | None, opset: int) -> tuple[onnx.ModelProto, list[str]]:
+    """A model of x and dy that computes dw in a form (default: the rule's), and all forms that are possible."""
+    c = convolution
+    graph = ir.Graph([], [], nodes=[], opset_imports={"": max(opset, OPSET)}, name="conv_weight")
+    op = Builder(graph)
+    x, w, dy = (op.input(n, ir.DataType.FLOAT, s) for n, s in (("x", c.x), ("w", c.weight), ("dy", c.dy)))
+    rank = len(c.strides)
+    vectors = (c.weight[2:], c.strides, c.dilations, c.pads[:rank], c.pads[rank:])
+    product = Product(x, w, dy, Window(*(np.asarray(v, np.int64) for v in vectors)), c.group)
+    result = FORMS[form or c.form](op, product)
+    result.name = "dw"
+    graph.outputs.append(result)
+    graph.inputs.remove(w)
+    model = lower(finish(ir.Model(graph, ir_version=10)), opset)
+    return ir.to_proto(model), possible_forms(op, product)
+
+
+def use_forms(model: onnx.ModelProto, chosen: Mapping[int, tuple[Convolution, str, str, str]]) -> None:
+    """Compute weight gradients in other forms: by place of the node, the names of x and dy, and the form.
+
+    What the old forms leave behind stays until the graph is pruned.
+    """
+    graph = model.graph
+    opset = next(entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx"))
+    nodes: list[onnx.NodeProto] = []
+    for place, node in enumerate(graph.node):
+        if place not in chosen:
+            nodes.append(node)
+            continue
+        convolution, x, dy, form = chosen[place]
+        made, _ = form_model(convolution, form, opset)
+        names = {"x": x, "dy": dy, "dw": node.output[0], "": ""}
+        prefix = f"{node.output[0]}/{form}"
+        for tensor in made.graph.initializer:
+            names[tensor.name] = f"{prefix}/{tensor.name}"
+            tensor.name = names[tensor.name]
+            graph.initializer.append(tensor)
+        for new in made.graph.node:
+            for name in new.output:
+                names.setdefault(name, f"{prefix}/{name}")
+            new.input[:] = [names[name] for name in new.input]
+            new.output[:] = [names[name] for name in new.output]
+            new.name = f"{prefix}/{new.name}"
+            nodes.append(new)
+    held = onnx.GraphProto()
+    held.node.extend(nodes)
+    del graph.node[:]
+    graph.node.MergeFrom(held.node)
