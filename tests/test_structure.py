@@ -23,6 +23,7 @@ SHARED_NAMES = {
     "errors": "the errors of a package",
     "export": "the package and its command",
     "finetune": "the function and its command",
+    "forms": "ways to write an operation: for all passes, and for gradients alone",
     "head": "a new last layer: the public function, and the pass over a graph",
     "load": "loading a model: as a graph, or as a pipeline that answers",
     "lora": "adapters: the public functions, the pass over a graph, and the command",

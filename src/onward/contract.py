@@ -6,6 +6,8 @@ add a new one instead, and keep reading the old. `model_metadata` reads what sta
 
 from __future__ import annotations
 
+OPSET = 21  # in which graphs are built: older files are raised to it, and files for older runtimes lowered from it
+
 # ---- inputs and outputs of a training model, as onnxruntime-training names them ----------------------------
 
 BUFFER = "_grad.accumulation.buffer"  # after a parameter's name: its gradient so far, an input
@@ -47,7 +49,6 @@ EXPORT = "onward.export"  # how a model was exported
 HEAD = "onward.head"  # what replacing the last layer did
 LORA = "onward.lora"  # on a node: which adapter it belongs to
 TRAINED = "onward.trained"  # of an inference model: that its weights come from training
-GRADIENT, STOP = "onward.gradient", "stop"  # on an Identity: no gradient passes
 
 # ---- metadata of the portable step: see docs/portable.md --------------------------------------------------
 

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from onward.api.module import Module
 from onward.checkpoint.content import CheckpointData, OptimizerGroup
 from onward.errors import OnwardError
 from onward.runtime.optimizers import make_updater, wanted_order
 
 if TYPE_CHECKING:
+    from onward.api.module import Module
     from onward.api.schedulers import LRScheduler
     from onward.runtime.many_steps import ManySteps
     from onward.runtime.memory import Tensor
@@ -34,7 +34,7 @@ class Optimizer:
     """
 
     def __init__(self, optimizer_uri: ModelFile, module: Module) -> None:
-        if not isinstance(module, Module):
+        if not hasattr(module, "run_state"):
             raise TypeError(f"Optimizer takes a Module, got {type(module).__name__}")
         self._module = module
         memory = module.memory

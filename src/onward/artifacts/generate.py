@@ -25,10 +25,11 @@ from onward.artifacts.training_graph import build_training_graphs, producer
 from onward.artifacts.write import write_artifacts
 from onward.autodiff.recompute.segments import ActivationBudget, Recompute
 from onward.checkpoint.content import CheckpointData, NominalTensor
+from onward.contract import OPSET
 from onward.errors import ModelError
 from onward.graph.builder import Builder
 from onward.graph.dialect.lower import OLDEST_OUTPUT, lower
-from onward.graph.dialect.normalize import OPSET, normalize
+from onward.graph.dialect.normalize import normalize
 from onward.graph.gc_paused import gc_paused
 from onward.graph.load import ModelSource, load_model
 from onward.graph.passes.head import HEAD

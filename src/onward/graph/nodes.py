@@ -8,11 +8,11 @@ from typing import Any
 import onnx
 import onnx_ir as ir
 
-from onward.contract import GRADIENT, STOP
-
 __all__ = [
+    "GRADIENT",
     "RANDOM",
     "SMALL",
+    "STOP",
     "attribute",
     "attributes_key",
     "captured_values",
@@ -72,6 +72,10 @@ def wanted(node: ir.Node, index: int) -> bool:
         return False
     value = node.outputs[index]
     return bool(value.uses()) or value.is_graph_output()
+
+
+# A node's metadata in a model that is to be differentiated: an Identity marked so passes no gradient on.
+GRADIENT, STOP = "onward.gradient", "stop"
 
 
 def stops_gradient(node: ir.Node) -> bool:

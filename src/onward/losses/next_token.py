@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import onnx_ir as ir
 
-from onward.contract import GRADIENT, STOP
 from onward.errors import ModelError
+from onward.graph.nodes import GRADIENT, STOP
 
 if TYPE_CHECKING:
     from onward.graph.builder import Builder

@@ -11,8 +11,9 @@ from pathlib import Path
 import onnx
 import onnx_ir as ir
 
+from onward.contract import OPSET
 from onward.errors import ModelError
-from onward.graph.dialect.normalize import OPSET, normalize
+from onward.graph.dialect.normalize import normalize
 
 __all__ = ["Accessor", "base", "current_model", "custom_op_library", "empty_base", "sharing", "to_dialect"]
 

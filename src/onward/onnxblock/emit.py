@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 import onnx
 import onnx_ir as ir
 
+from onward.contract import OPSET
 from onward.errors import SEE_NAMES, ModelError
 from onward.graph.builder import Builder
-from onward.graph.dialect.normalize import OPSET
 from onward.graph.naming import Namer
 from onward.onnxblock.context import current_model, to_dialect
 

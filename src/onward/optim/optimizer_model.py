@@ -15,8 +15,8 @@ import numpy as np
 import onnx_ir as ir
 
 from onward import contract
+from onward.contract import OPSET
 from onward.graph.builder import Builder
-from onward.graph.dialect.normalize import OPSET
 from onward.graph.passes.finish import finish
 from onward.optim.update_rules import Optimizer, Scalars
 

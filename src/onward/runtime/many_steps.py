@@ -14,16 +14,16 @@ import onnxruntime as ort
 
 from onward.contract import SEED
 from onward.errors import ModelError
-from onward.runtime.optimizers.host import HostUpdater
 from onward.runtime.sessions import make_session
-from onward.runtime.step import TrainingStep, step_seed
+from onward.runtime.signature import step_seed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from onward.runtime.memory import ModelMemory
+    from onward.runtime.optimizers.host import HostUpdater
     from onward.runtime.optimizers.updater import Updater
-    from onward.runtime.step import Step
+    from onward.runtime.step import Step, TrainingStep
     from onward.whole_step.scan import JoinedStep
 
 __all__ = ["ManySteps", "Progress"]
@@ -55,7 +55,7 @@ class ManySteps:
     @classmethod
     def of(cls, step: Step, memory: ModelMemory, updater: Updater) -> ManySteps | None:
         """Join these, if they can be joined and are small enough to gain by it."""
-        if type(step) is not TrainingStep or type(updater) is not HostUpdater:
+        if not getattr(step, "is_whole", False) or not updater.is_host_vector:
             return None
         signature = step.signature
         fits = (

@@ -12,7 +12,7 @@ from onward.contract import BUFFER, OUT, RESET, SEED
 from onward.errors import MAKE_ARTIFACTS, ModelError
 from onward.model_metadata import read_labels, read_names
 
-__all__ = ["Signature", "read_signature"]
+__all__ = ["Signature", "read_signature", "step_seed"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,3 +121,10 @@ def _shared_axes(
             elif symbol:
                 first.setdefault(symbol, (index, axis))
     return found
+
+
+def step_seed(seed: int, step: int) -> int:
+    """The seed of a step's random numbers, as int64."""
+    # an odd multiplier spreads neighbouring seeds and steps over all 64 bits
+    mixed = (seed * 0x9E3779B97F4A7C15 + step * 0xD1B54A32D192ED03) & 0xFFFFFFFFFFFFFFFF
+    return mixed - (1 << 64) if mixed >= 1 << 63 else mixed

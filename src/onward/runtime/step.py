@@ -24,22 +24,15 @@ from onward.runtime.autotune import tune, wanted
 from onward.runtime.bound import Bound, DeviceBound, RecordingError, bind, warn_unrecorded
 from onward.runtime.memory import ModelMemory, Tensor, make_tensor
 from onward.runtime.sessions import ModelFile, make_session, read_model, session_beside
-from onward.runtime.signature import Signature, read_signature
+from onward.runtime.signature import Signature, read_signature, step_seed
 
 if TYPE_CHECKING:
     from onward.runtime.devices import Device
 
-__all__ = ["EvaluationStep", "Step", "TrainingStep", "step_seed", "with_outputs"]
+__all__ = ["EvaluationStep", "Step", "TrainingStep", "with_outputs"]
 
 # Sessions made for the shapes of a batch that are kept, and how often a shape must come to replace one of them.
 _KEPT, _OFTEN = 4, 8
-
-
-def step_seed(seed: int, step: int) -> int:
-    """The seed of a step's random numbers, as int64."""
-    # an odd multiplier spreads neighbouring seeds and steps over all 64 bits
-    mixed = (seed * 0x9E3779B97F4A7C15 + step * 0xD1B54A32D192ED03) & 0xFFFFFFFFFFFFFFFF
-    return mixed - (1 << 64) if mixed >= 1 << 63 else mixed
 
 
 class Step(Protocol):
@@ -66,6 +59,8 @@ class TrainingStep:
     On a device and with `autotune`, also for the shapes of the batch: the sessions of the last few shapes are
     cached, other shapes run in one session for all shapes.
     """
+
+    is_whole = True  # runs all of the training model: its update may join it in one graph
 
     def __init__(
         self,

@@ -16,11 +16,10 @@ import onnx_ir as ir
 from onward import contract
 from onward.contract import BUFFER, RESET
 from onward.graph.builder import Builder
-from onward.graph.cleanup import share_subexpressions
-from onward.graph.passes.finish import finish
+from onward.graph.cleanup import remove_identities, remove_unused, share_subexpressions
 from onward.graph.passes.known_shapes import specialize_shapes
 from onward.whole_step.inline_update import Unit, graft
-from onward.whole_step.portable_step import StateInputs, clip_scale, joined_gradient, take_results
+from onward.whole_step.state_inputs import StateInputs, clip_scale, joined_gradient, take_results
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -103,6 +102,7 @@ def join_step(
         pairs += [(_row(op, unit, "gradient"), unit.gradient)]
     pairs += [(inputs[name], value) for name, value in following.items()]
     share_subexpressions(model)
+    remove_identities(model)
     for before, after in pairs:
         _add_output(op, after, f"{before.name}{contract.NEXT}", like=before)
     squares_name, sum_name = op.namer("gradient_squares"), op.namer("statistics_sum")
@@ -110,7 +110,7 @@ def join_step(
     if statistics_sum is not None:
         _add_output(op, statistics_sum, sum_name)
     return JoinedStep(
-        ir.to_proto(finish(model)),
+        ir.to_proto(remove_unused(model)),
         [before.name or "" for before, _ in pairs],
         {key: value.name or "" for key, value in scalars.items()},
         squares_name,

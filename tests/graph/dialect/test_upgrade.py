@@ -15,8 +15,9 @@ from onnx import numpy_helper
 from onnx.reference import ReferenceEvaluator
 
 from graph.running import assert_same, in_dialect, node_model, run
+from onward.contract import OPSET
 from onward.errors import ModelError
-from onward.graph.dialect.normalize import OPSET, normalize
+from onward.graph.dialect.normalize import normalize
 from onward.graph.shapes.model import unknown_ranks
 
 RANDOM = np.random.default_rng(0)

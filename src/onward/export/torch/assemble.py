@@ -17,8 +17,8 @@ import onnx
 import torch
 from onnx import TensorProto, helper, numpy_helper
 
-from onward.contract import GRADIENT, STOP
 from onward.errors import ExportError
+from onward.graph.nodes import GRADIENT, STOP
 
 __all__ = [
     "active_dropouts",

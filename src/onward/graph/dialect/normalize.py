@@ -16,6 +16,7 @@ import onnx
 import onnx_ir as ir
 import onnx_ir.passes.common as passes
 
+from onward.contract import OPSET
 from onward.errors import ModelError, OnwardError
 from onward.graph.dialect.contrib import expand_contrib
 from onward.graph.dialect.definitions import expand_by_definition
@@ -28,7 +29,7 @@ from onward.graph.load import ModelSource, load_model
 from onward.graph.nodes import subgraphs_of
 from onward.graph.shapes.model import drop_contradictions, infer_shapes, sharpen, unknown_ranks
 
-__all__ = ["OPSET", "lowest_opset", "normalize", "resolve_branches"]
+__all__ = ["lowest_opset", "normalize", "resolve_branches"]
 
 
 # Operators between a shape and a condition; numpy computes each.
@@ -158,10 +159,6 @@ def _types_fit(node: ir.Node, schema: onnx.defs.OpSchema) -> bool:
             if name not in names:
                 return False
     return True
-
-
-# Every stock runtime since onnxruntime 1.18 loads it, and so does onnxruntime-web.
-OPSET = 21
 
 
 def normalize(source: ModelSource, *, base_dir: str | os.PathLike[str] | None = None) -> ir.Model:

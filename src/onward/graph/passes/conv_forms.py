@@ -13,10 +13,10 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
+from onward.contract import OPSET
 from onward.errors import LimitError
 from onward.graph.builder import Builder
 from onward.graph.dialect.lower import lower
-from onward.graph.dialect.normalize import OPSET
 from onward.graph.forms.conv_weights import FORMS, NOTE, Product, possible_forms
 from onward.graph.forms.windows import Window
 from onward.graph.passes.finish import finish

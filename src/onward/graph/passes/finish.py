@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from onward.contract import GRADIENT
 from onward.graph.cleanup import remove_identities, remove_unused
 from onward.graph.dialect.pads import spell_out_pads
+from onward.graph.nodes import GRADIENT
 
 __all__ = ["finish"]
 

@@ -122,6 +122,8 @@ class _Share:
 class HostUpdater(ElementwiseUpdater):
     """Applies an elementwise optimizer model to blocks of the parameters, on several threads of the CPU."""
 
+    is_host_vector = True
+
     def __init__(
         self,
         model: onnx.ModelProto,

@@ -25,6 +25,8 @@ Slots = dict[str, dict[str, np.ndarray]]
 class Updater(abc.ABC):
     """Applies an optimizer model to the parameters; the scalars are in memory that bindings alias."""
 
+    is_host_vector = False  # whether all it updates is one vector of host memory
+
     def __init__(self, clip_norm: float | None = None) -> None:
         self.clip_norm = clip_norm
         self._learning_rate = 1e-3
