@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from onward.cli.choices import QuantizeChoice
+from onward.cli.choices import DeviceOption, QuantizeChoice
 from onward.cli.command import CommandError, Output, command, examples, human_size
 from onward.cli.model_file import read_model
 from onward.cli.output_paths import Overwrite, file_target, plain_prefix
@@ -60,6 +60,7 @@ def deploy(
     ] = False,
     prefix: Annotated[str, typer.Option(help="The prefix of the artifacts' file names.")] = "",
     overwrite: Overwrite = False,
+    device: DeviceOption = "cpu",
 ) -> None:
     """Export a trained model for inference; its outputs are compared with those of the eval model first."""
     from onward.export import for_inference
@@ -90,7 +91,7 @@ def deploy(
             str(eval_model), found.checkpoint, names, model,
             quantize_to=None if quantize is None else str(quantize),
             inputs=inputs, rtol=rtol, atol=atol, external_data=external_data or None,
-            metadata=found.metadata(),
+            metadata=found.metadata(), device=device,
         )  # fmt: skip
         if tokenizer is not None:
             shutil.copyfile(tokenizer, beside)
