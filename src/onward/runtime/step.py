@@ -18,6 +18,7 @@ from onward.graph.passes.device_forms import prefer_device_forms
 from onward.graph.passes.known_shapes import specialize_shapes
 from onward.graph.passes.row_gradients import scatter_in_place
 from onward.graph.passes.specialize import BUFFER, OUT, specialize_reset
+from onward.graph.passes.static_masks import simplify_static_masks
 from onward.runtime.autotune import tune, wanted
 from onward.runtime.bound import Bound, DeviceBound, RecordingError, bind, warn_unrecorded
 from onward.runtime.devices import Device
@@ -180,6 +181,7 @@ class TrainingStep:
             if tunes:
                 tune(model, known, self._options)
             specialize_shapes(model, known)
+            simplify_static_masks(model)
         if self._device.memory == "device":
             prefer_device_forms(model)
         return model, rows
