@@ -23,6 +23,7 @@ from onward.data.augment import make_augmentation
 from onward.data.inputs import InputSpec, fit, specs_of
 from onward.data.preprocessing import KEY, Preprocessing, beside, image_settings
 from onward.data.read import Data, DataOptions, blame_data, check_labels, prepare, read_data, split
+from onward.data.tables import number_labels
 from onward.errors import DataError, NonFiniteError
 from onward.export.inference import InferenceExport, for_inference
 from onward.graph.gate import read_proto
@@ -33,6 +34,7 @@ from onward.pipeline.language import finetune_language_model
 from onward.runtime.devices import DeviceLike
 from onward.runtime.inference_model import inference_model, to_bytes
 from onward.runtime.sessions import open_session
+from onward.train.batches import Rows
 from onward.train.callbacks import Callback
 from onward.train.history import History
 from onward.train.metrics import Metric
@@ -127,6 +129,7 @@ def finetune(
     crop: int | None = None,
     augment: Sequence[str] = (),
     standardize: bool = False,
+    drop: Sequence[str] = (),
     text_column: str | None = None,
     tokenizer: str | os.PathLike[str] | None = None,
     max_length: int | None = None,
@@ -186,11 +189,14 @@ def finetune(
         max_length=max_length,
         sampling_rate=sampling_rate,
         near=near,
+        class_count=classes if isinstance(classes, int) else None,
+        drop=list(drop),
     )
     train = _read(data, [*inputs, target], options)
     whole, evaluation = train, None
     if eval_data is not None:
-        evaluation = _read(eval_data, [*inputs, target], dataclasses.replace(options, classes=train.classes))
+        same = dataclasses.replace(options, classes=train.classes, features=train.features, drop=())
+        evaluation = _read(eval_data, [*inputs, target], same)
     elif hold_out:
         train, evaluation = split(train, hold_out, seed=seed)
         train.notes = whole.notes
@@ -268,12 +274,17 @@ def _read(data: Any, inputs: Sequence[InputSpec], options: DataOptions) -> Data:
         data = {spec.name: item for spec, item in zip(inputs, data)}
     if not isinstance(data, Mapping):
         raise TypeError(f"data is a path, a tuple of arrays or a dict of them, not {type(data).__name__}")
-    arrays, classes = {name: np.asarray(array) for name, array in data.items()}, None
-    words = next((name for name, array in arrays.items() if array.dtype.kind in "UO"), None)
-    if words is not None:
-        from onward.data.images import number_classes
-
-        arrays[words], classes = number_classes([str(w) for w in arrays[words]], options.classes, words)
+    arrays: dict[str, Any] = {
+        name: array if isinstance(array, Rows) else np.asarray(array) for name, array in data.items()
+    }
+    classes, last = None, inputs[-1]
+    label = (
+        last.name
+        if last.name in arrays
+        else next((n for n, a in arrays.items() if a.dtype.kind in "UO"), None)
+    )
+    if label is not None and last.is_integer and arrays[label].ndim == 1:
+        arrays[label], classes = number_labels(arrays[label], options.classes, options.class_count, label)
     fitted, notes = fit(arrays, inputs)
     return Data(fitted, classes=classes or (list(options.classes) if options.classes else None), notes=notes)
 

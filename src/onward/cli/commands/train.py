@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import math
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,20 +12,27 @@ import typer
 
 from onward.cli.choices import DeviceOption, MetricChoice, ScheduleChoice
 from onward.cli.command import CommandError, Output, command, examples
-from onward.cli.model_file import read_model
 from onward.cli.output_paths import plain_prefix, require_folder_target
 from onward.cli.python_entry import names_code
-from onward.cli.run_folder import begun_run, clear_run, read_run, refuse_earlier_run, trusted_options
-from onward.model_metadata import read_names, read_table
+from onward.cli.run_folder import begun_run, read_run, refuse_earlier_run, trusted_options
 
 if TYPE_CHECKING:
-    from onward.data.read import DataOptions
+    pass
 
 __all__ = [
     "ClipNormOption",
+    "CropOption",
     "DataOption",
+    "DropOption",
     "LabelOption",
     "MapOption",
+    "MaxLengthOption",
+    "NormalizeOption",
+    "ResizeOption",
+    "SampleRateOption",
+    "StandardizeOption",
+    "TextColumnOption",
+    "TokenizerOption",
     "WarmupOption",
     "register",
     "require_finite",
@@ -72,6 +77,32 @@ MapOption = Annotated[
 LabelOption = Annotated[
     str | None, typer.Option("--label", metavar="COLUMN", help="The label column of a table.")
 ]
+NormalizeOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="imagenet|half|none|MEAN,STD", help="Images: bring pixels to this mean and deviation."
+    ),
+]
+ResizeOption = Annotated[int | None, typer.Option(min=1, help="Images: the shorter side, before --crop.")]
+CropOption = Annotated[int | None, typer.Option(min=1, help="Images: cut this square from the middle.")]
+StandardizeOption = Annotated[
+    bool, typer.Option("--standardize", help="Tables: bring columns to mean 0 and deviation 1.")
+]
+DropOption = Annotated[
+    list[str] | None,
+    typer.Option("--drop", metavar="COLUMN", help="Tables: leave this column out; may be repeated."),
+]
+TextColumnOption = Annotated[
+    str | None,
+    typer.Option("--text-column", metavar="COLUMN", help="The column of a table that has texts."),
+]
+TokenizerOption = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="A tokenizer.json, where none is beside the model.")
+]
+MaxLengthOption = Annotated[int | None, typer.Option(min=1, help="Texts: cut them after so many tokens.")]
+SampleRateOption = Annotated[
+    int | None, typer.Option(min=1, help="WAV files: the rate that the model takes.")
+]
 
 
 def register(app: typer.Typer) -> None:
@@ -106,38 +137,21 @@ def train(
     directory: Annotated[
         Path, typer.Option("--output", "-o", metavar="FOLDER", help="Where the run is kept.")
     ] = Path("run"),
-    normalize: Annotated[
-        str | None,
-        typer.Option(
-            metavar="imagenet|half|none|MEAN,STD", help="Images: bring pixels to this mean and deviation."
-        ),
-    ] = None,
-    resize: Annotated[
-        int | None, typer.Option(min=1, help="Images: the shorter side, before --crop.")
-    ] = None,
-    crop: Annotated[int | None, typer.Option(min=1, help="Images: cut this square from the middle.")] = None,
+    normalize: NormalizeOption = None,
+    resize: ResizeOption = None,
+    crop: CropOption = None,
     augment: Annotated[
         list[str] | None,
         typer.Option(
             "--augment", metavar="NAME[=HOW]", help="Images: flip, crop, colour, mixup; also flip,crop=0.2."
         ),
     ] = None,
-    standardize: Annotated[
-        bool, typer.Option("--standardize", help="Tables: bring columns to mean 0 and deviation 1.")
-    ] = False,
-    text_column: Annotated[
-        str | None,
-        typer.Option("--text-column", metavar="COLUMN", help="The column of a table that has texts."),
-    ] = None,
-    tokenizer: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="A tokenizer.json, where none is beside the model.")
-    ] = None,
-    max_length: Annotated[
-        int | None, typer.Option(min=1, help="Texts: cut them after so many tokens.")
-    ] = None,
-    sample_rate: Annotated[
-        int | None, typer.Option(min=1, help="WAV files: the rate that the model takes.")
-    ] = None,
+    standardize: StandardizeOption = False,
+    drop: DropOption = None,
+    text_column: TextColumnOption = None,
+    tokenizer: TokenizerOption = None,
+    max_length: MaxLengthOption = None,
+    sample_rate: SampleRateOption = None,
     device: DeviceOption = "cpu",
     epochs: Annotated[int, typer.Option("--epochs", "-e", min=1, help="Passes over the data, in all.")] = 1,
     batch_size: Annotated[int, typer.Option("--batch-size", "-b", min=1, help="Samples per batch.")] = 32,
@@ -196,6 +210,7 @@ def train(
         "save_every": save_every, "keep": keep, "seed": seed, "no_shuffle": no_shuffle, "prefix": prefix,
         "tensorboard": None if tensorboard is None else str(tensorboard),
         "normalize": normalize, "resize": resize, "crop": crop, "augment": augment, "standardize": standardize,
+        "drop": drop,
         "text_column": text_column, "tokenizer": None if tokenizer is None else str(tokenizer),
         "max_length": max_length, "sample_rate": sample_rate, "mlflow": mlflow, "wandb": wandb,
         "device": device,
@@ -280,13 +295,12 @@ def _fit(
     replace: bool,
 ) -> dict[str, Any]:
     from onward import Trainer
-    from onward.cli.data import input_specs, load_data, parse_pairs
-    from onward.data.read import blame_data, check_labels, prepare, split
+    from onward.cli.data import input_specs, keep_tokenizer, load_training_data
+    from onward.data.read import blame_data
     from onward.errors import CheckpointError, NonFiniteError
     from onward.train.callbacks import Callback, EarlyStopping, LogFile
     from onward.train.history import History
 
-    mapping = parse_pairs(options["mapping"] or (), "--map")
     callbacks: list[Callback] = []
     if options["patience"]:
         watched = options["best"] or (
@@ -326,17 +340,7 @@ def _fit(
     )
     model = str(artifacts / f"{options['prefix']}training_model.onnx")
     inputs = input_specs(model, trainer.module.input_names())
-    given = _data_options(artifacts, directory, options, mapping, model)
-    loaded = load_data(options["data"] or (), inputs, given)
-    check_labels(loaded, read_table(_about(model), "onward.labels"))
-    whole, evaluation = loaded, None
-    if options["eval_data"]:
-        same = dataclasses.replace(given, classes=loaded.classes)
-        evaluation = load_data(options["eval_data"], inputs, same)
-    elif options["hold_out"] is not None:
-        loaded, evaluation = split(loaded, options["hold_out"], seed=options["seed"])
-        loaded.notes = whole.notes
-    prepare(loaded, [] if evaluation is None else [evaluation], standardize=options["standardize"])
+    whole, loaded, evaluation = load_training_data(artifacts, directory, options, inputs)
     for note in loaded.notes:
         output.note(note)
     if (options["metric"] or options["best"]) and evaluation is None:
@@ -347,17 +351,10 @@ def _fit(
     trainer.details = {"data": ", ".join(options["data"] or ()), "model": str(artifacts)}
     if options["augment"]:
         trainer.details["augmentation"] = ", ".join(options["augment"])
-    if replace:
-        clear_run(directory)  # only now, when all that was asked for is there
-    done = loaded.preprocessing
-    kept = None if done is None else {"kind": done.kind, "input": done.input, **done.settings}
     done_before = len(History.load(directory / "history.json").epochs) if resume else -1
-    with begun_run(directory, artifacts, options, loaded.classes, kept):
-        if (
-            loaded.tokenizer is not None
-            and loaded.tokenizer.resolve() != (directory / "tokenizer.json").resolve()
-        ):
-            shutil.copyfile(loaded.tokenizer, directory / "tokenizer.json")
+    # an earlier run goes only now, when all that was asked for is there
+    with begun_run(directory, artifacts, options, loaded.classes, loaded.preprocessing, replace=replace):
+        keep_tokenizer(loaded, directory)
         try:
             trainer.fit(
                 loaded.value,
@@ -414,33 +411,6 @@ def _disk_full(error: Exception, directory: Path, options: Mapping[str, Any], st
         )
     return CommandError(
         f"no space is left on the disk of '{directory}', nothing was saved", "free some, or choose -o"
-    )
-
-
-def _about(model: str) -> dict[str, str]:
-    return {entry.key: entry.value for entry in read_model(Path(model)).metadata_props}
-
-
-def _data_options(
-    artifacts: Path, directory: Path, options: Mapping[str, Any], mapping: Mapping[str, str], model: str
-) -> DataOptions:
-    """How the data is read: by flags, or as the artifacts say that the model wants it."""
-    from onward.data.preprocessing import KEY, Preprocessing, image_settings
-    from onward.data.read import DataOptions
-
-    about = _about(model)
-    classes = read_names(about, "onward.classes") if "onward.classes" in about else None
-    return DataOptions(
-        mapping=mapping,
-        label=options["label"],
-        classes=classes,
-        preprocessing=Preprocessing.from_json(about[KEY], model) if KEY in about else None,
-        image=image_settings(normalize=options["normalize"], resize=options["resize"], crop=options["crop"]),
-        text_column=options["text_column"],
-        tokenizer=None if options["tokenizer"] is None else Path(options["tokenizer"]),
-        max_length=options["max_length"],
-        sampling_rate=options["sample_rate"],
-        near=[artifacts, directory],
     )
 
 
