@@ -25,9 +25,8 @@ import torch
 from onnx_in_torch import OnnxInTorch
 
 from onward import checkpoint, replace_head
-from onward.cli.data import load_data
+from onward.cli.data import load_data, user_inputs
 from onward.cli.run_folder import find
-from onward.cli.worker import user_inputs
 from onward.data.read import split
 from onward.train.artifact_set import find_artifacts
 from onward.train.batches import ArrayBatches

@@ -16,7 +16,7 @@ from onward.data.preprocessing import KEY, Preprocessing, image_settings
 from onward.data.read import FORMATS, Data, DataOptions, check_labels, prepare, read_data, split
 from onward.model_metadata import read_labels, read_names, read_table
 
-__all__ = ["input_specs", "keep_tokenizer", "load_data", "load_training_data", "parse_pairs"]
+__all__ = ["input_specs", "keep_tokenizer", "load_data", "load_training_data", "parse_pairs", "user_inputs"]
 
 
 def load_data(
@@ -81,6 +81,21 @@ def keep_tokenizer(data: Data, folder: Path) -> None:
 def input_specs(model: str, names: Sequence[str] | None = None) -> list[InputSpec]:
     """The inputs of a model file, all or those of these names, in that order."""
     return specs_of(read_model(Path(model)).graph, names)
+
+
+def user_inputs(model: Path) -> list[InputSpec]:
+    """The inputs of a training model that data is for."""
+    from onward.runtime.plan import SEED
+
+    proto = read_model(model)
+    about = {entry.key: entry.value for entry in proto.metadata_props}
+    parameters = {*read_names(about, "onward.trainable"), *read_names(about, "onward.frozen")}
+    return [
+        spec
+        for spec in specs_of(proto.graph)
+        if spec.name not in {*parameters, "lazy_reset_grad", SEED}
+        and not spec.name.endswith("_grad.accumulation.buffer")
+    ]
 
 
 def parse_pairs(pairs: Sequence[str], option: str) -> dict[str, str]:

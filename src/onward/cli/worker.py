@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-__all__ = ["main", "user_inputs"]
+__all__ = ["main"]
 
 _TELL_EVERY = 0.5  # seconds
 _STOPPED = "a signal asked to stop"
@@ -51,7 +51,7 @@ def main(options: dict[str, Any]) -> int:
 
 def _train(options: dict[str, Any], stop: threading.Event) -> int | None:
     """Train; the number of updates where a signal stopped it, all of them saved."""
-    from onward.cli.data import load_training_data
+    from onward.cli.data import load_training_data, user_inputs
     from onward.distributed import DistributedError, RunnerSettings, ShardedArrays, TrainingRunner
     from onward.train.artifact_set import find_artifacts
     from onward.train.schedules import make_schedule
@@ -115,27 +115,6 @@ def _batches(data: Any, options: dict[str, Any], *, shuffle: bool) -> Any:
         return data.value
     arrays = [np.asarray(array) for array in data.arrays.values()]
     return ShardedArrays(*arrays, batch_size=options["batch_size"], shuffle=shuffle, seed=options["seed"])
-
-
-def user_inputs(model: Path) -> list[Any]:
-    """The inputs of a training model that data is for."""
-    from onward.cli.model_file import read_model
-    from onward.data.inputs import specs_of
-    from onward.model_metadata import read_names
-    from onward.runtime.plan import SEED
-
-    proto = read_model(model)
-    about = {entry.key: entry.value for entry in proto.metadata_props}
-    parameters = {
-        *read_names(about, "onward.trainable"),
-        *read_names(about, "onward.frozen"),
-    }
-    return [
-        spec
-        for spec in specs_of(proto.graph)
-        if spec.name not in {*parameters, "lazy_reset_grad", SEED}
-        and not spec.name.endswith("_grad.accumulation.buffer")
-    ]
 
 
 class _Watched:

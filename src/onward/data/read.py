@@ -51,6 +51,7 @@ class Data:
     # the features before they are rounded to the input's type: what is fitted on them needs all digits
     exact: np.ndarray | None = None
     tokenizer: Path | None = None
+    label: str | None = None  # the column of a table that has the labels
     notes: list[str] = dataclasses.field(default_factory=list)
 
     @property
@@ -132,6 +133,13 @@ def _read_folder(
         )
         if not (given or options.image) and made.preprocessing.settings["do_rescale"]:
             found.notes.append("pixels go from 0 to 1; --normalize imagenet if the model wants it so")
+        size = made.preprocessing.settings.get("size")
+        spec = next(spec for spec in inputs if spec.name == made.preprocessing.input)
+        if not (given or options.image) and isinstance(size, dict) and None in (spec.dims or ())[1:]:
+            found.notes.append(
+                f"the model takes images of any size: they are resized to {size['width']} × {size['height']}; "
+                "--resize sets another"
+            )
     arrays |= made.arrays
     found.classes, found.preprocessing = made.classes, made.preprocessing
 
@@ -168,6 +176,7 @@ def _read_table(
         if columns and label is not None:
             column = columns.pop(label)
             columns[inputs[0].name] = column
+            found.label = label
     known = options.features
     if earlier is not None and earlier.kind == "table":
         settings = earlier.settings
@@ -179,6 +188,7 @@ def _read_table(
     arrays |= table.arrays
     found.classes = table.classes or found.classes
     found.features = table.features
+    found.label = found.label or table.label
     found.notes += table.notes
     if earlier is not None and earlier.kind == "table" and earlier.input in arrays:
         arrays[earlier.input] = apply_table(arrays[earlier.input], earlier.settings)
@@ -336,11 +346,13 @@ def check_labels(data: Data, ranges: Mapping[str, Mapping[str, Any]]) -> None:
         if ignored is not None:
             bad &= np.asarray(labels) != ignored
         if bad.any():
-            where = np.argwhere(bad)[0]
+            where, known = np.argwhere(bad)[0], np.unique(labels)
+            shown = ", ".join(map(str, known[:8])) + (", …" if len(known) > 8 else "")
             raise DataError(
                 f"row {int(where[0])} of the data (from 0): '{name}' has label {labels[tuple(where)]}, and the model "
                 f"has {count} classes, so labels are 0 to {count - 1}",
-                "fix the data, or make artifacts with another head: onward artifacts MODEL --classes NUMBER",
+                f"the data has {len(known)} different labels ({shown}): fix them, or make artifacts with another head: "
+                f"onward artifacts MODEL --classes {len(known)}",
             )
 
 

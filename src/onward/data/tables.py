@@ -67,6 +67,7 @@ class Table:
     arrays: dict[str, np.ndarray]
     classes: list[str] | None = None
     features: Features | None = None
+    label: str | None = None  # the column of the labels
     notes: list[str] = field(default_factory=list)
 
 
@@ -202,7 +203,7 @@ def assemble(
         if last is not None and left:
             name = label or list(left)[-1]
             if name in left:
-                made.arrays[last.name] = left.pop(name)
+                made.arrays[last.name], made.label = left.pop(name), name
                 if label is None and name != last.name:
                     made.notes.append(f"the last column, '{name}', is the label; --label names another one")
             wanted = [spec for spec in wanted if spec is not last]
@@ -256,7 +257,7 @@ def _add_features(
         else {name: _categories(name, c, where) for name, c in left.items() if c.dtype.kind in "UO"}
     )
     made.features = Features(spec.name, list(left), categories)
-    made.arrays[spec.name] = encode(left, made.features, where)
+    made.arrays[spec.name] = encode(left, made.features, f"'{where}'")
     if earlier is None:
         for name, words in categories.items():
             made.notes.append(
@@ -321,7 +322,7 @@ def encode(columns: Mapping[str, Any], features: Features, where: str = "the dat
         except (ValueError, TypeError):
             row = next(i for i, cell in enumerate(column) if not _is_number(cell))
             raise DataError(
-                f"'{where}', sample {row} (from 0): '{name}' is '{column[row]}', and training had numbers there",
+                f"{where}, sample {row} (from 0): '{name}' is '{column[row]}', and training had numbers there",
                 "fix it, or leave the cell empty",
             ) from None
     return np.stack(parts, axis=1)

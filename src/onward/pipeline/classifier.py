@@ -171,7 +171,7 @@ def _rows(items: Sequence[Any], done: Preprocessing) -> np.ndarray:
         name: [_filled(row[i], words=name in features.categories) for row in cells]
         for i, name in enumerate(names)
     }
-    return encode(columns, features, "the row")
+    return encode(columns, features)
 
 
 def _filled(cell: Any, *, words: bool) -> Any:

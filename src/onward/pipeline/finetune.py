@@ -201,8 +201,10 @@ def finetune(
         train, evaluation = split(train, hold_out, seed=seed)
         train.notes = whole.notes
     prepare(train, [] if evaluation is None else [evaluation], standardize=standardize)
+    if classes == "data" and not classifies:
+        classes = int(np.prod(np.shape((whole.arrays or {})[target.name])[1:], initial=1))
     made, names = _artifacts(
-        proto if near == [] else near[0], whole, classes if classifies or classes != "data" else None, head,
+        proto if near == [] else near[0], whole, classes, head,
         loss=kind, optimizer=optimizer, batch_norm=batch_norm, requires_grad=requires_grad,
         frozen_params=frozen_params, lora=lora, seed=seed,
     )  # fmt: skip
@@ -218,12 +220,12 @@ def finetune(
             callbacks=callbacks, progress=progress, device=device,
         )  # fmt: skip
         order = trainer.module.input_names()
-        specs = [next((s for s in inputs if s.name == name), target) for name in order]
-        arrays = _in_order(train, order, target.name)
+        specs = specs_of(ir.to_proto(made.training).graph, order)
+        arrays = _in_order(train, specs, target.name)
         transform = make_augmentation(augment, specs, train) if augment else None
         try:
             trainer.fit(
-                arrays, None if evaluation is None else _in_order(evaluation, order, target.name),
+                arrays, None if evaluation is None else _in_order(evaluation, specs, target.name),
                 epochs=epochs, batch_size=batch_size or 32, best_metric=best_metric, transform=transform,
             )  # fmt: skip
         except NonFiniteError as error:
@@ -303,7 +305,7 @@ def _artifacts(
     elif classes is not None and not isinstance(classes, int):
         names = list(classes)
     if classes is not None:
-        scores = loss.name != "NLLLoss"
+        scores = loss.name not in ("NLLLoss", "KLDivLoss")
         model = replace_head(model, classes=classes, head=head, scores=scores, seed=seed)
     elif head is not None:
         raise ValueError("head needs classes: it is the layer to replace")
@@ -317,10 +319,11 @@ def _renamed(data: Data, made: Artifacts, inputs: Sequence[InputSpec]) -> dict[s
     return {(labels[0] if name not in known and labels else name): array for name, array in arrays.items()}
 
 
-def _in_order(data: Data, order: Sequence[str], target: str) -> dict[str, Any]:
-    """The arrays by the training model's names: what is no input of the model is the target."""
+def _in_order(data: Data, specs: Sequence[InputSpec], target: str) -> dict[str, Any]:
+    """The arrays by the training model's names and shapes: what is no input of the model is the target."""
     arrays = data.arrays or {}
-    return {name: arrays[name] if name in arrays else arrays[target] for name in order}
+    named = {spec.name: arrays[spec.name if spec.name in arrays else target] for spec in specs}
+    return fit(named, specs)[0]
 
 
 @contextlib.contextmanager

@@ -145,8 +145,10 @@ def distributed(
 
     checked = _check_data(artifacts, directory, options)
     samples = None if checked is None else checked.samples
-    for note in [] if checked is None else checked.notes:
-        output.note(note)
+    if checked is not None:
+        options["label"] = label or checked.label
+        for note in checked.notes:
+            output.note(note)
     total = None if resume or samples is None else -(-samples // batch_size) * epochs
     classes, done = (None, None) if checked is None else (checked.classes, checked.preprocessing)
     with begun_run(
@@ -174,9 +176,8 @@ def _count(path: Path) -> int:
 
 def _check_data(artifacts: Path, directory: Path, options: Mapping[str, Any]) -> Data | None:
     """Read the data once here, so that errors are one line. A function is called on the ranks only."""
-    from onward.cli.data import load_training_data
+    from onward.cli.data import load_training_data, user_inputs
     from onward.cli.python_entry import is_entry
-    from onward.cli.worker import user_inputs
 
     if any(is_entry(source) for source in [*(options["data"] or ()), *(options["eval_data"] or ())]):
         return None

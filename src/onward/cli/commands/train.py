@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,7 +17,7 @@ from onward.cli.python_entry import names_code
 from onward.cli.run_folder import begun_run, read_run, refuse_earlier_run, trusted_options
 
 if TYPE_CHECKING:
-    pass
+    from onward.data.inputs import InputSpec
 
 __all__ = [
     "ClipNormOption",
@@ -295,12 +295,27 @@ def _fit(
     replace: bool,
 ) -> dict[str, Any]:
     from onward import Trainer
-    from onward.cli.data import input_specs, keep_tokenizer, load_training_data
+    from onward.cli.data import keep_tokenizer, load_training_data, user_inputs
     from onward.data.read import blame_data
     from onward.errors import CheckpointError, NonFiniteError
+    from onward.train.artifact_set import find_artifacts
     from onward.train.callbacks import Callback, EarlyStopping, LogFile
     from onward.train.history import History
 
+    if (options["metric"] or options["best"]) and not (
+        options["eval_data"] or options["hold_out"] is not None
+    ):
+        raise CommandError(
+            "--metric and --best need data to evaluate on", "add --eval-data FILE or --hold-out 0.1"
+        )
+    require_folder_target(directory)
+    find_artifacts(artifacts, options["prefix"])
+    inputs = user_inputs(artifacts / f"{options['prefix']}training_model.onnx")
+    # the data first: most mistakes are there, and a session for training takes seconds
+    whole, loaded, evaluation = load_training_data(artifacts, directory, options, inputs)
+    for note in loaded.notes:
+        output.note(note)
+    options = {**options, "label": options["label"] or loaded.label}  # what was found is kept in the run
     callbacks: list[Callback] = []
     if options["patience"]:
         watched = options["best"] or (
@@ -320,7 +335,6 @@ def _fit(
         from onward.train.tracking import WeightsAndBiases
 
         callbacks.append(WeightsAndBiases(options["wandb"]))
-    require_folder_target(directory)
     callbacks.append(LogFile(directory / "log.txt"))
     trainer = Trainer(
         artifacts,
@@ -338,15 +352,6 @@ def _fit(
         prefix=options["prefix"],
         device=options.get("device") or "cpu",
     )
-    model = str(artifacts / f"{options['prefix']}training_model.onnx")
-    inputs = input_specs(model, trainer.module.input_names())
-    whole, loaded, evaluation = load_training_data(artifacts, directory, options, inputs)
-    for note in loaded.notes:
-        output.note(note)
-    if (options["metric"] or options["best"]) and evaluation is None:
-        raise CommandError(
-            "--metric and --best need data to evaluate on", "add --eval-data FILE or --hold-out 0.1"
-        )
     trainer.classes = loaded.classes or trainer.classes
     trainer.details = {"data": ", ".join(options["data"] or ()), "model": str(artifacts)}
     if options["augment"]:
@@ -365,7 +370,7 @@ def _fit(
                 resume=resume,
                 save_every=options["save_every"],
                 best_metric=options["best"],
-                transform=_augmentation(options, inputs, loaded),
+                transform=_augmentation(options, _in_order(inputs, trainer.module.input_names()), loaded),
             )
         except NonFiniteError as error:
             raise blame_data(error, whole) from error
@@ -414,6 +419,10 @@ def _disk_full(error: Exception, directory: Path, options: Mapping[str, Any], st
     )
 
 
+def _in_order(inputs: Sequence[InputSpec], names: Sequence[str]) -> list[InputSpec]:
+    return sorted(inputs, key=lambda spec: names.index(spec.name))
+
+
 def _augmentation(options: Mapping[str, Any], inputs: Any, loaded: Any) -> Any:
     if not options["augment"]:
         return None
@@ -441,4 +450,6 @@ def _report(output: Output, directory: Path, summary: Mapping[str, Any]) -> None
 
 
 def _cell(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:,.0f}" if 1e4 <= abs(value) < 1e12 else f"{value:.4g}"
