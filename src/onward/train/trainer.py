@@ -414,7 +414,7 @@ class Trainer:
             return error
         model = read_model(self._files.evaluation, "eval")
         feeds = dict(zip(self.module.plan.inputs, map(np.asarray, self._last_batch)))
-        feeds |= {name: np.asarray(p.data) for name, p in self.state.parameters.items()}
+        feeds |= {name: np.asarray(parameter.data) for name, parameter in self.state.parameters}
         try:
             found = infinite_slope(model, feeds)
         except Exception:  # an explanation only: what went wrong is the error itself

@@ -51,7 +51,10 @@ def deploy(
             "--data", "-d", metavar="[INPUT=]PATH", help="Compare on these inputs, not random ones."
         ),
     ] = None,
-    mapping: Annotated[list[str] | None, typer.Option("--map", metavar="INPUT=ARRAY")] = None,
+    mapping: Annotated[
+        list[str] | None,
+        typer.Option("--map", metavar="INPUT=ARRAY", help="Which array of the data is which input."),
+    ] = None,
     samples: Annotated[int, typer.Option(min=1, help="How many samples of --data to compare on.")] = 64,
     rtol: Annotated[float, typer.Option(min=0, help="Relative tolerance of the comparison.")] = 1e-4,
     atol: Annotated[float, typer.Option(min=0, help="Absolute tolerance of the comparison.")] = 1e-5,

@@ -82,7 +82,7 @@ def distributed(
     directory: Annotated[
         Path, typer.Option("--output", "-o", metavar="FOLDER", help="Where the run is kept.")
     ] = Path("run"),
-    epochs: Annotated[int, typer.Option("--epochs", "-e", min=1)] = 1,
+    epochs: Annotated[int, typer.Option("--epochs", "-e", min=1, help="Passes over the data.")] = 1,
     batch_size: Annotated[
         int, typer.Option("--batch-size", "-b", min=1, help="Of all processes together.")
     ] = 32,
@@ -104,7 +104,7 @@ def distributed(
     ] = False,
     device: DeviceOption = "cpu",
     save_every: Annotated[int, typer.Option(min=1, help="Save after so many updates.")] = 100,
-    seed: Annotated[int, typer.Option(min=0)] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Of shuffling and dropout.")] = 0,
     nodes: Annotated[int, typer.Option(min=1, help="Machines.")] = 1,
     node_rank: Annotated[int, typer.Option(min=0, help="The number of this machine.")] = 0,
     master: Annotated[
