@@ -106,13 +106,13 @@ def csv(*lines: str) -> str:
 GOOD = ["1,2,3,4,5,x", "2,2,3,4,5,y", "3,2,3,4,5,z"] * 4
 TABLES = {
     "one class": (csv(*["1,2,3,4,5,x"] * 3), (), "one class only, 'x': there is nothing to tell apart"),
-    "an empty label": (csv(*GOOD, "1,2,3,4,5,"), (), "sample 12 (from 0): the label is empty"),
+    "an empty label": (csv(*GOOD, "1,2,3,4,5,"), (), "'d.csv', row 14: the label is empty"),
     "a fraction as label": (csv("1,2,3,4,5,0", "1,2,3,4,5,1.5"), (), "the label is 1.5: classes are words or whole"),
     "as many labels as rows": (csv(*(f"1,2,3,4,5,{n}" for n in range(30))), (), "row 3 of the data (from 0)"),
     "a column of names": (
         csv(*(f"1,2,3,4,id{n},x" for n in range(120))), (), "column 'e' has 120 different words, too many",
     ),
-    "a word among numbers": (csv(*GOOD, "1,2,3,4,five,x"), (), "sample 12 (from 0): 'e' is 'five'"),
+    "a word among numbers": (csv(*GOOD, "1,2,3,4,five,x"), (), "'d.csv', row 14: 'e' is 'five'"),
     "an infinite number": (csv(*GOOD, "1,2,3,4,inf,x"), (), "sample 12 (from 0): 'e' is infinite"),
     "an empty column": (csv("1,2,3,4,,x", "1,2,3,4,,y"), (), "column 'e' is empty"),
     "a label that is not there": (csv(*GOOD), ("--label", "knd"), "has no column 'knd'"),

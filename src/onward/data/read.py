@@ -194,9 +194,9 @@ def _read_table(
         arrays[earlier.input] = apply_table(arrays[earlier.input], earlier.settings)
         found.preprocessing, found.features = earlier, None
     elif table.features is not None:
-        found.exact = arrays[table.features.input]
-        if np.isnan(found.exact).any():  # until they are filled
-            arrays[table.features.input] = np.nan_to_num(found.exact)
+        found.exact = exact = table.arrays[table.features.input]
+        if np.isnan(exact).any():  # until they are filled
+            arrays[table.features.input] = np.nan_to_num(exact)
 
 
 def split(data: Data, share: float, *, seed: int) -> tuple[Data, Data]:

@@ -257,7 +257,7 @@ def _add_features(
         else {name: _categories(name, c, where) for name, c in left.items() if c.dtype.kind in "UO"}
     )
     made.features = Features(spec.name, list(left), categories)
-    made.arrays[spec.name] = encode(left, made.features, f"'{where}'")
+    made.arrays[spec.name] = encode(left, made.features, where)
     if earlier is None:
         for name, words in categories.items():
             made.notes.append(
@@ -283,7 +283,7 @@ def _categories(name: str, column: np.ndarray, where: str) -> list[str]:
     if numeric.sum() * 2 > filled.sum():
         row = int(np.flatnonzero(filled & ~numeric)[0])
         raise DataError(
-            f"'{where}', sample {row} (from 0): '{name}' is '{column[row]}', and most of the column are numbers",
+            f"{_place(where, row)}: '{name}' is '{column[row]}', and most of the column are numbers",
             "fix it, or leave the cell empty",
         )
     if len(words) > _MOST_CATEGORIES:
@@ -291,6 +291,12 @@ def _categories(name: str, column: np.ndarray, where: str) -> list[str]:
             f"'{where}': column '{name}' has {len(words):,} different words, too many for categories", _DROP
         )
     return words
+
+
+def _place(where: str, row: int) -> str:
+    """A sample as its file counts rows: from 1, and a CSV file's header is the first."""
+    first = {".csv": 2, ".tsv": 2, ".jsonl": 1, ".ndjson": 1, ".parquet": 1}.get(Path(where).suffix.lower())
+    return f"'{where}', sample {row} (from 0)" if first is None else f"'{where}', row {row + first}"
 
 
 def _is_number(cell: Any) -> bool:
@@ -301,7 +307,7 @@ def _is_number(cell: Any) -> bool:
     return True
 
 
-def encode(columns: Mapping[str, Any], features: Features, where: str = "the data") -> np.ndarray:
+def encode(columns: Mapping[str, Any], features: Features, where: str = "data") -> np.ndarray:
     """A row of numbers for each sample: numbers as they are, words as one 1 among zeros.
 
     A category that training had not, or an empty cell, is zeros.
@@ -322,7 +328,7 @@ def encode(columns: Mapping[str, Any], features: Features, where: str = "the dat
         except (ValueError, TypeError):
             row = next(i for i, cell in enumerate(column) if not _is_number(cell))
             raise DataError(
-                f"{where}, sample {row} (from 0): '{name}' is '{column[row]}', and training had numbers there",
+                f"{_place(where, row)}: '{name}' is '{column[row]}', and training had numbers there",
                 "fix it, or leave the cell empty",
             ) from None
     return np.stack(parts, axis=1)
@@ -344,12 +350,12 @@ def number_labels(
     """
     if labels.dtype.kind == "f" and np.isnan(labels).any():
         row = int(np.argwhere(np.isnan(labels))[0][0])
-        raise DataError(f"'{where}', sample {row} (from 0): the label is empty", "fill it, or drop the row")
+        raise DataError(f"{_place(where, row)}: the label is empty", "fill it, or drop the row")
     if labels.dtype.kind == "f":
         if not np.array_equal(labels, np.round(labels)):
             row = int(np.flatnonzero(labels != np.round(labels))[0])
             raise DataError(
-                f"'{where}', sample {row} (from 0): the label is {labels[row]:g}: classes are words or whole numbers",
+                f"{_place(where, row)}: the label is {labels[row]:g}: classes are words or whole numbers",
                 "to predict numbers choose another loss, such as mse; is the label column right?",
             )
         labels = labels.astype(np.int64)
@@ -371,9 +377,7 @@ def number_labels(
             classes = [str(number) for number in known]
     words = [str(word) for word in labels]
     if "" in words:
-        raise DataError(
-            f"'{where}', sample {words.index('')} (from 0): the label is empty", "fill it, or drop the row"
-        )
+        raise DataError(f"{_place(where, words.index(''))}: the label is empty", "fill it, or drop the row")
     return number_classes(words, classes, where)
 
 
