@@ -199,7 +199,7 @@ def test_bad_data_is_named(place: Path, write: Callable[[], list[str]], message:
 
 def test_a_class_that_was_not_trained_on_is_refused(place: Path) -> None:
     sources = write_csv_of_words(make_data())
-    with pytest.raises(DataError, match="the class 'tulip', which the training data had not"):
+    with pytest.raises(DataError, match="the class 'tulip', which the model has not"):
         load_data(sources, INPUTS, DataOptions(classes=["iris", "rose"]))
 
 
