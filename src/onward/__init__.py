@@ -9,8 +9,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from onward import api, artifacts, distributed, export, limits, lora, onnxblock, optim
-    from onward.artifacts.generate import build_artifacts, generate_artifacts
+    from onward import api, artifacts, distributed, export, federated, limits, lora, onnxblock, optim
+    from onward.artifacts import build_artifacts, generate_artifacts
     from onward.autodiff.check import check_gradient
     from onward.autodiff.gradient import gradient
     from onward.errors import OnwardError
@@ -28,6 +28,7 @@ __all__ = [
     "check_gradient",
     "distributed",
     "export",
+    "federated",
     "finetune",
     "generate_artifacts",
     "gradient",
@@ -39,7 +40,9 @@ __all__ = [
     "replace_head",
 ]
 
-_MODULES = frozenset({"api", "artifacts", "distributed", "export", "limits", "lora", "onnxblock", "optim"})
+_MODULES = frozenset(
+    {"api", "artifacts", "distributed", "export", "federated", "limits", "lora", "onnxblock", "optim"}
+)
 _ATTRIBUTES = {
     "OnwardError": "onward.errors",
     "Trainer": "onward.train.trainer",

@@ -330,6 +330,8 @@ def test_a_hugging_face_folder_is_exported_and_answers(place: Path, run: Any) ->
         ("bench", "artifacts", "--steps", 1),
         ("infer", "model.onnx", "--data", "data.npz"),
         ("inspect", "artifacts"),
+        ("check", "model.onnx"),
+        ("deploy", "artifacts"),
     ],
     ids=lambda arguments: arguments[0],
 )
@@ -338,7 +340,7 @@ def test_a_device_that_is_not_there_is_refused(
 ) -> None:
     result = run(*arguments, "--device", "openvino", code=1)
     assert "device='openvino' cannot be used" in result.stderr
-    assert not (artifacts.parent / "run").exists()
+    assert not (artifacts.parent / "run").exists() and not (artifacts.parent / "trained.onnx").exists()
 
 
 def test_every_node_of_the_cpu_runs_there(artifacts: Path, run: Any) -> None:

@@ -182,7 +182,8 @@ BAD: list[tuple[str, Callable[[], list[str]], str]] = [
     ("header only", text_file("d.csv", "a,b\n"), "no row below its header"),
     ("ragged rows", text_file("d.csv", "a,b\n1,2\n3\n"), "row 3: 1 cells"),
     ("twice a column", text_file("d.csv", "a,a\n1,2\n"), "names a column twice"),
-    ("words as features", text_file("d.csv", "a,b,c,d,labels\n1,2,x,4,0\n"), "column 'c' has words"),
+    ("a word among numbers", text_file("d.csv", "a,b,c,d,labels\n1,2,x,4,0\n1,2,3,4,0\n1,2,3,4,0\n"), "'c' is 'x'"),
+    ("more features than the model takes", text_file("d.csv", "a,b,c,d,labels\n1,2,x,4,0\n1,2,y,4,0\n"), "makes 5"),
     ("no module", lambda: ["nowhere:fn"], "no module 'nowhere'"),
     ("no function", lambda: ["os:nothing_here"], "has no 'nothing_here'"),
     ("an empty folder", lambda: [str(Path("empty").mkdir() or "empty")], "one input of four dimensions"),
@@ -198,7 +199,7 @@ def test_bad_data_is_named(place: Path, write: Callable[[], list[str]], message:
 
 def test_a_class_that_was_not_trained_on_is_refused(place: Path) -> None:
     sources = write_csv_of_words(make_data())
-    with pytest.raises(DataError, match="the class 'tulip', which the training data had not"):
+    with pytest.raises(DataError, match="the class 'tulip', which the model has not"):
         load_data(sources, INPUTS, DataOptions(classes=["iris", "rose"]))
 
 

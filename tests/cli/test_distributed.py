@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx
 import pytest
 
@@ -21,17 +22,27 @@ def test_distributed_trains_on_two_processes(artifacts: Path, run: Any) -> None:
 
 
 def test_recorded_settings_hold_for_many_processes_too(artifacts: Path, run: Any) -> None:
-    """Learning rate, warmup and clipping of the artifacts, and flags against them, mean the same as for `train`."""
+    """Learning rate, warmup and clipping of the artifacts, flags against them, and what is done to data: as `train`."""
     about = {p.key: p.value for p in onnx.load("artifacts/training_model.onnx").metadata_props}
     assert set(json.loads(about["onward.defaults"])) == {"learning_rate", "warmup", "clip_norm"}
-    data = ("-d", "data.npz", "--eval-data", "data.npz", "-e", 4)
+    found = np.load("data.npz")
+    lines = [",".join(map(str, [*row, f"kind {label}"])) for row, label in zip(found["x"], found["labels"])]
+    columns = ",".join(f"c{index}" for index in range(found["x"].shape[1]))
+    Path("d.csv").write_text("\n".join([f"{columns},kind", *lines]))
     losses = []
-    for number, flags in enumerate(((), ("--lr", 0.02, "--warmup", 0, "--clip-norm", 0.1))):
-        many = run("distributed", "artifacts", *data, *flags, "-p", 1, "-o", f"many{number}", "--json").json
-        one = run("train", "artifacts", *data, *flags, "-o", f"one{number}", "--json").json
+    tried = (("data.npz", ()), ("d.csv", ("--lr", 0.02, "--warmup", 0, "--clip-norm", 0.1, "--standardize")))
+    for number, (path, flags) in enumerate(tried):
+        data = ("-d", path, "--eval-data", path, "-e", 4, *flags)
+        many = run("distributed", "artifacts", *data, "-p", 1, "-o", f"many{number}", "--json").json
+        one = run("train", "artifacts", *data, "-o", f"one{number}", "--json").json
         assert many["eval_loss"] == pytest.approx(one["epochs"][-1]["eval_loss"], rel=1e-5)
         losses.append(many["eval_loss"])
     assert losses[1] != pytest.approx(losses[0], rel=1e-2)
+    many, one = (json.loads(Path(f, "run.json").read_text()) for f in ("many1", "one1"))
+    assert many["classes"] == ["kind 0", "kind 1", "kind 2"] and many["preprocessing"]["kind"] == "table"
+    assert {k: many[k] for k in ("classes", "preprocessing")} == {
+        k: one[k] for k in ("classes", "preprocessing")
+    }
 
 
 def test_a_pipeline_warms_up_and_clips_too(artifacts: Path, run: Any) -> None:

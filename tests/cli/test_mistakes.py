@@ -170,7 +170,7 @@ ALONE: list[tuple[str, int, str, str]] = [
     ("infer model.onnx -d wide.npz", 1, "has shape [2, 9]", ""),
     ("deploy run new.onnx -d wide.npz", 1, "has shape [2, 9]", ""),
     ("distributed artifacts -d wide.npz -o new", 1, "'x' has shape [2, 9]", "change the data"),
-    ("train artifacts -d hole.csv -o new", 1, "'hole.csv', row 3: 'kind' is empty", "fill or drop"),
+    ("train artifacts -d hole.csv -o new", 1, "'hole.csv', row 3: the label is empty", "fill it, or drop"),
     ("train artifacts -d semicolons.csv -o new", 1, "separate its columns by ';'", "commas"),
     ("train artifacts -d failing_net:build -o new", 1, "no weights here", "--debug"),
     ("train artifacts -d failing_net:number -o new", 1, "cannot make batches of int", "docs/cli.md"),

@@ -6,10 +6,19 @@ from pathlib import Path
 
 import numpy as np
 import onnx.parser
+import pytest
 
 from onward import artifacts, onnxblock
+from onward.runtime.devices import Device, why_not
 
-__all__ = ["MODELS", "build", "classifier", "points"]
+__all__ = ["EMULATED", "MODELS", "NEEDS_CUDA", "build", "classifier", "points"]
+
+# The device's way over the CPU provider: collectives work on the device's own memory.
+EMULATED = Device("cpu", memory="device")
+NEEDS_CUDA = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(why_not("cuda") is not None, reason="needs onnxruntime-gpu and a GPU that it can use"),
+]
 
 _CLASSIFIER = """
 <ir_version: 10, opset_import: ["": 21]>

@@ -13,23 +13,26 @@ import numpy as np
 import onnx
 import pytest
 import ranks
-from rank_models import build, classifier, points
+from rank_models import EMULATED, NEEDS_CUDA, build, classifier, points
 
 from onward.api import LinearLRScheduler, Optimizer
 from onward.distributed import RunnerSettings, ShardedArrays, ShardedSampler, TrainingRunner, connect
+from onward.distributed.comm import TorchCommunicator
 from onward.distributed.two_level import two_level
-from onward.runtime.devices import Device
-
-# The device's way over the CPU provider: collectives work on the device's own memory.
-EMULATED = Device("cpu", memory="device")
 
 
 def train(
-    folder: str, export: str | None = None, samples: int = 22, batch_size: int = 8, **settings: Any
+    folder: str,
+    export: str | None = None,
+    samples: int = 22,
+    batch_size: int = 8,
+    communicator: TorchCommunicator | None = None,
+    **settings: Any,
 ) -> dict[str, Any]:
     """Two epochs on this rank; what it has seen and what it has in the end."""
     runner = TrainingRunner(
-        RunnerSettings(artifacts=folder, epochs=2, learning_rate=0.05, timeout=20, **settings)
+        RunnerSettings(artifacts=folder, epochs=2, learning_rate=0.05, timeout=20, **settings),
+        communicator=communicator,
     )
     runner.initialize()
     loader = ShardedArrays(*points(samples), batch_size=batch_size, seed=3)
@@ -47,6 +50,7 @@ def train(
         "by_name": {name: array.copy() for name, array in module.memory.parameters.arrays().items()},
         "norm": runner.optimizer.gradient_norm,
         "sent": getattr(runner._comm, "sent", 0),
+        "address": getattr(module.memory.gradients.whole, "_address", None),
     }
     runner.close()
     return result
@@ -97,12 +101,62 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("settings", VARIANTS.values(), ids=VARIANTS)
+# Two ranks share the GPU, which NCCL does not allow: gloo carries their gradients through the host.
+ON_CUDA = {
+    "two ranks on one GPU": {"device": "cuda"},
+    "two ranks on one GPU, sharded state": {"device": "cuda", "shard_optimizer": True},
+    "two ranks on one GPU, accumulation": {"device": "cuda", "gradient_accumulation_steps": 2},
+}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        *(pytest.param(given, id=name) for name, given in VARIANTS.items()),
+        *(pytest.param(given, id=name, marks=NEEDS_CUDA) for name, given in ON_CUDA.items()),
+    ],
+)
 def test_a_variant_gives_the_parameters_of_one_rank(settings, folder):
     (expected,) = ranks.run(1, train, folder=str(folder), **settings)
     for result in ranks.run(2, train, folder=str(folder), **settings):
         for name, array in expected["by_name"].items():
             np.testing.assert_allclose(result["by_name"][name], array, rtol=1e-5, atol=1e-6)
+
+
+def over_nccl(folder: str, **settings: Any) -> dict[str, Any]:
+    """The same through NCCL; what a collective is given is the GPU's memory itself."""
+    import torch.distributed as dist
+
+    dist.init_process_group("cpu:gloo,cuda:nccl", rank=0, world_size=1)
+    comm = TorchCommunicator(nccl=True, timeout=20)
+    seen: list[tuple[int, int]] = []
+    real = comm._dist.all_reduce
+
+    def all_reduce(tensor: Any, **options: Any) -> Any:
+        if tensor.is_cuda:
+            seen.append((tensor.data_ptr(), tensor.numel()))
+        return real(tensor, **options)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(comm._dist, "all_reduce", all_reduce)
+        result = train(folder, communicator=comm, device="cuda", **settings)
+    dist.destroy_process_group()
+    return {**result, "seen": seen}
+
+
+@pytest.mark.cuda
+@NEEDS_CUDA[1]
+@pytest.mark.parametrize("compress", [False, True])
+def test_nccl_reduces_the_memory_of_the_gpu_in_place(compress, folder):
+    (expected,) = ranks.run(1, train, folder=str(folder), device="cuda")
+    (found,) = ranks.run(1, over_nccl, folder=str(folder), compress=compress)
+    assert len(found["seen"]) == len(found["losses"])
+    if compress:
+        np.testing.assert_allclose(found["losses"], expected["losses"], atol=2e-2)
+        return
+    assert set(found["seen"]) == {(found["address"], found["parameters"].size)}
+    np.testing.assert_allclose(found["losses"], expected["losses"], rtol=1e-6)
+    np.testing.assert_allclose(found["parameters"], expected["parameters"], rtol=1e-5, atol=1e-6)
 
 
 def two_levels(sizes: list[int]) -> list[np.ndarray]:

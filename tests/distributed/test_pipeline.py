@@ -9,13 +9,9 @@ import numpy as np
 import onnx
 import pytest
 import ranks
-from rank_models import MODELS, build, classifier, points
+from rank_models import EMULATED, MODELS, NEEDS_CUDA, build, classifier, points
 
 from onward.distributed import RunnerSettings, ShardedArrays, TrainingRunner
-from onward.runtime.devices import Device
-
-# The device's way over the CPU provider.
-EMULATED = Device("cpu", memory="device")
 
 
 def train(
@@ -112,6 +108,18 @@ def test_stages_give_the_gradients_and_the_model_of_one_process(name, stages, se
     assert seen == set(expected["gradients"])
     for parameter, array in weights(path).items():
         np.testing.assert_allclose(array, weights(reference.path)[parameter], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.cuda
+@NEEDS_CUDA[1]
+@pytest.mark.parametrize("name", MODELS)
+def test_stages_on_one_gpu_train_as_one_process_on_the_cpu(name, references):
+    reference = references[name]
+    job = {"folder": str(reference.folder), "arrays": reference.arrays, "batch_size": 8, "micro_batches": 4}
+    for result in ranks.run(2, train, pipeline_parallel_size=2, device="cuda", **job):
+        np.testing.assert_allclose(result["losses"], reference.result["losses"], rtol=2e-5)
+        np.testing.assert_allclose(result["final"], reference.result["final"], rtol=2e-5)
+        np.testing.assert_allclose(result["norm"], reference.result["norm"], rtol=1e-4)
 
 
 def test_copies_of_a_pipeline_share_the_data(references):

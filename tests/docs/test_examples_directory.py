@@ -53,6 +53,12 @@ def test_an_average_of_clients_knows_more_than_one() -> None:
     assert found["together"] > found["alone"] + 0.1
 
 
+def test_two_clients_learn_as_much_as_one_process_with_all_data() -> None:
+    found = load("federated_digits").main()
+    assert found["whole"] > 0.88
+    assert found["together"] > found["whole"] - 0.015
+
+
 def test_a_hugging_face_model_is_fine_tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a small model with random weights and a few posts, which it learns by heart."""
     from export.tiny_transformers import tiny_pair

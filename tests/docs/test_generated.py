@@ -5,17 +5,30 @@ from __future__ import annotations
 import importlib.util
 import re
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[2]
 
 
-def test_the_table_of_operators_is_current() -> None:
-    spec = importlib.util.spec_from_file_location(
-        "generate_operators", ROOT / "docs" / "generate_operators.py"
-    )
+def load_program(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
     assert spec is not None and spec.loader is not None
     program = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(program)
+    return program
+
+
+def test_the_options_of_the_command_line_are_current_and_all_are_explained() -> None:
+    program = load_program("generate_cli")
+    made = program.page()
+    assert program.PAGE.read_text(encoding="utf-8") == made, "run: python docs/generate_cli.py"
+    assert "| `--clip-norm` `FLOAT` |" in made.split("## onward distributed")[1].split("\n## ")[0]
+    rows = [line for line in made.splitlines() if line.startswith("| `")]
+    assert len(rows) > 150 and not [row for row in rows if row.endswith("|  |")]
+
+
+def test_the_table_of_operators_is_current() -> None:
+    program = load_program("generate_operators")
     made = program.page()
     assert program.PAGE.read_text(encoding="utf-8") == made, "run: python docs/generate_operators.py"
     assert "| Conv |" in made
@@ -47,12 +60,7 @@ def test_the_readme_counts_published_models_as_the_benchmark_did() -> None:
 
 
 def test_the_table_of_hugging_face_types_has_every_pair_that_is_tried() -> None:
-    spec = importlib.util.spec_from_file_location(
-        "generate_huggingface", ROOT / "docs" / "generate_huggingface.py"
-    )
-    assert spec is not None and spec.loader is not None
-    program = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(program)
+    program = load_program("generate_huggingface")
     assert program.listed() == program.rows(), "run: python docs/generate_huggingface.py"
     assert len({kind for kind, _, _ in program.rows()}) >= 70
     # a slice of it, exported anew

@@ -21,6 +21,7 @@ from onward.api.state import CheckpointState
 from onward.checkpoint.content import CheckpointData, NominalTensor
 from onward.errors import MAKE_ARTIFACTS, DeviceMemoryError, ModelError, NonFiniteError, OnwardError
 from onward.graph.passes.specialize import FIRST_SCALE
+from onward.runtime.autotune import tune, wanted
 from onward.runtime.devices import DeviceLike, find_device
 from onward.runtime.environment import environment, warn_if_changed
 from onward.runtime.memory import HostTensor, ModelMemory, onnx_type
@@ -99,7 +100,10 @@ class Module:
         # 0 is the runtime's word for as many as there are
         self.threads = (session_options.intra_op_num_threads if session_options else 0) or None
         self.step: Step = step or TrainingStep(
-            train_model_uri, device=self.device, options=session_options, autotune=autotune
+            train_model_uri,
+            device=self.device,
+            options=session_options,
+            tune=tune if wanted(autotune) else None,
         )
         self._evaluation = (
             None

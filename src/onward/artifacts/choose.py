@@ -54,6 +54,8 @@ class Choice:
     trainable: list[str]
     frozen: list[str]
     by_default: bool = False
+    # what stays out of a default choice, and why
+    notes: list[str] = dataclasses.field(default_factory=list)
 
 
 def choose(
@@ -73,7 +75,7 @@ def choose(
     graph = model.graph
     base = [name for name in graph.initializers if name in given and name not in set(adapters)]
     frozen = resolve(_known(frozen_params or [], base), base, "frozen_params")
-    by_default = False
+    by_default, notes = False, []
     if requires_grad is None and adapters:
         requires_grad = []
     elif requires_grad is None and contract.REQUIRES_GRAD in model.metadata_props:
@@ -85,6 +87,7 @@ def choose(
     elif requires_grad is None:
         by_default = True
         weights = _weights(graph, loss, base, set(vectors))
+        weights = _without_spectrum(graph, loss, weights, notes)
         requires_grad = [name for name in weights if name not in frozen]
         if not requires_grad:
             raise ModelError(
@@ -92,8 +95,11 @@ def choose(
             )
         statistics = _statistics(graph)
         frozen = [name for name in base if name in frozen or name in statistics]
-    candidates = [*base, *(value.name or "" for value in graph.inputs)]
-    trainable = [*adapters, *resolve(requires_grad, candidates, "requires_grad")]
+    # an input is trained where it is named, never by a pattern; nor are whole numbers
+    inputs = [value.name or "" for value in graph.inputs]
+    hidden = {*inputs, *(name for name in base if graph.initializers[name].dtype != ir.DataType.FLOAT)}
+    chosen = resolve(requires_grad, [*base, *inputs], "requires_grad", by_name_only=hidden)
+    trainable = [*adapters, *chosen]
     both = sorted(set(trainable) & set(frozen))
     if both:
         raise ModelError(
@@ -106,7 +112,7 @@ def choose(
             raise ModelError(
                 f"'{name}' is {types[name]}: trainable parameters must be float32; freeze it (frozen_params=…)"
             )
-    return Choice(trainable, frozen, by_default)
+    return Choice(trainable, frozen, by_default, notes)
 
 
 def _known(names: Sequence[str], candidates: Collection[str]) -> Sequence[str]:
@@ -123,7 +129,9 @@ def _known(names: Sequence[str], candidates: Collection[str]) -> Sequence[str]:
     return [name for name in names if name not in lost]
 
 
-def resolve(wanted: Sequence[str], candidates: Sequence[str], argument: str) -> list[str]:
+def resolve(
+    wanted: Sequence[str], candidates: Sequence[str], argument: str, *, by_name_only: Collection[str] = ()
+) -> list[str]:
     """Resolve names and patterns to names, in the order of the candidates; an error if one matches nothing."""
     if isinstance(wanted, str):
         raise TypeError(f"{argument} takes a list of names; got the string {wanted!r}: write [{wanted!r}]")
@@ -134,7 +142,8 @@ def resolve(wanted: Sequence[str], candidates: Sequence[str], argument: str) -> 
             chosen[name] = None
             continue
         is_pattern = bool(set(name) & set("*?["))
-        matches = [key for key in candidates if fnmatch.fnmatchcase(key, name)] if is_pattern else []
+        open_to_patterns = [key for key in candidates if key not in by_name_only] if is_pattern else []
+        matches = [key for key in open_to_patterns if fnmatch.fnmatchcase(key, name)]
         if not matches:
             near = difflib.get_close_matches(name, candidates, n=3)
             hint = f"; did you mean {', '.join(repr(n) for n in near)}?" if near else ""
@@ -178,14 +187,82 @@ def _weights(graph: ir.Graph, loss: str, base: Sequence[str], vectors: Collectio
     ]
 
 
-def _needed(graph: ir.Graph, loss: str) -> set[ir.Value]:
-    """Every value that the loss is made of."""
+# What computes a spectrogram of a wave, up to the root or logarithm of its power.
+_SPECTRUM = {
+    *(
+        "Conv",
+        "MatMul",
+        "Gemm",
+        "STFT",
+        "DFT",
+        "Mul",
+        "Pow",
+        "Abs",
+        "Neg",
+        "Add",
+        "Sub",
+        "ReduceSum",
+        "Sqrt",
+        "Log",
+    ),
+    *("Reshape", "Transpose", "Slice", "Pad", "Concat", "Unsqueeze", "Squeeze", "Split", "Gather", "Expand"),
+    *("Identity", "Cast", "Shape", "Constant", "Max", "Clip", "Flatten"),
+}
+
+
+def _without_spectrum(graph: ir.Graph, loss: str, weights: list[str], notes: list[str]) -> list[str]:
+    """The weights without the filters of a spectrogram, which are fixed: at silence, their gradients are infinite.
+
+    These are the weights that reach the loss through a root or a logarithm only, with nothing but linear operators,
+    squares and sums between the model's input and it, where weights come after it too.
+    """
+    gates = {
+        node
+        for node in graph
+        if node.op_type in ("Sqrt", "Log") and node.domain == "" and _is_spectrum(node.inputs[0], graph)
+    }
+    if not gates:
+        return weights
+    beyond = _needed(graph, loss, stop=gates)
+    filters = [name for name in weights if graph.initializers[name] not in beyond]
+    if not filters or len(filters) == len(weights):
+        return weights
+    gate = next(node for node in graph if node in gates)
+    notes.append(
+        f"{len(filters)} weights before {gate.op_type} '{gate.outputs[0].name}' do not train: they are "
+        "the filters of a spectrogram, whose gradient is infinite at silence; requires_grad (--train) trains them"
+    )
+    return [name for name in weights if name not in set(filters)]
+
+
+def _is_spectrum(power: ir.Value | None, graph: ir.Graph) -> bool:
+    """Whether a value is a sum of squares of filtered inputs."""
+    if power is None:
+        return False
+    values = _made_of([power], set())
+    makers = {node for value in values if (node := value.producer()) is not None}
+    kinds = {node.op_type for node in makers}
+    taken = [value for value in graph.inputs if value in values]
+    return (
+        kinds <= _SPECTRUM
+        and bool(kinds & {"Conv", "MatMul", "Gemm", "STFT", "DFT"})
+        and bool(kinds & {"Mul", "Pow", "Abs"})
+        and any(value.dtype is not None and value.dtype.is_floating_point() for value in taken)
+    )
+
+
+def _needed(graph: ir.Graph, loss: str, stop: Collection[ir.Node] = ()) -> set[ir.Value]:
+    """Every value that the loss is made of; not what lies before the nodes to stop at."""
     makers = {output.name: node for node in graph for output in node.outputs}
-    todo = [makers[loss].outputs[0]] if loss in makers else []
+    return _made_of([makers[loss].outputs[0]] if loss in makers else [], stop)
+
+
+def _made_of(values: Sequence[ir.Value], stop: Collection[ir.Node]) -> set[ir.Value]:
+    todo = list(values)
     needed: set[ir.Value] = set(todo)
     while todo:
         node = todo.pop().producer()
-        if node is None:
+        if node is None or node in stop:
             continue
         inner = captured_values(node) if subgraphs_of(node) else []
         for value in [*node.inputs, *inner]:

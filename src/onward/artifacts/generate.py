@@ -352,9 +352,11 @@ def _record_defaults(
         values = sum(
             tensor.size for name in choice.trainable if (tensor := model.graph.initializers[name].const_value)
         )
+        every = "the other" if choice.notes else "all"
+        notes += choice.notes
         notes.append(
-            f"all {len(choice.trainable)} float weights train ({values:,} values): neither requires_grad nor the model "
-            "says which"
+            f"{every} {len(choice.trainable)} float weights train ({values:,} values): neither requires_grad nor the "
+            "model says which"
         )
     if not choice.by_default and not head:
         return groups

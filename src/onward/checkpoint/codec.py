@@ -7,11 +7,9 @@ needs no second copy of the parameters. The reader returns views over bytes that
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
-from math import prod
 
 import flatbuffers
 import numpy as np
@@ -27,7 +25,8 @@ from onward.checkpoint.content import (
     OptimizerGroup,
     PropertyValue,
     code_of,
-    dtype_of,
+    little_endian_bytes,
+    native_array,
     parse_extra,
     spell_extra,
 )
@@ -338,22 +337,6 @@ def _split_properties(properties: dict[str, PropertyValue], result: CheckpointDa
             result.properties[name] = value
 
 
-def native_array(source: memoryview, start: int, *, code: int, dims: tuple[int, ...]) -> np.ndarray:
-    """Return a read-only array over little-endian bytes that were checked; copied only if unaligned."""
-    dtype = dtype_of(code)
-    if 0 in dims:
-        values = np.zeros(dims, dtype)
-    else:
-        raw = np.frombuffer(source, np.uint8, count=prod(dims) * dtype.itemsize, offset=start)
-        values = raw.view(dtype).reshape(dims)
-        if sys.byteorder == "big" and dtype.itemsize > 1:
-            values = values.byteswap()
-        if not values.flags.aligned:
-            values = values.copy()
-    values.flags.writeable = False
-    return values
-
-
 def _all_properties(data: CheckpointData) -> dict[str, PropertyValue]:
     properties: dict[str, PropertyValue] = {}
     for name, value in data.properties.items():
@@ -435,13 +418,3 @@ def _write_region(out: integrity.HashingWriter, entries: Iterable[Entry], *, pre
 
 def _pad_to(out: integrity.HashingWriter, position: int) -> None:
     out.write(bytes(position - out.length))
-
-
-def little_endian_bytes(tensor: np.ndarray) -> memoryview:
-    """Return a contiguous array's own bytes; only other layouts and byte orders are copied."""
-    flat = np.ascontiguousarray(tensor).reshape(-1)
-    if not flat.dtype.isnative:
-        flat = flat.astype(flat.dtype.newbyteorder("="))
-    if sys.byteorder == "big" and flat.dtype.itemsize > 1:
-        flat = flat.byteswap()
-    return flat.view(np.uint8).data

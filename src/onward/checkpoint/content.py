@@ -5,9 +5,11 @@ Checks names and types. `codec` converts this to bytes and back, `store` reads a
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
+from math import prod
 from typing import TypeAlias
 
 import numpy as np
@@ -25,6 +27,8 @@ __all__ = [
     "check_property",
     "code_of",
     "dtype_of",
+    "little_endian_bytes",
+    "native_array",
     "parse_extra",
     "spell_extra",
     "supported_codes",
@@ -266,3 +270,29 @@ def _check_array(what: str, array: object) -> None:
     code_of(array.dtype)
     if array.ndim > 32:
         raise ValueError(f"{what}: {array.ndim} dimensions; a checkpoint holds at most 32")
+
+
+def native_array(source: memoryview, start: int, *, code: int, dims: tuple[int, ...]) -> np.ndarray:
+    """Return a read-only array over little-endian bytes that were checked; copied only if unaligned."""
+    dtype = dtype_of(code)
+    if 0 in dims:
+        values = np.zeros(dims, dtype)
+    else:
+        raw = np.frombuffer(source, np.uint8, count=prod(dims) * dtype.itemsize, offset=start)
+        values = raw.view(dtype).reshape(dims)
+        if sys.byteorder == "big" and dtype.itemsize > 1:
+            values = values.byteswap()
+        if not values.flags.aligned:
+            values = values.copy()
+    values.flags.writeable = False
+    return values
+
+
+def little_endian_bytes(tensor: np.ndarray) -> memoryview:
+    """Return a contiguous array's own bytes; only other layouts and byte orders are copied."""
+    flat = np.ascontiguousarray(tensor).reshape(-1)
+    if not flat.dtype.isnative:
+        flat = flat.astype(flat.dtype.newbyteorder("="))
+    if sys.byteorder == "big" and flat.dtype.itemsize > 1:
+        flat = flat.byteswap()
+    return flat.view(np.uint8).data

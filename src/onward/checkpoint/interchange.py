@@ -19,8 +19,15 @@ import numpy as np
 from onward import contract
 from onward.checkpoint import content, integrity
 from onward.checkpoint.atomic import open_regular, read_all, replace_file
-from onward.checkpoint.codec import little_endian_bytes, native_array
-from onward.checkpoint.content import CheckpointData, NominalTensor, Tensors, code_of, dtype_of
+from onward.checkpoint.content import (
+    CheckpointData,
+    NominalTensor,
+    Tensors,
+    code_of,
+    dtype_of,
+    little_endian_bytes,
+    native_array,
+)
 from onward.checkpoint.store import load
 from onward.errors import CheckpointError
 

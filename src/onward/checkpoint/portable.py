@@ -17,7 +17,6 @@ import numpy as np
 
 from onward.checkpoint import content, integrity
 from onward.checkpoint.atomic import open_regular, read_all, replace_file
-from onward.checkpoint.codec import little_endian_bytes, native_array
 from onward.checkpoint.content import (
     CheckpointData,
     NominalTensor,
@@ -25,6 +24,8 @@ from onward.checkpoint.content import (
     PropertyValue,
     code_of,
     dtype_of,
+    little_endian_bytes,
+    native_array,
     parse_extra,
     spell_extra,
     supported_codes,

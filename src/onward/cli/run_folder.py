@@ -17,21 +17,23 @@ from typing import TYPE_CHECKING, Any
 
 from onward import contract
 from onward.cli.errors import CommandError
+from onward.cli.model_file import read_model
 from onward.cli.output_paths import folder_target, plain_prefix
 from onward.cli.python_entry import names_code
 from onward.reading import read_json
 
 if TYPE_CHECKING:
+    from onward.data.preprocessing import Preprocessing
     from onward.data.read import DataOptions
 
 __all__ = [
-    "Found", "begun_run", "clear_run", "find", "read_run", "refuse_earlier_run", "trusted_options",
+    "Found", "begun_run", "find", "read_run", "refuse_earlier_run", "trusted_options",
     "write_run",
 ]  # fmt: skip
 
 _RUN = "run.json"
 # what run.json may hold, by option; each may be absent or null too
-_TEXTS = frozenset({"data", "eval_data", "mapping", "metric"})
+_TEXTS = frozenset({"data", "eval_data", "mapping", "metric", "augment", "drop"})
 _TEXT = frozenset({"label", "schedule", "best", "prefix", "tensorboard", "artifacts", "directory"})
 _FLAGS = frozenset({"no_shuffle", "shard_optimizer"})
 _COUNTS = frozenset(
@@ -60,7 +62,10 @@ class Found:
         from onward.cli.data import parse_pairs
         from onward.data.preprocessing import Preprocessing
         from onward.data.read import DataOptions
+        from onward.model_metadata import read_labels
 
+        training = read_model(self.artifacts / f"{self.prefix}training_model.onnx")
+        about = {entry.key: entry.value for entry in training.metadata_props}
         return DataOptions(
             mapping={**parse_pairs(self.mapping or (), "--map"), **parse_pairs(mapping or (), "--map")},
             label=label or self.label,
@@ -69,6 +74,7 @@ class Found:
             if self.preprocessing
             else None,
             near=[place, self.artifacts],
+            class_count=next((count for count, _ in read_labels(about).values()), None),
         )
 
     def metadata(self) -> dict[str, str]:
@@ -86,7 +92,7 @@ def write_run(
     artifacts: Path,
     options: Mapping[str, Any],
     classes: list[str] | None,
-    preprocessing: Mapping[str, Any] | None = None,
+    preprocessing: Preprocessing | None = None,
 ) -> None:
     """Write `run.json`; the place of the artifacts is kept relative where both move together."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -96,7 +102,7 @@ def write_run(
         place = str(artifacts.resolve())
     document = {"artifacts": Path(place).as_posix(), "options": dict(options), "classes": classes}
     if preprocessing is not None:
-        document["preprocessing"] = dict(preprocessing)
+        document["preprocessing"] = json.loads(preprocessing.to_json())
     temporary = folder / f".{_RUN}.new"
     temporary.write_text(json.dumps(document, indent=2, default=str), encoding="utf-8")
     os.replace(temporary, folder / _RUN)
@@ -166,7 +172,7 @@ def trusted_options(folder: Path, options: Mapping[str, Any]) -> dict[str, Any]:
     return kept
 
 
-def clear_run(folder: Path) -> None:
+def _clear_run(folder: Path) -> None:
     """Remove what an earlier run left in a folder, and nothing else."""
     for pattern in (
         "checkpoint-*",
@@ -198,28 +204,49 @@ def begun_run(
     artifacts: Path,
     options: Mapping[str, Any],
     classes: list[str] | None,
-    preprocessing: Mapping[str, Any] | None = None,
+    preprocessing: Preprocessing | None = None,
+    *,
+    replace: bool = False,
+    lock: bool = True,
 ) -> Iterator[None]:
-    """Write `run.json` for the block; where it fails before anything was saved, the folder is as it was."""
-    earlier = (folder / _RUN).read_bytes() if (folder / _RUN).is_file() else None
+    """Hold a run's folder and write its `run.json` for the block; `replace` removes an earlier run first.
+
+    Where the block fails before anything was saved, the folder is as it was.
+    """
+    from onward.train.lock import run_lock
+
     with folder_target(folder):
         was_there = folder.is_dir()
-        fresh = [name for name in ("log.txt", "tokenizer.json") if not (folder / name).exists()]
+        folder.mkdir(exist_ok=True)
         try:
-            write_run(folder, artifacts, options, classes, preprocessing)
-            yield
+            with run_lock(folder if lock else None):
+                if replace:
+                    _clear_run(folder)
+                with _described(folder, artifacts, options, classes, preprocessing):
+                    yield
         except BaseException:  # an interrupt too
-            if not any(folder.glob("checkpoint-*")):
-                for name in fresh:
-                    (folder / name).unlink(missing_ok=True)
-                if earlier is None:
-                    (folder / _RUN).unlink(missing_ok=True)
-                else:
-                    (folder / _RUN).write_bytes(earlier)
-                if not was_there:
-                    with contextlib.suppress(OSError):
-                        folder.rmdir()
+            if not was_there:
+                with contextlib.suppress(OSError):  # where checkpoints are in it
+                    folder.rmdir()
             raise
+
+
+@contextlib.contextmanager
+def _described(folder: Path, *document: Any) -> Iterator[None]:
+    earlier = (folder / _RUN).read_bytes() if (folder / _RUN).is_file() else None
+    fresh = [name for name in ("log.txt", "tokenizer.json") if not (folder / name).exists()]
+    try:
+        write_run(folder, *document)
+        yield
+    except BaseException:
+        if not any(folder.glob("checkpoint-*")):
+            for name in fresh:
+                (folder / name).unlink(missing_ok=True)
+            if earlier is None:
+                (folder / _RUN).unlink(missing_ok=True)
+            else:
+                (folder / _RUN).write_bytes(earlier)
+        raise
 
 
 def find(place: Path, checkpoint: str | None = None, *, prefix: str = "") -> Found:

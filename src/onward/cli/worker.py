@@ -51,35 +51,17 @@ def main(options: dict[str, Any]) -> int:
 
 def _train(options: dict[str, Any], stop: threading.Event) -> int | None:
     """Train; the number of updates where a signal stopped it, all of them saved."""
-    import numpy as np
-
-    from onward.cli.data import load_data, parse_pairs, user_inputs
-    from onward.data.read import DataOptions
-    from onward.distributed.errors import DistributedError
-    from onward.distributed.runner import TrainingRunner
-    from onward.distributed.sampler import ShardedArrays
-    from onward.distributed.settings import RunnerSettings
+    from onward.cli.data import load_training_data, user_inputs
+    from onward.distributed import DistributedError, RunnerSettings, ShardedArrays, TrainingRunner
     from onward.train.artifact_set import find_artifacts
     from onward.train.schedules import make_schedule
 
     artifacts, directory = Path(options["artifacts"]), Path(options["directory"])
     specs = user_inputs(artifacts / "training_model.onnx")
-    mapping = parse_pairs(options["mapping"] or (), "--map")
-    classes: list[str] | None = None
-
-    def loader(sources: list[str] | None, *, shuffle: bool) -> Any:
-        nonlocal classes
-        if not sources:
-            return None
-        given = DataOptions(mapping=mapping, label=options["label"], classes=classes)
-        loaded = load_data(sources, specs, given)
-        classes = loaded.classes
-        if loaded.arrays is None:
-            return loaded.value
-        arrays = [np.asarray(array) for array in loaded.arrays.values()]
-        return ShardedArrays(*arrays, batch_size=options["batch_size"], shuffle=shuffle, seed=options["seed"])
-
-    train, test = loader(options["data"], shuffle=True), loader(options["eval_data"], shuffle=False)
+    _, *parts = load_training_data(artifacts, directory, options, specs)
+    train, test = (
+        None if part is None else _batches(part, options, shuffle=part is parts[0]) for part in parts
+    )
     rate, warmup, clip_norm = find_artifacts(artifacts).settings(
         **{name: options[name] for name in ("learning_rate", "warmup", "clip_norm")}
     )
@@ -121,6 +103,18 @@ def _train(options: dict[str, Any], stop: threading.Event) -> int | None:
             found = {"losses": history.losses, "skipped": history.skipped, "eval_loss": loss}
             (directory / "distributed.json").write_text(json.dumps(found), encoding="utf-8")
     return None
+
+
+def _batches(data: Any, options: dict[str, Any], *, shuffle: bool) -> Any:
+    """What the runner takes: shares of arrays, or what a function of the user's gave."""
+    import numpy as np
+
+    from onward.distributed import ShardedArrays
+
+    if data.arrays is None:
+        return data.value
+    arrays = [np.asarray(array) for array in data.arrays.values()]
+    return ShardedArrays(*arrays, batch_size=options["batch_size"], shuffle=shuffle, seed=options["seed"])
 
 
 class _Watched:

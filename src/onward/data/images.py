@@ -92,11 +92,36 @@ def read_images(
     spec = picture_input(inputs, name)
     made = Preprocessing("image", spec.name, picture_settings(spec, settings or {}))
     found, labels, known = class_files(folder, inputs, PICTURES, "image", classes=classes)
+    _require_readable(found)
     arrays: dict[str, Any] = {spec.name: Pictures(found, made.settings, dtype=spec.dtype)}
     if labels is not None:
         label, numbers = labels
         arrays[label] = numbers
     return Images(arrays, known, made)
+
+
+def _require_readable(files: Sequence[Path]) -> None:
+    """Look at the beginning of every file: one that is no picture is an error now, not in the middle of training."""
+    from PIL import Image, UnidentifiedImageError
+
+    def problem(path: Path) -> str | None:
+        try:
+            with Image.open(path):
+                return None
+        except (
+            UnidentifiedImageError,
+            OSError,
+            SyntaxError,
+            ValueError,
+            Image.DecompressionBombError,
+        ) as error:
+            return str(error).removesuffix(f" {str(path)!r}")
+
+    with ThreadPoolExecutor(4) as pool:
+        bad = [(path, why) for path, why in zip(files, pool.map(problem, files)) if why is not None]
+    if bad:
+        more = f" (and {len(bad) - 1} more)" if len(bad) > 1 else ""
+        raise DataError(f"cannot read the image '{bad[0][0]}'{more}: {bad[0][1]}", "remove it, or fix it")
 
 
 def class_files(
@@ -135,8 +160,9 @@ def number_classes(
     strangers = sorted(set(words) - set(known))
     if strangers:
         raise DataError(
-            f"'{where}' has the class '{strangers[0]}', which the training data had not",
-            f"it had {', '.join(known)}",
+            f"'{where}' has the class '{strangers[0]}', which the model has not",
+            f"it has {', '.join(known[:12])}{', …' if len(known) > 12 else ''}; a model for other classes begins with: "
+            "onward artifacts MODEL --classes …",
         )
     place = {name: index for index, name in enumerate(known)}
     return np.asarray([place[word] for word in words], np.int64), known

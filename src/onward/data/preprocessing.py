@@ -35,7 +35,7 @@ _IMAGE = {
 _SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "image": _IMAGE,
     "text": {"tokenizer": str, "max_length": int, "pad_id": int, "column": (str, type(None))},
-    "table": {"columns": list, "fill": list, "mean": list, "scale": list},
+    "table": {"columns": list, "categories": dict, "fill": list, "mean": list, "scale": list},
     "sound": {"sampling_rate": int, "length": int, "layout": str},
 }
 _LARGEST_SIDE = 1 << 14
@@ -86,6 +86,7 @@ class Preprocessing:
             if key not in known or not isinstance(value, known[key]) or not _finite(value):
                 raise DataError(f"{where}: its preprocessing has a wrong '{key}'", "deploy it again")
         _check_sizes(settings, where)
+        _check_table(settings, where)
         return cls(found["kind"], found["input"], settings)
 
 
@@ -163,3 +164,16 @@ def _check_sizes(settings: Mapping[str, Any], where: str) -> None:
                 raise DataError(f"{where}: its preprocessing has the {key} {side}", "deploy it again")
     if not 0 <= settings.get("length", 0) <= 1 << 28 or not 0 <= settings.get("max_length", 0) <= 1 << 20:
         raise DataError(f"{where}: its preprocessing has a wrong length", "deploy it again")
+
+
+def _check_table(settings: Mapping[str, Any], where: str) -> None:
+    """Columns and categories are names, and there is one number for each feature."""
+    columns, categories = settings.get("columns", []), settings.get("categories", {})
+    lists = [columns, *categories.values()]
+    good = all(isinstance(part, list) and all(isinstance(name, str) for name in part) for part in lists)
+    width = sum(len(categories.get(name, [None])) for name in columns) if good else -1
+    numbers = [settings[key] for key in ("fill", "mean", "scale") if key in settings]
+    if not good or any(
+        len(part) != width or not all(isinstance(number, int | float) for number in part) for part in numbers
+    ):
+        raise DataError(f"{where}: its preprocessing has wrong columns", "deploy it again")

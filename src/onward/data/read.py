@@ -9,18 +9,20 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from onward.data.images import PICTURES, read_images
 from onward.data.match_inputs import InputSpec, fit
-from onward.data.preprocessing import Preprocessing
 from onward.data.sound import SOUNDS, read_sounds
-from onward.data.tables import TABLES, apply_table, assemble, fit_table, read_table
+from onward.data.tables import TABLES, Features, apply_table, assemble, fit_table, read_table
 from onward.data.text import find_tokenizer, read_texts, takes_tokens
 from onward.errors import DataError, NonFiniteError
 from onward.train.batches import Rows
+
+if TYPE_CHECKING:
+    from onward.data.preprocessing import Preprocessing
 
 __all__ = [
     "FORMATS",
@@ -47,8 +49,11 @@ class Data:
     program: Any = None
     classes: list[str] | None = None
     preprocessing: Preprocessing | None = None
-    features: tuple[str, list[str]] | None = None
+    features: Features | None = None
+    # the features before they are rounded to the input's type: what is fitted on them needs all digits
+    exact: np.ndarray | None = None
     tokenizer: Path | None = None
+    label: str | None = None  # the column of a table that has the labels
     notes: list[str] = dataclasses.field(default_factory=list)
 
     @property
@@ -78,6 +83,11 @@ class DataOptions:
     sampling_rate: int | None = None
     # folders in which a tokenizer may lie
     near: Sequence[Path] = ()
+    # how many classes the model has, where that is known before the data is read
+    class_count: int | None = None
+    # columns of tables that are not read; or those that are, where other data has said so
+    drop: Sequence[str] = ()
+    features: Features | None = None
 
 
 def read_data(
@@ -125,6 +135,13 @@ def _read_folder(
         )
         if not (given or options.image) and made.preprocessing.settings["do_rescale"]:
             found.notes.append("pixels go from 0 to 1; --normalize imagenet if the model wants it so")
+        size = made.preprocessing.settings.get("size")
+        spec = next(spec for spec in inputs if spec.name == made.preprocessing.input)
+        if not (given or options.image) and isinstance(size, dict) and None in (spec.dims or ())[1:]:
+            found.notes.append(
+                f"the model takes images of any size: they are resized to {size['width']} × {size['height']}; "
+                "--resize sets another"
+            )
     arrays |= made.arrays
     found.classes, found.preprocessing = made.classes, made.preprocessing
 
@@ -133,7 +150,12 @@ def _read_table(
     path: Path, inputs: Sequence[InputSpec], options: DataOptions, arrays: dict, found: Data
 ) -> None:
     columns = read_table(path)
+    for name in options.drop:
+        if name not in columns:
+            raise DataError(f"--drop {name}: '{path}' has no such column", f"it has {', '.join(columns)}")
+        del columns[name]
     earlier = options.preprocessing
+    target = inputs[-1].name if len(inputs) > 1 else None
     if takes_tokens(inputs) and "input_ids" not in columns:
         settings = earlier.settings if earlier and earlier.kind == "text" else {}
         tokenizer = options.tokenizer or find_tokenizer(*options.near)
@@ -156,17 +178,27 @@ def _read_table(
         if columns and label is not None:
             column = columns.pop(label)
             columns[inputs[0].name] = column
-    features = earlier.settings.get("columns") if earlier and earlier.kind == "table" else None
+            found.label = label
+    known = options.features
+    if earlier is not None and earlier.kind == "table":
+        settings = earlier.settings
+        known = Features(earlier.input, list(settings["columns"]), settings.get("categories", {}))
     table = assemble(
-        columns, inputs, label=options.label, classes=options.classes, where=str(path), features=features
-    )
+        columns, inputs, label=options.label, classes=options.classes, class_count=options.class_count,
+        where=str(path), earlier=known, target=target,
+    )  # fmt: skip
     arrays |= table.arrays
     found.classes = table.classes or found.classes
     found.features = table.features
+    found.label = found.label or table.label
     found.notes += table.notes
     if earlier is not None and earlier.kind == "table" and earlier.input in arrays:
         arrays[earlier.input] = apply_table(arrays[earlier.input], earlier.settings)
         found.preprocessing, found.features = earlier, None
+    elif table.features is not None:
+        found.exact = exact = table.arrays[table.features.input]
+        if np.isnan(exact).any():  # until they are filled
+            arrays[table.features.input] = np.nan_to_num(exact)
 
 
 def split(data: Data, share: float, *, seed: int) -> tuple[Data, Data]:
@@ -180,45 +212,81 @@ def split(data: Data, share: float, *, seed: int) -> tuple[Data, Data]:
         raise DataError(
             f"--hold-out {share} of {data.samples} samples leaves nothing on one side", "choose another share"
         )
-    order = np.random.default_rng(seed).permutation(data.samples)
+    held_out = _held_out(data.arrays, count, np.random.default_rng(seed))
     parts = []
-    for chosen in (np.sort(order[count:]), np.sort(order[:count])):
+    for chosen in (np.flatnonzero(~held_out), np.flatnonzero(held_out)):
         arrays = {
             name: array.part(chosen) if isinstance(array, Rows) else array[chosen]
             for name, array in data.arrays.items()
         }
-        parts.append(dataclasses.replace(data, arrays=arrays, notes=[]))
+        exact = None if data.exact is None else data.exact[chosen]
+        parts.append(dataclasses.replace(data, arrays=arrays, exact=exact, notes=[]))
     return parts[0], parts[1]
+
+
+def _held_out(arrays: Mapping[str, Any], count: int, rng: np.random.Generator) -> np.ndarray:
+    """Which samples to hold out: as many of each class as its share, where the last array has classes."""
+    labels = list(arrays.values())[-1]
+    samples = len(labels)
+    order = rng.permutation(samples)
+    chosen = np.zeros(samples, bool)
+    if isinstance(labels, Rows) or labels.ndim != 1 or labels.dtype.kind not in "iub" or len(arrays) < 2:
+        chosen[order[:count]] = True
+        return chosen
+    _, classes, sizes = np.unique(labels, return_inverse=True, return_counts=True)
+    if len(sizes) * 2 > samples:
+        chosen[order[:count]] = True
+        return chosen
+    # the place of each sample among those of its class, from 0 to 1: the first of all classes are taken
+    place = np.empty(samples)
+    for kind in range(len(sizes)):
+        members = order[classes[order] == kind]
+        place[members] = (np.arange(len(members)) + rng.random()) / len(members)
+    chosen[np.argsort(place, kind="stable")[:count]] = True
+    for kind, size in enumerate(sizes):  # a class that is on one side only, though it need not be
+        members = order[classes[order] == kind]
+        if size > 1 and chosen[members].all():
+            chosen[members[0]] = False
+        elif size > 1 and not chosen[members].any() and count >= len(sizes):
+            chosen[members[0]] = True
+    return chosen
 
 
 def prepare(train: Data, others: Sequence[Data], *, standardize: bool = False) -> None:
     """Fit on the training samples what has to be learned, and do it to all; changes them in place."""
-    if train.arrays is None or train.features is None:
+    train.notes += _balance(train)
+    if train.arrays is None or train.features is None or train.exact is None:
         if standardize:
             raise DataError("--standardize is for tables", "leave it away")
         return
-    name = train.features[0]
-    values = train.arrays[name]
-    holes = [data for data in (train, *others) if data.arrays is not None and _has_holes(data.arrays[name])]
-    if not standardize and not holes:
-        train.preprocessing = Preprocessing("table", name, _columns_only(train.features[1], values))
-        return
-    made, notes = fit_table(train.arrays, train.features, standardize=standardize)
+    name = train.features.input
+    made, notes = fit_table(train.exact, train.features, standardize=standardize)
     train.notes += notes
     for data in (train, *others):
-        if data.arrays is not None:
-            kind = data.arrays[name].dtype
-            array = apply_table(data.arrays[name], made.settings)
-            data.arrays[name] = array if kind.kind != "f" else array.astype(kind)
-            data.preprocessing = made
+        if data.arrays is None or data.exact is None:
+            continue
+        kind, shape = data.arrays[name].dtype, data.arrays[name].shape
+        array = apply_table(data.exact, made.settings)
+        if kind.kind in "iu":
+            if standardize:
+                raise DataError(f"--standardize makes fractions, and '{name}' takes {kind}", "leave it away")
+            array = np.round(array)
+        data.arrays[name], data.preprocessing = array.astype(kind).reshape(shape), made
 
 
-def _columns_only(columns: list[str], values: np.ndarray) -> dict[str, Any]:
-    return {"columns": columns, "fill": [float(x) for x in np.asarray(values, np.float64).mean(axis=0)]}
-
-
-def _has_holes(array: np.ndarray) -> bool:
-    return array.dtype.kind == "f" and bool(np.isnan(array).any())
+def _balance(data: Data) -> list[str]:
+    """A remark where one class has far fewer samples than another: the accuracy says little then."""
+    labels = list((data.arrays or {0: np.zeros(0)}).values())[-1]
+    if data.classes is None or isinstance(labels, Rows) or labels.dtype.kind not in "iu" or labels.ndim != 1:
+        return []
+    sizes = np.bincount(labels[labels >= 0], minlength=len(data.classes))[: len(data.classes)]
+    least, most = int(sizes.argmin()), int(sizes.argmax())
+    if sizes[least] * 10 > sizes[most]:
+        return []
+    return [
+        f"the classes are unbalanced: '{data.classes[least]}' has {sizes[least]} training samples, "
+        f"'{data.classes[most]}' {sizes[most]}; --metric f1 counts every class alike"
+    ]
 
 
 def read_arrays(path: Path, name: str | None = None) -> dict[str, np.ndarray]:
@@ -263,6 +331,11 @@ def check_labels(data: Data, ranges: Mapping[str, Mapping[str, Any]]) -> None:
         return
     for name, entry in ranges.items():
         labels, count, ignored = data.arrays.get(name), int(entry["classes"]), entry.get("ignore_index")
+        if data.classes is not None and len(data.classes) == 1:
+            raise DataError(
+                f"the data has one class only, '{data.classes[0]}': there is nothing to tell apart",
+                "give samples of two classes or more, each with its own label or folder",
+            )
         if data.classes is not None and len(data.classes) != count:
             names = ", ".join(data.classes[:8]) + (", …" if len(data.classes) > 8 else "")
             raise DataError(
@@ -275,11 +348,13 @@ def check_labels(data: Data, ranges: Mapping[str, Mapping[str, Any]]) -> None:
         if ignored is not None:
             bad &= np.asarray(labels) != ignored
         if bad.any():
-            where = np.argwhere(bad)[0]
+            where, known = np.argwhere(bad)[0], np.unique(labels)
+            shown = ", ".join(map(str, known[:8])) + (", …" if len(known) > 8 else "")
             raise DataError(
                 f"row {int(where[0])} of the data (from 0): '{name}' has label {labels[tuple(where)]}, and the model "
                 f"has {count} classes, so labels are 0 to {count - 1}",
-                "fix the data, or make artifacts with another head: onward artifacts MODEL --classes NUMBER",
+                f"the data has {len(known)} different labels ({shown}): fix them, or make artifacts with another head: "
+                f"onward artifacts MODEL --classes {len(known)}",
             )
 
 

@@ -1,7 +1,8 @@
 """Tables (CSV, JSON lines, Parquet) as arrays: a column for an input of its name, the others together as features.
 
-Empty cells of features are NaN until `fit_table` has seen the training rows: it fills them with the mean there,
-and optionally standardizes every column. The statistics are stored, and used again for inference.
+A column of words becomes one feature for each of its categories (one-hot). Empty cells of numbers are NaN until
+`fit_table` has seen the training rows: it fills them with the mean there, and optionally standardizes every column of
+numbers. Categories and statistics are stored, and used again for inference.
 """
 
 from __future__ import annotations
@@ -22,10 +23,43 @@ from onward.errors import DataError
 if TYPE_CHECKING:
     from onward.data.match_inputs import InputSpec
 
-__all__ = ["TABLES", "Table", "apply_table", "assemble", "fit_table", "read_table"]
+__all__ = [
+    "TABLES",
+    "Features",
+    "Table",
+    "apply_table",
+    "assemble",
+    "encode",
+    "fit_table",
+    "number_labels",
+    "read_table",
+]
 
 TABLES = frozenset({".csv", ".tsv", ".jsonl", ".ndjson", ".parquet"})
+_DROP = "leave it out with --drop COLUMN, or take it out of the file"
 _EMPTY = frozenset({"", "na", "n/a", "nan", "null", "none", "?"})
+
+
+# a column with more different words is no category: names, comments, identifiers
+_MOST_CATEGORIES = 100
+
+
+@dataclass(frozen=True)
+class Features:
+    """The columns that an input is made of, and the categories of those that have words."""
+
+    input: str
+    columns: list[str]
+    categories: Mapping[str, list[str]] = field(default_factory=dict)
+
+    @property
+    def names(self) -> list[str]:
+        """One name for each feature: the column, or column=category."""
+        return [
+            name if word is None else f"{name}={word}"
+            for name in self.columns
+            for word in self.categories.get(name, [None])
+        ]
 
 
 @dataclass
@@ -34,7 +68,8 @@ class Table:
 
     arrays: dict[str, np.ndarray]
     classes: list[str] | None = None
-    features: tuple[str, list[str]] | None = None  # the input, and the columns that it is made of
+    features: Features | None = None
+    label: str | None = None  # the column of the labels
     notes: list[str] = field(default_factory=list)
 
 
@@ -66,7 +101,7 @@ def _read_csv(path: Path) -> dict[str, np.ndarray]:
                 f"'{path}', row {number}: {len(row)} cells, the header has {len(header)}",
                 "is a comma missing?",
             )
-    return {name: _column([row[i] for row in rows[1:]], name, path, first=2) for i, name in enumerate(header)}
+    return {name: _column([row[i] for row in rows[1:]], name, path) for i, name in enumerate(header)}
 
 
 def _read_json_lines(path: Path) -> dict[str, np.ndarray]:
@@ -111,39 +146,34 @@ def _read_parquet(path: Path) -> dict[str, np.ndarray]:
 def _values(values: list[Any], name: str, path: Path) -> np.ndarray:
     """A column of Python objects; lists of equal length become rows of a matrix."""
     if any(isinstance(value, str) for value in values):
-        return _words([None if value is None else str(value) for value in values], name, path, first=1)
+        return np.asarray(["" if value is None else str(value).strip() for value in values])
     if any(isinstance(value, dict) for value in values):
         raise DataError(f"'{path}': column '{name}' holds objects", "flatten them first")
+    if all(value is None for value in values):
+        raise DataError(f"'{path}': column '{name}' is empty", _DROP)
     try:
         array = np.asarray([np.nan if value is None else value for value in values])
     except ValueError as error:
         raise DataError(f"'{path}': the rows of '{name}' have different lengths", "pad them") from error
     if array.dtype.kind == "O":
-        raise DataError(f"'{path}': column '{name}' is neither numbers nor words", "drop it")
+        raise DataError(f"'{path}': column '{name}' is neither numbers nor words", _DROP)
     return array
 
 
-def _column(cells: Sequence[str], name: str, path: Path, *, first: int) -> np.ndarray:
-    empty = [cell.strip().lower() in _EMPTY for cell in cells]
+def _column(cells: Sequence[str], name: str, path: Path) -> np.ndarray:
+    """A column of a CSV file: numbers where all cells that are not empty are, else words."""
     try:
-        numbers = np.asarray([np.nan if hole else float(cell) for cell, hole in zip(cells, empty)])
+        numbers = np.asarray(cells).astype(np.float64)
     except ValueError:
-        return _words([None if not cell.strip() else cell.strip() for cell in cells], name, path, first=first)
-    if all(empty):
-        raise DataError(f"'{path}': column '{name}' is empty", "drop it")
+        empty = [cell.strip().lower() in _EMPTY for cell in cells]
+        try:
+            numbers = np.asarray([np.nan if hole else float(cell) for cell, hole in zip(cells, empty)])
+        except ValueError:
+            return np.asarray([cell.strip() for cell in cells])
+    if np.isnan(numbers).all():
+        raise DataError(f"'{path}': column '{name}' is empty", _DROP)
     whole = np.isfinite(numbers).all() and np.array_equal(numbers, np.round(numbers))
-    return numbers.astype(np.int64 if whole and np.abs(numbers).max() < 2**53 else np.float32)
-
-
-def _words(values: Sequence[str | None], name: str, path: Path, *, first: int) -> np.ndarray:
-    """Words have no mean: an empty cell among them is an error that names the row."""
-    hole = next((row for row, value in enumerate(values) if value is None), None)
-    if hole is not None:
-        raise DataError(
-            f"'{path}', row {hole + first}: '{name}' is empty",
-            "fill or drop rows with empty cells of words first",
-        )
-    return np.asarray(values)
+    return numbers.astype(np.int64) if whole and np.abs(numbers).max() < 2**53 else numbers
 
 
 def assemble(
@@ -152,12 +182,15 @@ def assemble(
     *,
     label: str | None = None,
     classes: Sequence[str] | None = None,
+    class_count: int | None = None,
     where: str = "the table",
-    features: Sequence[str] | None = None,
+    earlier: Features | None = None,
+    target: str | None = None,
 ) -> Table:
     """Arrays for a model's inputs: columns of their name, the label, and the rest as features.
 
-    `features` are the columns that training had, in its order.
+    `target` is the input that takes labels, and `class_count` how many classes the model has; `earlier` are the columns
+    that training had, in its order.
     """
     left = dict(columns)
     made = Table({})
@@ -168,74 +201,227 @@ def assemble(
         if spec.name in left:
             made.arrays[spec.name] = left.pop(spec.name)
     if wanted:
-        target = wanted[-1] if len(inputs) > 1 and wanted[-1] is inputs[-1] else None
-        if target is not None and left:
+        last = wanted[-1] if len(inputs) > 1 and wanted[-1] is inputs[-1] else None
+        if last is not None and left:
             name = label or list(left)[-1]
             if name in left:
-                made.arrays[target.name] = left.pop(name)
-                if label is None and name != target.name:
-                    made.notes.append(f"taking the last column, '{name}', as the model's '{target.name}'")
-            wanted = [spec for spec in wanted if spec is not target]
+                made.arrays[last.name], made.label = left.pop(name), name
+                if label is None and name != last.name:
+                    made.notes.append(f"the last column, '{name}', is the label; --label names another one")
+            wanted = [spec for spec in wanted if spec is not last]
         elif label is not None:
             left.pop(label, None)  # a table of the training set, used for inference
         if len(wanted) > 1:
             names = ", ".join(f"'{spec.name}'" for spec in wanted)
             raise DataError(f"'{where}' has no columns {names}", f"it has {', '.join(columns)}")
         if wanted:
-            if features is not None:
-                missing = [name for name in features if name not in left]
-                if missing:
-                    raise DataError(
-                        f"'{where}' has no column '{missing[0]}', which the model was trained with",
-                        f"it has {', '.join(columns)}",
-                    )
-                left = {name: left[name] for name in features}
-            made.arrays[wanted[0].name] = _features(left, where)
-            if all(column.ndim == 1 for column in left.values()):
-                made.features = (wanted[0].name, list(left))
+            _add_features(made, left, wanted[0], where, earlier)
     for spec in inputs:
         array = made.arrays.get(spec.name)
-        if array is None:
+        if array is None or (made.features is not None and spec.name == made.features.input):
             continue
-        if spec.is_integer and array.dtype.kind == "f" and np.isnan(array).any():
-            row = int(np.argwhere(np.isnan(array))[0][0])
-            raise DataError(f"'{where}', sample {row}: the label is empty", "fill it, or drop the row")
-        if array.dtype.kind in "UO" or (spec.is_integer and array.dtype.kind == "b"):
-            if not spec.is_integer:
-                raise DataError(f"'{where}': the column of '{spec.name}' has words", f"it takes {spec}")
-            made.arrays[spec.name], made.classes = number_classes(
-                [str(word) for word in array], classes, where
+        if not spec.is_integer and array.dtype.kind in "UO":
+            raise DataError(
+                f"'{where}': the column of '{spec.name}' has words", f"it takes {spec}; is --label right?"
             )
-            made.notes.append(f"{len(made.classes)} classes: {', '.join(made.classes[:8])}")
+        if spec.is_integer and spec.name == target and array.ndim == 1:
+            made.arrays[spec.name], made.classes = number_labels(array, classes, class_count, where)
+            if made.classes is not None:
+                shown = ", ".join(made.classes[:8]) + (", …" if len(made.classes) > 8 else "")
+                made.notes.append(f"{len(made.classes)} classes: {shown}")
     return made
 
 
+def _add_features(
+    made: Table, left: dict[str, np.ndarray], spec: InputSpec, where: str, earlier: Features | None
+) -> None:
+    """Put what is left of the columns together, for one input."""
+    if earlier is not None:
+        missing = [name for name in earlier.columns if name not in left]
+        if missing:
+            raise DataError(
+                f"'{where}' has no column '{missing[0]}', which the model was trained with",
+                f"it has {', '.join(left)}",
+            )
+        left = {name: left[name] for name in earlier.columns}
+    if not left:
+        raise DataError(f"'{where}' has no column left for the features", "is it the right file?")
+    if any(column.ndim > 1 for column in left.values()):
+        words = next((name for name, column in left.items() if column.dtype.kind in "UO"), None)
+        if words is not None:
+            raise DataError(f"'{where}': column '{words}' has words, beside columns of lists", _DROP)
+        parts = [column.reshape(len(column), -1) for column in left.values()]
+        made.arrays[spec.name] = np.concatenate(parts, axis=1)
+        return
+    categories = (
+        dict(earlier.categories)
+        if earlier is not None
+        else {name: _categories(name, c, where) for name, c in left.items() if c.dtype.kind in "UO"}
+    )
+    made.features = Features(spec.name, list(left), categories)
+    made.arrays[spec.name] = encode(left, made.features, where)
+    if earlier is None:
+        for name, words in categories.items():
+            made.notes.append(
+                f"column '{name}' has words: one feature for each of its {len(words)} categories"
+            )
+        names = made.features.names
+        takes = spec.dims[1] if spec.dims is not None and len(spec.dims) == 2 else None
+        if takes is not None and takes != len(names):
+            shown = ", ".join(names[:12]) + (", …" if len(names) > 12 else "")
+            raise DataError(
+                f"'{where}' makes {len(names)} features, and the model's '{spec.name}' takes {takes}",
+                f"the features are {shown}; leave columns out with --drop COLUMN",
+            )
+
+
+def _categories(name: str, column: np.ndarray, where: str) -> list[str]:
+    """The different words of a column; an error for one that has numbers, or too many of them."""
+    words = sorted({str(word) for word in column} - {""})
+    if not words:
+        raise DataError(f"'{where}': column '{name}' is empty", _DROP)
+    numeric = np.asarray([_is_number(word) for word in column])
+    filled = np.asarray([bool(word) for word in column])
+    if numeric.sum() * 2 > filled.sum():
+        row = int(np.flatnonzero(filled & ~numeric)[0])
+        raise DataError(
+            f"{_place(where, row)}: '{name}' is '{column[row]}', and most of the column are numbers",
+            "fix it, or leave the cell empty",
+        )
+    if len(words) > _MOST_CATEGORIES:
+        raise DataError(
+            f"'{where}': column '{name}' has {len(words):,} different words, too many for categories", _DROP
+        )
+    return words
+
+
+def _place(where: str, row: int) -> str:
+    """A sample as its file counts rows: from 1, and a CSV file's header is the first."""
+    first = {".csv": 2, ".tsv": 2, ".jsonl": 1, ".ndjson": 1, ".parquet": 1}.get(Path(where).suffix.lower())
+    return f"'{where}', sample {row} (from 0)" if first is None else f"'{where}', row {row + first}"
+
+
+def _is_number(cell: Any) -> bool:
+    try:
+        float(cell)
+    except ValueError:
+        return False
+    return True
+
+
+def encode(columns: Mapping[str, Any], features: Features, where: str = "data") -> np.ndarray:
+    """A row of numbers for each sample: numbers as they are, words as one 1 among zeros.
+
+    A category that training had not, or an empty cell, is zeros.
+
+    >>> columns = {"age": [3, 5], "kind": ["oak", "fir"]}
+    >>> encode(columns, Features("x", ["age", "kind"], {"kind": ["fir", "oak"]})).tolist()
+    [[3.0, 0.0, 1.0], [5.0, 1.0, 0.0]]
+    """
+    parts = []
+    for name in features.columns:
+        column = np.asarray(columns[name])
+        if name in features.categories:
+            words = np.asarray([_word(cell) for cell in column])
+            parts += [(words == word).astype(np.float64) for word in features.categories[name]]
+            continue
+        try:
+            parts.append(column.astype(np.float64))
+        except (ValueError, TypeError):
+            row = next(i for i, cell in enumerate(column) if not _is_number(cell))
+            raise DataError(
+                f"{_place(where, row)}: '{name}' is '{column[row]}', and training had numbers there",
+                "fix it, or leave the cell empty",
+            ) from None
+    return np.stack(parts, axis=1)
+
+
+def _word(cell: Any) -> str:
+    """A cell as a category's name: numbers as CSV files have them."""
+    if isinstance(cell, float | np.floating) and float(cell).is_integer():
+        cell = int(cell)
+    return str(cell)
+
+
+def number_labels(
+    labels: np.ndarray, classes: Sequence[str] | None, class_count: int | None, where: str
+) -> tuple[np.ndarray, list[str] | None]:
+    """Labels as numbers from 0, and the names of the classes where there are any.
+
+    Words and numbers that do not count from 0 (years, 1 to 5) are names; numbers that do are taken as they are.
+    """
+    if labels.dtype.kind == "f" and np.isnan(labels).any():
+        row = int(np.argwhere(np.isnan(labels))[0][0])
+        raise DataError(f"{_place(where, row)}: the label is empty", "fill it, or drop the row")
+    if labels.dtype.kind == "f":
+        if not np.array_equal(labels, np.round(labels)):
+            row = int(np.flatnonzero(labels != np.round(labels))[0])
+            raise DataError(
+                f"{_place(where, row)}: the label is {labels[row]:g}: classes are words or whole numbers",
+                "to predict numbers choose another loss, such as mse; is the label column right?",
+            )
+        labels = labels.astype(np.int64)
+    if labels.dtype.kind in "iu":
+        known = np.unique(labels)
+        named = classes is not None and all(_is_number(name) for name in classes)
+        count = len(classes) if classes is not None else class_count
+        counted = known[0] >= 0 and known[-1] < (len(known) if count is None else count)
+        if (counted and not named) or (known[0] < 0 and class_count is not None):
+            return labels, None
+        if count is not None and not named and len(known) != count:
+            return labels, None  # out of range: refused with the row, where the model is known
+        if classes is None and len(known) > max(20, len(labels) // 2):
+            raise DataError(
+                f"'{where}': the label has {len(known):,} different numbers in {len(labels):,} samples",
+                "to predict numbers choose another loss, such as mse; is the label column right?",
+            )
+        if classes is None:
+            classes = [str(number) for number in known]
+    words = [str(word) for word in labels]
+    if "" in words:
+        raise DataError(f"{_place(where, words.index(''))}: the label is empty", "fill it, or drop the row")
+    return number_classes(words, classes, where)
+
+
 def fit_table(
-    train: dict[str, Any], features: tuple[str, list[str]], *, standardize: bool
+    values: np.ndarray, features: Features, *, standardize: bool
 ) -> tuple[Preprocessing, list[str]]:
     """What to do to the features, found on the training rows alone; and remarks on it."""
-    name, columns = features
-    values = np.asarray(train[name], np.float64)
-    counted = np.isfinite(values)
-    missing = np.count_nonzero(~counted, axis=0)
+    names, numbers = features.names, [name not in features.categories for name in features.columns]
+    is_number = np.asarray(
+        [
+            number
+            for name, number in zip(features.columns, numbers)
+            for _ in features.categories.get(name, [None])
+        ]
+    )
+    missing = np.count_nonzero(np.isnan(values), axis=0)
     if np.isinf(values).any():
         row, column = (int(i) for i in np.argwhere(np.isinf(values))[0])
-        raise DataError(f"sample {row}: '{columns[column]}' is infinite", "drop the row, or fix it")
-    empty = [columns[i] for i in np.flatnonzero(missing == len(values))]
+        raise DataError(f"sample {row} (from 0): '{names[column]}' is infinite", "drop the row, or fix it")
+    empty = [names[i] for i in np.flatnonzero(missing == len(values))]
     if empty:
-        raise DataError(f"column '{empty[0]}' has no number among the training rows", "drop it")
-    with np.errstate(invalid="ignore"):
-        mean = np.nanmean(values, axis=0)
-        spread = np.nanstd(values, axis=0)
-    settings: dict[str, Any] = {"columns": columns, "fill": [float(x) for x in mean]}
+        raise DataError(f"column '{empty[0]}' has no number among the training rows", _DROP)
+    mean = np.where(is_number, np.nanmean(values, axis=0), 0.0)
+    spread = np.where(is_number, np.nanstd(values, axis=0), 1.0)
+    settings: dict[str, Any] = {"columns": features.columns, "fill": [float(x) for x in mean]}
+    if features.categories:
+        settings["categories"] = dict(features.categories)
     notes = [
-        f"{missing[i]} empty cells of '{columns[i]}' take the mean of the training rows, {mean[i]:.4g}"
+        f"{missing[i]} empty cells of '{names[i]}' take the mean of the training rows, {mean[i]:.4g}"
         for i in np.flatnonzero(missing)
     ]
     if standardize:
         settings |= {"mean": settings["fill"], "scale": [float(x) if x > 0 else 1.0 for x in spread]}
-        notes.append(f"{len(columns)} columns are brought to mean 0 and deviation 1, as in the training rows")
-    return Preprocessing("table", name, settings), notes
+        notes.append(
+            f"{int(is_number.sum())} columns of numbers are brought to mean 0 and deviation 1, as in the training rows"
+        )
+    elif is_number.any() and (largest := float(np.nanmax(np.abs(values[:, is_number])))) > 100:
+        column = names[int(np.nanargmax(np.where(is_number, np.abs(values), 0).max(axis=0)))]
+        notes.append(
+            f"'{column}' goes up to {largest:.4g}: --standardize if the model was trained on scaled columns"
+        )
+    return Preprocessing("table", features.input, settings), notes
 
 
 def apply_table(array: np.ndarray, settings: Mapping[str, Any]) -> np.ndarray:
@@ -247,15 +433,3 @@ def apply_table(array: np.ndarray, settings: Mapping[str, Any]) -> np.ndarray:
     if settings.get("mean"):
         values = (values - np.asarray(settings["mean"])) / np.asarray(settings["scale"])
     return values.astype(np.float32)
-
-
-def _features(columns: Mapping[str, np.ndarray], where: str) -> np.ndarray:
-    if not columns:
-        raise DataError(f"'{where}' has no column left for the features", "is it the right file?")
-    for name, column in columns.items():
-        if column.dtype.kind not in "biuf":
-            raise DataError(
-                f"'{where}': column '{name}' has words, not numbers", "drop it, or make numbers of it first"
-            )
-    parts = [column[:, None] if column.ndim == 1 else column for column in columns.values()]
-    return np.concatenate([part.reshape(len(part), -1) for part in parts], axis=1)

@@ -131,6 +131,9 @@ def read_texts(
             "the model reads tokens, and there is no tokenizer.json beside it",
             "put the model's tokenizer.json beside the model or the artifacts, or name it: --tokenizer FILE",
         )
+    hole = next((row for row, text in enumerate(columns[name]) if not str(text).strip()), None)
+    if hole is not None:
+        raise DataError(f"'{where}', sample {hole} (from 0): '{name}' is empty", "fill it, or drop the row")
     settings = {**text_settings(tokenizer, max_length=max_length), "column": name}
     names = [spec.name for spec in inputs]
     arrays = tokenize(list(columns[name]), open_tokenizer(tokenizer, settings), settings, names)

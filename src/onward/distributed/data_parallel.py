@@ -20,7 +20,6 @@ from onward.api.state import CheckpointState
 from onward.distributed.agreement import same_everywhere
 from onward.distributed.comm import Communicator, device_of_rank
 from onward.distributed.sharding import ShardedOptimizer, bounds_of
-from onward.runtime.signature import Signature
 
 if TYPE_CHECKING:
     from onward.checkpoint.content import CheckpointData

@@ -18,7 +18,6 @@ from onward.distributed.errors import DistributedError
 from onward.runtime.memory import FlatBuffer
 from onward.runtime.optimizers import make_updater
 from onward.runtime.optimizers.updater import ElementwiseUpdater
-from onward.runtime.sessions import ModelFile
 
 if TYPE_CHECKING:
     from onward.api.module import Module

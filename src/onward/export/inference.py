@@ -23,6 +23,7 @@ from onward.export.quantize.static import STATIC, quantize_static
 from onward.graph.load import load_model
 from onward.graph.prune import prune
 from onward.graph.save import write_model
+from onward.runtime.devices import Device, DeviceLike, find_device
 from onward.runtime.inference_model import inference_model, place_files
 from onward.runtime.sessions import open_session
 
@@ -60,6 +61,7 @@ def for_inference(
     external_data: bool | None = None,
     opset: int | None = None,
     metadata: Mapping[str, str] | None = None,
+    device: DeviceLike = "cpu",
 ) -> InferenceExport:
     """Export a trained model for inference, and check that its outputs equal the evaluation model's.
 
@@ -69,13 +71,15 @@ def for_inference(
     "int8-static", which finds ranges on `inputs` and is the fast one for convolutions; its effect is measured and
     reported, not judged. `external_data` puts the weights into a file of their own; `opset`
     writes the model in an older one, where its operators have the same meaning there. `metadata` is written into
-    the file besides: the names of its classes, say.
+    the file besides: the names of its classes, say. The check compares the written model on `device` with the
+    evaluation model on the CPU.
 
     >>> written = for_inference("out/eval_model.onnx", "out/checkpoint", ["scores"], "model.onnx")
     >>> written.parity.passed
     True
     """
     data = _data(state)
+    chosen = find_device(device)
     target = Path(path)
     scheme = STATIC if quantize_to == STATIC else scheme_name(quantize_to)
     if scheme == STATIC and inputs is None:
@@ -97,7 +101,7 @@ def for_inference(
         made = folder / target.name
         write_model(model, made, external=external_data)
         if wanted is not None:
-            parity = compare(wanted, _run(str(made), feeds), rtol=rtol, atol=atol)
+            parity = compare(wanted, _run(str(made), feeds, chosen), rtol=rtol, atol=atol)
             if not parity.passed:
                 raise ParityError(
                     f"the exported model differs from the evaluation model; not written:\n{parity}"
@@ -173,8 +177,10 @@ def _reference(
         return None
 
 
-def _run(model: bytes | str, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    session = open_session(model)
+def _run(
+    model: bytes | str, feeds: Mapping[str, np.ndarray], device: Device | None = None
+) -> dict[str, np.ndarray]:
+    session = open_session(model, providers=(device or Device("cpu")).providers())
     wanted = {value.name for value in session.get_inputs()}
     results = session.run(None, {name: array for name, array in feeds.items() if name in wanted})
     return {value.name: np.asarray(result) for value, result in zip(session.get_outputs(), results)}

@@ -19,7 +19,7 @@ from onward.data.images import PICTURES, open_picture
 from onward.data.preprocess import image
 from onward.data.preprocessing import KEY, Preprocessing
 from onward.data.sound import fit_wave, read_wave
-from onward.data.tables import apply_table
+from onward.data.tables import Features, apply_table, encode
 from onward.data.text import open_tokenizer, tokenize
 from onward.errors import DataError, ModelError
 from onward.pipeline.postprocess import labelled
@@ -64,11 +64,7 @@ class Classifier:
         if done.kind == "text":
             return tokenize(items, self.tokenizer, done.settings, taken)
         if done.kind == "table":
-            return {
-                done.input: apply_table(
-                    np.stack([_row(item, done.settings) for item in items]), done.settings
-                )
-            }
+            return {done.input: apply_table(_rows(items, done), done.settings)}
         prepare = _picture if done.kind == "image" else _sound
         return {done.input: np.stack([prepare(item, done.settings) for item in items])}
 
@@ -83,7 +79,9 @@ class Classifier:
     def _is_row(self, inputs: list[Any]) -> bool:
         """Whether a list is one row of a table, not a list of rows."""
         is_table = self.preprocessing is not None and self.preprocessing.kind == "table"
-        return is_table and all(isinstance(item, int | float | np.number) for item in inputs)
+        return is_table and all(
+            item is None or isinstance(item, int | float | str | np.number) for item in inputs
+        )
 
 
 _TYPES = {
@@ -156,12 +154,28 @@ def _sound(item: Any, settings: Mapping[str, Any]) -> np.ndarray:
     return fit_wave(np.asarray(item, np.float32).reshape(-1), settings.get("sampling_rate", 1), settings)
 
 
-def _row(item: Any, settings: Mapping[str, Any]) -> np.ndarray:
-    if isinstance(item, Mapping):
-        missing = [name for name in settings["columns"] if name not in item]
-        if missing:
-            raise DataError(
-                f"the row has no '{missing[0]}'", f"the model takes {', '.join(settings['columns'])}"
-            )
-        item = [item[name] for name in settings["columns"]]
-    return np.asarray([np.nan if value is None else value for value in item], np.float64)
+def _rows(items: Sequence[Any], done: Preprocessing) -> np.ndarray:
+    """Rows of a table, each a dict or a list of cells, as numbers; empty cells are None."""
+    names = list(done.settings["columns"])
+    cells = []
+    for item in items:
+        if isinstance(item, Mapping):
+            missing = [name for name in names if name not in item]
+            if missing:
+                raise DataError(f"the row has no '{missing[0]}'", f"the model takes {', '.join(names)}")
+            item = [item[name] for name in names]
+        if len(item) != len(names):
+            raise DataError(f"the row has {len(item)} cells", f"the model takes {', '.join(names)}")
+        cells.append(list(item))
+    features = Features(done.input, names, done.settings.get("categories", {}))
+    columns = {
+        name: [_filled(row[i], words=name in features.categories) for row in cells]
+        for i, name in enumerate(names)
+    }
+    return encode(columns, features)
+
+
+def _filled(cell: Any, *, words: bool) -> Any:
+    if cell is None or (isinstance(cell, str) and not cell.strip()):
+        return "" if words else np.nan
+    return cell

@@ -23,6 +23,7 @@ from onward.data.augment import make_augmentation
 from onward.data.match_inputs import InputSpec, fit, specs_of
 from onward.data.preprocessing import KEY, Preprocessing, beside, image_settings
 from onward.data.read import Data, DataOptions, blame_data, check_labels, prepare, read_data, split
+from onward.data.tables import number_labels
 from onward.errors import DataError, NonFiniteError
 from onward.export.inference import InferenceExport, for_inference
 from onward.graph.gate import read_proto
@@ -31,6 +32,7 @@ from onward.pipeline.classifier import Classifier
 from onward.pipeline.language import finetune_language_model
 from onward.runtime.inference_model import inference_model, to_bytes
 from onward.runtime.sessions import open_session
+from onward.train.batches import Rows
 from onward.train.schedules import Schedule, require_schedule
 from onward.train.trainer import Trainer
 
@@ -130,6 +132,7 @@ def finetune(
     crop: int | None = None,
     augment: Sequence[str] = (),
     standardize: bool = False,
+    drop: Sequence[str] = (),
     text_column: str | None = None,
     tokenizer: str | os.PathLike[str] | None = None,
     max_length: int | None = None,
@@ -189,17 +192,22 @@ def finetune(
         max_length=max_length,
         sampling_rate=sampling_rate,
         near=near,
+        class_count=classes if isinstance(classes, int) else None,
+        drop=list(drop),
     )
     train = _read(data, [*inputs, target], options)
     whole, evaluation = train, None
     if eval_data is not None:
-        evaluation = _read(eval_data, [*inputs, target], dataclasses.replace(options, classes=train.classes))
+        same = dataclasses.replace(options, classes=train.classes, features=train.features, drop=())
+        evaluation = _read(eval_data, [*inputs, target], same)
     elif hold_out:
         train, evaluation = split(train, hold_out, seed=seed)
         train.notes = whole.notes
     prepare(train, [] if evaluation is None else [evaluation], standardize=standardize)
+    if classes == "data" and not classifies:
+        classes = int(np.prod(np.shape((whole.arrays or {})[target.name])[1:], initial=1))
     made, names = _artifacts(
-        proto if near == [] else near[0], whole, classes if classifies or classes != "data" else None, head,
+        proto if near == [] else near[0], whole, classes, head,
         loss=kind, optimizer=optimizer, batch_norm=batch_norm, requires_grad=requires_grad,
         frozen_params=frozen_params, lora=lora, seed=seed,
     )  # fmt: skip
@@ -215,12 +223,12 @@ def finetune(
             callbacks=callbacks, progress=progress, device=device,
         )  # fmt: skip
         order = trainer.module.input_names()
-        specs = [next((s for s in inputs if s.name == name), target) for name in order]
-        arrays = _in_order(train, order, target.name)
+        specs = specs_of(ir.to_proto(made.training).graph, order)
+        arrays = _in_order(train, specs, target.name)
         transform = make_augmentation(augment, specs, train) if augment else None
         try:
             trainer.fit(
-                arrays, None if evaluation is None else _in_order(evaluation, order, target.name),
+                arrays, None if evaluation is None else _in_order(evaluation, specs, target.name),
                 epochs=epochs, batch_size=batch_size or 32, best_metric=best_metric, transform=transform,
             )  # fmt: skip
         except NonFiniteError as error:
@@ -271,12 +279,17 @@ def _read(data: Any, inputs: Sequence[InputSpec], options: DataOptions) -> Data:
         data = {spec.name: item for spec, item in zip(inputs, data)}
     if not isinstance(data, Mapping):
         raise TypeError(f"data is a path, a tuple of arrays or a dict of them, not {type(data).__name__}")
-    arrays, classes = {name: np.asarray(array) for name, array in data.items()}, None
-    words = next((name for name, array in arrays.items() if array.dtype.kind in "UO"), None)
-    if words is not None:
-        from onward.data.images import number_classes
-
-        arrays[words], classes = number_classes([str(w) for w in arrays[words]], options.classes, words)
+    arrays: dict[str, Any] = {
+        name: array if isinstance(array, Rows) else np.asarray(array) for name, array in data.items()
+    }
+    classes, last = None, inputs[-1]
+    label = (
+        last.name
+        if last.name in arrays
+        else next((n for n, a in arrays.items() if a.dtype.kind in "UO"), None)
+    )
+    if label is not None and last.is_integer and arrays[label].ndim == 1:
+        arrays[label], classes = number_labels(arrays[label], options.classes, options.class_count, label)
     fitted, notes = fit(arrays, inputs)
     return Data(fitted, classes=classes or (list(options.classes) if options.classes else None), notes=notes)
 
@@ -295,7 +308,7 @@ def _artifacts(
     elif classes is not None and not isinstance(classes, int):
         names = list(classes)
     if classes is not None:
-        scores = loss.name != "NLLLoss"
+        scores = loss.name not in ("NLLLoss", "KLDivLoss")
         model = replace_head(model, classes=classes, head=head, scores=scores, seed=seed)
     elif head is not None:
         raise ValueError("head needs classes: it is the layer to replace")
@@ -309,10 +322,11 @@ def _renamed(data: Data, made: Artifacts, inputs: Sequence[InputSpec]) -> dict[s
     return {(labels[0] if name not in known and labels else name): array for name, array in arrays.items()}
 
 
-def _in_order(data: Data, order: Sequence[str], target: str) -> dict[str, Any]:
-    """The arrays by the training model's names: what is no input of the model is the target."""
+def _in_order(data: Data, specs: Sequence[InputSpec], target: str) -> dict[str, Any]:
+    """The arrays by the training model's names and shapes: what is no input of the model is the target."""
     arrays = data.arrays or {}
-    return {name: arrays[name] if name in arrays else arrays[target] for name in order}
+    named = {spec.name: arrays[spec.name if spec.name in arrays else target] for spec in specs}
+    return fit(named, specs)[0]
 
 
 @contextlib.contextmanager

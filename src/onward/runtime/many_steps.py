@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import onnxruntime as ort
@@ -57,6 +57,7 @@ class ManySteps:
         """Join these, if they can be joined and are small enough to gain by it."""
         if not getattr(step, "is_whole", False) or not updater.is_host_vector:
             return None
+        step, updater = cast("TrainingStep", step), cast("HostUpdater", updater)
         signature = step.signature
         fits = (
             memory.device.memory == "host"

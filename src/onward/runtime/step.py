@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -20,7 +20,7 @@ from onward.graph.passes.device_forms import prefer_device_forms
 from onward.graph.passes.known_shapes import specialize_shapes
 from onward.graph.passes.row_gradients import scatter_in_place
 from onward.graph.passes.specialize import specialize_reset
-from onward.runtime.autotune import tune, wanted
+from onward.graph.passes.static_masks import simplify_static_masks
 from onward.runtime.bound import Bound, DeviceBound, RecordingError, bind, warn_unrecorded
 from onward.runtime.memory import ModelMemory, Tensor, make_tensor
 from onward.runtime.sessions import ModelFile, make_session, read_model, session_beside
@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from onward.runtime.devices import Device
 
 __all__ = ["EvaluationStep", "Step", "TrainingStep", "with_outputs"]
+
+# Puts the fastest forms into a training model for inputs of known shapes.
+Tune = Callable[[onnx.ModelProto, Mapping[str, Sequence[int]], "ort.SessionOptions | None"], object]
 
 # Sessions made for the shapes of a batch that are kept, and how often a shape must come to replace one of them.
 _KEPT, _OFTEN = 4, 8
@@ -56,7 +59,7 @@ class Step(Protocol):
 class TrainingStep:
     """The training model, specialized for overwriting and (when first needed) for accumulating gradients.
 
-    On a device and with `autotune`, also for the shapes of the batch: the sessions of the last few shapes are
+    On a device and with `tune` (see `autotune`), also for the shapes of the batch: the sessions of the last few shapes are
     cached, other shapes run in one session for all shapes.
     """
 
@@ -68,14 +71,14 @@ class TrainingStep:
         *,
         device: Device,
         options: ort.SessionOptions | None = None,
-        autotune: bool = False,
+        tune: Tune | None = None,
     ) -> None:
         self._model = read_model(source, "training")
         self._path = _describe(source)
         self.signature = read_signature(self._model, self._path, "training")
         self._device, self._options = device, options
-        self._tunes = device.memory == "host" and wanted(autotune)
-        self._specializes = device.memory == "device" or self._tunes
+        self._tune = tune if device.memory == "host" else None
+        self._specializes = device.memory == "device" or self._tune is not None
         self._bound: dict[bool, Bound] = {}
         self._by_shape: OrderedDict[tuple, Bound] = OrderedDict()
         self._seen: Counter[tuple] = Counter()
@@ -166,8 +169,8 @@ class TrainingStep:
         self, *, reset: bool, shapes: dict[str, tuple[int, ...]] | None = None
     ) -> tuple[onnx.ModelProto, dict[str, str] | None]:
         """The training model as a session gets it, and the gradients of which it writes some rows only."""
-        tunes = self._tunes and shapes is not None
-        model, rows = specialize_reset(self._model, reset=reset, keep_shapes=tunes), None
+        tune = self._tune if shapes is not None else None
+        model, rows = specialize_reset(self._model, reset=reset, keep_shapes=tune is not None), None
         if self._device.memory == "host":
             rows = scatter_in_place(model)
         if self._device.memory == "device":
@@ -175,9 +178,10 @@ class TrainingStep:
         if shapes is not None:
             known = {name: tuple(shape) for name, shape in shapes.items()}
             known |= {f"{n}{BUFFER}": known[n] for n in self.signature.input_gradients}
-            if tunes:
+            if tune is not None:
                 tune(model, known, self._options)
             specialize_shapes(model, known)
+            simplify_static_masks(model)
         if self._device.memory == "device":
             prefer_device_forms(model)
         return model, rows

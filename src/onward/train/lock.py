@@ -21,6 +21,8 @@ except ImportError:  # Windows
 __all__ = ["run_lock"]
 
 _NAME = ".lock"
+# folders that this process holds: a command holds one around a trainer that does
+_held: set[Path] = set()
 
 
 @contextlib.contextmanager
@@ -34,7 +36,7 @@ def run_lock(folder: Path | None) -> Iterator[None]:
     ...     sorted(path.name for path in Path(folder).iterdir())
     ['.lock']
     """
-    if folder is None:
+    if folder is None or folder.resolve() in _held:
         yield
         return
     path = folder / _NAME
@@ -44,6 +46,8 @@ def run_lock(folder: Path | None) -> Iterator[None]:
         raise OnwardError(
             f"'{folder}' is being written by {_holder(path)}: wait for it, or choose another folder"
         )
+    place = folder.resolve()
+    _held.add(place)
     try:
         file.seek(0)
         file.truncate()
@@ -53,6 +57,7 @@ def run_lock(folder: Path | None) -> Iterator[None]:
         file.flush()
         yield
     finally:
+        _held.discard(place)
         _release(file)
         file.close()
         with contextlib.suppress(OSError):

@@ -23,6 +23,7 @@ from onward.api.state import CheckpointState
 from onward.checkpoint import store
 from onward.errors import MAKE_ARTIFACTS, ModelError, NonFiniteError, OnwardError
 from onward.runtime.environment import environment
+from onward.runtime.sessions import read_model
 from onward.runtime.step import EvaluationStep
 from onward.train.artifact_set import ArtifactFiles, find_artifacts
 from onward.train.batches import (
@@ -37,6 +38,7 @@ from onward.train.batches import (
 from onward.train.callbacks import Callback, Progress, improves
 from onward.train.evaluation import evaluate
 from onward.train.history import History
+from onward.train.infinite_slope import infinite_slope
 from onward.train.interrupt import DeferredInterrupt
 from onward.train.lock import run_lock
 from onward.train.metrics import Metric, find_metrics
@@ -130,6 +132,7 @@ class Trainer:
         self._place = Place()
         # is the output directory our own, is no batch half done, has the epoch further batches
         self._owned, self._whole, self._remains = False, True, False
+        self._last_batch: Batch | None = None
         self._build(CheckpointState(self._files.load_checkpoint()), seed=seed)
 
     @property
@@ -373,6 +376,7 @@ class Trainer:
         if place.weights and place.weights[-1] != weight:
             # what is there counts in units of the next batch
             module.memory.gradients.whole.scale(place.weights[-1] / weight)
+        self._last_batch = batch
         try:
             results = module(*batch)
         except (ValueError, NonFiniteError) as error:
@@ -407,11 +411,35 @@ class Trainer:
                 )
         return error
 
+    def _with_slope(self, error: NonFiniteError) -> NonFiniteError:
+        """The same error, with the operator whose gradient is infinite, where there is one."""
+        if self._files.evaluation is None or self._last_batch is None:
+            return error
+        model = read_model(self._files.evaluation, "eval")
+        feeds = dict(zip(self.module.signature.inputs, map(np.asarray, self._last_batch)))
+        feeds |= {name: np.asarray(parameter.data) for name, parameter in self.state.parameters}
+        try:
+            found = infinite_slope(model, feeds)
+        except Exception:  # an explanation only: what went wrong is the error itself
+            return error
+        if found is None:
+            return error
+        words, sample = found
+        rows = self._batches.rows(self._place.epoch, self._place.batch - 1)
+        row = f", in row {rows[sample]} of the training data (from 0)" if rows is not None else ""
+        return NonFiniteError(
+            f"{str(error).split('.')[0]}. {words}{row}: its gradient is infinite there. Freeze the weights before it "
+            "(frozen_params, --freeze), or add a small number to that input in the model"
+        )
+
     def _update(self) -> dict[str, Any]:
         place, optimizer = self._place, self.optimizer
         optimizer.gradient_scale = place.weights[-1] / sum(place.weights)
         rate = optimizer.get_learning_rate()
-        optimizer.step()
+        try:
+            optimizer.step()
+        except NonFiniteError as error:
+            raise self._with_slope(error) from error
         self.module.lazy_reset_grad()
         self._scheduler.step()
         loss = place.close_window()

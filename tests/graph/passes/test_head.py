@@ -67,7 +67,88 @@ ENDINGS = {
     "a weight in a Constant": "{ w = Constant<value = float[8, 4] {"
     + ", ".join("0.5" for _ in range(32))
     + "}>() s = MatMul(x, w) y = Softmax(s) }",
+    "a size that is put together": f"<{W}> {{ s = MatMul(x, w_fc) k = Shape(x) z = Constant<value_ints=[0]>()"
+    " g = Gather(k, z) f = Constant<value_ints=[4]>() c = Concat<axis=0>(g, f) y = Reshape(s, c) }",
+    "a weight with three axes": f"<{weight('w_fc', 1, 8, 4)}> {{ z = Constant<value_ints=[1]>() u = Unsqueeze(x, z)"
+    " s = MatMul(u, w_fc) y = Squeeze(s, z) }",
 }
+W1, B1 = weight("w_fc", 8, 1), weight("bias", 1)
+# heads of one score, as regression and two-class models have them: with the shape of what they give
+SINGLE = {
+    "Gemm": (f"<{W1}, {B1}> {{ y = Gemm(x, w_fc, bias) }}", "float[N, 1] y"),
+    "Squeeze, Sigmoid": (
+        f"<{W1}, {B1}> {{ s = Gemm(x, w_fc, bias) a = Constant<value_ints=[1]>() q = Squeeze(s, a) y = Sigmoid(q) }}",
+        "float[N] y",
+    ),
+    "Sigmoid, Squeeze": (
+        f"<{W1}> {{ s = MatMul(x, w_fc) p = Sigmoid(s) a = Constant<value_ints=[-1]>() y = Squeeze(p, a) }}",
+        "float[N] y",
+    ),
+    "Squeeze of every 1": (f"<{W1}> {{ s = MatMul(x, w_fc) y = Squeeze(s) }}", "float[N] y"),
+    "Reshape to samples": (
+        f"<{W1}> {{ s = MatMul(x, w_fc) a = Constant<value_ints=[-1]>() y = Reshape(s, a) }}", "float[N] y",
+    ),
+    "Reshape to samples and one": (
+        f"<{W1}, {B1}> {{ s = MatMul(x, w_fc) t = Add(bias, s) a = Constant<value_ints=[-1, 1]>() y = Reshape(t, a) }}",
+        "float[N, 1] y",
+    ),
+    "Flatten": (f"<{W1}> {{ s = MatMul(x, w_fc) f = Flatten(s) y = Sigmoid(f) }}", "float[N, 1] y"),
+    "the first of one": (
+        f"<{W1}> {{ s = MatMul(x, w_fc) z = Constant<value_int=0>() q = Gather<axis=1>(s, z) y = Sigmoid(q) }}",
+        "float[N] y",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("body", "declared"), SINGLE.values(), ids=SINGLE.keys())
+def test_a_head_of_one_score_becomes_one_of_several_or_stays(body: str, declared: str) -> None:
+    x = np.random.default_rng(0).normal(size=(5, 8)).astype(np.float32)
+    several = onward.replace_head(parse(body, outputs=declared), classes=3)
+    onnx.checker.check_model(several, full_check=True)
+    (scores,) = run(several, x=x)
+    assert scores.shape == (5, 3) and (scores < 0).any()
+    assert "head.weight" in build_artifacts(several, loss="cross-entropy").trainable
+    single = onward.replace_head(parse(body, outputs=declared), classes=1)
+    onnx.checker.check_model(single, full_check=True)
+    (number,) = run(single, x=x)
+    assert number.shape == ((5,) if declared == "float[N] y" else (5, 1))
+    assert "head.weight" in build_artifacts(single, loss="mse").trainable
+
+
+def test_several_outputs_of_one_head_all_follow_and_the_scores_come_first() -> None:
+    body = f"<{W}, {B}> {{ s = Gemm(x, w_fc, bias) p = Softmax(s) l = ArgMax<axis=1, keepdims=0>(s) }}"
+    model = parse(body, outputs="int64[N] l, float[N, 4] p, float[N, 4] s")
+    new = onward.replace_head(model, classes=6)
+    onnx.checker.check_model(new, full_check=True)
+    assert [value.name for value in new.graph.output] == ["p", "l", "s"]
+    scores, label, same = run(new, x=np.ones((5, 8), np.float32))
+    assert scores.shape == same.shape == (5, 6) and label.shape == (5,)
+    np.testing.assert_array_equal(scores, same)
+    assert "head.weight" in build_artifacts(new, loss="cross-entropy").trainable
+
+
+@pytest.mark.parametrize("after", ["Squeeze(g, a)", "Flatten(g)", "Reshape(g, b)"])
+def test_a_convolution_of_one_by_one_after_pooling(after: str) -> None:
+    body = f"<{weight('w_c', 4, 2, 1, 1)}> {{ p = GlobalAveragePool(x) g = Conv(p, w_c)"
+    body += " a = Constant<value_ints=[2, 3]>()"
+    body += f" b = Constant<value_ints=[0, 4]>() y = {after} }}"
+    new = onward.replace_head(parse(body, inputs="float[N, 2, 5, 5] x"), classes=3)
+    (scores,) = run(new, x=np.ones((2, 2, 5, 5), np.float32))
+    assert scores.shape == (2, 3)
+
+
+QUANTIZED = {
+    "QDQ": "{ s = MatMul(x, w_fc) q = QuantizeLinear(s, scale, zero) y = DequantizeLinear(q, scale, zero) }",
+    "integers": "{ q, a, b = DynamicQuantizeLinear(x) v, c, d = DynamicQuantizeLinear(w_fc)"
+    " i = MatMulInteger(q, v, b, d) y = Cast<to=1>(i) }",
+}
+
+
+@pytest.mark.parametrize("body", QUANTIZED.values(), ids=QUANTIZED.keys())
+def test_a_quantized_model_is_refused_with_the_way_out(body: str) -> None:
+    model = parse(f"<{W}, float scale = {{0.1}}, int8 zero = {{0}}> {body}")
+    with pytest.raises(ModelError, match=r"the model is quantized .* Fine-tune the float model"):
+        onward.replace_head(model, classes=3)
 
 
 @pytest.mark.parametrize("body", ENDINGS.values(), ids=ENDINGS.keys())

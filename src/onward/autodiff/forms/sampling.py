@@ -13,10 +13,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import onnx_ir as ir
 
-from onward.graph.forms.windows import Sizes
-
 if TYPE_CHECKING:
-    from onward.autodiff.forms.windows import Sizes
+    from onward.graph.forms.windows import Sizes
 
 # Keys' cubic convolution with a = −0.75, as polynomials in the distance: outer, inner, inner, outer tap.
 _A = -0.75

@@ -38,8 +38,9 @@ LossOrNone = Annotated[
         help="The loss; 'none' if the model's first output already is it. With --classes, cross-entropy by default.",
     ),
 ]  # fmt: skip
-# losses that take scores, not probabilities
-_SCORES = (LossChoice.CROSS_ENTROPY, LossChoice.BCE_WITH_LOGITS)
+# losses that take what comes out of a softmax; the others take scores, or numbers of any size
+_PROBABILITIES = (LossChoice.NLL, LossChoice.KL_DIV, LossChoice.NONE)
+_CLASSIFYING = (LossChoice.CROSS_ENTROPY, LossChoice.NLL)
 Train = Annotated[
     list[str] | None,
     typer.Option("--train", metavar="NAME", help="Train these; patterns such as 'encoder.*' count."),
@@ -151,7 +152,9 @@ def artifacts(
     if classes is not None:
         from onward import replace_head
 
-        source = replace_head(model, classes=_classes(classes), head=head, scores=loss in _SCORES)
+        wanted = _classes(classes)
+        _require_two(classes, wanted, loss)
+        source = replace_head(model, classes=wanted, head=head, scores=loss not in _PROBABILITIES)
     with folder_target(directory), output.working("differentiating"), known_names():
         generate_artifacts(
             source,
@@ -208,6 +211,22 @@ def _classes(text: str) -> int | list[str]:
     if not all(names):
         raise CommandError(f"--classes '{text}' has an empty name", "for example --classes cat,dog,bird")
     return names
+
+
+def _require_two(text: str, classes: int | list[str], loss: LossChoice) -> None:
+    """One class is a mistake where classes are told apart: a folder that is not there, or all samples in one."""
+    count = classes if isinstance(classes, int) else len(classes)
+    if count != 1 or loss not in _CLASSIFYING:
+        return
+    what = f"--classes {text} is one class"
+    if classes == [text]:
+        raise CommandError(
+            f"{what}, and there is no such folder", "give a number, names (cat,dog) or a folder"
+        )
+    raise CommandError(
+        f"{what}, and {loss} tells two or more apart",
+        "give more; for one number, such as a price or yes and no, add --loss mse or --loss bce-with-logits",
+    )
 
 
 def _what_the_model_wants(model: Path) -> dict[str, str]:
@@ -280,7 +299,8 @@ def _report(
         f"{trained:,} values of {len(state.trainable)} parameters train, {len(state.frozen)} parameters are frozen"
     )
     data = classes if classes is not None and Path(classes).is_dir() else "YOUR_DATA"
-    output.line(f"next: onward train {directory} --data {data} --hold-out 0.2 --metric accuracy --epochs 5")
+    metric = "accuracy" if loss in _CLASSIFYING else "mae"
+    output.line(f"next: onward train {directory} --data {data} --hold-out 0.2 --metric {metric} --epochs 5")
     output.result(
         {
             "directory": directory,

@@ -35,7 +35,7 @@ def bench(
     artifacts: Annotated[
         Path, typer.Argument(help="The folder of artifacts, or of a run.", show_default=False)
     ],
-    batch_size: Annotated[int, typer.Option("--batch-size", "-b", min=1)] = 32,
+    batch_size: Annotated[int, typer.Option("--batch-size", "-b", min=1, help="Samples at a time.")] = 32,
     steps: Annotated[int, typer.Option(min=1, help="Steps to measure.")] = 30,
     warmup: Annotated[int, typer.Option(min=0, help="Steps before measuring.")] = 3,
     threads: Annotated[

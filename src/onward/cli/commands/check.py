@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from onward.cli.advice import advice
-from onward.cli.choices import LossChoice, OptimizerChoice, loss_of, optimizer_of
+from onward.cli.choices import DeviceOption, LossChoice, OptimizerChoice, loss_of, optimizer_of
 from onward.cli.command import CommandError, Output, command, examples, human_size
 from onward.cli.commands.artifacts import Freeze, Loss, Model, Optimizer, Train, known_names
 from onward.cli.model_file import read_model
@@ -49,10 +49,11 @@ def check(
         float,
         typer.Option(min=0.1, help="Measure for about this long; a large model on a smaller batch then."),
     ] = 10.0,
+    device: DeviceOption = "cpu",
 ) -> int:
     """Can this model be trained? Exit code 0 if so, 2 if operators lack a gradient; nothing is written."""
     with _deadline(output):
-        return _check(output, model, loss, optimizer, train, freeze, batch_size, steps, seconds)
+        return _check(output, model, loss, optimizer, train, freeze, batch_size, steps, seconds, device)
 
 
 def _check(
@@ -65,12 +66,15 @@ def _check(
     batch_size: Any,
     steps: Any,
     seconds: Any,
+    device: str,
 ) -> int:
     from onward.artifacts.generate import build_artifacts
     from onward.cli.memory_estimate import footprint
     from onward.errors import UnsupportedOps
+    from onward.runtime.devices import find_device
 
     read_model(model)
+    find_device(device)
     remark = advice(model, loss)
     if remark:
         output.note(remark)
@@ -99,7 +103,7 @@ def _check(
     measured = {"seconds": None, "note": "not asked for"}
     if steps:
         with output.working("measuring steps"):
-            measured = _measure(made, batch_size, steps, budget=seconds)
+            measured = _measure(made, batch_size, steps, budget=seconds, device=device)
     rows = [
         ["parameters that train", f"{sizes['trainable_values']:,} values in {len(made.trainable)}"],
         ["frozen parameters", f"{sizes['frozen_values']:,} values in {len(made.frozen)}"],
@@ -128,7 +132,7 @@ def _unsupported(line: str) -> dict[str, str]:
     return {"operator": operator, "node": node.removeprefix("node ").strip("'"), "reached": reached.strip()}
 
 
-def _measure(made: Any, batch_size: int, steps: int, *, budget: float) -> dict[str, Any]:
+def _measure(made: Any, batch_size: int, steps: int, *, budget: float, device: str) -> dict[str, Any]:
     """The median time of a few steps on random inputs; a note where such inputs do not fit.
 
     One step on a small batch tells how long the others will take: what does not fit into the budget is measured on
@@ -138,13 +142,21 @@ def _measure(made: Any, batch_size: int, steps: int, *, budget: float) -> dict[s
 
     try:
         small = min(2, batch_size)
-        first = time_steps(made, batch_size=small, steps=1, warmup=0, evaluate=False)["step"]["median"]
+        # the first step on a device prepares those that follow
+        cold = 0 if device == "cpu" else 1
+        found = time_steps(made, batch_size=small, steps=1, warmup=cold, evaluate=False, device=device)
+        first = found["step"]["median"]
         room = int(small * budget / (first * (steps + 1)))
         size = min(batch_size, max(small, room))
         if first * (steps + 1) > budget:
             steps = 1
         found = time_steps(
-            made, batch_size=size, steps=steps, warmup=1 if first < budget / 2 else 0, evaluate=False
+            made,
+            batch_size=size,
+            steps=steps,
+            warmup=1 if first < budget / 2 else 0,
+            evaluate=False,
+            device=device,
         )
     except (CommandError, ValueError, RuntimeError) as error:
         return {

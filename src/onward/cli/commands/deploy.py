@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from onward import contract
-from onward.cli.choices import QuantizeChoice
+from onward.cli.choices import DeviceOption, QuantizeChoice
 from onward.cli.command import CommandError, Output, command, examples, human_size
 from onward.cli.model_file import read_model
 from onward.cli.output_paths import Overwrite, file_target, plain_prefix
@@ -52,7 +52,10 @@ def deploy(
             "--data", "-d", metavar="[INPUT=]PATH", help="Compare on these inputs, not random ones."
         ),
     ] = None,
-    mapping: Annotated[list[str] | None, typer.Option("--map", metavar="INPUT=ARRAY")] = None,
+    mapping: Annotated[
+        list[str] | None,
+        typer.Option("--map", metavar="INPUT=ARRAY", help="Which array of the data is which input."),
+    ] = None,
     samples: Annotated[int, typer.Option(min=1, help="How many samples of --data to compare on.")] = 64,
     rtol: Annotated[float, typer.Option(min=0, help="Relative tolerance of the comparison.")] = 1e-4,
     atol: Annotated[float, typer.Option(min=0, help="Absolute tolerance of the comparison.")] = 1e-5,
@@ -61,6 +64,7 @@ def deploy(
     ] = False,
     prefix: Annotated[str, typer.Option(help="The prefix of the artifacts' file names.")] = "",
     overwrite: Overwrite = False,
+    device: DeviceOption = "cpu",
 ) -> None:
     """Export a trained model for inference; its outputs are compared with those of the eval model first."""
     from onward.export import for_inference
@@ -91,7 +95,7 @@ def deploy(
             str(eval_model), found.checkpoint, names, model,
             quantize_to=None if quantize is None else str(quantize),
             inputs=inputs, rtol=rtol, atol=atol, external_data=external_data or None,
-            metadata=found.metadata(),
+            metadata=found.metadata(), device=device,
         )  # fmt: skip
         if tokenizer is not None:
             shutil.copyfile(tokenizer, beside)

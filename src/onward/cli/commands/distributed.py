@@ -9,7 +9,7 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -17,17 +17,29 @@ from onward.cli.choices import DeviceOption
 from onward.cli.command import CommandError, Output, command, examples
 from onward.cli.commands.train import (
     ClipNormOption,
+    CropOption,
     DataOption,
+    DropOption,
     LabelOption,
     MapOption,
+    MaxLengthOption,
+    NormalizeOption,
+    ResizeOption,
+    SampleRateOption,
+    StandardizeOption,
+    TextColumnOption,
+    TokenizerOption,
     WarmupOption,
     require_finite,
 )
 from onward.cli.launch import launch
 from onward.cli.output_paths import require_folder_target
-from onward.cli.run_folder import begun_run, clear_run, refuse_earlier_run
+from onward.cli.run_folder import begun_run, refuse_earlier_run
 from onward.limits import current
 from onward.reading import read_json
+
+if TYPE_CHECKING:
+    from onward.data.read import Data
 
 __all__ = ["register"]
 
@@ -54,6 +66,15 @@ def distributed(
     ] = None,
     mapping: MapOption = None,
     label: LabelOption = None,
+    normalize: NormalizeOption = None,
+    resize: ResizeOption = None,
+    crop: CropOption = None,
+    standardize: StandardizeOption = False,
+    drop: DropOption = None,
+    text_column: TextColumnOption = None,
+    tokenizer: TokenizerOption = None,
+    max_length: MaxLengthOption = None,
+    sample_rate: SampleRateOption = None,
     processes: Annotated[
         int, typer.Option("--processes", "-p", min=1, help="Processes on this machine.")
     ] = 2,
@@ -61,7 +82,7 @@ def distributed(
     directory: Annotated[
         Path, typer.Option("--output", "-o", metavar="FOLDER", help="Where the run is kept.")
     ] = Path("run"),
-    epochs: Annotated[int, typer.Option("--epochs", "-e", min=1)] = 1,
+    epochs: Annotated[int, typer.Option("--epochs", "-e", min=1, help="Passes over the data.")] = 1,
     batch_size: Annotated[
         int, typer.Option("--batch-size", "-b", min=1, help="Of all processes together.")
     ] = 32,
@@ -83,7 +104,7 @@ def distributed(
     ] = False,
     device: DeviceOption = "cpu",
     save_every: Annotated[int, typer.Option(min=1, help="Save after so many updates.")] = 100,
-    seed: Annotated[int, typer.Option(min=0)] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Of shuffling and dropout.")] = 0,
     nodes: Annotated[int, typer.Option(min=1, help="Machines.")] = 1,
     node_rank: Annotated[int, typer.Option(min=0, help="The number of this machine.")] = 0,
     master: Annotated[
@@ -114,14 +135,27 @@ def distributed(
         "stages": stages, "directory": str(directory), "epochs": epochs, "batch_size": batch_size,
         "learning_rate": learning_rate, "accumulation": accumulation, "shard_optimizer": shard_optimizer,
         "save_every": save_every, "seed": seed, "device": device, "warmup": warmup, "clip_norm": clip_norm,
+        "normalize": normalize, "resize": resize, "crop": crop, "standardize": standardize, "drop": drop,
+        "text_column": text_column, "tokenizer": None if tokenizer is None else str(tokenizer),
+        "max_length": max_length, "sample_rate": sample_rate,
     }  # fmt: skip
     require_finite(options, "learning_rate", "warmup", "clip_norm")
     require_folder_target(directory)
-    classes, samples = _check_data(artifacts, options)
+    from onward.cli.data import keep_tokenizer
+
+    checked = _check_data(artifacts, directory, options)
+    samples = None if checked is None else checked.samples
+    if checked is not None:
+        options["label"] = label or checked.label
+        for note in checked.notes:
+            output.note(note)
     total = None if resume or samples is None else -(-samples // batch_size) * epochs
-    if overwrite and not resume:
-        clear_run(directory)
-    with begun_run(directory, artifacts, options, classes):
+    classes, done = (None, None) if checked is None else (checked.classes, checked.preprocessing)
+    with begun_run(
+        directory, artifacts, options, classes, done, replace=overwrite and not resume, lock=node_rank == 0
+    ):
+        if checked is not None:
+            keep_tokenizer(checked, directory)
         history = _train(output, place, options, total=total, read_history=node_rank == 0)
     losses = history.get("losses", [])
     if losses:
@@ -140,29 +174,15 @@ def _count(path: Path) -> int:
         return 0
 
 
-def _check_data(artifacts: Path, options: Mapping[str, Any]) -> tuple[list[str] | None, int | None]:
-    """Read the data once here, so that errors are one line: names of classes and number of samples.
-
-    A function is called on the ranks only.
-    """
-    from onward.cli.data import load_data, parse_pairs, user_inputs
+def _check_data(artifacts: Path, directory: Path, options: Mapping[str, Any]) -> Data | None:
+    """Read the data once here, so that errors are one line. A function is called on the ranks only."""
+    from onward.cli.data import load_training_data, user_inputs
     from onward.cli.python_entry import is_entry
-    from onward.data.read import DataOptions
 
-    mapping = parse_pairs(options["mapping"] or (), "--map")
-    specs = user_inputs(artifacts / "training_model.onnx")
-
-    def read(sources: Sequence[str], classes: list[str] | None) -> tuple[list[str] | None, int | None]:
-        if len(sources) == 1 and is_entry(sources[0]):
-            return classes, None
-        given = DataOptions(mapping=mapping, label=options["label"], classes=classes)
-        loaded = load_data(sources, specs, given)
-        return loaded.classes, loaded.samples
-
-    classes, samples = read(options["data"] or (), None)
-    if options["eval_data"]:
-        read(options["eval_data"], classes)
-    return classes, samples
+    if any(is_entry(source) for source in [*(options["data"] or ()), *(options["eval_data"] or ())]):
+        return None
+    inputs = user_inputs(artifacts / "training_model.onnx")
+    return load_training_data(artifacts, directory, options, inputs)[1]
 
 
 def _train(

@@ -48,7 +48,7 @@ def evaluate(
     ] = None,
     mapping: MapOption = None,
     label: LabelOption = None,
-    batch_size: Annotated[int, typer.Option("--batch-size", "-b", min=1)] = 64,
+    batch_size: Annotated[int, typer.Option("--batch-size", "-b", min=1, help="Samples at a time.")] = 64,
     device: DeviceOption = "cpu",
     prefix: Annotated[str, typer.Option(help="The prefix of the artifacts' file names.")] = "",
 ) -> None:
@@ -101,7 +101,7 @@ def infer(
     ] = None,
     mapping: MapOption = None,
     label: LabelOption = None,
-    batch_size: Annotated[int, typer.Option("--batch-size", "-b", min=1)] = 256,
+    batch_size: Annotated[int, typer.Option("--batch-size", "-b", min=1, help="Samples at a time.")] = 256,
     device: DeviceOption = "cpu",
     top_k: Annotated[int, typer.Option("--top-k", "-k", min=1, help="So many labels for each sample.")] = 1,
     overwrite: Overwrite = False,

@@ -2,33 +2,37 @@
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import math
-import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from onward import contract
 from onward.cli.choices import DeviceOption, MetricChoice, ScheduleChoice
 from onward.cli.command import CommandError, Output, command, examples
-from onward.cli.model_file import read_model
 from onward.cli.output_paths import plain_prefix, require_folder_target
 from onward.cli.python_entry import names_code
-from onward.cli.run_folder import begun_run, clear_run, read_run, refuse_earlier_run, trusted_options
-from onward.model_metadata import read_names, read_table
+from onward.cli.run_folder import begun_run, read_run, refuse_earlier_run, trusted_options
 
 if TYPE_CHECKING:
-    from onward.data.read import DataOptions
+    from onward.data.match_inputs import InputSpec
 
 __all__ = [
     "ClipNormOption",
+    "CropOption",
     "DataOption",
+    "DropOption",
     "LabelOption",
     "MapOption",
+    "MaxLengthOption",
+    "NormalizeOption",
+    "ResizeOption",
+    "SampleRateOption",
+    "StandardizeOption",
+    "TextColumnOption",
+    "TokenizerOption",
     "WarmupOption",
     "register",
     "require_finite",
@@ -73,6 +77,32 @@ MapOption = Annotated[
 LabelOption = Annotated[
     str | None, typer.Option("--label", metavar="COLUMN", help="The label column of a table.")
 ]
+NormalizeOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="imagenet|half|none|MEAN,STD", help="Images: bring pixels to this mean and deviation."
+    ),
+]
+ResizeOption = Annotated[int | None, typer.Option(min=1, help="Images: the shorter side, before --crop.")]
+CropOption = Annotated[int | None, typer.Option(min=1, help="Images: cut this square from the middle.")]
+StandardizeOption = Annotated[
+    bool, typer.Option("--standardize", help="Tables: bring columns to mean 0 and deviation 1.")
+]
+DropOption = Annotated[
+    list[str] | None,
+    typer.Option("--drop", metavar="COLUMN", help="Tables: leave this column out; may be repeated."),
+]
+TextColumnOption = Annotated[
+    str | None,
+    typer.Option("--text-column", metavar="COLUMN", help="The column of a table that has texts."),
+]
+TokenizerOption = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="A tokenizer.json, where none is beside the model.")
+]
+MaxLengthOption = Annotated[int | None, typer.Option(min=1, help="Texts: cut them after so many tokens.")]
+SampleRateOption = Annotated[
+    int | None, typer.Option(min=1, help="WAV files: the rate that the model takes.")
+]
 
 
 def register(app: typer.Typer) -> None:
@@ -107,38 +137,21 @@ def train(
     directory: Annotated[
         Path, typer.Option("--output", "-o", metavar="FOLDER", help="Where the run is kept.")
     ] = Path("run"),
-    normalize: Annotated[
-        str | None,
-        typer.Option(
-            metavar="imagenet|half|none|MEAN,STD", help="Images: bring pixels to this mean and deviation."
-        ),
-    ] = None,
-    resize: Annotated[
-        int | None, typer.Option(min=1, help="Images: the shorter side, before --crop.")
-    ] = None,
-    crop: Annotated[int | None, typer.Option(min=1, help="Images: cut this square from the middle.")] = None,
+    normalize: NormalizeOption = None,
+    resize: ResizeOption = None,
+    crop: CropOption = None,
     augment: Annotated[
         list[str] | None,
         typer.Option(
             "--augment", metavar="NAME[=HOW]", help="Images: flip, crop, colour, mixup; also flip,crop=0.2."
         ),
     ] = None,
-    standardize: Annotated[
-        bool, typer.Option("--standardize", help="Tables: bring columns to mean 0 and deviation 1.")
-    ] = False,
-    text_column: Annotated[
-        str | None,
-        typer.Option("--text-column", metavar="COLUMN", help="The column of a table that has texts."),
-    ] = None,
-    tokenizer: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="A tokenizer.json, where none is beside the model.")
-    ] = None,
-    max_length: Annotated[
-        int | None, typer.Option(min=1, help="Texts: cut them after so many tokens.")
-    ] = None,
-    sample_rate: Annotated[
-        int | None, typer.Option(min=1, help="WAV files: the rate that the model takes.")
-    ] = None,
+    standardize: StandardizeOption = False,
+    drop: DropOption = None,
+    text_column: TextColumnOption = None,
+    tokenizer: TokenizerOption = None,
+    max_length: MaxLengthOption = None,
+    sample_rate: SampleRateOption = None,
     device: DeviceOption = "cpu",
     epochs: Annotated[int, typer.Option("--epochs", "-e", min=1, help="Passes over the data, in all.")] = 1,
     batch_size: Annotated[int, typer.Option("--batch-size", "-b", min=1, help="Samples per batch.")] = 32,
@@ -197,6 +210,7 @@ def train(
         "save_every": save_every, "keep": keep, "seed": seed, "no_shuffle": no_shuffle, "prefix": prefix,
         "tensorboard": None if tensorboard is None else str(tensorboard),
         "normalize": normalize, "resize": resize, "crop": crop, "augment": augment, "standardize": standardize,
+        "drop": drop,
         "text_column": text_column, "tokenizer": None if tokenizer is None else str(tokenizer),
         "max_length": max_length, "sample_rate": sample_rate, "mlflow": mlflow, "wandb": wandb,
         "device": device,
@@ -281,13 +295,27 @@ def _fit(
     replace: bool,
 ) -> dict[str, Any]:
     from onward import Trainer
-    from onward.cli.data import input_specs, load_data, parse_pairs
-    from onward.data.read import blame_data, check_labels, prepare, split
+    from onward.cli.data import keep_tokenizer, load_training_data, user_inputs
+    from onward.data.read import blame_data
     from onward.errors import CheckpointError, NonFiniteError
+    from onward.train.artifact_set import find_artifacts
     from onward.train.callbacks import Callback, EarlyStopping, LogFile
     from onward.train.history import History
 
-    mapping = parse_pairs(options["mapping"] or (), "--map")
+    if (options["metric"] or options["best"]) and not (
+        options["eval_data"] or options["hold_out"] is not None
+    ):
+        raise CommandError(
+            "--metric and --best need data to evaluate on", "add --eval-data FILE or --hold-out 0.1"
+        )
+    require_folder_target(directory)
+    find_artifacts(artifacts, options["prefix"])
+    inputs = user_inputs(artifacts / f"{options['prefix']}training_model.onnx")
+    # the data first: most mistakes are there, and a session for training takes seconds
+    whole, loaded, evaluation = load_training_data(artifacts, directory, options, inputs)
+    for note in loaded.notes:
+        output.note(note)
+    options = {**options, "label": options["label"] or loaded.label}  # what was found is kept in the run
     callbacks: list[Callback] = []
     if options["patience"]:
         watched = options["best"] or (
@@ -307,7 +335,6 @@ def _fit(
         from onward.train.tracking import WeightsAndBiases
 
         callbacks.append(WeightsAndBiases(options["wandb"]))
-    require_folder_target(directory)
     callbacks.append(LogFile(directory / "log.txt"))
     trainer = Trainer(
         artifacts,
@@ -325,40 +352,14 @@ def _fit(
         prefix=options["prefix"],
         device=options.get("device") or "cpu",
     )
-    model = str(artifacts / f"{options['prefix']}training_model.onnx")
-    inputs = input_specs(model, trainer.module.input_names())
-    given = _data_options(artifacts, directory, options, mapping, model)
-    loaded = load_data(options["data"] or (), inputs, given)
-    check_labels(loaded, read_table(_about(model), contract.LABELS))
-    whole, evaluation = loaded, None
-    if options["eval_data"]:
-        same = dataclasses.replace(given, classes=loaded.classes)
-        evaluation = load_data(options["eval_data"], inputs, same)
-    elif options["hold_out"] is not None:
-        loaded, evaluation = split(loaded, options["hold_out"], seed=options["seed"])
-        loaded.notes = whole.notes
-    prepare(loaded, [] if evaluation is None else [evaluation], standardize=options["standardize"])
-    for note in loaded.notes:
-        output.note(note)
-    if (options["metric"] or options["best"]) and evaluation is None:
-        raise CommandError(
-            "--metric and --best need data to evaluate on", "add --eval-data FILE or --hold-out 0.1"
-        )
     trainer.classes = loaded.classes or trainer.classes
     trainer.details = {"data": ", ".join(options["data"] or ()), "model": str(artifacts)}
     if options["augment"]:
         trainer.details["augmentation"] = ", ".join(options["augment"])
-    if replace:
-        clear_run(directory)  # only now, when all that was asked for is there
-    done = loaded.preprocessing
-    kept = None if done is None else {"kind": done.kind, "input": done.input, **done.settings}
     done_before = len(History.load(directory / "history.json").epochs) if resume else -1
-    with begun_run(directory, artifacts, options, loaded.classes, kept):
-        if (
-            loaded.tokenizer is not None
-            and loaded.tokenizer.resolve() != (directory / "tokenizer.json").resolve()
-        ):
-            shutil.copyfile(loaded.tokenizer, directory / "tokenizer.json")
+    # an earlier run goes only now, when all that was asked for is there
+    with begun_run(directory, artifacts, options, loaded.classes, loaded.preprocessing, replace=replace):
+        keep_tokenizer(loaded, directory)
         try:
             trainer.fit(
                 loaded.value,
@@ -369,7 +370,7 @@ def _fit(
                 resume=resume,
                 save_every=options["save_every"],
                 best_metric=options["best"],
-                transform=_augmentation(options, inputs, loaded),
+                transform=_augmentation(options, _in_order(inputs, trainer.module.input_names()), loaded),
             )
         except NonFiniteError as error:
             raise blame_data(error, whole) from error
@@ -418,31 +419,8 @@ def _disk_full(error: Exception, directory: Path, options: Mapping[str, Any], st
     )
 
 
-def _about(model: str) -> dict[str, str]:
-    return {entry.key: entry.value for entry in read_model(Path(model)).metadata_props}
-
-
-def _data_options(
-    artifacts: Path, directory: Path, options: Mapping[str, Any], mapping: Mapping[str, str], model: str
-) -> DataOptions:
-    """How the data is read: by flags, or as the artifacts say that the model wants it."""
-    from onward.data.preprocessing import KEY, Preprocessing, image_settings
-    from onward.data.read import DataOptions
-
-    about = _about(model)
-    classes = read_names(about, contract.CLASSES) if contract.CLASSES in about else None
-    return DataOptions(
-        mapping=mapping,
-        label=options["label"],
-        classes=classes,
-        preprocessing=Preprocessing.from_json(about[KEY], model) if KEY in about else None,
-        image=image_settings(normalize=options["normalize"], resize=options["resize"], crop=options["crop"]),
-        text_column=options["text_column"],
-        tokenizer=None if options["tokenizer"] is None else Path(options["tokenizer"]),
-        max_length=options["max_length"],
-        sampling_rate=options["sample_rate"],
-        near=[artifacts, directory],
-    )
+def _in_order(inputs: Sequence[InputSpec], names: Sequence[str]) -> list[InputSpec]:
+    return sorted(inputs, key=lambda spec: names.index(spec.name))
 
 
 def _augmentation(options: Mapping[str, Any], inputs: Any, loaded: Any) -> Any:
@@ -472,4 +450,6 @@ def _report(output: Output, directory: Path, summary: Mapping[str, Any]) -> None
 
 
 def _cell(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:,.0f}" if 1e4 <= abs(value) < 1e12 else f"{value:.4g}"

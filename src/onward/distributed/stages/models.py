@@ -26,7 +26,6 @@ from onward.graph.passes.device_forms import prefer_device_forms
 from onward.graph.passes.running_stats import separate_statistics
 from onward.graph.prune import extract, prune, values_of
 from onward.runtime.bound import inputs_on_host
-from onward.runtime.devices import Device
 from onward.runtime.memory import FlatBuffer, ModelMemory, Tensor
 from onward.runtime.sessions import make_session, read_model
 from onward.runtime.signature import Signature, read_signature

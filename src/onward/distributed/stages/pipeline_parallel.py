@@ -29,7 +29,6 @@ from onward.distributed.stages.schedule import Flow, Micro, key_of
 from onward.errors import MAKE_ARTIFACTS, ModelError, NonFiniteError, OnwardError
 from onward.runtime.devices import find_device
 from onward.runtime.optimizers.updater import ElementwiseUpdater
-from onward.runtime.sessions import ModelFile
 
 if TYPE_CHECKING:
     from onward.distributed.settings import Grid, RunnerSettings

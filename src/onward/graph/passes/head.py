@@ -43,6 +43,13 @@ _PASSING = _ACTIVATIONS | {
     *("ReduceMean", "ReduceMax", "ReduceSum", "ReduceLogSumExp"),
 }
 _SEE_THROUGH = {"Identity", "Cast", "Dropout"}
+# layers and activations in whole numbers: what is fine-tuned is the model that they were made of
+_QUANTIZED = {
+    *("QLinearMatMul", "QLinearConv", "MatMulInteger", "ConvInteger", "QuantizeLinear", "DequantizeLinear"),
+    *("DynamicQuantizeLinear", "QGemm", "QLinearAdd", "QLinearMul", "QLinearSigmoid", "QLinearSoftmax"),
+    *("QLinearGlobalAveragePool", "QLinearAveragePool", "DynamicQuantizeMatMul", "MatMulIntegerToFloat"),
+    *("MatMulNBits", "MatMulBnb4"),
+}
 _LABEL_KEYS = {
     *("names", "classes", "labels", "id2label", "label2id", "class_names", "categories", "label_map"),
     *("character", "vocab", "vocabulary"),
@@ -91,6 +98,7 @@ def new_head(
     else:
         node = _find(graph, result, head)
         made = _replace(model, node, result, classes, seed, notes)
+    _scores_first(graph, made, notes)
     if scores:
         _open_activation(graph, made.output, notes)
     _correct_metadata(model, made, classes, names)
@@ -104,7 +112,8 @@ def _check_scores(graph: ir.Graph, made: NewHead, classes: int) -> None:
     """What comes after the layer must keep the classes apart: a Reshape or Squeeze of one score does not."""
     value = next(value for value in graph.outputs if value.name == made.output)
     dims = [] if value.shape is None else list(value.shape)
-    if value.shape is not None and classes not in (dims[1:2] + dims[-1:]):
+    squeezed = classes == 1 and made.old_classes == 1  # one score without an axis of its own
+    if value.shape is not None and not squeezed and classes not in (dims[1:2] + dims[-1:]):
         node = next(
             (n for n in graph if made.parameters[0] in [i.name for i in n.inputs if i is not None]), None
         )
@@ -149,6 +158,11 @@ def _find(graph: ir.Graph, result: ir.Value, wanted: str | None) -> ir.Node:
         return node
     if len(reached) == 1 and not problem:
         return next(iter(reached))
+    if "is quantized" in problem:
+        raise ModelError(
+            f"no new head for '{result.name}': {problem}. Fine-tune the float model that this one was made of, and "
+            "quantize the result (onward deploy --quantize int8)"
+        )
     why = problem or (
         f"{len(reached)} layers make '{result.name}' together"
         if reached
@@ -175,6 +189,10 @@ def _reach(result: ir.Value) -> tuple[dict[ir.Node, None], str]:
             reached[node] = None
         elif node.op_type == "Shape":
             continue  # sizes, not scores
+        elif node.op_type in _QUANTIZED:
+            problem = problem or f"the model is quantized ({node.op_type} '{node.name or value.name}')"
+        elif _takes_only_score(node):
+            todo.append(_first(node.inputs))
         elif node.op_type not in _PASSING or node.domain not in ("", "ai.onnx"):
             problem = problem or f"{node.op_type} '{node.name}' comes after the last layer"
         else:
@@ -187,6 +205,18 @@ def _reach(result: ir.Value) -> tuple[dict[ir.Node, None], str]:
     return reached, problem
 
 
+def _takes_only_score(node: ir.Node) -> bool:
+    """Whether a Gather takes the one score that there is, which is a Squeeze: `logits[:, 0]`."""
+    if node.op_type != "Gather" or len(node.inputs) != 2 or _number(node.inputs[1]) != 0.0:
+        return False
+    data, axis = _first(node.inputs), node.attributes.get_int("axis", 0)
+    if data.shape is None:
+        layer = data.producer()
+        shape = None if layer is None or _class_axis(layer) is None else _constant_shape(layer.inputs[1])
+        return shape is not None and layer is not None and shape[_class_axis(layer) or 0] == 1 and axis != 0
+    return axis != 0 and data.shape[axis] == 1
+
+
 def _class_axis(node: ir.Node) -> int | None:
     """Which axis of a layer's weight counts classes; None for what is no layer with constant weights."""
     if node.op_type not in _LINEAR or node.domain not in ("", "ai.onnx") or len(node.inputs) < 2:
@@ -197,7 +227,9 @@ def _class_axis(node: ir.Node) -> int | None:
         return 0 if shape is not None and node.attributes.get_int("group", 1) == 1 else None
     if node.op_type == "Gemm":
         return None if shape is None else 0 if node.attributes.get_int("transB", 0) else 1
-    return 1 if shape is not None and len(shape) == 2 else None
+    if shape is None or len(shape) < 2 or any(size != 1 for size in shape[:-2]):
+        return None
+    return len(shape) - 1
 
 
 def _constant_shape(value: ir.Value | None) -> tuple[int, ...] | None:
@@ -282,6 +314,10 @@ def _replace(
     fan_in = math.prod(shape) // classes
     kind = _float_type(node)
     op = Builder(graph)
+    after = list(_downstream(node))
+    if any(user.op_type in ("Squeeze", "Gather", "Reshape") for user in after):
+        infer_shapes(model)
+        after = [_keep_class_axis(op, user, old, classes) for user in after]
     weight_name = node.inputs[1].name if node.inputs[1] is not None else ""
     weight = _parameter(op, "head.weight", _uniform(shape, fan_in, seed).astype(kind))
     node.replace_input_with(1, weight)
@@ -296,7 +332,7 @@ def _replace(
         f"{node.op_type} '{node.name or node.outputs[0].name}' made {old} scores and makes {classes} now: "
         f"'{weight.name}' {shape} replaces '{weight_name}'"
     )
-    for user in list(_downstream(node)):
+    for user in after:
         parameters += _resize_constants(op, user, old, classes, kind)
     parameters += _resize_bias(op, node, old, classes, kind)
     return NewHead(
@@ -306,6 +342,45 @@ def _replace(
         old,
         notes,
     )
+
+
+def _keep_class_axis(op: Builder, node: ir.Node, old: int, classes: int) -> ir.Node:
+    """What removed the axis of one score keeps it for several; a Squeeze of every 1 says which, before one is new."""
+    data, result = _first(node.inputs), node.outputs[0]
+    if data.shape is None or result.shape is None or data.shape.rank() == 0:
+        return node
+    rank = result.shape.rank()
+    flattens = node.op_type == "Squeeze" or _takes_only_score(node)
+    if node.op_type == "Reshape":  # to [samples], of a value that has one score for each sample
+        flattens = rank == 1 and 1 in list(data.shape)[1:]
+    if old == 1 and classes > 1 and flattens and not (rank > 1 and 1 in list(result.shape)[1:]):
+        shape = op.constant(np.asarray([0] * rank + [classes], np.int64), name="shape")
+        return _swap(op.graph, node, ir.Node("", "Reshape", [data, shape], num_outputs=1))
+    if node.op_type == "Squeeze" and classes == 1 and len(node.inputs) < 2:
+        axes = [i for i, size in enumerate(data.shape) if size == 1 and i]
+        if "axes" not in node.attributes and op.opset < 13:
+            node.attributes["axes"] = ir.AttrInt64s("axes", axes)
+        elif "axes" not in node.attributes:
+            given = op.constant(np.asarray(axes, np.int64), name="axes")
+            return _swap(op.graph, node, ir.Node("", "Squeeze", [data, given], num_outputs=1))
+    return node
+
+
+def _swap(graph: ir.Graph, old: ir.Node, new: ir.Node) -> ir.Node:
+    new.outputs[0].type = old.outputs[0].type
+    ir.convenience.replace_nodes_and_values(graph, old, [old], [new], old.outputs[:1], new.outputs)
+    return new
+
+
+def _scores_first(graph: ir.Graph, made: NewHead, notes: list[str]) -> None:
+    """The output with the scores comes first, as the loss and all that answers take it."""
+    index = next(i for i, value in enumerate(graph.outputs) if value.name == made.output)
+    if index == 0:
+        return
+    outputs = list(graph.outputs)
+    graph.outputs.clear()
+    graph.outputs.extend([outputs.pop(index), *outputs])
+    notes.append(f"'{made.output}' is the first output now: it has the scores")
 
 
 def _put_on(model: ir.Model, value: ir.Value, classes: int, seed: int, notes: list[str]) -> NewHead:
@@ -388,6 +463,13 @@ def _downstream(node: ir.Node) -> Iterator[ir.Node]:
 def _resize_constants(op: Builder, node: ir.Node, old: int, classes: int, kind: np.dtype) -> list[str]:
     """Constants after the layer that have one number for each class: a bias, a scale, the size in a Reshape."""
     made = []
+    if (
+        node.op_type in ("Reshape", "Expand")
+        and (sizes_from := _made_by(node.inputs[1], "Concat")) is not None
+    ):
+        parts = [i for i, part in enumerate(sizes_from.inputs) if _number(part) == old]
+        if len(parts) == 1 and old not in (1, classes):
+            sizes_from.replace_input_with(parts[0], op.constant(np.asarray([classes], np.int64), name="size"))
     for index, value in enumerate(node.inputs):
         tensor = None if value is None else ir.convenience.get_const_tensor(value)
         if tensor is None or value is None or old == classes:
