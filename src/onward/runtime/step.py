@@ -59,8 +59,8 @@ class Step(Protocol):
 class TrainingStep:
     """The training model, specialized for overwriting and (when first needed) for accumulating gradients.
 
-    On a device and with `tune` (see `autotune`), also for the shapes of the batch: the sessions of the last few shapes are
-    cached, other shapes run in one session for all shapes.
+    On a device and with `tune` (see `autotune`), also for the shapes of the batch: the sessions of the last few
+    shapes are cached, other shapes run in one session for all shapes.
     """
 
     is_whole = True  # runs all of the training model: its update may join it in one graph
