@@ -27,8 +27,8 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
         write_classifier,
         {
             "parameter_groups": [
-                ParameterGroup(["b1", "b2"], weight_decay=0.0),
-                ParameterGroup(["w2"], learning_rate_scale=0.1),
+                ParameterGroup(("b1", "b2"), weight_decay=0.0),
+                ParameterGroup(("w2",), learning_rate_scale=0.1),
             ]
         },
     ),
