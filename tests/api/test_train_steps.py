@@ -22,6 +22,7 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "Lion": (write_classifier, {"optimizer": OptimType.Lion}),
     "dropout": (write_classifier, {"dropout": 0.4}),
     "batch norm": (write_normalized, {"optimizer": OptimType.AdamW}),
+    "an old opset": (write_classifier, {"opset": 13}),
     "a frozen layer": (write_classifier, {"requires_grad": ["w2", "b2"], "frozen_params": ["w1", "b1"]}),
     "groups": (
         write_classifier,
