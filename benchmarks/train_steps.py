@@ -92,7 +92,7 @@ def loops(folder: Path, x: np.ndarray, labels: np.ndarray) -> dict[str, Callable
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=15)
     settings = parser.parse_args()

@@ -88,7 +88,7 @@ def compare(folder: Path, datasets: dict[str, Data], address: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--serve", action="store_true", help="serve the page for a browser of your own")
     settings = parser.parse_args()
     if not settings.serve and (missing := why_not()) is not None:
