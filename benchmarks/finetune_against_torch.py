@@ -45,7 +45,7 @@ def main() -> None:
     )
     parser.add_argument("names", nargs="*", help=f"which: {', '.join(example.CASES)}")
     parser.add_argument("--seeds", type=int, default=1, help="runs of each, with other splits and orders")
-    parser.add_argument("--small", action="store_true", help="a few samples and one epoch of each")
+    parser.add_argument("--small", action="store_true", help="a few samples and epochs of each")
     options = parser.parse_args()
     rows = []
     for name in options.names or example.CASES:

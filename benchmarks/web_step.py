@@ -1,13 +1,16 @@
-"""Time of a training step in headless Chromium against Python, both with one thread, in one run.
+"""Time of a training step in a browser against Python, both with one thread.
 
-    python benchmarks/web_step.py
+    python benchmarks/web_step.py [--serve]
 
-The models are those of the browser tests, with batches of 64. A step is forward, backward and update. Needs
-Chromium, Node.js and `npm ci` in web/.
+Runs the page of `benchmarks/web_page` in headless Chromium, in turns with Python; `--serve` serves it instead, for any
+browser. The models are those of the browser tests, with batches of 64. A step is forward, backward and update. Needs
+Node.js and `npm ci` in web/, and Chromium unless the page is only served.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
 import statistics
 import sys
 import tempfile
@@ -27,53 +30,82 @@ from web.conftest import serving  # noqa: E402
 from web.models import MODELS, Data, make_data, write_artifacts  # noqa: E402
 
 BATCH, STEPS, WARM = 64, 300, 50
+PAGE = Path(__file__).parent / "web_page"
 
 
-def python_times(folder: Path, data: Data) -> list[float]:
+def python_time(folder: Path, data: Data) -> float:
+    """The median of the steps in milliseconds."""
     options = ort.SessionOptions()
     options.intra_op_num_threads = options.inter_op_num_threads = 1
     state = CheckpointState.load_checkpoint(folder / "checkpoint")
     module = Module(folder / "training_model.onnx", state, session_options=options)
     optimizer = Optimizer(folder / "optimizer_model.onnx", module)
-    taken = []
+    taken, count = [], len(data.labels) // BATCH
     for i in range(STEPS):
-        part = slice((i % 10) * BATCH, (i % 10 + 1) * BATCH)
+        part = slice((i % count) * BATCH, (i % count + 1) * BATCH)
         x, labels = np.ascontiguousarray(data.x[part]), data.labels[part]
         started = time.perf_counter()
         module(x, labels)
         optimizer.step()
         module.lazy_reset_grad()
         taken.append(1000 * (time.perf_counter() - started))
-    return taken
+    return statistics.median(taken[WARM:])
+
+
+def write(folder: Path) -> dict[str, Data]:
+    """Write the site with the artifacts and the data of every model; the data by model."""
+    files: dict[str, bytes] = {}
+    datasets = {name: make_data(name) for name in MODELS}
+    listed = []
+    for name, data in datasets.items():
+        write_artifacts(name, folder / name)
+        files |= {f"{name}/{path.name}": path.read_bytes() for path in (folder / name).iterdir()}
+        files |= {f"{name}/x.bin": data.x.tobytes(), f"{name}/labels.bin": data.labels.tobytes()}
+        listed.append(
+            {
+                "name": name, "dims": data.x.shape[1:], "integers": data.x.dtype.kind == "i", "batch": BATCH,
+                "steps": STEPS, "warm": WARM, "python": python_time(folder / name, data),
+            }
+        )  # fmt: skip
+    files["models.json"] = json.dumps(listed).encode()
+    write_site(folder / "mlp", folder / "site", page=PAGE, files=files, packages=MODULES)
+    return datasets
+
+
+def compare(folder: Path, datasets: dict[str, Data], address: str) -> None:
+    browser = Browser()
+    print(f"median ms a step, batch {BATCH}, one thread, {STEPS - WARM} steps after {WARM}\n")
+    print(f"{'model':10}{'Python':>10}{'Chromium':>10}{'ratio':>8}")
+    try:
+        browser("goto", url=address)
+        browser.wait("window.ready")
+        for name, data in datasets.items():
+            there = browser.evaluate("window.measure", name)[name]
+            here = python_time(folder / name, data)  # again, at the same time as the browser
+            print(f"{name:10}{here:10.2f}{there:10.2f}{there / here:8.1f}")
+    finally:
+        browser.close()
 
 
 def main() -> None:
-    if (missing := why_not()) is not None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--serve", action="store_true", help="serve the page for a browser of your own")
+    settings = parser.parse_args()
+    if not settings.serve and (missing := why_not()) is not None:
         sys.exit(f"web_step {missing}")
     with tempfile.TemporaryDirectory() as work:
         folder = Path(work)
-        files: dict[str, bytes] = {}
-        datasets = {name: make_data(name) for name in MODELS}
-        for name, data in datasets.items():
-            write_artifacts(name, folder / name)
-            files |= {f"{name}/{path.name}": path.read_bytes() for path in (folder / name).iterdir()}
-            files |= {f"{name}/x.bin": data.x.tobytes(), f"{name}/labels.bin": data.labels.tobytes()}
-        page = ROOT / "tests" / "web" / "page"
-        write_site(folder / "mlp", folder / "site", page=page, files=files, packages=MODULES)
-        browser = Browser()
-        print(f"median ms a step, batch {BATCH}, one thread, {STEPS - WARM} steps after {WARM}\n")
-        print(f"{'model':10}{'Python':>10}{'Chromium':>10}{'ratio':>8}")
-        try:
-            with serving(folder / "site") as address:
-                browser("goto", url=address)
-                browser.wait("window.ready")
-                for name, data in datasets.items():
-                    there = browser.evaluate("harness.timing", {"name": name, "count": STEPS, "batch": BATCH})
-                    here = python_times(folder / name, data)
-                    py, js = (statistics.median(times[WARM:]) for times in (here, there))
-                    print(f"{name:10}{py:10.2f}{js:10.2f}{js / py:8.1f}")
-        finally:
-            browser.close()
+        datasets = write(folder)
+        with serving(folder / "site") as address:
+            if not settings.serve:
+                compare(folder, datasets, address)
+                return
+            print(f"open {address} and press Start; Ctrl-C ends it")
+            try:
+                while True:
+                    time.sleep(3600)
+            except KeyboardInterrupt:
+                return
 
 
 if __name__ == "__main__":

