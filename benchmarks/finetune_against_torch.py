@@ -83,7 +83,13 @@ def in_torch(name: str, folder: Path) -> tuple[list[float], list[float]]:
     rule = json.loads(_metadata(folder / "artifacts" / "optimizer_model.onnx")["onward.optimizer"])
     scores, by_name = (_sentences if name == "sentences" else _from_onnx)(name, folder, weights, order)
     slow = {key: group["learning_rate_scale"] for group in rule["groups"] for key in group["parameters"]}
-    groups = [{"params": [p], "lr": float(rate) * slow.get(key, 1.0)} for key, p in by_name.items()]
+    body = min(
+        slow.values(), default=1.0
+    )  # of all weights but the head's; transformers has other names for them
+    groups = [
+        {"params": [p], "lr": float(rate) * (1.0 if key.startswith("head.") else body)}
+        for key, p in by_name.items()
+    ]
     optimizer = torch.optim.AdamW(groups, weight_decay=rule["weight_decay"] or 0.0)
     batches = ArrayBatches(data[0], batch_size=run["batch_size"], shuffle=True, seed=run["seed"])
     assert batches.count is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +19,7 @@ from cli.test_finetune import draw, published
 from onward import checkpoint
 from onward.data.augment import Augmentation
 from onward.data.read import Data, split
+from onward.data.sound import read_wave
 from onward.errors import DataError, NonFiniteError
 from onward.train.callbacks import Callback
 from trainer_runs import kept
@@ -353,3 +355,93 @@ def test_a_run_that_another_process_writes_is_left_alone(trained: Path, run: Run
             holder.kill()
     after = {path.name: path.read_bytes() for path in Path("run").iterdir() if path.name != ".lock"}
     assert after == before
+
+
+def write_wave(
+    path: str, samples: np.ndarray, *, kind: int, bits: int, channels: int = 1, extensible: bool = False
+) -> None:
+    types = {(1, 8): "u1", (1, 16): "<i2", (1, 32): "<i4", (3, 32): "<f4", (3, 64): "<f8"}
+    scale = {8: 127, 16: 32767, 24: 2**23 - 1, 32: 2**31 - 1}[bits] if kind == 1 else 1
+    numbers = samples * scale + (128 if (kind, bits) == (1, 8) else 0)
+    data = (
+        b"".join(int(n).to_bytes(3, "little", signed=True) for n in numbers)
+        if bits == 24
+        else numbers.astype(types[kind, bits]).tobytes()
+    )
+    width = bits // 8 * channels
+    fmt = struct.pack("<HHIIHH", 0xFFFE if extensible else kind, channels, 8000, 8000 * width, width, bits)
+    if extensible:
+        fmt += struct.pack("<HHIH", 22, bits, 0, kind) + bytes(14)
+    parts = b"LIST" + struct.pack("<I", 3) + b"abc\0" + b"fmt " + struct.pack("<I", len(fmt)) + fmt
+    parts += b"data" + struct.pack("<I", len(data)) + data
+    Path(path).write_bytes(b"RIFF" + struct.pack("<I", 4 + len(parts)) + b"WAVE" + parts)
+
+
+@pytest.mark.parametrize(("kind", "bits"), [(1, 8), (1, 16), (1, 24), (1, 32), (3, 32), (3, 64)])
+@pytest.mark.parametrize("extensible", [False, True])
+def test_wav_files_of_whole_numbers_and_of_floats(desk: Path, kind: int, bits: int, extensible: bool) -> None:
+    wave = 0.5 * np.sin(np.arange(64))
+    stereo = np.stack([wave, np.zeros(64)], axis=1).reshape(-1)
+    write_wave("a.wav", stereo, kind=kind, bits=bits, channels=2, extensible=extensible)
+    samples, rate = read_wave("a.wav")
+    assert rate == 8000 and samples.dtype == np.float32
+    np.testing.assert_allclose(samples, wave / 2, atol=0.01 if bits == 8 else 1e-4)
+
+
+def test_sounds_that_cannot_be_read_are_named(desk: Path) -> None:
+    write_wave("cut.wav", np.ones(4), kind=1, bits=16)
+    whole = Path("cut.wav").read_bytes()
+    for content, message in (
+        (whole[:20], "no sound in it, or is cut off"), (whole[:16], "cut off"), (b"ID3", "it is no WAV file"),
+        (whole.replace(struct.pack("<HH", 1, 1), struct.pack("<HH", 85, 1)), "format 85 with 16 bits"),
+        (whole.replace(struct.pack("<HHI", 1, 1, 8000), struct.pack("<HHI", 1, 0, 8000)), "0 channels"),
+    ):  # fmt: skip
+        Path("cut.wav").write_bytes(content)
+        with pytest.raises(DataError, match=message):
+            read_wave("cut.wav")
+    with pytest.raises(DataError, match="No such file"):
+        read_wave("nosuch.wav")
+
+
+def test_answers_name_the_files_and_wrong_inputs_are_refused(desk: Path, run: Run) -> None:
+    onnx.save(published("sound"), "sound.onnx")
+    for name, pitch in {"high": 2.0, "low ♪": 0.2}.items():
+        Path("sounds", name).mkdir(parents=True)
+        for index in range(3):
+            write_wave(f"sounds/{name}/{index}.wav", 0.5 * np.sin(pitch * np.arange(400)), kind=3, bits=32)
+    said = run(
+        "finetune",
+        "sound.onnx",
+        "-d",
+        "sounds",
+        "-o",
+        "tone.onnx",
+        "-e",
+        12,
+        "-b",
+        4,
+        "--lr",
+        0.05,
+        "--sample-rate",
+        8000,
+    )
+    assert "classes: high, low ♪" in said.stdout and "next: onward infer tone.onnx" in said.stdout
+    shown = run("infer", "tone.onnx", "-d", "sounds").stdout.replace("\\", "/")
+    assert "sounds/low ♪/2.wav" in shown
+    run("infer", "tone.onnx", "-d", "sounds", "-o", "answers.csv")
+    first, second = Path("answers.csv").read_text(encoding="utf-8").splitlines()[:2]
+    assert first.startswith("file,") and "high" in second and first.endswith("label,probability")
+    answer: Any = onward.load("tone.onnx")
+    assert answer("sounds/low ♪/1.wav")["label"] == "low ♪"
+    for wrong in (None, 3, "nosuch.wav"):
+        with pytest.raises(DataError, match=r"is no sound|No such file"):
+            answer(wrong)
+    run("artifacts", "sound.onnx", "--classes", "sounds")
+    run("train", "artifacts", "-d", "sounds", "--sample-rate", 8000)
+    assert "within tolerance" in run("deploy", "run", "other.onnx").stdout  # compared on the training data
+    Path("mp3/a").mkdir(parents=True)
+    Path("mp3/a/x.mp3").write_bytes(b"ID3")
+    said = run("train", "artifacts", "-d", "mp3", "-o", "new", code=1).stderr
+    assert "no image and no WAV file in 'mp3' (it has .mp3)" in said
+    refused = run("finetune", "sound.onnx", "-d", "sounds", "-o", "new.onnx", "--lora", code=1).stderr
+    assert "--lora is for the folder of a language model" in refused

@@ -122,6 +122,13 @@ def _read_folder(
         and any(path.rglob("*.wav"))
         and not any(p.suffix.lower() in PICTURES for p in path.rglob("*"))
     )
+    if path.is_dir() and not sounds and not any(p.suffix.lower() in PICTURES for p in path.rglob("*")):
+        kinds = sorted({p.suffix for p in path.rglob("*") if p.is_file() and p.suffix})
+        others = f" (it has {', '.join(kinds[:4])})" if kinds else ""
+        raise DataError(
+            f"no image and no WAV file in '{path}'{others}",
+            "they lie in one folder for each class: folder/cat/1.png; convert other formats first",
+        )
     earlier = options.preprocessing
     if sounds:
         given: dict[str, Any] = dict(earlier.settings) if earlier and earlier.kind == "sound" else {}

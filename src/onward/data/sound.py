@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import wave
+import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,26 +93,59 @@ def sound_input(inputs: Sequence[InputSpec], name: str | None) -> tuple[InputSpe
 def read_wave(path: Any) -> tuple[np.ndarray, int]:
     """The samples of a WAV file from −1 to 1, all channels averaged, and their rate."""
     try:
-        with wave.open(str(path), "rb") as file:
-            width, channels, rate = file.getsampwidth(), file.getnchannels(), file.getframerate()
-            data = file.readframes(file.getnframes())
-    except (wave.Error, EOFError, OSError) as error:
+        content = Path(path).read_bytes()
+    except OSError as error:
+        raise DataError(f"cannot read the sound '{path}': {error.strerror}", "is the path right?") from error
+    try:
+        kind, channels, rate, bits, data = _chunks(content)
+        samples = _samples(data, kind, bits)
+    except (ValueError, struct.error) as error:
         raise DataError(
-            f"cannot read the sound '{path}': {error}", "WAV with whole numbers is understood"
+            f"cannot read the sound '{path}': {error}", "WAV with whole numbers or floats is understood"
         ) from error
-    if not data:
+    if not len(samples):
         raise DataError(f"'{path}' has no sound in it", "remove it")
-    if width == 1:
-        samples = (np.frombuffer(data, np.uint8).astype(np.float32) - 128) / 128
-    elif width == 2:
-        samples = np.frombuffer(data, "<i2").astype(np.float32) / 2**15
-    elif width == 3:
-        parts = np.frombuffer(data[: len(data) // 3 * 3], np.uint8).reshape(-1, 3).astype(np.int32)
-        whole = (parts[:, 0] << 8 | parts[:, 1] << 16 | parts[:, 2] << 24) >> 8
-        samples = whole.astype(np.float32) / 2**23
-    else:
-        samples = np.frombuffer(data, "<i4").astype(np.float32) / 2**31
     return samples[: len(samples) // channels * channels].reshape(-1, channels).mean(axis=1), rate
+
+
+def _chunks(content: bytes) -> tuple[int, int, int, int, bytes]:
+    """Format, channels, rate, bits of a sample and the data of a WAV file."""
+    if content[:4] != b"RIFF" or content[8:12] != b"WAVE":
+        raise ValueError("it is no WAV file")
+    place, found = 12, None
+    while place + 8 <= len(content):
+        name, size = content[place : place + 4], struct.unpack_from("<I", content, place + 4)[0]
+        body = content[place + 8 : place + 8 + size]
+        if name == b"fmt ":
+            kind, channels, rate, _, _, bits = struct.unpack_from("<HHIIHH", body)
+            if kind == 0xFFFE and len(body) >= 26:  # extensible: the format is in its own place
+                kind = struct.unpack_from("<H", body, 24)[0]
+            if not channels or not rate:
+                raise ValueError(f"it has {channels} channels and a rate of {rate}")
+            found = kind, channels, rate, bits
+        elif name == b"data":
+            if found is None:
+                break
+            return (*found, body)
+        place += 8 + size + size % 2
+    raise ValueError("it has no sound in it, or is cut off")
+
+
+def _samples(data: bytes, kind: int, bits: int) -> np.ndarray:
+    whole = data[: len(data) // max(bits // 8, 1) * max(bits // 8, 1)]
+    if (kind, bits) == (1, 8):
+        return (np.frombuffer(whole, np.uint8).astype(np.float32) - 128) / 128
+    if (kind, bits) == (1, 16):
+        return np.frombuffer(whole, "<i2").astype(np.float32) / 2**15
+    if (kind, bits) == (1, 24):
+        parts = np.frombuffer(whole, np.uint8).reshape(-1, 3).astype(np.int32)
+        numbers = (parts[:, 0] << 8 | parts[:, 1] << 16 | parts[:, 2] << 24) >> 8
+        return numbers.astype(np.float32) / 2**23
+    if (kind, bits) == (1, 32):
+        return np.frombuffer(whole, "<i4").astype(np.float32) / 2**31
+    if kind == 3 and bits in (32, 64):
+        return np.frombuffer(whole, f"<f{bits // 8}").astype(np.float32)
+    raise ValueError(f"format {kind} with {bits} bits is not known here")
 
 
 def fit_wave(samples: np.ndarray, rate: int, settings: Mapping[str, Any]) -> np.ndarray:

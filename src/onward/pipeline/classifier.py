@@ -143,6 +143,11 @@ def _picture(item: Any, settings: Mapping[str, Any]) -> np.ndarray:
     array = np.asarray(item)
     if array.dtype.kind == "f" and array.ndim == 3:  # as the model takes it
         return array
+    if array.dtype.kind not in "biuf" or array.ndim not in (2, 3):
+        raise DataError(
+            f"{type(item).__name__} is no image",
+            "give a path, a Pillow image, or [height, width, channels] bytes",
+        )
     return image(item, settings)
 
 
@@ -151,6 +156,10 @@ def _sound(item: Any, settings: Mapping[str, Any]) -> np.ndarray:
         return fit_wave(*read_wave(item), settings)
     if isinstance(item, tuple) and len(item) == 2 and isinstance(item[1], int):
         return fit_wave(np.asarray(item[0], np.float32), item[1], settings)
+    if np.asarray(item).dtype.kind not in "iuf" or np.size(item) < 2:
+        raise DataError(
+            f"{type(item).__name__} is no sound", "give the path of a WAV file, or (samples, rate)"
+        )
     return fit_wave(np.asarray(item, np.float32).reshape(-1), settings.get("sampling_rate", 1), settings)
 
 
@@ -164,6 +173,10 @@ def _rows(items: Sequence[Any], done: Preprocessing) -> np.ndarray:
             if missing:
                 raise DataError(f"the row has no '{missing[0]}'", f"the model takes {', '.join(names)}")
             item = [item[name] for name in names]
+        if not isinstance(item, Sequence | np.ndarray) or isinstance(item, str):
+            raise DataError(
+                f"{type(item).__name__} is no row", f"give a dict or a list with {', '.join(names)}"
+            )
         if len(item) != len(names):
             raise DataError(f"the row has {len(item)} cells", f"the model takes {', '.join(names)}")
         cells.append(list(item))

@@ -63,6 +63,7 @@ class FineTuned:
     _artifacts: Artifacts
     _outputs: list[str]
     _tokenizer: Path | None
+    _samples: dict[str, np.ndarray]
 
     def predict(self, inputs: Any, *, top_k: int | None = 1) -> Any:
         """Labels with probabilities for pictures, texts, sounds or rows, as `onward.load` gives them."""
@@ -75,7 +76,7 @@ class FineTuned:
         """
         exported = for_inference(
             ir.to_proto(self._artifacts.evaluation), self.state, self._outputs, path,
-            quantize_to=quantize, metadata=self._metadata(),
+            quantize_to=quantize, metadata=self._metadata(), inputs=self._samples,
         )  # fmt: skip
         if self._tokenizer is not None:
             target = Path(path)
@@ -216,6 +217,7 @@ def finetune(
             dataclasses.replace(whole, classes=names, arrays=_renamed(whole, made, inputs)),
             json.loads(made.training.metadata_props[contract.LABELS]),
         )
+    known = {spec.name for spec in inputs}
     with _folder(output_directory) as folder:
         trainer = Trainer(
             made, output_directory=folder, learning_rate=learning_rate, schedule=schedule, seed=seed,
@@ -250,6 +252,7 @@ def finetune(
         _artifacts=made,
         _outputs=json.loads(made.evaluation.metadata_props[contract.OUTPUTS]),
         _tokenizer=train.tokenizer,
+        _samples={spec.name: np.asarray(arrays[spec.name][:16]) for spec in specs if spec.name in known},
     )
 
 

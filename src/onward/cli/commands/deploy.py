@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,6 +15,7 @@ from onward.cli.command import CommandError, Output, command, examples, human_si
 from onward.cli.model_file import read_model
 from onward.cli.output_paths import Overwrite, file_target, plain_prefix
 from onward.cli.run_folder import find
+from onward.errors import DataError
 from onward.model_metadata import read_names
 
 __all__ = ["forward_outputs", "register"]
@@ -78,12 +80,18 @@ def deploy(
         raise CommandError(
             "the model has no output besides its loss", "name values of its graph with --outputs"
         )
+    # the training data, where it is still there; a function is not called for it
+    known = [source for source in found.data or [] if Path(source.partition("=")[2] or source).exists()]
     if quantize is QuantizeChoice.INT8_STATIC and not data:
-        # ranges of activations are found on the training data; a function is not called for it
-        data = [source for source in found.data or [] if Path(source.partition("=")[2] or source).exists()]
+        data = known
         if not data:
             raise CommandError("int8-static needs samples of the data", "name some with --data")
-    inputs = _inputs(found, run, eval_model, names, data, mapping, samples) if data else None
+    inputs = None
+    if data:
+        inputs = _inputs(found, run, eval_model, names, data, mapping, samples)
+    elif known:
+        with contextlib.suppress(CommandError, DataError):  # data that has changed: random inputs do as well
+            inputs = _inputs(found, run, eval_model, names, known, mapping, min(samples, 16))
     tokenizer = _tokenizer(found, run)
     beside = model.with_name(f"{model.stem}.tokenizer.json")
     if tokenizer is not None and beside.exists() and not overwrite:

@@ -117,17 +117,18 @@ def infer(
         return _answer_text(output, model, text)
     with contextlib.ExitStack() as stack:
         file = None if answers is None else stack.enter_context(new_file(answers, overwrite=overwrite))
-        found, inputs, classes = _run_model(output, model, data, outputs, mapping, label, batch_size, device)
+        found, files, classes = _run_model(output, model, data, outputs, mapping, label, batch_size, device)
         labels = _labels(found, classes, top_k)
+        inputs = len(next(iter(found.values())))
         if file is not None:
-            _write(file, found, labels)
+            _write(file, found, labels, files)
     if answers is not None:
         output.line(
             f"{answers}: " + ", ".join(f"{name} {list(array.shape)}" for name, array in found.items())
         )
     elif labels is not None:
         rows = [
-            [index, *(f"{one['label']} {one['score']:.1%}" for one in best)]
+            [files[index] if files else index, *(f"{one['label']} {one['score']:.1%}" for one in best)]
             for index, best in enumerate(labels[:20])
         ]
         output.table(
@@ -141,6 +142,10 @@ def infer(
     whole: dict[str, Any] = {} if answers is not None else {"values": found}
     if labels is not None:
         whole["labels"] = labels if top_k > 1 else [best[0] for best in labels]
+    if labels is not None and len(labels) > 20 and answers is None:
+        output.line(f"and {len(labels) - 20} more: --output answers.csv writes all")
+    if files:
+        whole["files"] = files
     output.result({"samples": inputs, "outputs": shown, "file": answers, **whole})
     return None
 
@@ -188,7 +193,8 @@ def _run_model(
     label: str | None,
     batch_size: int,
     device: str,
-) -> tuple[dict[str, Any], int, list[str] | None]:
+) -> tuple[dict[str, Any], list[str], list[str] | None]:
+    """The outputs, the files that the samples came from, and the names of the classes."""
     import tempfile
 
     import numpy as np
@@ -240,7 +246,12 @@ def _run_model(
             name: np.concatenate([np.atleast_1d(np.asarray(part[i])) for part in parts])
             for i, name in enumerate(names)
         }
-    return joined, count, None if options_of.classes is None else list(options_of.classes)
+    files = next((array.files for array in loaded.arrays.values() if hasattr(array, "files")), [])
+    return (
+        joined,
+        [str(file) for file in files],
+        None if options_of.classes is None else list(options_of.classes),
+    )
 
 
 def _own_options(model: Path, given: Any) -> Any:
@@ -267,7 +278,9 @@ def _exported(found: Any, path: Path, outputs: list[str] | None) -> Path:
     return path
 
 
-def _write(path: Path, arrays: dict[str, Any], labels: list[list[dict[str, Any]]] | None) -> None:
+def _write(
+    path: Path, arrays: dict[str, Any], labels: list[list[dict[str, Any]]] | None, files: list[str]
+) -> None:
     import csv
 
     import numpy as np
@@ -288,10 +301,20 @@ def _write(path: Path, arrays: dict[str, Any], labels: list[list[dict[str, Any]]
     with open(path, "w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         rows = np.concatenate(list(flat.values()), axis=1).tolist()
-        writer.writerow([*map(csv_cell, header), *(["label", "probability"] if best else [])])
+        writer.writerow(
+            [
+                *(["file"] if files else []),
+                *map(csv_cell, header),
+                *(["label", "probability"] if best else []),
+            ]
+        )
         writer.writerows(
-            [*row, *((csv_cell(one["label"]), one["score"]) if best else ())]
-            for row, one in zip(rows, best or rows)
+            [
+                *([csv_cell(name)] if files else []),
+                *row,
+                *((csv_cell(one["label"]), one["score"]) if best else ()),
+            ]
+            for name, row, one in zip(files or rows, rows, best or rows)
         )
 
 

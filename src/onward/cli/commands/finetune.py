@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from onward.cli.choices import DeviceOption, QuantizeChoice
 from onward.cli.command import CommandError, Output, command, examples
-from onward.cli.commands.train import require_finite
+from onward.cli.commands.train import (
+    CropOption,
+    DropOption,
+    LabelOption,
+    NormalizeOption,
+    ResizeOption,
+    SampleRateOption,
+    StandardizeOption,
+    TextColumnOption,
+    TokenizerOption,
+    require_finite,
+)
 from onward.cli.model_file import read_model
 from onward.cli.output_paths import file_target, folder_target, require_folder_target
 
@@ -57,15 +68,42 @@ def finetune(
         list[str] | None,
         typer.Option("--target", "-t", metavar="NAME", help="Weights to adapt; patterns count."),
     ] = None,
-    epochs: Annotated[int, typer.Option(min=1, help="How often to go through the data.")] = 1,
-    batch_size: Annotated[int, typer.Option(min=1, help="Examples per step.")] = 1,
+    epochs: Annotated[
+        int | None, typer.Option("--epochs", "-e", min=1, help="Passes over the data; 5, a language model 1.")
+    ] = None,
+    batch_size: Annotated[
+        int | None,
+        typer.Option("--batch-size", "-b", min=1, help="Samples per step; 32, a language model 1."),
+    ] = None,
+    head: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="The layer to replace, or the value to put a new one on."),
+    ] = None,
+    label: LabelOption = None,
+    normalize: NormalizeOption = None,
+    resize: ResizeOption = None,
+    crop: CropOption = None,
+    augment: Annotated[
+        list[str] | None,
+        typer.Option("--augment", metavar="NAME[=HOW]", help="Images: flip, crop, colour, mixup."),
+    ] = None,
+    standardize: StandardizeOption = False,
+    drop: DropOption = None,
+    text_column: TextColumnOption = None,
+    tokenizer: TokenizerOption = None,
+    sample_rate: SampleRateOption = None,
     accumulation: Annotated[int, typer.Option(min=1, help="Steps whose gradients make one update.")] = 1,
-    max_length: Annotated[int, typer.Option(min=2, help="Tokens of an example that are read.")] = 512,
+    max_length: Annotated[
+        int | None, typer.Option(min=2, help="Tokens of a text that are read; a language model: 512.")
+    ] = None,
     packing: Annotated[
         bool, typer.Option("--packing", help="Put short examples behind one another.")
     ] = False,
     learning_rate: Annotated[float | None, typer.Option("--lr", min=0, help="The learning rate.")] = None,
-    hold_out: Annotated[float, typer.Option(min=0.0, max=0.9, help="The share to evaluate on.")] = 0.0,
+    hold_out: Annotated[
+        float | None,
+        typer.Option(min=0.0, max=0.9, help="The share to evaluate on; 0.2, a language model 0."),
+    ] = None,
     quantize: Annotated[
         QuantizeChoice | None, typer.Option("--quantize", help="Store weights in fewer bits.")
     ] = None,
@@ -83,10 +121,21 @@ def finetune(
     scheme = None if quantize is None else str(quantize)
     if not model.is_dir():
         read_model(model)
-        with file_target(target, overwrite=overwrite):
-            _classifier(
-                output, model, data, target, epochs, batch_size, learning_rate, hold_out, scheme, seed, device
+        if lora:
+            raise CommandError(
+                "--lora is for the folder of a language model here",
+                "leave it away, or use onward artifacts --lora",
             )
+        options = {
+            "head": head, "label": label, "normalize": normalize, "resize": resize, "crop": crop,
+            "augment": augment or (), "standardize": standardize, "drop": drop or (), "text_column": text_column,
+            "tokenizer": tokenizer, "max_length": max_length, "sampling_rate": sample_rate,
+            "epochs": epochs or 5, "batch_size": batch_size, "learning_rate": learning_rate,
+            "hold_out": 0.2 if hold_out is None else hold_out, "seed": seed, "device": device,
+            "progress": not output.silent,
+        }  # fmt: skip
+        with file_target(target, overwrite=overwrite):
+            _classifier(output, model, data, target, scheme, options)
         return
     if not lora:
         raise CommandError("a language model is trained with adapters here", "add --lora")
@@ -101,9 +150,9 @@ def finetune(
             )
     chosen = LoRA(rank=rank, alpha=alpha, targets=targets or "attention", seed=seed)
     result = finetune_language_model(
-        model, data, lora=chosen, epochs=epochs, batch_size=batch_size, accumulation=accumulation,
-        max_length=max_length, packing=packing, learning_rate=2e-4 if learning_rate is None else learning_rate,
-        hold_out=hold_out, seed=seed, device=device,
+        model, data, lora=chosen, epochs=epochs or 1, batch_size=batch_size or 1, accumulation=accumulation,
+        max_length=max_length or 512, packing=packing, learning_rate=2e-4 if learning_rate is None else learning_rate,
+        hold_out=hold_out or 0.0, seed=seed, device=device,
     )  # fmt: skip
     with output.working("writing"):
         with folder_target(target):
@@ -118,25 +167,16 @@ def finetune(
 
 
 def _classifier(
-    output: Output,
-    model: Path,
-    data: Path,
-    target: Path,
-    epochs: int,
-    batch_size: int,
-    learning_rate: float | None,
-    hold_out: float,
-    quantize: str | None,
-    seed: int,
-    device: str,
+    output: Output, model: Path, data: Path, target: Path, quantize: str | None, options: dict[str, Any]
 ) -> None:
     from onward.pipeline.finetune import finetune as finetune_classifier
 
-    result = finetune_classifier(
-        model, data, epochs=epochs, batch_size=batch_size, learning_rate=learning_rate,
-        hold_out=hold_out or 0.2, seed=seed, device=device,
-    )  # fmt: skip
+    result = finetune_classifier(model, data, **options)
     result.export(target, quantize=quantize)
-    for name, value in result.metrics.items():
-        output.line(f"{name} {value:.4g}")
-    output.result({"path": target, "metrics": dict(result.metrics)})
+    for note in result.notes:
+        output.note(note)
+    output.table("", ["", "value"], [[name, f"{value:.4g}"] for name, value in result.metrics.items()])
+    if result.classes is not None:
+        output.line(f"classes: {', '.join(result.classes)}")
+    output.line(f"next: onward infer {target} --data YOUR_DATA")
+    output.result({"path": target, "metrics": dict(result.metrics), "classes": result.classes})
