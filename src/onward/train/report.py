@@ -235,7 +235,7 @@ def _chart(
                 f'<polyline fill="none" stroke="{colour}" stroke-width="1.8" stroke-opacity="{opacity}" '
                 f'stroke-linejoin="round" points="{line}"><title>{html.escape(name)}</title></polyline>'
             )
-        for x, y in points[-1:] if noisy else points:
+        for x, y in _smooth(points)[-1:] if noisy else points:
             across, down = place(x, y)
             value, at = _number(10**y if logarithmic else y), _number(10**x if logarithmic_x else x)
             parts.append(
@@ -252,15 +252,15 @@ def _chart(
 
 
 def _smooth(points: Points) -> Points:
-    """Moving average over a window around each point, narrower at the ends."""
+    """Moving average over a window around each point; at the ends, the part of it that there is."""
     reach = max(1, len(points) // 40)
     sums = [0.0]
     for _, y in points:
         sums.append(sums[-1] + y)
     smoothed = []
     for index, (x, _) in enumerate(points):
-        near = min(reach, index, len(points) - 1 - index)
-        smoothed.append((x, (sums[index + near + 1] - sums[index - near]) / (2 * near + 1)))
+        first, last = max(0, index - reach), min(len(points), index + reach + 1)
+        smoothed.append((x, (sums[last] - sums[first]) / (last - first)))
     return smoothed
 
 
