@@ -492,6 +492,15 @@ def test_what_is_done_to_vectors(device: Device) -> None:
     assert flat.whole.squared_norm() == pytest.approx(5e50)
 
 
+def test_a_norm_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "_PIECE", 7)
+    flat = FlatBuffer({"a": (30,)}, device=Device("cpu", memory="device"))
+    flat.tensors["a"].write(np.arange(30))
+    assert flat.whole.squared_norm() == sum(i * i for i in range(30)) and flat.whole.is_finite()
+    flat.tensors["a"].write(np.array([0.0] * 29 + [np.inf]))
+    assert not flat.whole.is_finite() and not np.isfinite(flat.whole.squared_norm())
+
+
 def test_a_vector_is_shared_with_numpy_and_written_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "_PIECE", 8)
     flat = FlatBuffer({"a": (3,), "b": (2, 5)}, device=EMULATED)

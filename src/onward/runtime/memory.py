@@ -38,7 +38,7 @@ _ALIGN = 16
 # Some gradient rules clamp infinities to the largest float32: a norm beyond this is one of those.
 _OVERFLOW = 1e60
 _OPSET = 18
-# Bytes that are copied to a part of a vector at a time.
+# Bytes that are copied to a part of a vector at a time, or numbers that are summed.
 _PIECE = 1 << 24
 
 
@@ -307,16 +307,19 @@ class DeviceTensor:
         session.run_with_iobinding(binding)
 
     def _reduce(self, kernel: str) -> float:
-        """One number of a vector; its binding is kept, since every update asks for the norm."""
+        """One number of a vector, from stretches of it: the runtime takes as much memory as it reduces at a time.
+
+        Its binding is kept, since every update asks for the norm.
+        """
         if not self.nbytes:
             return 0.0
-        if self._reduction is None or self._reduction[0] is not _kernel(self._device, kernel):
-            session, result = _kernel(self._device, kernel), np.zeros(1, np.float32)
-            binding = session.io_binding()
-            flat = DeviceTensor(
-                self._device, self._owner, self._address, [math.prod(self._shape)], self._dtype
-            )
-            flat.bind_input(binding, "x")
+        size = math.prod(self._shape)
+        starts = range(0, size, _PIECE)
+        session = _kernel(self._device, kernel, len(starts))
+        if self._reduction is None or self._reduction[0] is not session:
+            result, binding = np.zeros(1, np.float32), session.io_binding()
+            for index, start in enumerate(starts):
+                self.view(start, [min(_PIECE, size - start)]).bind_input(binding, f"x{index}")
             binding.bind_output("y", "cpu", 0, np.float32, [1], result.ctypes.data)
             self._reduction = (session, binding, result)
         session, binding, result = self._reduction
@@ -597,8 +600,8 @@ def onnx_type(dtype: np.dtype) -> int:
 
 
 @functools.cache
-def _kernel(device: Device, name: str) -> ort.InferenceSession:
-    """A session of one or two operators on a device."""
+def _kernel(device: Device, name: str, parts: int = 1) -> ort.InferenceSession:
+    """A session of one or two operators on a device; those that reduce take a vector in so many parts."""
     make, value = onnx.helper.make_node, onnx.helper.make_tensor_value_info
     bytes_only = name in ("copy", "zeros")
     kind = onnx.TensorProto.UINT8 if bytes_only else onnx.TensorProto.FLOAT
@@ -617,12 +620,17 @@ def _kernel(device: Device, name: str) -> ort.InferenceSession:
     elif name == "clear":
         constants = [onnx.helper.make_tensor("yes", onnx.TensorProto.BOOL, [1], [True])]
         nodes = [make("Where", ["yes", "s", "x"], ["y"])]
-    elif name == "norm":
-        size, nodes = 1, [make("ReduceSumSquare", ["x"], ["y"], keepdims=1)]
-    else:  # 0·x is 0, or NaN where x is not finite
-        constants = [onnx.helper.make_tensor("none", onnx.TensorProto.FLOAT, [1], [0.0])]
-        nodes = [make("Mul", ["x", "none"], ["m"]), make("ReduceSum", ["m"], ["y"], keepdims=1)]
-        size = 1
+    else:
+        size, inputs = 1, [value(f"x{i}", kind, [f"n{i}"]) for i in range(parts)]
+        if name == "norm":
+            nodes = [make("ReduceSumSquare", [f"x{i}"], [f"y{i}"], keepdims=1) for i in range(parts)]
+        else:  # 0·x is 0, or NaN where x is not finite
+            constants = [onnx.helper.make_tensor("none", onnx.TensorProto.FLOAT, [1], [0.0])]
+            nodes = []
+            for i in range(parts):
+                nodes.append(make("Mul", [f"x{i}", "none"], [f"m{i}"]))
+                nodes.append(make("ReduceSum", [f"m{i}"], [f"y{i}"], keepdims=1))
+        nodes.append(make("Sum", [f"y{i}" for i in range(parts)], ["y"]))
     graph = onnx.helper.make_graph(nodes, name, inputs, [value("y", kind, [size])], constants)
     model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", _OPSET)], ir_version=8)
     options = ort.SessionOptions()

@@ -40,6 +40,28 @@ CASES = {
         "{ y = Col2Im <strides = [2, 2], pads = [1, 1, 1, 0]> (x, s, k) }",
         ["Reshape", "ConvTranspose"],
     ),
+    "a half of erf and a half": (
+        "float[2, 3] x",
+        "<float h = {0.5}> { e = Erf (x)  a = Mul (e, h)  r = Exp (x)  b = Add (r, h)  y = Add (a, b) }",
+        ["Erf", "HardSigmoid", "Exp", "Add"],
+    ),
+    "sums of products": (
+        "float[3, 3] x",
+        "{ p = MatMul (x, x)  q = Exp (x)  a = Add (q, p)  b = Add (a, q)  y = Add (b, p) }",
+        ["MatMul", "Exp", "Sum"],
+    ),
+    "sums of which one is read twice": (
+        "float[3, 3] x",
+        "{ p = MatMul (x, x)  a = Add (x, p)  b = Add (a, p)  y = Add (b, a) }",
+        ["MatMul", "Add", "Sum"],
+    ),
+    "a product with a bias": (
+        "float[3, 3] x", "{ p = MatMul (x, x)  q = Exp (x)  a = Add (p, x)  y = Add (a, q) }",
+        ["MatMul", "Exp", "Add", "Add"],
+    ),
+    "sums that may be of integers": (
+        "float[3, 3] x", "{ q = Exp (x)  a = Add (q, q)  b = Add (a, q)  y = Add (b, q) }", ["Exp"] + ["Add"] * 3,
+    ),
 }  # fmt: skip
 
 

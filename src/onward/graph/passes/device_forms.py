@@ -6,6 +6,7 @@ numbers, up to the order of sums.
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -13,19 +14,83 @@ import onnx
 
 __all__ = ["prefer_device_forms"]
 
+# How many values one kernel of Sum adds.
+_TERMS = 8
 _AXES_AS_INPUT = {"ReduceSum": 13, "ReduceMean": 18}
 
 
 def prefer_device_forms(model: onnx.ModelProto) -> None:
-    """Rewrite Col2Im, sums over axes that do not lie together, and pads of transposed images."""
+    """Rewrite Col2Im, sums over axes that do not lie together, pads of transposed images, and sums of values."""
     if any(node.op_type == "Col2Im" for node in model.graph.node):
         model.graph.CopyFrom(onnx.shape_inference.infer_shapes(model).graph)
+    _join_sums(model.graph)
     rewriting = _Rewriting(model)
     nodes = [made for node in model.graph.node for made in rewriting.forms(node)]
     used = {name for node in nodes for name in node.input} | {value.name for value in model.graph.output}
     del model.graph.node[:]
     # a transposition that its only pad now comes before
     model.graph.node.extend(n for n in nodes if n.op_type != "Transpose" or used.intersection(n.output))
+
+
+def _join_sums(graph: onnx.GraphProto) -> None:
+    """½·erf + (r + ½) as one kernel and a sum, and sums of sums as one Sum: fewer passes over large values."""
+    makers = {name: node for node in graph.node for name in node.output}
+    uses = Counter(name for node in graph.node for name in node.input)
+    uses.update(value.name for value in graph.output)
+    given = {value.name for value in [*graph.input, *graph.initializer]}
+    halves = {t.name for t in graph.initializer if _is_half(t)}
+    gone: set[str] = set()
+
+    def part(name: str, kind: str) -> onnx.NodeProto | None:
+        """What makes a value, if it is of this kind and nothing else reads it."""
+        node = makers.get(name)
+        fits = node is not None and uses[name] == 1 and node.op_type == kind and not node.domain
+        return node if fits and name not in gone else None
+
+    def is_product(name: str) -> bool:
+        """Whether a matrix product makes a value, which is then no integer: of those Sum has none."""
+        node = makers.get(name)
+        if node is not None and node.op_type in ("Reshape", "Transpose"):
+            return is_product(node.input[0])
+        return node is not None and node.op_type in ("Gemm", "MatMul")
+
+    for node in graph.node:
+        if node.op_type != "Add" or node.domain:
+            continue
+        scaled, shifted = part(node.input[0], "Mul"), part(node.input[1], "Add")
+        if scaled is not None and shifted is not None:
+            erf = makers.get(scaled.input[0])
+            if {scaled.input[1], shifted.input[1]} <= halves and erf is not None and erf.op_type == "Erf":
+                rest, half = shifted.input[0], scaled.output[0]
+                made = onnx.helper.make_node(
+                    "HardSigmoid", [erf.output[0]], [half], name=scaled.name, alpha=0.5, beta=0.5
+                )
+                scaled.CopyFrom(made)  # ½·erf + ½ is between 0 and 1
+                gone.add(shifted.output[0])
+                node.input[:] = [half, rest]
+    for node in reversed(graph.node):
+        if node.op_type != "Add" or node.domain or node.output[0] in gone:
+            continue
+        terms, inner, joined = list(node.input), part(node.input[0], "Add"), []
+        # a bias belongs to its product, and what a step adds to may be what it writes
+        while inner is not None and len(terms) < _TERMS and given.isdisjoint([*terms, *inner.input]):
+            joined.append(inner.output[0])
+            terms[:1] = inner.input
+            inner = part(terms[0], "Add")
+        if joined and any(is_product(name) for name in terms):
+            gone.update(joined)
+            node.op_type = "Sum"
+            node.input[:] = terms
+    kept = [node for node in graph.node if not gone.intersection(node.output)]
+    copies = [onnx.NodeProto.FromString(node.SerializeToString()) for node in kept]
+    del graph.node[:]
+    graph.node.extend(copies)
+
+
+def _is_half(tensor: onnx.TensorProto) -> bool:
+    if tensor.data_type != onnx.TensorProto.FLOAT or np.prod(tensor.dims) != 1:
+        return False
+    return float(onnx.numpy_helper.to_array(tensor).reshape(-1)[0]) == 0.5
 
 
 class _Rewriting:
