@@ -115,7 +115,8 @@ TABLES = {
         csv(*(f"1,2,3,4,id{n},x" for n in range(120))), (), "column 'e' has 120 different words, too many",
     ),
     "a word among numbers": (csv(*GOOD, "1,2,3,4,five,x"), (), "'d.csv', row 14: 'e' is 'five'"),
-    "an infinite number": (csv(*GOOD, "1,2,3,4,inf,x"), (), "sample 12 (from 0): 'e' is infinite"),
+    "an infinite number": (csv(*GOOD, "1,2,3,4,inf,x"), (), "'d.csv', row 14: 'e' is infinite"),
+    "a number too large": (csv(*GOOD, "1,2,3,4,1e300,x"), (), "'e' has 1e+300, which is too large for float32"),
     "an empty column": (csv("1,2,3,4,,x", "1,2,3,4,,y"), (), "column 'e' is empty"),
     "a label that is not there": (csv(*GOOD), ("--label", "knd"), "has no column 'knd'"),
     "dropping what is not there": (csv(*GOOD), ("--drop", "f"), "--drop f: 'd.csv' has no such column"),
@@ -181,6 +182,17 @@ def test_a_classifier_becomes_a_model_that_predicts_numbers(desk: Path, run: Run
         "model.onnx", "prices.csv", loss="mse", epochs=40, learning_rate=0.02, progress=False
     )
     assert result.predict([1.0, 0, 0, 0, 0]) == pytest.approx([4.0], abs=0.8)
+
+
+def test_a_result_is_short_in_words_and_a_cell_may_be_long(desk: Path, run: Run) -> None:
+    Path("d.csv").write_text(csv(*GOOD))
+    result = onward.finetune("model.onnx", "d.csv", epochs=1, progress=False, output_directory="out")
+    assert repr(result).startswith("FineTuned(loss ") and repr(result).endswith("3 classes)")
+    with pytest.raises(onward.OnwardError, match="'out' has an earlier run: choose another output_directory"):
+        onward.finetune("model.onnx", "d.csv", epochs=1, progress=False, output_directory="out")
+    Path("long.csv").write_text(csv(*GOOD) + f"1,2,3,4,{'9' * 200_000},x\n")
+    with pytest.raises(DataError, match=r"row 14: 'e' is infinite"):  # read, whatever its length
+        onward.finetune("model.onnx", "long.csv", epochs=1, progress=False)
 
 
 def test_every_class_is_held_out_in_its_share() -> None:

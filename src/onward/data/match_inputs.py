@@ -167,7 +167,8 @@ def _typed(array: np.ndarray, spec: InputSpec, name: str) -> np.ndarray:
         return whole
     if spec.dtype.kind == "b" and not np.isin(array, (0, 1)).all():
         raise DataError(f"'{name}' is not only 0 and 1, the input '{spec.name}' takes {spec}")
-    return array.astype(spec.dtype)
+    with np.errstate(over="ignore"):  # what is too large is found where it is used
+        return array.astype(spec.dtype)
 
 
 def _agrees(shape: Sequence[int], dims: Sequence[int | None]) -> bool:

@@ -356,11 +356,12 @@ def check_labels(data: Data, ranges: Mapping[str, Mapping[str, Any]]) -> None:
             bad &= np.asarray(labels) != ignored
         if bad.any():
             where, known = np.argwhere(bad)[0], np.unique(labels)
+            column = "" if data.label is None else f" in column '{data.label}' (--label names another one)"
             shown = ", ".join(map(str, known[:8])) + (", …" if len(known) > 8 else "")
             raise DataError(
                 f"row {int(where[0])} of the data (from 0): '{name}' has label {labels[tuple(where)]}, and the model "
                 f"has {count} classes, so labels are 0 to {count - 1}",
-                f"the data has {len(known)} different labels ({shown}): fix them, or make artifacts with another head: "
+                f"the data has {len(known)} different labels{column}: {shown}; fix them, or make a head for them: "
                 f"onward artifacts MODEL --classes {len(known)}",
             )
 

@@ -82,11 +82,15 @@ def read_table(path: Path) -> dict[str, np.ndarray]:
 
 
 def _read_csv(path: Path) -> dict[str, np.ndarray]:
+    before = csv.field_size_limit()
     try:
+        csv.field_size_limit(max(before, min(path.stat().st_size, 2**31 - 1)))  # a cell may be a whole text
         with open(path, newline="", encoding="utf-8-sig") as file:
             rows = list(csv.reader(file, delimiter="\t" if path.suffix.lower() == ".tsv" else ","))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise DataError(f"cannot read '{path}': {error}", "a CSV file is UTF-8 text with a header") from error
+    finally:
+        csv.field_size_limit(before)
     rows = [row for row in rows if row]
     if len(rows) < 2:
         raise DataError(f"'{path}' has no row below its header", "the first line names the columns")
@@ -326,13 +330,17 @@ def encode(columns: Mapping[str, Any], features: Features, where: str = "data") 
             parts += [(words == word).astype(np.float64) for word in features.categories[name]]
             continue
         try:
-            parts.append(column.astype(np.float64))
+            numbers = column.astype(np.float64)
         except (ValueError, TypeError):
             row = next(i for i, cell in enumerate(column) if not _is_number(cell))
             raise DataError(
                 f"{_place(where, row)}: '{name}' is '{column[row]}', and training had numbers there",
                 "fix it, or leave the cell empty",
             ) from None
+        if np.isinf(numbers).any():
+            row = int(np.flatnonzero(np.isinf(numbers))[0])
+            raise DataError(f"{_place(where, row)}: '{name}' is infinite", "fix it, or leave the cell empty")
+        parts.append(numbers)
     return np.stack(parts, axis=1)
 
 
@@ -396,14 +404,12 @@ def fit_table(
         ]
     )
     missing = np.count_nonzero(np.isnan(values), axis=0)
-    if np.isinf(values).any():
-        row, column = (int(i) for i in np.argwhere(np.isinf(values))[0])
-        raise DataError(f"sample {row} (from 0): '{names[column]}' is infinite", "drop the row, or fix it")
     empty = [names[i] for i in np.flatnonzero(missing == len(values))]
     if empty:
         raise DataError(f"column '{empty[0]}' has no number among the training rows", _DROP)
     mean = np.where(is_number, np.nanmean(values, axis=0), 0.0)
-    spread = np.where(is_number, np.nanstd(values, axis=0), 1.0)
+    with np.errstate(over="ignore"):  # refused where it is used
+        spread = np.where(is_number, np.nanstd(values, axis=0), 1.0)
     settings: dict[str, Any] = {"columns": features.columns, "fill": [float(x) for x in mean]}
     if features.categories:
         settings["categories"] = dict(features.categories)
@@ -432,4 +438,12 @@ def apply_table(array: np.ndarray, settings: Mapping[str, Any]) -> np.ndarray:
     values = np.where(np.isnan(values), np.asarray(settings["fill"]), values)
     if settings.get("mean"):
         values = (values - np.asarray(settings["mean"])) / np.asarray(settings["scale"])
+    largest = float(np.abs(values).max(initial=0.0))
+    if largest > float(np.finfo(np.float32).max):
+        column = Features("", settings["columns"], settings.get("categories", {})).names[
+            int(np.argmax(np.abs(values).max(axis=0)))
+        ]
+        raise DataError(
+            f"'{column}' has {largest:.4g}, which is too large for float32", "scale it, or drop the row"
+        )
     return values.astype(np.float32)

@@ -24,7 +24,7 @@ from onward.data.match_inputs import InputSpec, fit, specs_of
 from onward.data.preprocessing import KEY, Preprocessing, beside, image_settings
 from onward.data.read import Data, DataOptions, blame_data, check_labels, prepare, read_data, split
 from onward.data.tables import number_labels
-from onward.errors import DataError, NonFiniteError
+from onward.errors import DataError, NonFiniteError, OnwardError
 from onward.export.inference import InferenceExport, for_inference
 from onward.graph.gate import read_proto
 from onward.head import replace_head
@@ -64,6 +64,11 @@ class FineTuned:
     _outputs: list[str]
     _tokenizer: Path | None
     _samples: dict[str, np.ndarray]
+
+    def __repr__(self) -> str:
+        figures = ", ".join(f"{name} {value:.4g}" for name, value in self.metrics.items())
+        known = "" if self.classes is None else f", {len(self.classes)} classes"
+        return f"FineTuned({figures}{known})"
 
     def predict(self, inputs: Any, *, top_k: int | None = 1) -> Any:
         """Labels with probabilities for pictures, texts, sounds or rows, as `onward.load` gives them."""
@@ -175,6 +180,10 @@ def finetune(
             learning_rate=rate, device=device,
         )  # fmt: skip
         return language
+    if output_directory is not None and any(Path(output_directory).glob("checkpoint-*")):
+        raise OnwardError(
+            f"'{output_directory}' has an earlier run: choose another output_directory, or remove it"
+        )
     kind = loss_type(loss)
     optimizer_type(optimizer)
     require_schedule(schedule)
