@@ -33,6 +33,7 @@ class Limits:
     dense_bytes: int = _GIB  # sparse tensors of a model, written out
     shared_bytes: int = _GIB  # external data that several tensors of a model name again
     value_bytes: int = 16 * _GIB  # one value, by the shape that the model declares
+    unpacked_bytes: int = 4 * _GIB  # what a data file grows to when read, counted from 16 times its size
     text_bytes: int = 64 * _MIB  # a JSON or TOML file
     text_nesting: int = 64  # lists and tables inside each other in JSON and TOML
     check_seconds: int = 300  # what `onward check` may take

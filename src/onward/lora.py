@@ -7,12 +7,13 @@ adds them to the weights of an exported model.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import onnx
@@ -26,6 +27,7 @@ from onward.graph.cleanup import remove_unused
 from onward.graph.dialect.normalize import normalize
 from onward.graph.load import ModelSource, load_model
 from onward.graph.passes.lora import LoRA, add_adapters, merge_adapters
+from onward.reading import read_json
 
 __all__ = [
     "LoRA",
@@ -173,16 +175,14 @@ def load_peft(folder: str | os.PathLike[str], weights: Sequence[str]) -> tuple[L
 
     All modules must be among the weights: adapters of another base are an error that names the first missing.
     """
-    from safetensors.numpy import load_file
-
     path = Path(folder)
     for name in (_CONFIG, _TENSORS):
         if not (path / name).is_file():
             raise OnwardError(f"'{path}': no {name}; peft's save_pretrained writes both")
     try:
-        settings: dict[str, Any] = json.loads((path / _CONFIG).read_text(encoding="utf-8"))
-        rank, alpha = int(settings["r"]), float(settings["lora_alpha"])
-    except (ValueError, KeyError, TypeError) as error:
+        settings = read_json(path / _CONFIG)
+        lora = LoRA(rank=int(settings["r"]), alpha=float(settings["lora_alpha"]), dropout=0.0)
+    except (ValueError, KeyError, TypeError, OverflowError) as error:
         raise OnwardError(f"'{path / _CONFIG}': no LoRA settings of peft ({error})") from error
     unsupported = [
         name for name in ("use_dora", "use_rslora", "rank_pattern", "alpha_pattern") if settings.get(name)
@@ -191,7 +191,7 @@ def load_peft(folder: str | os.PathLike[str], weights: Sequence[str]) -> tuple[L
         raise OnwardError(f"'{path / _CONFIG}': {', '.join(unsupported)} has no form here; plain LoRA only")
     labels = {_MODULE.sub("", label): label for label in weights}
     values: dict[str, np.ndarray] = {}
-    for key, value in load_file(path / _TENSORS).items():
+    for key, value in from_safetensors(path / _TENSORS).parameters().items():
         module, _, rest = key.removeprefix(_PREFIX).partition(".lora_")
         part = _PARTS.get(f"lora_{rest.partition('.')[0]}")
         if part is None:
@@ -203,4 +203,4 @@ def load_peft(folder: str | os.PathLike[str], weights: Sequence[str]) -> tuple[L
         label = re.sub(r"(_quantized|_as_\dbit|_(DQ_)?[Qq]\d+\w*)+$", "", labels[module])
         values[f"{label}{part}"] = np.asarray(value, np.float32)
     targets = sorted({name.rpartition(".")[0] for name in values})
-    return LoRA(rank=rank, alpha=alpha, dropout=0.0, targets=targets), values
+    return dataclasses.replace(lora, targets=targets), values

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx
 import onnx.parser
 import pytest
@@ -155,3 +156,57 @@ def test_a_check_of_a_loop_that_never_ends_ends(place: Path) -> None:
     ended = subprocess.run(line, capture_output=True, text=True, timeout=120, check=False)
     assert ended.returncode == 1
     assert "--limit check_seconds=50" in ended.stderr
+
+
+def spread(source: Path, target: Path) -> None:
+    """The same model with all of its data in a file beside it."""
+    target.parent.mkdir(exist_ok=True)
+    model = onnx.load(source)
+    for tensor in model.graph.initializer:  # data in typed fields cannot go to a file
+        tensor.CopyFrom(onnx.numpy_helper.from_array(onnx.numpy_helper.to_array(tensor), tensor.name))
+    onnx.save(model, target, save_as_external_data=True, location=f"{target.name}.data", size_threshold=0)
+    assert any(
+        tensor.external_data for tensor in onnx.load(target, load_external_data=False).graph.initializer
+    )
+
+
+def test_models_with_external_data_are_checked_and_run(place: Path, run: Any) -> None:
+    spread(Path("model.onnx"), Path("large/model.onnx"))
+    for line in ("gradcheck large/model.onnx", "check large/model.onnx", "inspect large/model.onnx"):
+        assert run(*line.split()).exit_code == 0
+    near, far = (
+        run("infer", model, "-d", "data.npz", "--map", "x=x", "--json").stdout
+        for model in ("model.onnx", "large/model.onnx")
+    )
+    assert near == far
+    Path("large/model.onnx.data").unlink()
+    for command in ("gradcheck", "check", "infer"):
+        data = ["-d", "data.npz"] if command == "infer" else []
+        assert "model.onnx.data" in run(command, "large/model.onnx", *data, code=1).stderr
+
+
+def test_artifacts_of_the_original_with_external_data_are_converted(place: Path, run: Any) -> None:
+    original = Path(__file__).parent / "fixtures" / "original" / "sgd"
+    shutil.copytree(original, "whole")
+    model = onnx.load("whole/eval_model.onnx")
+    model.graph.initializer.append(onnx.numpy_helper.from_array(np.full(4, 0.5, np.float32), "half"))
+    model.graph.node.insert(0, onnx.helper.make_node("Mul", ["x", "half"], ["halved"]))
+    model.graph.node[1].input[0] = "halved"
+    onnx.save(model, "whole/eval_model.onnx")
+    Path("parts").mkdir()
+    for file in Path("whole").iterdir():
+        parts = file.name in ("training_model.onnx", "eval_model.onnx")
+        (spread if parts else shutil.copy)(file, Path("parts", file.name))
+    run("convert", "whole", "near")
+    run("convert", "parts", "far")
+    assert any(tensor.name == "half" for tensor in onnx.load("near/eval_model.onnx").graph.initializer)
+    losses = [
+        [
+            row["loss"]
+            for row in run(
+                "train", made, "-d", original.parent / "data.npz", "-o", f"{made}-run", "--json"
+            ).json["epochs"]
+        ]
+        for made in ("near", "far")
+    ]
+    assert losses[0] == losses[1]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,6 +14,7 @@ from onward.graph.cleanup import simplify
 from onward.graph.passes.inference_mode import to_inference
 from onward.graph.prune import prune, values_of
 from onward.graph.save import EXTERNAL_THRESHOLD, initializer_bytes
+from onward.model_metadata import read_names
 
 if TYPE_CHECKING:
     from onward.checkpoint.content import CheckpointData
@@ -49,7 +49,7 @@ def _inference_model(evaluation: ir.Model, layout: StateLayout, data: Path) -> i
     model = evaluation.clone()
     about = model.metadata_props
     known = values_of(model.graph)
-    outputs = [name for name in json.loads(about.get(contract.OUTPUTS, "[]")) if name in known]
+    outputs = [name for name in read_names(about, contract.OUTPUTS) if name in known]
     prune(model, outputs or [about[contract.LOSS]])
     to_inference(model)
     names = [part.name for part, _, _ in layout.parts() if part.role != "slot"]

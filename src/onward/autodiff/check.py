@@ -170,11 +170,26 @@ def to_double(model: onnx.ModelProto) -> onnx.ModelProto:
     """A copy of a model in which every float32 is a float64."""
     if any(node.op_type in _WRITTEN_IN_FLOAT for node in model.graph.node):
         chosen = [("", op_type) for op_type in sorted(_WRITTEN_IN_FLOAT)]
+        model = _with_declared_initializers(model)
         model = onnx.inliner.inline_selected_functions(model, chosen, inline_schema_functions=True)
     double = onnx.ModelProto()
     double.CopyFrom(model)
     _graph_to_double(double.graph)
     return double
+
+
+def _with_declared_initializers(model: onnx.ModelProto) -> onnx.ModelProto:
+    """A copy in which initializers have a value_info: ONNX's inliner knows no other types."""
+    declared = onnx.ModelProto()
+    declared.CopyFrom(model)
+    graph = declared.graph
+    known = {value.name for value in [*graph.input, *graph.value_info]}
+    graph.value_info.extend(
+        onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims)
+        for tensor in graph.initializer
+        if tensor.name not in known
+    )
+    return declared
 
 
 _NARROW = (onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16)

@@ -102,6 +102,10 @@ def from_safetensors(
         return _merge(into, arrays, name)
     names = set(frozen) if frozen is not None else set(_frozen_names(metadata, name))
     unknown = names - arrays.keys()
+    if unknown and frozen is None:
+        raise CheckpointError(
+            name, f"its metadata names frozen parameters that it lacks: {sorted(unknown)[:5]}"
+        )
     if unknown:
         raise ValueError(f"frozen parameters that '{name}' does not have: {sorted(unknown)}")
     return CheckpointData(

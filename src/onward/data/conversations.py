@@ -7,7 +7,6 @@ do; nothing of models.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from onward.errors import DataError
+from onward.errors import DataError, LimitError
+from onward.reading import parse_json
 
 __all__ = ["Batches", "Example", "encode_lines", "pack", "read_lines"]
 
@@ -39,16 +39,15 @@ def read_lines(path: Path) -> list[Mapping[str, Any]]:
     if not path.is_file():
         raise DataError(f"'{path}': no such file")
     lines = []
-    for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        if not text.strip():
-            continue
-        try:
-            line = json.loads(text)
-        except ValueError as error:
-            raise DataError(f"'{path}' line {number}: not valid JSON ({error})") from error
-        if not isinstance(line, Mapping):
-            raise DataError(f"'{path}' line {number}: expected an object, got {type(line).__name__}")
-        lines.append(line)
+    number = 1
+    try:
+        with open(path, encoding="utf-8") as file:
+            for text in file:
+                if text.strip():
+                    lines.append(parse_json(text))
+                number += 1
+    except (ValueError, LimitError) as error:
+        raise DataError(f"'{path}' line {number}: not a JSON object ({error})") from error
     if not lines:
         raise DataError(f"'{path}' has no lines")
     return lines
@@ -109,6 +108,15 @@ def _conversation(messages: Any, tokenizer: Any, render: Render, place: str) -> 
     """The whole conversation; the assistant's turns count, found by where the text before and after them ends."""
     if not isinstance(messages, list) or not messages:
         raise DataError(f"{place}: messages must be a list of role and content")
+    for message in messages:
+        if (
+            not isinstance(message, Mapping)
+            or not isinstance(message.get("role"), str)
+            or "content" not in message
+        ):
+            raise DataError(
+                f"{place}: a message is an object with role and content, not {str(message)[:60]!r}"
+            )
     text = render(messages, prompt=False)
     encoding = tokenizer.encode(text, add_special_tokens=False)
     spans = []

@@ -10,7 +10,11 @@ from typing import Any
 
 import numpy as np
 
+from onward.limits import require
+
 __all__ = ["image", "picture_size", "sound"]
+
+_LARGEST_SIDE = 1 << 14
 
 
 def image(picture: Any, settings: Mapping[str, Any] | None) -> np.ndarray:
@@ -28,7 +32,7 @@ def image(picture: Any, settings: Mapping[str, Any] | None) -> np.ndarray:
         and not hasattr(picture, "dtype")
     ):
         # Pillow's own, which is faster
-        height, width = _target((picture.height, picture.width), settings["size"])
+        height, width = _within((picture.height, picture.width), settings["size"])
         picture = picture.resize((width, height), settings.get("resample", 2))
         settings = {**settings, "do_resize": False}
     pixels = np.asarray(picture)
@@ -48,7 +52,7 @@ def image(picture: Any, settings: Mapping[str, Any] | None) -> np.ndarray:
         sides = tuple(side // divisor * divisor for side in pixels.shape[:2])
         pixels = _resize(pixels, (sides[0], sides[1]), settings.get("resample", 2))
     if settings.get("do_center_crop") and settings.get("crop_size"):
-        pixels = _crop(pixels, _target(pixels.shape[:2], settings["crop_size"]))
+        pixels = _crop(pixels, _within(pixels.shape[:2], settings["crop_size"]))
     if settings.get("do_rescale", True):
         pixels = pixels * np.float32(settings.get("rescale_factor", 1 / 255))
     if settings.get("do_normalize", True) and settings.get("image_mean"):
@@ -74,7 +78,7 @@ def picture_size(picture: Any) -> tuple[int, int]:
 def _resized_shape(shape: tuple[int, ...], settings: Mapping[str, Any]) -> tuple[int, int]:
     size, multiple = settings["size"], int(settings.get("ensure_multiple_of") or 1)
     if not settings.get("keep_aspect_ratio") or not isinstance(size, Mapping) or "height" not in size:
-        return _target(shape, size)
+        return _within(shape, size)
     scales = [int(size["height"]) / shape[0], int(size["width"]) / shape[1]]
     # The side that changes least decides.
     scale = min(scales, key=lambda scale: abs(1 - scale))
@@ -107,6 +111,7 @@ def _whisper(samples: np.ndarray, settings: Mapping[str, Any]) -> np.ndarray:
     """[bins, frames]: the logarithm of a mel spectrum of exactly 30 seconds (or what the model was made for)."""
     rate, size, hop = int(settings["sampling_rate"]), int(settings["n_fft"]), int(settings["hop_length"])
     length = int(settings.get("n_samples") or rate * int(settings["chunk_length"]))
+    require("unpacked_bytes", 16 * length, "the length of sounds in the preprocessing, in bytes,")
     fitted = np.zeros(length, np.float64)
     fitted[: min(length, len(samples))] = samples[:length]
     padded = np.pad(fitted, size // 2, mode="reflect")
@@ -127,7 +132,9 @@ def _kaldi(samples: np.ndarray, settings: Mapping[str, Any], kind: str) -> np.nd
     filters = _mel_filters(257, bins, 20.0, rate / 2, rate, slaney=False)
     logs = np.log(np.maximum(power @ filters, 1.192092955078125e-07))
     if kind == "ASTFeatureExtractor":
-        frames = np.zeros((int(settings.get("max_length", 1024)), bins))
+        longest = int(settings.get("max_length", 1024))
+        require("unpacked_bytes", 8 * longest * bins, "the length of sounds in the preprocessing, in bytes,")
+        frames = np.zeros((longest, bins))
         frames[: min(len(frames), len(logs))] = logs[: len(frames)]
         if settings.get("do_normalize", True):
             frames = (frames - settings.get("mean", -4.2677393)) / (2 * settings.get("std", 4.5689974))
@@ -185,6 +192,17 @@ def _slaney_mel(hertz: np.ndarray) -> np.ndarray:
 
 def _slaney_hertz(mel: np.ndarray) -> np.ndarray:
     return np.where(mel >= 15.0, 1000.0 * np.exp((mel - 15.0) * (np.log(6.4) / 27.0)), 200.0 * mel / 3.0)
+
+
+def _within(shape: tuple[int, ...], size: Any) -> tuple[int, int]:
+    """The height and width that a setting asks for, which a file may have written: none that no one means."""
+    try:
+        height, width = _target(shape, size)
+    except (KeyError, TypeError, ValueError, OverflowError):
+        raise ValueError(f"the size {str(size)[:60]} of the preprocessing is not understood") from None
+    if not (0 < height <= _LARGEST_SIDE and 0 < width <= _LARGEST_SIDE):
+        raise ValueError(f"the preprocessing asks for images of {height} × {width} pixels")
+    return height, width
 
 
 def _target(shape: tuple[int, ...], size: Any) -> tuple[int, int]:

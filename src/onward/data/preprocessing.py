@@ -18,7 +18,15 @@ from onward import contract
 from onward.errors import DataError
 from onward.reading import parse_json, read_json
 
-__all__ = ["KEY", "NORMALIZATIONS", "Preprocessing", "beside", "image_settings", "known_image_settings"]
+__all__ = [
+    "KEY",
+    "NORMALIZATIONS",
+    "Preprocessing",
+    "beside",
+    "check_settings",
+    "image_settings",
+    "known_image_settings",
+]
 
 # where a model's metadata has it
 KEY = contract.PREPROCESSING
@@ -85,7 +93,7 @@ class Preprocessing:
         for key, value in settings.items():
             if key not in known or not isinstance(value, known[key]) or not _finite(value):
                 raise DataError(f"{where}: its preprocessing has a wrong '{key}'", "deploy it again")
-        _check_sizes(settings, where)
+        check_settings(settings, f"{where}: its preprocessing")
         _check_table(settings, where)
         return cls(found["kind"], found["input"], settings)
 
@@ -101,7 +109,9 @@ def beside(model: Path) -> dict[str, Any]:
         raise DataError(f"'{path}' cannot be read: {error}", "fix it, or remove it") from error
     if not isinstance(found, dict):
         raise DataError(f"'{path}' holds no settings", "fix it, or remove it")
-    return known_image_settings(found)
+    known = known_image_settings(found)
+    check_settings(known, f"'{path}'")
+    return known
 
 
 def known_image_settings(found: Mapping[str, Any]) -> dict[str, Any]:
@@ -155,15 +165,48 @@ def _finite(value: Any) -> bool:
     return not isinstance(value, int | float) or math.isfinite(value)
 
 
-def _check_sizes(settings: Mapping[str, Any], where: str) -> None:
-    """Sizes that no one means: a file must not make us allocate what it likes."""
+_SIZES = ({"height", "width"}, {"shortest_edge"}, {"longest_edge"}, {"shortest_edge", "longest_edge"})
+
+
+def check_settings(settings: Mapping[str, Any], where: str) -> None:
+    """Reject settings that cannot be followed, and sizes that no one means: they would take any memory."""
+
+    def wrong(key: str) -> DataError:
+        return DataError(f"{where} has the {key} {str(settings[key])[:60]}", "fix it, or make it again")
+
     for key in ("size", "crop_size"):
-        sides = settings.get(key, {})
-        for side in [sides] if isinstance(sides, int) else sides.values():
-            if not isinstance(side, int) or not 0 < side <= _LARGEST_SIDE:
-                raise DataError(f"{where}: its preprocessing has the {key} {side}", "deploy it again")
-    if not 0 <= settings.get("length", 0) <= 1 << 28 or not 0 <= settings.get("max_length", 0) <= 1 << 20:
-        raise DataError(f"{where}: its preprocessing has a wrong length", "deploy it again")
+        sides = settings.get(key)
+        if isinstance(sides, Mapping) and sides and set(sides) not in _SIZES:
+            raise wrong(key)
+        for side in sides.values() if isinstance(sides, Mapping) else [sides]:
+            if side is not None and (type(side) is not int or not 0 < side <= _LARGEST_SIDE):
+                raise wrong(key)
+    for key in ("image_mean", "image_std"):
+        numbers = settings.get(key) or []
+        if not isinstance(numbers, list | tuple) or not all(
+            type(number) in (int, float) for number in numbers
+        ):
+            raise wrong(key)
+        if settings.get("image_mean") and len(numbers) not in (1, 3):
+            raise DataError(
+                f"{where} has {len(numbers)} numbers in {key}",
+                "give image_mean and image_std one or three each",
+            )
+    if any(number == 0 for number in settings.get("image_std") or []):
+        raise wrong("image_std")
+    for key, allowed in _RANGES.items():
+        number = settings.get(key)
+        if number is not None and not (type(number) is int and number in allowed):
+            raise wrong(key)
+
+
+_RANGES: Mapping[str, range] = {
+    "resample": range(6),
+    "channels": range(1, 5),
+    "length": range((1 << 28) + 1),
+    "max_length": range((1 << 20) + 1),
+    "sampling_rate": range(1, 10_000_001),
+}
 
 
 def _check_table(settings: Mapping[str, Any], where: str) -> None:

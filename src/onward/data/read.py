@@ -7,18 +7,28 @@ preprocessing on the training samples only and applies it to both.
 from __future__ import annotations
 
 import dataclasses
+import math
+import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
 from onward.data.images import PICTURES, read_images
 from onward.data.match_inputs import InputSpec, fit
 from onward.data.sound import SOUNDS, read_sounds
-from onward.data.tables import TABLES, Features, apply_table, assemble, fit_table, read_table
+from onward.data.tables import (
+    TABLES,
+    Features,
+    apply_table,
+    assemble,
+    fit_table,
+    read_table,
+    require_unpacked,
+)
 from onward.data.text import find_tokenizer, read_texts, takes_tokens
-from onward.errors import DataError, NonFiniteError
+from onward.errors import DataError, NonFiniteError, OnwardError
 from onward.train.batches import Rows
 
 if TYPE_CHECKING:
@@ -303,25 +313,20 @@ def read_arrays(path: Path, name: str | None = None) -> dict[str, np.ndarray]:
     kind = path.suffix.lower()
     try:
         if kind == ".npz":
-            with np.load(path, allow_pickle=False) as file:
-                arrays = {key: file[key] for key in file.files}
+            arrays = _read_npz(path)
         elif kind == ".npy":
-            arrays = {name or path.stem: np.load(path, allow_pickle=False)}
+            with open(path, "rb") as file:
+                arrays = {name or path.stem: _read_npy(file, path.stat().st_size)}
         elif kind == ".safetensors":
             from onward.checkpoint.interchange import from_safetensors
 
             arrays = {key: np.asarray(value) for key, value in from_safetensors(path).parameters().items()}
         else:
             raise DataError(f"'{path}' has an unknown ending", f"data is {FORMATS}")
-    except DataError:
+    except OnwardError:
         raise
-    except (ValueError, OSError, EOFError) as error:
-        what = "holds Python objects, which are not loaded" if "pickle" in str(error) else str(error)
-        raise DataError(f"cannot read '{path}': {what}", "is the file whole, and of that format?") from error
-    except Exception as error:  # a damaged zip raises errors of its own
-        if type(error).__name__ != "BadZipFile":
-            raise
-        raise DataError(f"cannot read '{path}': {error}", "is the file whole?") from error
+    except Exception as error:  # numpy parses headers as Python, zip files have errors of their own
+        raise DataError(f"cannot read '{path}': {error}", "is the file whole, and of that format?") from error
     if name is not None and kind != ".npy":
         if len(arrays) != 1:
             raise DataError(
@@ -330,6 +335,38 @@ def read_arrays(path: Path, name: str | None = None) -> dict[str, np.ndarray]:
             )
         arrays = {name: next(iter(arrays.values()))}
     return arrays
+
+
+def _read_npz(path: Path) -> dict[str, np.ndarray]:
+    arrays = {}
+    with zipfile.ZipFile(path) as archive:
+        unpacked = sum(info.file_size for info in archive.infolist())
+        require_unpacked(unpacked, path)
+        for info in archive.infolist():
+            with archive.open(info) as member:
+                arrays[info.filename.removesuffix(".npy")] = _read_npy(member, info.file_size)
+    return arrays
+
+
+def _read_npy(file: IO[bytes], size: int) -> np.ndarray:
+    """An array of a file that has `size` bytes, which are compared with its shape before memory is taken."""
+    version = np.lib.format.read_magic(file)
+    if version not in ((1, 0), (2, 0)):
+        raise ValueError(
+            f"arrays of version {version[0]}.{version[1]} are not read; save it as plain numbers"
+        )
+    first = version == (1, 0)
+    read_header = np.lib.format.read_array_header_1_0 if first else np.lib.format.read_array_header_2_0
+    shape, _, dtype = read_header(file)
+    if dtype.hasobject:
+        raise ValueError("holds Python objects, which are not loaded")
+    needed, there = math.prod(shape) * dtype.itemsize, size - file.tell()
+    if min(shape, default=0) < 0 or needed > there:
+        raise ValueError(
+            f"an array of shape {shape} and type {dtype} needs {needed} bytes, and {there} are there"
+        )
+    file.seek(0)
+    return np.lib.format.read_array(file, allow_pickle=False)
 
 
 def check_labels(data: Data, ranges: Mapping[str, Mapping[str, Any]]) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 from onward.data.images import class_files
 from onward.data.preprocessing import Preprocessing
 from onward.errors import DataError
+from onward.limits import require
 from onward.train.batches import Rows
 
 if TYPE_CHECKING:
@@ -103,9 +104,10 @@ def read_wave(path: Any) -> tuple[np.ndarray, int]:
         raise DataError(
             f"cannot read the sound '{path}': {error}", "WAV with whole numbers or floats is understood"
         ) from error
+    samples = samples[: len(samples) // channels * channels]
     if not len(samples):
         raise DataError(f"'{path}' has no sound in it", "remove it")
-    return samples[: len(samples) // channels * channels].reshape(-1, channels).mean(axis=1), rate
+    return samples.reshape(-1, channels).mean(axis=1), rate
 
 
 def _chunks(content: bytes) -> tuple[int, int, int, int, bytes]:
@@ -166,6 +168,9 @@ def fit_wave(samples: np.ndarray, rate: int, settings: Mapping[str, Any]) -> np.
 def _resample(samples: np.ndarray, rate: int, wanted: int) -> np.ndarray:
     """Another rate through the spectrum: what the new rate cannot hold is left out, so that nothing aliases."""
     count = max(1, round(len(samples) * wanted / rate))
+    require(
+        "unpacked_bytes", 16 * count, f"a sound at {rate} samples a second brought to {wanted}, in bytes,"
+    )
     spectrum = np.fft.rfft(samples)
     kept = min(len(spectrum), count // 2 + 1)
     made = np.zeros(count // 2 + 1, spectrum.dtype)

@@ -8,7 +8,6 @@ numbers. Categories and statistics are stored, and used again for inference.
 from __future__ import annotations
 
 import csv
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +17,9 @@ import numpy as np
 
 from onward.data.images import number_classes
 from onward.data.preprocessing import Preprocessing
-from onward.errors import DataError
+from onward.errors import DataError, LimitError
+from onward.limits import require
+from onward.reading import parse_json
 
 if TYPE_CHECKING:
     from onward.data.match_inputs import InputSpec
@@ -33,6 +34,7 @@ __all__ = [
     "fit_table",
     "number_labels",
     "read_table",
+    "require_unpacked",
 ]
 
 TABLES = frozenset({".csv", ".tsv", ".jsonl", ".ndjson", ".parquet"})
@@ -115,7 +117,7 @@ def _read_json_lines(path: Path) -> dict[str, np.ndarray]:
             for number, line in enumerate(file, start=1):
                 if not line.strip():
                     continue
-                row = json.loads(line)
+                row = parse_json(line, object)
                 if not isinstance(row, dict):
                     raise DataError(
                         f"'{path}', line {number}: not an object", 'a line is {"text": "…", "label": …}'
@@ -128,7 +130,7 @@ def _read_json_lines(path: Path) -> dict[str, np.ndarray]:
                 rows.append(row)
     except DataError:
         raise
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, LimitError) as error:
         where = f"'{path}', line {len(rows) + 1}"
         raise DataError(f"{where}: {error}", "each line is one JSON object") from error
     if not rows:
@@ -141,10 +143,26 @@ def _read_parquet(path: Path) -> dict[str, np.ndarray]:
     import pyarrow.parquet
 
     try:
-        table = pyarrow.parquet.read_table(path)
-    except (pyarrow.ArrowException, OSError) as error:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            # a few bytes can stand for millions of equal rows
+            about = file.metadata
+            groups = [about.row_group(index) for index in range(about.num_row_groups)]
+            unpacked = max(8 * about.num_rows * about.num_columns, sum(g.total_byte_size for g in groups))
+            require_unpacked(unpacked, path)
+            table = file.read()
+        if len(set(table.column_names)) != len(table.column_names):
+            raise ValueError("two columns have the same name")
+        columns = {name: table.column(name).to_pylist() for name in table.column_names}
+    except LimitError:
+        raise
+    except Exception as error:  # pyarrow raises errors of its own, and of Python's
         raise DataError(f"cannot read '{path}': {error}", "is it a whole Parquet file?") from error
-    return {name: _values(table.column(name).to_pylist(), name, path) for name in table.column_names}
+    return {name: _values(values, name, path) for name, values in columns.items()}
+
+
+def require_unpacked(size: int, path: Path) -> None:
+    """Refuse a data file that is far smaller than what it says it holds."""
+    require("unpacked_bytes", size - 16 * path.stat().st_size, f"'{path}': what it unpacks to, in bytes,")
 
 
 def _values(values: list[Any], name: str, path: Path) -> np.ndarray:

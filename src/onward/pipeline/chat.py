@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from onward.errors import ModelError
-from onward.reading import read_json
+from onward.reading import read_json, read_text
 
 __all__ = ["ChatTemplate", "is_chat", "read_template"]
 
@@ -29,6 +29,10 @@ def is_chat(value: Any) -> bool:
     )
 
 
+# characters or items that a template may make by repeating
+_MOST = 1 << 20
+
+
 def read_template(folder: Path) -> ChatTemplate:
     """The chat template of a folder, from `chat_template.jinja` or `tokenizer_config.json`."""
     settings: dict[str, Any] = {}
@@ -36,21 +40,24 @@ def read_template(folder: Path) -> ChatTemplate:
     if path.is_file():
         try:
             settings = read_json(path)
-        except ValueError as error:
+        except (ValueError, OSError) as error:
             raise ModelError(f"'{path}': not valid JSON ({error})") from error
     source = settings.get("chat_template")
     if isinstance(source, list):  # several by name
         named = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, Mapping)}
         source = named.get("default")
     if (folder / "chat_template.jinja").is_file():
-        source = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+        try:
+            source = read_text(folder / "chat_template.jinja")
+        except (ValueError, OSError) as error:
+            raise ModelError(f"'{folder}': its chat_template.jinja cannot be read ({error})") from error
     if not isinstance(source, str):
         raise ModelError(
             f"'{folder}': the tokenizer has no chat template (chat_template.jinja); give text, not messages, or save "
             "a tokenizer whose chat_template is set"
         )
     tokens = {
-        name: value["content"] if isinstance(value, Mapping) else value
+        name: value.get("content") if isinstance(value, Mapping) else value
         for name, value in settings.items()
         if name.endswith("_token") and isinstance(value, (str, Mapping))
     }
@@ -69,9 +76,23 @@ class ChatTemplate:
         self._folder = folder
         self._tokens = dict(tokens)
         self._errors: type[Exception] = jinja2.TemplateError
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-        )
+
+        class Sandbox(ImmutableSandboxedEnvironment):
+            """Jinja's sandbox, in which a text cannot be repeated, or a number raised, beyond bounds."""
+
+            intercepted_binops = frozenset({"*", "**"})
+
+            def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+                if operator == "*":
+                    sizes = [len(x) if isinstance(x, str | list | tuple) else abs(x) for x in (left, right)]
+                    large = sizes[0] * sizes[1] > _MOST
+                else:
+                    large = abs(right) > 64 or abs(left) > _MOST
+                if large:
+                    raise jinja2.TemplateError(f"it computes something large with {operator}")
+                return super().call_binop(context, operator, left, right)
+
+        environment = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = self._raise
         environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
@@ -81,7 +102,9 @@ class ChatTemplate:
             plain = plain.replace("{%- generation %}", "").replace("{%- endgeneration %}", "")
             plain = plain.replace("{%- generation -%}", "").replace("{%- endgeneration -%}", "")
             self._template = environment.from_string(plain)
-        except jinja2.TemplateError as error:
+        except (
+            Exception
+        ) as error:  # the parser recurses, and what it computes ahead may be an error of Python's
             raise ModelError(f"'{folder}': the chat template is not valid Jinja ({error})") from error
 
     def render(self, messages: Sequence[Message], *, prompt: bool = True, **more: Any) -> str:
@@ -93,7 +116,7 @@ class ChatTemplate:
             return self._template.render(
                 messages=list(messages), add_generation_prompt=prompt, **{**self._tokens, **more}
             )
-        except self._errors as error:
+        except Exception as error:  # a template that expects other types than it finds raises Python's own
             raise ModelError(
                 f"'{self._folder}': the chat template refuses these messages: {error}"
             ) from error

@@ -7,7 +7,6 @@ them. It is never changed, and what is quantized stays so. Needs neither torch n
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import os
 import shutil
@@ -33,6 +32,7 @@ from onward.graph.save import write_model
 from onward.lora import load_peft, save_peft
 from onward.losses.next_token import next_token_loss, without_surrogate
 from onward.pipeline.chat import read_template
+from onward.reading import read_json
 from onward.train.history import History
 from onward.train.trainer import Trainer
 
@@ -128,23 +128,32 @@ def _card_of_strangers(folder: Path) -> dict[str, Any]:
         path = folder / name
         if path.is_file():
             try:
-                settings |= json.loads(path.read_text(encoding="utf-8"))
-            except ValueError as error:
+                settings |= read_json(path)
+            except (ValueError, OSError) as error:
                 raise ModelError(f"'{path}': not valid JSON ({error})") from error
     if not settings:
         raise ModelError(
             f"'{folder}': neither {CARD} nor config.json; export with from_transformers(…, output=folder)",
             hint="make the folder with: onward export MODEL --task text-generation --output FOLDER",
         )
-    if not any(
-        str(name).endswith(("ForCausalLM", "LMHeadModel")) for name in settings.get("architectures") or ()
+    called = settings.get("architectures") or []
+    if not isinstance(called, list) or not any(
+        str(name).endswith(("ForCausalLM", "LMHeadModel")) for name in called
     ):
         raise ModelError(
             f"'{folder}': config.json names {settings.get('architectures')}, which is no language model"
         )
-    ends = settings.get("eos_token_id")
+    given = settings.get("eos_token_id")
+    ends = [given] if isinstance(given, int) else given or []
+    longest = settings.get("max_position_embeddings") or settings.get("n_positions")
+    if not isinstance(ends, list) or not all(type(number) is int for number in ends):
+        raise ModelError(
+            f"'{folder}': config.json has the eos_token_id {str(given)[:40]!r}, which is no number"
+        )
+    if longest is not None and (type(longest) is not int or longest < 1):
+        raise ModelError(f"'{folder}': config.json has the length {str(longest)[:40]!r}, which is no number")
     pad = settings.get("pad_token_id")
-    first = ends if isinstance(ends, int) else next(iter(ends or ()), 0)
+    first = ends[0] if ends else 0
     model = load_model(_model_file(folder))
     return {
         "format": 1,
@@ -155,9 +164,9 @@ def _card_of_strangers(folder: Path) -> dict[str, Any]:
         "tokenizer": {
             "pad_id": pad if isinstance(pad, int) else first,
             "padding_side": "left",
-            "max_length": settings.get("max_position_embeddings") or settings.get("n_positions"),
+            "max_length": longest,
         },
-        "generation": {"eos_ids": [ends] if isinstance(ends, int) else list(ends or ())},
+        "generation": {"eos_ids": ends},
     }
 
 

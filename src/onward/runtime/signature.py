@@ -59,6 +59,10 @@ def read_signature(model: onnx.ModelProto, path: str, role: str) -> Signature:
     internal = {name for name in names if name.endswith(BUFFER)} | {RESET, SEED}
     inputs = [name for name in names if name not in known and name not in internal]
     outputs = [v.name for v in model.graph.output if not v.name.endswith((OUT, contract.NEXT))]
+    if not outputs:
+        raise ModelError(
+            f"'{path}' has no output that is a loss: make it with generate_artifacts", hint=MAKE_ARTIFACTS
+        )
     shapes: dict[str, tuple[int, ...]] = {}
     dtypes: dict[str, np.dtype] = {}
     for value in model.graph.input:

@@ -202,6 +202,10 @@ class TrainingStep:
             bound.bind_output(f"{name}{contract.NEXT}", tensor)
         bound.bind_input(SEED, self._seed)
         loss = next(v for v in bound.session.get_outputs() if v.name == self.signature.outputs[0])
+        if loss.shape not in ([], [1]):
+            raise ModelError(
+                f"the first output '{loss.name}' of the training model has the shape {loss.shape}: it is not a loss"
+            )
         kind = {"tensor(double)": np.float64, "tensor(float16)": np.float16}.get(loss.type, np.float32)
         bound.bind_output(loss.name, make_tensor(self._device, np.zeros([int(d) for d in loss.shape], kind)))
         bound.finish(self.signature.outputs)

@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-from onward.errors import OnwardError
+from onward.errors import LimitError, OnwardError
+from onward.reading import read_json
 
 try:
     import fcntl
@@ -39,8 +40,15 @@ def run_lock(folder: Path | None) -> Iterator[None]:
     if folder is None or folder.resolve() in _held:
         yield
         return
+    _require_own(folder)
     path = folder / _NAME
-    file = open(path, "a+", encoding="utf-8")  # noqa: SIM115 - closed below, before it is removed
+    try:
+        file = open(path, "a+", encoding="utf-8")  # noqa: SIM115 - closed below, before it is removed
+    except OSError as error:
+        raise OnwardError(
+            f"cannot write to '{folder}': {error.strerror or error}",
+            hint="free some space, or choose another folder with -o",
+        ) from error
     if not _take(file):
         file.close()
         raise OnwardError(
@@ -49,26 +57,39 @@ def run_lock(folder: Path | None) -> Iterator[None]:
     place = folder.resolve()
     _held.add(place)
     try:
-        file.seek(0)
-        file.truncate()
-        json.dump(
-            {"process": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%F %T")}, file
-        )
-        file.flush()
+        held = {"process": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%F %T")}
+        with contextlib.suppress(OSError):  # a full disk: the lock holds without saying whose it is
+            file.seek(0)
+            file.truncate()
+            json.dump(held, file)
+            file.flush()
         yield
     finally:
         _held.discard(place)
         _release(file)
-        file.close()
+        with contextlib.suppress(OSError):
+            file.close()
         with contextlib.suppress(OSError):
             path.unlink()
 
 
+def _require_own(folder: Path) -> None:
+    """Refuse a run whose files are links to elsewhere or no files: a run from a stranger would write there."""
+    inside = folder.resolve()
+    for path in folder.iterdir():
+        if path.is_symlink() and inside not in path.resolve().parents:
+            raise OnwardError(
+                f"'{path}' is a link out of the run's folder: put a copy in its place, or remove it"
+            )
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            raise OnwardError(f"'{path}' is neither a file nor a folder: remove it")
+
+
 def _holder(path: Path) -> str:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = read_json(path)
         return f"process {int(found['process'])} on {found['host']}, since {found['since']}"
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, LimitError):
         return "another process"
 
 

@@ -6,7 +6,6 @@ Handles the three forms of optimizer models: elementwise, by parameter, and cust
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from typing import TYPE_CHECKING
@@ -15,6 +14,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onward import contract
+from onward.model_metadata import read_table
 
 if TYPE_CHECKING:
     from onward.graph.builder import Builder
@@ -53,7 +53,7 @@ class InlineOptimizer:
 
     def __init__(self, op: Builder, optimizer: ir.Model, *, rate: ir.Value) -> None:
         self._root, self._optimizer, self._rate = op, optimizer, rate
-        self._options = json.loads(optimizer.metadata_props[contract.OPTIMIZER])
+        self._options = read_table(optimizer.metadata_props, contract.OPTIMIZER)
         self.sequences = bool(self._options.get("sequences"))
         self.elementwise = not self.sequences and bool(self._options["elementwise"])
         self.clip_norm: float | None = self._options.get("clip_norm")

@@ -6,7 +6,6 @@ them back. Built from the training and the optimizer model. docs/portable.md spe
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -19,6 +18,7 @@ from onward.contract import BUFFER, RESET, SEED
 from onward.graph.builder import Builder
 from onward.graph.cleanup import share_subexpressions
 from onward.graph.passes.finish import finish
+from onward.model_metadata import read_labels
 from onward.whole_step.inline_update import InlineOptimizer
 from onward.whole_step.state_inputs import StateInputs, clip_scale, joined_gradient, take_results
 
@@ -79,8 +79,11 @@ def portable_step(
 
 
 def _label_ranges(model: ir.Model) -> str:
-    ranges: dict[str, dict[str, int]] = json.loads(model.metadata_props.get(contract.LABELS, "{}"))
-    lines = [(name, str(r["classes"]), str(r.get("ignore_index", ""))) for name, r in ranges.items()]
+    ranges = read_labels(model.metadata_props)
+    lines = [
+        (name, str(count), "" if ignored is None else str(ignored))
+        for name, (count, ignored) in ranges.items()
+    ]
     return "".join("\t".join(fields) + "\n" for fields in lines)
 
 

@@ -6,8 +6,11 @@ import numpy as np
 import onnx
 import onnx.parser
 import onnxruntime as ort
+import pytest
 
 from onward import gradient
+from onward.errors import LimitError
+from onward.graph.dialect.normalize import normalize
 from onward.graph.load import load_model
 from onward.graph.shapes.model import infer_shapes
 from onward.graph.shapes.symbolic import Symbols
@@ -76,3 +79,13 @@ def test_axes_that_are_not_padded_keep_their_names() -> None:
     (pad,) = loaded.graph
     Symbols().refine(pad)
     assert pad.outputs[0].shape == ["n", "s", 6]
+
+
+def test_a_vector_joined_with_itself_again_and_again_is_refused_soon() -> None:
+    """ONNX's inference would write out every number of it."""
+    joins = " ".join(f"a{i + 1} = Concat <axis = 0> (a{i}, a{i})" for i in range(40))
+    model = onnx.parser.parse_model(
+        f'<ir_version: 10, opset_import: ["": 21]> g (float[2] a0) => (float[n] y) {{ {joins} y = Neg(a40) }}'
+    )
+    with pytest.raises(LimitError, match="value_bytes"):
+        normalize(model)

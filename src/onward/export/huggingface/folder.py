@@ -33,7 +33,10 @@ __all__ = [
 CARD = "onward.json"
 MAKE_FOLDER = "make such a folder with: onward export SOURCE --output FOLDER"
 # what those who read a card take for granted
-_KINDS: dict[str, type] = {"inputs": dict, "outputs": dict, "tokenizer": dict}
+_KINDS: dict[str, type] = {
+    **dict.fromkeys(("inputs", "outputs", "tokenizer", "generation", "pooling", "parts", "processor"), dict),
+    "labels": list,
+}
 MODEL = "model.onnx"
 PIPELINE = "pipeline"
 """The folder among training artifacts that has the tokenizer and the card of the model to be."""
@@ -98,9 +101,21 @@ def read_card(folder: Path) -> dict[str, Any]:
             f"'{path}': not a card of this version of Onward (expected format 1 and a task)", hint=MAKE_FOLDER
         )
     for key, kind in _KINDS.items():
-        if not isinstance(card.get(key, kind()), kind):
+        if card.get(key) is not None and not isinstance(card[key], kind):
             raise ExportError(f"'{path}': '{key}' is not a {kind.__name__}", hint=MAKE_FOLDER)
-    return card
+    return _Card(card, str(path))
+
+
+class _Card(dict[str, Any]):
+    """A table of a card, which says so where something is looked up that the card lacks."""
+
+    def __init__(self, entries: Mapping[str, Any], where: str) -> None:
+        tables = {key: _Card(value, where) for key, value in entries.items() if isinstance(value, dict)}
+        super().__init__({**entries, **tables})
+        self._where = where
+
+    def __missing__(self, key: str) -> Any:
+        raise ExportError(f"'{self._where}' has no '{key}', which its task needs", hint=MAKE_FOLDER)
 
 
 def write_card(card: Mapping[str, Any], folder: Path) -> None:

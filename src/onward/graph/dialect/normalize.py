@@ -9,6 +9,7 @@ docs/dialect.md lists supported inputs and outputs.
 from __future__ import annotations
 
 import functools
+import math
 import os
 
 import numpy as np
@@ -28,6 +29,7 @@ from onward.graph.dialect.upgrade import OLDEST, upgrade
 from onward.graph.load import ModelSource, load_model
 from onward.graph.nodes import subgraphs_of
 from onward.graph.shapes.model import drop_contradictions, infer_shapes, sharpen, unknown_ranks
+from onward.limits import require
 
 __all__ = ["lowest_opset", "normalize", "resolve_branches"]
 
@@ -219,11 +221,21 @@ def _normalize(model: ir.Model) -> ir.Model:
     ):
         passes.NameFixPass()(model)
         infer_shapes(model)
+    _require_moderate(model)
     sharpen(model)
     if target > OPSET:
         _drop_newer_defaults(model)
         model.graph.opset_imports[""] = lowest_opset(model, target, OPSET)
     return model
+
+
+def _require_moderate(model: ir.Model) -> None:
+    """Refuse values that no machine holds: the gate sees what a model declares, this what follows from it."""
+    for node in model.graph.all_nodes():
+        for value in node.outputs:
+            if value.shape is not None:
+                size = math.prod(dim for dim in value.shape if isinstance(dim, int) and dim > 0)
+                require("value_bytes", size, f"'{value.name}' of shape {value.shape}, in bytes or more,")
 
 
 def _version(model: ir.Model) -> int:

@@ -44,7 +44,10 @@ def infer_shapes(model: ir.Model) -> None:
 def drop_contradictions(model: ir.Model) -> None:
     """Forget shapes that the file declares and its weights do not give; the rest of what it says stays."""
     try:
-        onnx.shape_inference.infer_shapes(_without_large_tensors(model), strict_mode=True, data_prop=True)
+        proto = _without_large_tensors(model)
+        onnx.shape_inference.infer_shapes(
+            proto, strict_mode=True, data_prop=_joins_are_short(proto.graph, {})
+        )
         return
     except Exception as error:  # also for what strictness has against other models
         if "existing shape differ in dimension" not in str(error):
@@ -167,11 +170,38 @@ def _infer_once(model: ir.Model) -> None:
     proto = _without_large_tensors(model)
     try:
         inferred = onnx.shape_inference.infer_shapes(
-            proto, check_type=False, strict_mode=False, data_prop=True
+            proto, check_type=False, strict_mode=False, data_prop=_joins_are_short(proto.graph, {})
         )
     except Exception as error:
         raise ModelError(f"the types in the model contradict each other: {error}".strip()) from error
     _merge(model.graph, inferred.graph)
+
+
+# What ONNX follows the numbers of a vector through, one by one.
+_FOLLOWED = frozenset({"Identity", "Cast", "Add", "Sub", "Mul", "Gather", "Slice", "Squeeze", "Unsqueeze"})
+_LONGEST_JOIN = 1 << 16
+
+
+def _joins_are_short(graph: onnx.GraphProto, lengths: dict[str, int]) -> bool:
+    """Whether ONNX may follow numbers: it writes out each join, and a vector joined with itself 40 times never ends."""
+    for value in graph.input:
+        dims = value.type.tensor_type.shape.dim
+        if len(dims) == 1:
+            lengths[value.name] = max(dims[0].dim_value, 1)
+    lengths.update((tensor.name, tensor.dims[0]) for tensor in graph.initializer if len(tensor.dims) == 1)
+    for node in graph.node:
+        found = [lengths.get(name, 1) for name in node.input]
+        if node.op_type == "Concat":
+            lengths[node.output[0]] = sum(found)
+            if sum(found) > _LONGEST_JOIN:
+                return False
+        elif node.op_type in _FOLLOWED and found:
+            lengths[node.output[0]] = max(found)
+        for attribute in node.attribute:
+            inner = [*([attribute.g] if attribute.HasField("g") else []), *attribute.graphs]
+            if not all(_joins_are_short(body, dict(lengths)) for body in inner):
+                return False
+    return True
 
 
 def _without_large_tensors(model: ir.Model) -> onnx.ModelProto:
