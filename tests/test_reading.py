@@ -14,6 +14,7 @@ ALLOWED = {
     "graph/passes/head.py": "behind require_shallow",
     "web/packages.py": "files of packages that are installed",
     "pipeline/finetune.py": "metadata that it has just made",
+    "cli/run_folder.py": "settings that it writes",
     "cli/worker.py": "an argument of the process that started it",
     "cli/commands/distributed.py": "a report in a folder that it has just made",
     "distributed/same_job.py": "what another rank of the same job sends",

@@ -264,10 +264,10 @@ def _preprocessing(path: Path) -> object:
 
 
 def _beside(path: Path) -> object:
-    from onward.data.inputs import InputSpec
     from PIL import Image
 
     from onward.data.images import picture_settings
+    from onward.data.match_inputs import InputSpec
 
     settings = beside(path.parent / "model.onnx")
     spec = InputSpec("x", np.dtype(np.float32), (None, 3, None, None))

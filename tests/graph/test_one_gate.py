@@ -26,7 +26,7 @@ ALLOWED: dict[str, dict[str, str]] = {
         "InferenceSession": "bytes of what it made",
     },
     "export/torch/torchscript.py": {"load_model_from_string": "what torch's exporter made in this process"},
-    "export/torch/check.py": {"InferenceSession": "the model that it has just exported"},
+    "export/torch/check_outputs.py": {"InferenceSession": "the model that it has just exported"},
 }
 
 
