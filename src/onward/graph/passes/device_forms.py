@@ -82,9 +82,8 @@ def _join_sums(graph: onnx.GraphProto) -> None:
             node.op_type = "Sum"
             node.input[:] = terms
     kept = [node for node in graph.node if not gone.intersection(node.output)]
-    copies = [onnx.NodeProto.FromString(node.SerializeToString()) for node in kept]
     del graph.node[:]
-    graph.node.extend(copies)
+    graph.node.extend(kept)
 
 
 def _is_half(tensor: onnx.TensorProto) -> bool:
