@@ -75,7 +75,7 @@ int main(int count, char** words) {
     options.SetIntraOpNumThreads(1);  // a small network gains nothing from more
     {
       auto state = onward::CheckpointState::Load(folder / "state.bin");
-      onward::Module module(env, options, state, folder / "train_step.onnx", folder / "eval_model.onnx");
+      onward::Module module(env, options, state, folder / "gradient_step.onnx", folder / "eval_model.onnx");
       onward::Optimizer optimizer(module);
       optimizer.SetLearningRate(0.003);
       for (int64_t epoch = 1; epoch <= 3; ++epoch) {
@@ -86,7 +86,7 @@ int main(int count, char** words) {
       state.Save(folder / "trained.bin");
     }
     auto state = onward::CheckpointState::Load(folder / "trained.bin");
-    onward::Module module(env, options, state, folder / "train_step.onnx", folder / "eval_model.onnx");
+    onward::Module module(env, options, state, folder / "gradient_step.onnx", folder / "eval_model.onnx");
     onward::Optimizer optimizer(module);  // goes on with the learning rate, the momenta and the random numbers
     std::printf("resumed after epoch %lld\n", static_cast<long long>(std::get<int64_t>(state.GetProperty("epoch"))));
     for (int epoch = 4; epoch <= 6; ++epoch)

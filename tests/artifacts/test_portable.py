@@ -73,6 +73,109 @@ class Loop:
         return array(bytes(64) + self.bytes(), dtype, dims, offset)
 
 
+class Halves(Loop):
+    """The loop over the two halves of the step, in place: of the specification, too."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.gradient, self.update = (
+            ort.InferenceSession(folder / f"{name}_step.onnx", one_thread())
+            for name in ("gradient", "update")
+        )
+        for session in (self.gradient, self.update):
+            about = session.get_modelmeta().custom_metadata_map
+            assert about["onward.state_digest"] == self.about["onward.state_digest"]
+        self.file = np.frombuffer(bytearray((folder / "state.bin").read_bytes()), np.uint8)
+        text = self.gradient.get_modelmeta().custom_metadata_map["onward.rows"]
+        self.rows = dict(line.split("\t") for line in text.splitlines())
+        self.sums: dict[str, np.ndarray] = {}
+
+    def view(self, key: tuple[str, ...]) -> np.ndarray:
+        dims, offset = self.parts[key]
+        shape = [int(dim) for dim in dims.split(",") if dim]
+        dtype = "int64" if key[0] in ("optimizer_step", "train_step", "random_seed") else "float32"
+        size = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
+        return self.file[offset : offset + size].view(dtype).reshape(shape)
+
+    def bytes(self) -> bytes:
+        return self.file[64:].tobytes()
+
+    def __call__(self, *inputs: np.ndarray, rate: float = 1e-3, update: bool = True) -> list[Any]:
+        named = {
+            key[1]: self.view(key) for key in self.parts if key[0] in ("frozen", "statistic", "trainable")
+        }
+        step, given, feeds = self.view(("train_step", "train_step")), iter(inputs), {}
+        for value in self.gradient.get_inputs():
+            name = value.name.removesuffix("_grad.accumulation.buffer")
+            if value.name in named:
+                feeds[value.name] = named[value.name]
+            elif value.name == "random_seed":
+                seed = int(self.view(("random_seed", "random_seed"))[0])
+                mixed = seed * 0x9E3779B97F4A7C15 + (int(step[0]) + 1) * 0xD1B54A32D192ED03
+                feeds[value.name] = np.array([mixed % 2**64], np.uint64).view(np.int64)
+            elif name in self.rows:  # what is added to: nothing, or the sum of the batches before
+                feeds[value.name] = self.sums.pop(name, np.zeros_like(named[name]))
+            else:
+                feeds[value.name] = next(given)
+        made = dict(zip([v.name for v in self.gradient.get_outputs()], self.gradient.run(None, feeds)))
+        results = []
+        for name, value in made.items():
+            parameter, statistic = name.removesuffix("_grad.accumulation.out"), name.removesuffix(".next")
+            if name != parameter and parameter in named:
+                self.sums[parameter] = np.asarray(self.sums.get(parameter, 0) + value)
+            elif name != statistic and ("statistic", statistic) in self.parts:
+                self.view(("statistic", statistic))[...] = value
+            elif name not in self.rows.values():
+                results.append(value)
+        step += 1
+        if update:
+            self.step_with(rate)
+        return results
+
+    def step_with(self, rate: float) -> None:
+        number = self.view(("optimizer_step", "optimizer_step"))
+        number += 1
+        settings = self.update.get_modelmeta().custom_metadata_map["onward.update"].splitlines()
+        lines = [line.split("\t") for line in settings]
+        about = {line[0]: line[1] for line in lines}
+        scale = 1.0
+        if "clip_norm" in about:
+            norm = np.sqrt(sum(float(np.sum(np.square(g, dtype=np.float64))) for g in self.sums.values()))
+            scale = min(float(about["clip_norm"]) / (norm + 1e-6), 1.0)
+        scalars = {"step": number, "gradient_scale": np.array([scale], np.float32)}
+        inputs = [value.name for value in self.update.get_inputs()]
+        if about["form"] == "elementwise":
+            for kind, *fields in lines:
+                if kind == "parameter":
+                    self.update_one(inputs, scalars, fields[0], rate * float(fields[1]), float(fields[2]))
+        else:
+            trainable = [key for key in self.parts if key[0] == "trainable"]
+            changing = [*trainable, *(key for key in self.parts if key[0] == "slot")]
+            feeds = [
+                np.array([rate], np.float32),
+                number,
+                *([scalars["gradient_scale"]] * ("clip_norm" in about)),
+            ]
+            feeds += [self.sums[key[1]] for key in trainable] + [self.view(key) for key in changing]
+            made = self.update.run(None, dict(zip(inputs, feeds, strict=True)))
+            for key, value in zip(changing, made, strict=True):
+                self.view(key)[...] = value
+        self.sums.clear()
+
+    def update_one(self, inputs: list[str], scalars: dict, name: str, rate: float, decay: float) -> None:
+        slots = {key[2]: self.view(key).reshape(-1) for key in self.parts if key[:2] == ("slot", name)}
+        tensors = {"parameter": self.view(("trainable", name)).reshape(-1), **slots}
+        feeds = {**tensors, **scalars, "gradient": self.sums[name].reshape(-1)}
+        feeds |= {
+            "learning_rate": np.array([rate], np.float32),
+            "weight_decay": np.array([decay], np.float32),
+        }
+        outputs = [f"{key}.next" for key in tensors]
+        made = self.update.run(outputs, {key: feeds[key].copy() for key in inputs})
+        for target, value in zip(tensors.values(), made, strict=True):
+            target[...] = value
+
+
 def array(file: bytes, dtype: str, dims: str, offset: str | int) -> np.ndarray:
     shape = [int(dim) for dim in dims.split(",") if dim]
     return np.frombuffer(file, dtype, int(np.prod(shape, dtype=np.int64)), int(offset)).reshape(shape)
@@ -91,18 +194,20 @@ def artifacts(folder: Path, model: onnx.ModelProto | None = None, **options: Any
 
 
 def assert_trains_as_python(folder: Path, batches: Any, *, rates: Any = RATES, steps: int = STEPS) -> Loop:
-    """Train both ways; losses, parameters, statistics and optimizer state agree within 1e-6."""
+    """Train in three ways; losses, parameters, statistics and optimizer state agree within 1e-6."""
     state, module, optimizer = start(folder)
-    loop = Loop(folder)
+    loop, halves = Loop(folder), Halves(folder)
     for _, inputs, rate in zip(range(steps), batches, rates):
         optimizer.set_learning_rate(rate)
         wanted = module(*inputs)
         optimizer.step()
         module.lazy_reset_grad()
         wanted = list(wanted) if isinstance(wanted, tuple) else [wanted]
-        for one, other in zip(loop(*inputs, rate=rate), wanted, strict=True):
-            np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-6)
+        for found in (loop(*inputs, rate=rate), halves(*inputs, rate=rate)):
+            for one, other in zip(found, wanted, strict=True):
+                np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-6)
     same_state(loop, state.to_data(include_optimizer_state=True))
+    same_state(halves, state.to_data(include_optimizer_state=True))
     return loop
 
 
@@ -206,6 +311,23 @@ def test_parameter_groups(tmp_path: Path) -> None:
     ]
     artifacts(tmp_path, optimizer=optim.adamw(weight_decay=0.1), parameter_groups=groups)
     assert_trains_as_python(tmp_path, batches())
+
+
+@pytest.mark.parametrize("rule", [optim.adamw(), optim.lamb()], ids=["elementwise", "by parameter"])
+def test_the_halves_add_up_gradients(rule: Any, tmp_path: Path) -> None:
+    artifacts(tmp_path, embedding(), requires_grad=["table", "w", "factor"], optimizer=rule)
+    state, module, optimizer = start(tmp_path)
+    halves, rng = Halves(tmp_path), np.random.default_rng(0)
+    assert halves.rows  # the table's gradient is added to where it lies
+    for number in range(6):
+        inputs = rng.integers(0, 8200, 9), rng.integers(0, 3, 9)
+        (found,) = halves(*inputs, rate=1e-2, update=number % 3 == 2)
+        np.testing.assert_allclose(found, module(*inputs), rtol=1e-6)
+        if number % 3 == 2:
+            optimizer.set_learning_rate(1e-2)
+            optimizer.step()
+            module.lazy_reset_grad()
+    same_state(halves, state.to_data(include_optimizer_state=True))
 
 
 def test_the_learning_rate_is_an_input(tmp_path: Path) -> None:

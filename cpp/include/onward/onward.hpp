@@ -1,11 +1,11 @@
 // Onward: train ONNX models in C++17, over onnxruntime's own C++ API and nothing else.
 //
-// Works on the files that `onward artifacts --portable` writes: train_step.onnx (a whole training step as one
-// graph), state.bin (its state), eval_model.onnx and inference_model.onnx. docs/portable.md specifies them,
-// docs/cpp.md shows how to use this header. The names are those of onnxruntime-training's C++ API.
+// Works on the files that `onward artifacts --portable` writes: gradient_step.onnx and update_step.onnx (the two halves
+// of the portable step), state.bin (its state), eval_model.onnx and inference_model.onnx. docs/portable.md specifies
+// them, docs/cpp.md shows how to use this header. The names are those of onnxruntime-training's C++ API.
 //
-// A Module keeps the state twice: a step reads one copy and writes the other, and Optimizer::Step makes the
-// written one current. So nothing is copied, and a step that fails leaves the state as it was.
+// Parameters, gradients and the optimizer's state each lie in one stretch of memory, which sessions read and write in
+// place: nothing is copied. A training step writes gradients only, so one that fails leaves the state as it was.
 //
 // Not safe to use from several threads at once; one Module in each thread is.
 
@@ -22,6 +22,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <deque>
 #include <filesystem>
 #include <functional>
 #include <limits>
@@ -36,6 +37,7 @@
 #include <stdexcept>
 #include <string>
 #include <string_view>
+#include <tuple>
 #include <utility>
 #include <variant>
 #include <vector>
@@ -322,7 +324,7 @@ struct Tensor {
 struct Layout {
   std::vector<Tensor> tensors;
   std::vector<Part> parts;
-  uint64_t end = kHeader, weights_end = kHeader, changing = kHeader;
+  uint64_t end = kHeader, weights_end = kHeader;
   std::string text;
 
   size_t role(size_t part) const {
@@ -333,6 +335,17 @@ struct Layout {
     for (size_t i = 0; i < parts.size(); ++i)
       if (parts[i].name == name && role(i) < 3) return &parts[i];
     return nullptr;
+  }
+
+  /// From where the tensors of a role begin to where they end; both 0 where there are none.
+  std::pair<uint64_t, uint64_t> Stretch(std::string_view of) const {
+    std::pair<uint64_t, uint64_t> found{0, 0};
+    for (const auto& tensor : tensors) {
+      if (parts[tensor.first].role != of) continue;
+      if (found.second == 0) found.first = tensor.offset;
+      found.second = tensor.offset + Aligned(tensor.bytes);
+    }
+    return found;
   }
 
   const Part& Counter(std::string_view name) const {
@@ -375,7 +388,6 @@ struct Layout {
     if (parts.size() > 1 && role(parts.size() - 1) < role(parts.size() - 2))
       throw Error("tensors are not in the order of their roles");
     if (role(parts.size() - 1) < 3) weights_end = end;
-    if (fields[0] == "frozen") changing = end;
     text += line + "\n";
   }
 
@@ -518,9 +530,9 @@ class CheckpointState {
     if (size < header.size()) throw CheckpointError(path, "this is not a state file of a portable step");
     read(header.data(), header.size());
     const uint64_t text_size = state.ReadHeader(header.data(), size, path);
-    state.memory_[0] = detail::Allocate(state.end_);
-    std::memcpy(state.memory_[0].get(), header.data(), header.size());
-    read(state.memory_[0].get() + header.size(), state.end_ - header.size());
+    state.memory_ = detail::Allocate(state.end_);
+    std::memcpy(state.memory_.get(), header.data(), header.size());
+    read(state.memory_.get() + header.size(), state.end_ - header.size());
     std::string text(static_cast<size_t>(text_size), '\0');
     read(text.data(), text_size);
     std::array<uint8_t, detail::kDigest> expected{};
@@ -539,8 +551,8 @@ class CheckpointState {
     if (buffer.size() < detail::kHeader) throw CheckpointError(path, "this is not a state file of a portable step");
     const uint64_t text_size = state.ReadHeader(buffer.data(), buffer.size(), path);
     const auto end = static_cast<size_t>(state.end_);
-    state.memory_[0] = detail::Allocate(state.end_);
-    std::memcpy(state.memory_[0].get(), buffer.data(), end);
+    state.memory_ = detail::Allocate(state.end_);
+    std::memcpy(state.memory_.get(), buffer.data(), end);
     const std::string text(reinterpret_cast<const char*>(buffer.data()) + end, static_cast<size_t>(text_size));
     std::array<uint8_t, detail::kDigest> expected{};
     std::memcpy(expected.data(), buffer.data() + buffer.size() - expected.size(), expected.size());
@@ -560,9 +572,7 @@ class CheckpointState {
   /// Write the data file of inference_model.onnx: `inference_model.bin`, to be put beside a copy of that model.
   void SaveWeights(const std::filesystem::path& path) const {
     detail::ReplaceFile(path, [&](std::FILE* file) {
-      const uint64_t still = std::min(layout_.changing, layout_.weights_end);
-      detail::WriteAll(file, memory_[0].get(), static_cast<size_t>(still), path);
-      detail::WriteAll(file, At(still), static_cast<size_t>(layout_.weights_end - still), path);
+      detail::WriteAll(file, memory_.get(), static_cast<size_t>(layout_.weights_end), path);
     });
   }
 
@@ -605,7 +615,6 @@ class CheckpointState {
   /// Give a parameter other numbers, of the same shape and type.
   void UpdateParameter(const std::string& name, const Ort::Value& value) {
     const detail::Part& part = Require(name);
-    CheckNotPending();
     const auto info = value.GetTensorTypeAndShapeInfo();
     if (info.GetShape() != part.dims)
       throw Error("Parameter data shape mismatch. Expected: " + detail::Shown(part.dims) +
@@ -617,14 +626,11 @@ class CheckpointState {
   }
 
   /// How many updates were made.
-  int64_t OptimizerSteps() const { return CounterAt("optimizer_step", current_); }
+  int64_t OptimizerSteps() const { return Counter("optimizer_step"); }
 
   /// The seed of dropout and other random numbers.
-  int64_t Seed() const { return CounterAt("random_seed", current_); }
-  void SetSeed(int64_t seed) {
-    CheckNotPending();
-    std::memcpy(At(layout_.Counter("random_seed").offset), &seed, sizeof(seed));
-  }
+  int64_t Seed() const { return Counter("random_seed"); }
+  void SetSeed(int64_t seed) { SetCounter("random_seed", seed); }
 
  private:
   friend class Module;
@@ -655,7 +661,7 @@ class CheckpointState {
   void Finish(const std::string& text, const std::array<uint8_t, detail::kDigest>& expected,
               const std::filesystem::path& path) {
     detail::Sha256 sha;
-    sha.Update(memory_[0].get(), static_cast<size_t>(end_));
+    sha.Update(memory_.get(), static_cast<size_t>(end_));
     sha.Update(text.data(), text.size());
     if (sha.Finish() != expected)
       throw CheckpointError(path, "the file is damaged: its content does not match its checksum");
@@ -669,7 +675,7 @@ class CheckpointState {
     detail::Sha256 table;
     table.Update(layout_.text.data(), layout_.text.size());
     const auto digest = table.Finish();
-    if (layout_.end != end_ || std::memcmp(digest.data(), memory_[0].get() + 32, digest.size()) != 0)
+    if (layout_.end != end_ || std::memcmp(digest.data(), memory_.get() + 32, digest.size()) != 0)
       throw CheckpointError(path, "its table does not fit its header");
   }
 
@@ -750,7 +756,7 @@ class CheckpointState {
         text += "extra\t" + detail::Escape(name) + "\t" + detail::Escape(value) + "\n";
     std::array<uint8_t, detail::kHeader> header{};
     const uint64_t text_size = text.size();
-    std::memcpy(header.data(), memory_[0].get(), header.size());
+    std::memcpy(header.data(), memory_.get(), header.size());
     std::memcpy(header.data() + 24, &text_size, 8);
     detail::ReplaceFile(path, [&](std::FILE* file) {
       detail::Sha256 sha;
@@ -759,11 +765,8 @@ class CheckpointState {
         detail::WriteAll(file, data, static_cast<size_t>(size), path);
       };
       write(header.data(), header.size());
-      write(memory_[0].get() + header.size(), layout_.changing - header.size());
-      if (everything) {
-        write(At(layout_.changing), layout_.end - layout_.changing);
-      } else {
-        write(At(layout_.changing), layout_.weights_end - layout_.changing);
+      write(At(header.size()), (everything ? layout_.end : layout_.weights_end) - header.size());
+      if (!everything) {
         const std::vector<uint8_t> zeros(1 << 16);
         for (uint64_t left = layout_.end - layout_.weights_end; left > 0;) {
           const uint64_t piece = std::min<uint64_t>(left, zeros.size());
@@ -777,36 +780,29 @@ class CheckpointState {
     });
   }
 
-  void CheckNotPending() const {
-    if (pending_)
-      throw Error("parameters were to change between TrainStep and Optimizer::Step: change them before, as TrainStep "
-                  "computes the update too");
-  }
-
   const detail::Part& Require(const std::string& name) const {
     const detail::Part* part = layout_.Find(name);
     if (part == nullptr) throw Error("Parameter " + name + " not found.");
     return *part;
   }
 
-  /// Where a byte of the file lies in memory: what never changes is there once, the rest may be there twice.
-  uint8_t* At(uint64_t offset, int copy = -1) const {
-    const int which = copy < 0 ? current_ : copy;
-    if (offset < layout_.changing || which == 0) return memory_[0].get() + offset;
-    return memory_[1].get() + (offset - layout_.changing);
-  }
+  /// Where a byte of the file lies in memory.
+  uint8_t* At(uint64_t offset) const { return memory_.get() + offset; }
 
-  int64_t CounterAt(std::string_view name, int copy) const {
+  int64_t Counter(std::string_view name) const {
     int64_t value = 0;
-    std::memcpy(&value, At(layout_.Counter(name).offset, copy), sizeof(value));
+    std::memcpy(&value, At(layout_.Counter(name).offset), sizeof(value));
     return value;
   }
 
+  void SetCounter(std::string_view name, int64_t value) {
+    std::memcpy(At(layout_.Counter(name).offset), &value, sizeof(value));
+  }
+
   detail::Layout layout_;
-  std::array<detail::Memory, 2> memory_;
+  detail::Memory memory_;
   uint64_t end_ = 0;
-  int current_ = 0;
-  bool taken_ = false, pending_ = false;
+  bool taken_ = false;
   std::map<std::string, Property> properties_;
   std::map<std::string, std::string> extras_;
 };
@@ -816,57 +812,71 @@ class CheckpointState {
 /// What to do about a step whose loss or gradient is not finite: the state stays as it was in any case.
 enum class OnNonFinite { kThrow, kSkip };
 
-/// A model that trains: runs the portable step and the evaluation model over one state.
+/// A model that trains: computes gradients with the gradient step, and evaluates, over one state.
 class Module {
  public:
   /// The state must outlive the module and stay where it is. Without `inference_model`, the one beside the step.
   Module(const Ort::Env& env, const Ort::SessionOptions& options, CheckpointState& state,
-         const std::filesystem::path& train_step, const std::optional<std::filesystem::path>& eval_model = {},
+         const std::filesystem::path& gradient_step, const std::optional<std::filesystem::path>& eval_model = {},
          const std::optional<std::filesystem::path>& inference_model = {})
-      : env_(&env), options_(options.Clone()), state_(&state), eval_path_(eval_model) {
+      : env_(&env), options_(options.Clone()), state_(&state), eval_path_(eval_model), step_path_(gradient_step) {
     if (state.taken_) throw Error("this CheckpointState belongs to another Module; load the checkpoint once for each");
-    // planning one block for all activations saves no time and takes more memory
-    options_.DisableMemPattern();
-    step_.Open(env, options_, train_step, "training");
-    ReadStep(train_step);
-    inference_path_ = inference_model ? *inference_model : Sibling(train_step);
-    const uint64_t changing = state.layout_.end - state.layout_.changing;
-    if (state.current_ == 1) {  // an earlier module left it there
-      std::memcpy(state.memory_[0].get() + state.layout_.changing, state.memory_[1].get(), changing);
-      state.current_ = 0;
-    }
-    if (!state.memory_[1]) state.memory_[1] = detail::Allocate(changing);
-    std::memcpy(state.memory_[1].get(), state.memory_[0].get() + state.layout_.changing, changing);
-    BindState();
+    std::tie(begin_, end_) = state.layout_.Stretch("trainable");
+    // planning one block for all activations saves time where they are small, and takes more memory where not
+    if (end_ - begin_ > (uint64_t{1} << 20)) options_.DisableMemPattern();
+    step_.Open(env, options_, gradient_step, "training");
+    CheckRole(step_, gradient_step, "gradient_step");
+    inference_path_ = inference_model ? *inference_model : Sibling("inference_model.onnx");
+    gradients_ = detail::Allocate(end_ - begin_);
+    const auto statistics = state.layout_.Stretch("statistic");
+    statistics_ = detail::Allocate(statistics.second - statistics.first);
+    BindInputs(step_);
+    BindOutputs(statistics.first);
     state.taken_ = true;
   }
 
   Module(const Module&) = delete;
   Module& operator=(const Module&) = delete;
-  ~Module() { state_->taken_ = state_->pending_ = false; }
+  ~Module() { state_->taken_ = false; }
 
-  /// One training step: the loss and the additional outputs. `Optimizer::Step` makes its update count.
+  /// One training step: the loss and the additional outputs. Gradients are added to those of the steps since
+  /// `LazyResetGrad`; `Optimizer::Step` updates the parameters with them.
   std::vector<Ort::Value> TrainStep(const std::vector<Ort::Value>& inputs) {
-    if (state_->pending_ || !reset_)
-      throw Error(state_->pending_ ? "TrainStep was called twice: call Optimizer::Step between, as one batch is one update; or "
-                             "LazyResetGrad, to forget the step before"
-                           : "call LazyResetGrad after Optimizer::Step: gradients of several batches are not added up");
-    CheckInputs(step_, batch_, inputs);
-    const int now = state_->current_;
-    auto& feeds = feeds_[now];
-    for (size_t i = 0; i < batch_; ++i) feeds[i] = inputs[i];
-    std::copy(targets_[now].begin(), targets_[now].end(), made_.begin() + static_cast<ptrdiff_t>(results_));
-    auto outputs = Run(step_, feeds, made_, results_, batch_, inputs);
-    rate_used_ = rate_;
-    good_ = state_->CounterAt("train_step", 1 - now) != state_->CounterAt("train_step", now);
-    state_->pending_ = true;
+    CheckInputs(step_, inputs);
+    for (size_t i = 0; i < inputs.size(); ++i) step_.feeds[step_.batch[i]] = inputs[i];
+    MixSeed();
+    if (reset_) ClearRows();
+    if (!reset_ && !scratch_) BindScratch();
+    auto& targets = reset_ ? targets_ : scratch_targets_;
+    std::vector<Ort::Value> outputs;
+    try {
+      outputs = Run(step_, targets, made_here_, inputs);
+    } catch (...) {
+      if (!rows_.empty()) {  // they may have been written in part
+        reset_ = true;
+        ready_ = false;
+        for (auto& table : rows_) table.unknown = true;
+      }
+      throw;
+    }
+    KeepRows(outputs);
+    if (!reset_) AddScratch();
     reset_ = false;
+    ready_ = true;
+    outputs.erase(outputs.begin() + static_cast<ptrdiff_t>(results_), outputs.end());
     const double loss = Number(outputs[0]);
-    if (!good_ && !std::isfinite(loss) && on_nonfinite == OnNonFinite::kThrow) {
-      LazyResetGrad();
-      throw NonFiniteError("the loss is " + Shown(loss) + " at training step " + std::to_string(StepNumber()) +
-                           "; parameters are unchanged. Check the data and lower the learning rate, or choose "
-                           "OnNonFinite::kSkip");
+    const bool finite = std::isfinite(loss) && TakeStatistics();
+    if (finite) {
+      state_->SetCounter("train_step", state_->Counter("train_step") + 1);
+    } else {
+      bad_ = "the " + (std::isfinite(loss) ? std::string("batch-norm statistics are not finite") : "loss is " + Shown(loss)) +
+             " at training step " + std::to_string(StepNumber());
+      if (on_nonfinite == OnNonFinite::kThrow) {
+        const std::string what = bad_;
+        LazyResetGrad();
+        throw NonFiniteError(what + "; parameters are unchanged. Check the data and lower the learning rate, or choose "
+                                    "OnNonFinite::kSkip");
+      }
     }
     return outputs;
   }
@@ -875,18 +885,25 @@ class Module {
   std::vector<Ort::Value> EvalStep(const std::vector<Ort::Value>& inputs) {
     if (!eval_path_)
       throw ModelError("Eval model was not provided. Cannot evaluate: give Module the eval model.");
-    if (!eval_.session) OpenEval();
-    CheckInputs(eval_, eval_batch_.size(), inputs);
-    auto& feeds = eval_feeds_[state_->current_];
-    for (size_t i = 0; i < inputs.size(); ++i) feeds[eval_batch_[i]] = inputs[i];
+    if (!eval_.session) {
+      Graph graph;
+      graph.Open(*env_, options_, *eval_path_, "eval");
+      eval_ = std::move(graph);
+      BindInputs(eval_);
+    }
+    CheckInputs(eval_, inputs);
+    for (size_t i = 0; i < inputs.size(); ++i) eval_.feeds[eval_.batch[i]] = inputs[i];
     std::vector<OrtValue*> made(eval_.outputs.size(), nullptr);
-    return Run(eval_, feeds, made, made.size(), inputs.size(), inputs);
+    std::vector<size_t> all(made.size());
+    for (size_t i = 0; i < all.size(); ++i) all[i] = i;
+    return Run(eval_, made, all, inputs);
   }
 
-  /// Let the next step begin anew; a step whose update was not taken is forgotten.
+  /// Let the next training step replace the gradients instead of adding to them.
   void LazyResetGrad() {
     reset_ = true;
-    state_->pending_ = false;
+    ready_ = false;
+    bad_.clear();
   }
 
   /// Write the trained model for inference: one file, chosen outputs, weights inside, nothing of training.
@@ -933,7 +950,6 @@ class Module {
 
   /// Set the parameters from a vector like the one that `ToBuffer` gives.
   void FromBuffer(const Ort::Value& buffer, bool trainable_only = true) {
-    state_->CheckNotPending();
     const auto info = buffer.GetTensorTypeAndShapeInfo();
     const size_t expected = GetParametersSize(trainable_only);
     if (info.GetElementCount() != expected)
@@ -951,12 +967,16 @@ class Module {
 
   /// The names of the inputs that a step takes, in order.
   std::vector<std::string> InputNames() const {
-    return {step_.inputs.begin(), step_.inputs.begin() + static_cast<ptrdiff_t>(batch_)};
+    std::vector<std::string> names;
+    for (const size_t at : step_.batch) names.push_back(step_.inputs[at]);
+    return names;
   }
 
   /// The names of what a step returns, the loss first.
   std::vector<std::string> OutputNames() const {
-    return {step_.outputs.begin(), step_.outputs.begin() + static_cast<ptrdiff_t>(results_)};
+    std::vector<std::string> names;
+    for (size_t i = 0; i < results_; ++i) names.push_back(step_.outputs[made_here_[i]]);
+    return names;
   }
 
   OnNonFinite on_nonfinite = OnNonFinite::kThrow;
@@ -981,6 +1001,8 @@ class Module {
     std::vector<std::vector<std::string>> symbols;
     std::vector<std::vector<int64_t>> dims;
     std::vector<Labels> labels;
+    std::vector<size_t> batch;  // the inputs that the user gives
+    std::vector<const OrtValue*> feeds;
 
     void Open(const Ort::Env& env, const Ort::SessionOptions& options, const std::filesystem::path& path,
               const std::string& role) {
@@ -1008,6 +1030,11 @@ class Module {
       }
       for (size_t i = 0; i < session->GetOutputCount(); ++i)
         outputs.emplace_back(session->GetOutputNameAllocated(i, allocator).get());
+    }
+
+    void Name() {  // once it is where it stays
+      input_names.clear();
+      output_names.clear();
       for (const auto& name : inputs) input_names.push_back(name.c_str());
       for (const auto& name : outputs) output_names.push_back(name.c_str());
     }
@@ -1019,26 +1046,26 @@ class Module {
     }
   };
 
-  void ReadStep(const std::filesystem::path& path) {
-    const std::string version = step_.About("onward.portable");
-    if (version.empty())
-      throw ModelError("'" + path.string() + "' is not a portable step of Onward: make it with onward artifacts "
-                       "--portable, which writes train_step.onnx");
+  /// A table of gradients of which a step writes some rows, in place; they are cleared before the next step.
+  struct Rows {
+    const detail::Part* part;
+    std::string output;
+    size_t place = 0;  // among what a step makes new
+    bool unknown = false;
+    std::vector<int64_t> written{};
+  };
+
+  void CheckRole(const Graph& graph, const std::filesystem::path& path, const std::string& role) const {
+    const std::string version = graph.About("onward.portable");
+    if (version.empty() || graph.About("onward.role") != role)
+      throw ModelError("'" + path.string() + "' is no " + role + " of Onward: make it with onward artifacts "
+                       "--portable, which writes " + role + ".onnx");
     if (version != "1")
       throw ModelError("'" + path.string() + "' is written by a newer Onward (version " + version +
                        "); update to train with it");
-    batch_ = static_cast<size_t>(detail::Count(step_.About("onward.batch_inputs")));
-    results_ = static_cast<size_t>(detail::Count(step_.About("onward.results")));
-    const auto& layout = state_->layout_;
-    const std::string digest = detail::Hex(state_->memory_[0].get() + 32, detail::kDigest);
-    size_t changing = 0;
-    for (const auto& tensor : layout.tensors) changing += tensor.offset >= layout.changing;
-    if (digest != step_.About("onward.state_digest") ||
-        step_.inputs.size() != batch_ + 1 + layout.tensors.size() ||
-        step_.outputs.size() != results_ + changing)
+    if (graph.About("onward.state_digest") != detail::Hex(state_->memory_.get() + 32, detail::kDigest))
       throw Error("the checkpoint is the state of another model than '" + path.string() +
                   "': do they belong together?");
-    step_.labels = ReadLabels(step_);
   }
 
   std::vector<Labels> ReadLabels(const Graph& graph) const {
@@ -1054,69 +1081,179 @@ class Module {
     return found;
   }
 
-  /// Tensors over the state's memory, once for each copy, in the order of the step's inputs and outputs.
-  void BindState() {
-    const auto& layout = state_->layout_;
-    made_.assign(step_.outputs.size(), nullptr);
-    const int64_t one = 1;
-    rate_value_ = Ort::Value::CreateTensor<float>(host_, &rate_, 1, &one, 1);
-    for (int copy : {0, 1}) {
-      auto& feeds = feeds_[copy];
-      feeds.assign(batch_, nullptr);
-      feeds.push_back(rate_value_);
-      for (const auto& tensor : layout.tensors) {
-        tensors_.push_back(View(tensor.offset, tensor.bytes, tensor.dims, tensor.type, copy));
-        feeds.push_back(tensors_.back());
-        if (tensor.offset >= layout.changing) targets_[1 - copy].push_back(tensors_.back());
-      }
-    }
+  static bool TakeSuffix(std::string& name, std::string_view suffix) {
+    if (name.size() <= suffix.size() || name.compare(name.size() - suffix.size(), suffix.size(), suffix) != 0)
+      return false;
+    name.resize(name.size() - suffix.size());
+    return true;
   }
 
-  Ort::Value View(uint64_t offset, uint64_t bytes, const std::vector<int64_t>& dims,
-                  ONNXTensorElementDataType type, int copy) const {
-    return Ort::Value::CreateTensor(host_, state_->At(offset, copy), static_cast<size_t>(bytes), dims.data(),
-                                    dims.size(), type);
+  const OrtValue* View(uint8_t* place, const detail::Part& part) {
+    tensors_.push_back(Ort::Value::CreateTensor(host_, place, static_cast<size_t>(part.bytes), part.dims.data(),
+                                                part.dims.size(), part.type));
+    return tensors_.back();
   }
 
-  void OpenEval() {
-    Graph graph;
-    graph.Open(*env_, options_, *eval_path_, "eval");
-    std::array<std::vector<const OrtValue*>, 2> feeds;
-    std::vector<size_t> batch;
+  uint8_t* GradientAt(const detail::Part& part, const detail::Memory& memory) const {
+    return memory.get() + (part.offset - begin_);
+  }
+
+  const detail::Part* Trainable(const std::string& name) const {
+    const detail::Part* part = state_->layout_.Find(name);
+    return part != nullptr && part->role == "trainable" ? part : nullptr;
+  }
+
+  /// Tensors over the state for each input that is a parameter; the others are the batch.
+  void BindInputs(Graph& graph) {
+    graph.Name();
     for (size_t i = 0; i < graph.inputs.size(); ++i) {
-      const detail::Part* part = state_->layout_.Find(graph.inputs[i]);
-      if (part == nullptr) batch.push_back(i);
-      if (part != nullptr && part->dims != graph.dims[i])
-        throw ModelError("the eval model reads parameter '" + part->name + "' of shape " +
-                         detail::Shown(graph.dims[i]) + ", the state has " + detail::Shown(part->dims) +
-                         ": do they belong together?");
-      for (int copy : {0, 1}) {
-        if (part != nullptr) tensors_.push_back(View(part->offset, part->bytes, part->dims, part->type, copy));
-        feeds[copy].push_back(part == nullptr ? nullptr : static_cast<const OrtValue*>(tensors_.back()));
+      std::string name = graph.inputs[i];
+      const detail::Part* part = state_->layout_.Find(name);
+      graph.feeds.push_back(nullptr);
+      if (part != nullptr) {
+        if (part->dims != graph.dims[i] || part->type != graph.types[i])
+          throw ModelError("the " + graph.what + " model reads parameter '" + part->name + "' of shape " +
+                           detail::Shown(graph.dims[i]) + ", the state has " + detail::Shown(part->dims) +
+                           ": do they belong together?");
+        graph.feeds.back() = View(state_->At(part->offset), *part);
+      } else if (&graph == &step_ && name == "random_seed") {
+        const int64_t one = 1;
+        seed_value_ = Ort::Value::CreateTensor<int64_t>(host_, &seed_, 1, &one, 1);
+        graph.feeds.back() = seed_value_;
+      } else if (&graph == &step_ && TakeSuffix(name, "_grad.accumulation.buffer") && Trainable(name) != nullptr) {
+        part = Trainable(name);
+        graph.feeds.back() = View(GradientAt(*part, gradients_), *part);
+      } else {
+        graph.batch.push_back(i);
       }
     }
     graph.labels = ReadLabels(graph);
-    eval_ = std::move(graph);
-    eval_.input_names.clear();
-    eval_.output_names.clear();
-    for (const auto& name : eval_.inputs) eval_.input_names.push_back(name.c_str());
-    for (const auto& name : eval_.outputs) eval_.output_names.push_back(name.c_str());
-    eval_batch_ = batch;
-    eval_feeds_ = feeds;
   }
 
-  size_t InputAt(const Graph& graph, size_t index) const { return &graph == &eval_ ? eval_batch_[index] : index; }
+  /// Where each output goes: gradients and statistics into memory of ours, what is left is made new by each step.
+  void BindOutputs(uint64_t statistics) {
+    std::set<std::string> rows;
+    for (const auto& line : detail::Split(step_.About("onward.rows"), '\n')) {
+      const auto fields = detail::Split(line, '\t');
+      if (fields.size() != 2) continue;
+      const detail::Part* part = Trainable(detail::Unescape(fields[0]));
+      if (part == nullptr || part->dims.empty()) throw ModelError("the gradient step names rows of an unknown table");
+      rows_.push_back({part, detail::Unescape(fields[1])});
+      rows.insert(rows_.back().output);
+    }
+    targets_.assign(step_.outputs.size(), nullptr);
+    std::vector<size_t> row_outputs;
+    std::set<std::string> found;
+    for (size_t i = 0; i < step_.outputs.size(); ++i) {
+      std::string name = step_.outputs[i];
+      if (rows.count(name)) {
+        row_outputs.push_back(i);
+      } else if (TakeSuffix(name, "_grad.accumulation.out") && Trainable(name) != nullptr) {
+        const detail::Part& part = *Trainable(name);
+        targets_[i] = const_cast<OrtValue*>(View(GradientAt(part, gradients_), part));
+        found.insert(name);
+      } else if (name = step_.outputs[i]; TakeSuffix(name, ".next") && state_->layout_.Find(name) != nullptr &&
+                                          state_->layout_.Find(name)->role == "statistic") {
+        const detail::Part& part = *state_->layout_.Find(name);
+        uint8_t* place = statistics_.get() + (part.offset - statistics);
+        targets_[i] = const_cast<OrtValue*>(View(place, part));
+        next_statistics_.push_back({&part, place});
+      } else {
+        made_here_.push_back(i);
+      }
+    }
+    results_ = made_here_.size();
+    if (results_ == 0 || found.size() != state_->ParameterNames(true).size())
+      throw ModelError("the gradient step lacks the loss, or the gradient of a parameter");
+    for (const size_t output : row_outputs) {
+      for (auto& table : rows_)
+        if (table.output == step_.outputs[output]) table.place = made_here_.size();
+      made_here_.push_back(output);
+    }
+  }
+
+  bool IsTable(const detail::Part& part) const {
+    return std::any_of(rows_.begin(), rows_.end(), [&](const Rows& table) { return table.part == &part; });
+  }
+
+  /// Memory for the gradients of a step that are to be added to others.
+  void BindScratch() {
+    scratch_ = detail::Allocate(end_ - begin_);
+    scratch_targets_ = targets_;
+    for (size_t i = 0; i < step_.outputs.size(); ++i) {
+      std::string name = step_.outputs[i];
+      if (!TakeSuffix(name, "_grad.accumulation.out") || Trainable(name) == nullptr) continue;
+      const detail::Part& part = *Trainable(name);
+      if (!IsTable(part)) scratch_targets_[i] = const_cast<OrtValue*>(View(GradientAt(part, scratch_), part));
+    }
+  }
+
+  void AddScratch() {
+    for (const auto& part : state_->layout_.parts) {
+      if (part.role != "trainable" || IsTable(part)) continue;
+      auto* sum = reinterpret_cast<float*>(GradientAt(part, gradients_));
+      const auto* more = reinterpret_cast<const float*>(GradientAt(part, scratch_));
+      for (size_t i = 0; i < part.bytes / sizeof(float); ++i) sum[i] += more[i];
+    }
+  }
+
+  void ClearRows() {
+    for (auto& table : rows_) {
+      const auto bytes = static_cast<size_t>(table.part->bytes);
+      const size_t width = bytes / static_cast<size_t>(std::max<int64_t>(table.part->dims[0], 1));
+      uint8_t* place = GradientAt(*table.part, gradients_);
+      if (table.unknown) std::memset(place, 0, bytes);
+      for (const int64_t row : table.written)
+        std::memset(place + static_cast<size_t>(row < 0 ? row + table.part->dims[0] : row) * width, 0, width);
+      table.written.clear();
+      table.unknown = false;
+    }
+  }
+
+  void KeepRows(const std::vector<Ort::Value>& outputs) {
+    for (auto& table : rows_) {
+      const Ort::Value& rows = outputs[table.place];
+      const auto info = rows.GetTensorTypeAndShapeInfo();
+      const size_t count = info.GetElementCount();
+      if (info.GetElementType() == ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64)
+        table.written.insert(table.written.end(), rows.GetTensorData<int64_t>(), rows.GetTensorData<int64_t>() + count);
+      else if (info.GetElementType() == ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32)
+        table.written.insert(table.written.end(), rows.GetTensorData<int32_t>(), rows.GetTensorData<int32_t>() + count);
+      else
+        table.unknown = true;
+    }
+  }
+
+  /// Make the statistics of the last step those of the state; false, with nothing changed, where they are not finite.
+  bool TakeStatistics() {
+    for (const auto& [part, place] : next_statistics_) {
+      if (part->type != ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT) continue;
+      const auto* numbers = reinterpret_cast<const float*>(place);
+      for (size_t i = 0; i < part->bytes / sizeof(float); ++i)
+        if (!std::isfinite(numbers[i])) return false;
+    }
+    for (const auto& [part, place] : next_statistics_)
+      std::memcpy(state_->At(part->offset), place, static_cast<size_t>(part->bytes));
+    return true;
+  }
+
+  /// The seed of this step, as Python's Module computes it.
+  void MixSeed() {
+    const auto seed = static_cast<uint64_t>(state_->Counter("random_seed"));
+    seed_ = static_cast<int64_t>(seed * 0x9E3779B97F4A7C15u + static_cast<uint64_t>(StepNumber()) * 0xD1B54A32D192ED03u);
+  }
 
   /// What is wrong with a batch, said in one sentence; onnxruntime would say it late, or not at all.
-  void CheckInputs(const Graph& graph, size_t count, const std::vector<Ort::Value>& given) const {
+  void CheckInputs(const Graph& graph, const std::vector<Ort::Value>& given) const {
+    const size_t count = graph.batch.size();
     if (given.size() != count) {
       std::string names;
-      for (size_t i = 0; i < count; ++i) names += (i ? ", " : "") + graph.inputs[InputAt(graph, i)];
+      for (size_t i = 0; i < count; ++i) names += (i ? ", " : "") + graph.inputs[graph.batch[i]];
       throw Error("the model takes " + std::to_string(count) + " inputs (" + names + "), got " +
                   std::to_string(given.size()));
     }
     for (size_t i = 0; i < count; ++i) {
-      const size_t at = InputAt(graph, i);
+      const size_t at = graph.batch[i];
       if (!given[i] || !given[i].IsTensor()) throw Error("input '" + graph.inputs[at] + "' is not a tensor");
       const auto type = given[i].GetTensorTypeAndShapeInfo().GetElementType();
       if (type != graph.types[at])
@@ -1128,11 +1265,11 @@ class Module {
 
   void CheckLabels(const Graph& graph, const Labels& labels, const std::vector<Ort::Value>& given) const {
     size_t index = 0;
-    while (index < given.size() && InputAt(graph, index) != labels.input) ++index;
+    while (index < given.size() && graph.batch[index] != labels.input) ++index;
     if (index == given.size()) return;
     const auto shape = given[index].GetTensorTypeAndShapeInfo().GetShape();
     for (size_t other = 0; other < given.size(); ++other) {
-      const size_t at = InputAt(graph, other);
+      const size_t at = graph.batch[other];
       if (at == labels.input) continue;
       const auto beside = given[other].GetTensorTypeAndShapeInfo().GetShape();
       for (size_t i = 0; i < std::min(shape.size(), graph.symbols[labels.input].size()); ++i)
@@ -1160,20 +1297,22 @@ class Module {
     if (info.GetElementType() == ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32) check(given[index].GetTensorData<int32_t>());
   }
 
-  /// Run a graph: the first `returned` outputs are made new and given back, the others lie in their places.
-  std::vector<Ort::Value> Run(const Graph& graph, const std::vector<const OrtValue*>& feeds,
-                              std::vector<OrtValue*>& made, size_t returned, size_t count,
-                              const std::vector<Ort::Value>& given) const {
-    std::fill(made.begin(), made.begin() + static_cast<ptrdiff_t>(returned), nullptr);
+  /// Run a graph: the outputs named by `fresh` are made new and given back, the others lie in their places.
+  static std::vector<Ort::Value> Run(const Graph& graph, std::vector<OrtValue*>& made, const std::vector<size_t>& fresh,
+                                     const std::vector<Ort::Value>& given) {
+    for (const size_t at : fresh) made[at] = nullptr;
     OrtStatus* status =
-        Ort::GetApi().Run(*graph.session, run_options_, graph.input_names.data(), feeds.data(), feeds.size(),
+        Ort::GetApi().Run(*graph.session, nullptr, graph.input_names.data(), graph.feeds.data(), graph.feeds.size(),
                           graph.output_names.data(), made.size(), made.data());
     std::vector<Ort::Value> results;
-    for (size_t i = 0; i < returned; ++i) results.emplace_back(made[i]);
+    for (const size_t at : fresh) {
+      results.emplace_back(made[at]);
+      made[at] = nullptr;
+    }
     if (status != nullptr) {
       std::string shapes;
-      for (size_t i = 0; i < count; ++i)
-        shapes += (i ? ", " : "") + graph.inputs[InputAt(graph, i)] + " " +
+      for (size_t i = 0; i < given.size(); ++i)
+        shapes += (i ? ", " : "") + graph.inputs[graph.batch[i]] + " " +
                   detail::Shown(given[i].GetTensorTypeAndShapeInfo().GetShape());
       const Ort::Status owned(status);
       throw Error("the step failed on inputs " + shapes + ": " + owned.GetErrorMessage());
@@ -1192,7 +1331,7 @@ class Module {
 
   static std::string Shown(double loss) { return std::isnan(loss) ? "nan" : loss > 0 ? "inf" : "-inf"; }
 
-  int64_t StepNumber() const { return state_->CounterAt("train_step", state_->current_) + 1; }
+  int64_t StepNumber() const { return state_->Counter("train_step") + 1; }
 
   std::vector<const detail::Part*> Ordered(bool trainable_only) const {
     std::vector<const detail::Part*> parts;
@@ -1205,11 +1344,11 @@ class Module {
     return parts;
   }
 
-  static std::filesystem::path Sibling(const std::filesystem::path& step) {
-    std::string name = step.filename().string();
-    const size_t at = name.find("train_step");
-    if (at == std::string::npos) return step.parent_path() / "inference_model.onnx";
-    return step.parent_path() / (name.substr(0, at) + "inference_model.onnx");
+  /// Another file of the same artifacts: in the same folder, with the same prefix.
+  std::filesystem::path Sibling(const std::string& name) const {
+    const std::string own = step_path_.filename().string();
+    const size_t at = own.find("gradient_step");
+    return step_path_.parent_path() / (at == std::string::npos ? name : own.substr(0, at) + name);
   }
 
   // ---- the inference model as one file: protobuf's wire format, no more of it than is needed --------------
@@ -1284,7 +1423,7 @@ class Module {
     const auto fields = Fields(model);
     for (const auto& field : fields)
       if (field.number() == 14 && Name(field.body, 1) == "onward.state_digest") digest = Name(field.body, 2);
-    if (digest != detail::Hex(state_->memory_[0].get() + 32, detail::kDigest))
+    if (digest != detail::Hex(state_->memory_.get() + 32, detail::kDigest))
       throw ModelError("'" + inference_path_.string() + "' is the inference model of another state: do they belong "
                        "together?");
     for (const auto& field : fields) {
@@ -1337,73 +1476,366 @@ class Module {
 
   const Ort::Env* env_;
   Ort::SessionOptions options_;
-  Ort::RunOptions run_options_;
   Ort::MemoryInfo host_ = Ort::MemoryInfo::CreateCpu(OrtArenaAllocator, OrtMemTypeDefault);
   CheckpointState* state_;
   std::optional<std::filesystem::path> eval_path_;
-  std::filesystem::path inference_path_;
+  std::filesystem::path step_path_, inference_path_;
   Graph step_, eval_;
-  size_t batch_ = 0, results_ = 0;
-  std::vector<size_t> eval_batch_;
-  std::vector<Ort::Value> tensors_;
-  std::array<std::vector<const OrtValue*>, 2> feeds_, eval_feeds_;
-  std::array<std::vector<OrtValue*>, 2> targets_;
-  std::vector<OrtValue*> made_;
-  float rate_ = 1e-3f, rate_used_ = 0.0f;
-  Ort::Value rate_value_{nullptr};
-  bool reset_ = true, good_ = true;
+  uint64_t begin_ = 0, end_ = 0;  // the trainable parameters in the state
+  detail::Memory gradients_, scratch_, statistics_;
+  std::deque<Ort::Value> tensors_;
+  std::vector<OrtValue*> targets_, scratch_targets_;
+  std::vector<size_t> made_here_;
+  size_t results_ = 0;
+  std::vector<Rows> rows_;
+  std::vector<std::pair<const detail::Part*, uint8_t*>> next_statistics_;
+  int64_t seed_ = 0;
+  Ort::Value seed_value_{nullptr};
+  bool reset_ = true, ready_ = false;
+  std::string bad_;  // what was not finite since the last update
 };
 
 // ======================================================================================================
 
-/// Makes the updates of a module's steps count.
+/// Updates the parameters of a module from its gradients, in place.
 class Optimizer {
  public:
-  /// Goes on with the learning rate of the checkpoint, or 0.001.
-  explicit Optimizer(Module& module) : module_(&module) {
-    const auto found = module.state_->extras_.find("learning_rate");
-    SetLearningRate(found == module.state_->extras_.end() ? 1e-3
-                                                          : CheckpointState::ReadDecimal(found->second.substr(2)));
+  /// Goes on with the learning rate of the checkpoint, or 0.001. Without `update_step`, the one beside the gradient step.
+  explicit Optimizer(Module& module, const std::optional<std::filesystem::path>& update_step = {})
+      : module_(&module), state_(module.state_) {
+    const auto path = update_step ? *update_step : module.Sibling("update_step.onnx");
+    graph_.Open(*module.env_, module.options_, path, "optimizer");
+    module.CheckRole(graph_, path, "update_step");
+    graph_.Name();
+    count_ = static_cast<size_t>(module.end_ - module.begin_) / sizeof(float);
+    Read(path);
+    const auto found = state_->extras_.find("learning_rate");
+    SetLearningRate(found == state_->extras_.end() ? 1e-3 : CheckpointState::ReadDecimal(found->second.substr(2)));
   }
 
-  /// Update the parameters by the last step; false where it was not finite and the update was skipped.
+  /// Update the parameters by the gradients; false where they were not finite and the update was skipped.
   bool Step() {
     Module& module = *module_;
-    if (!module.state_->pending_) throw Error("there is nothing to update from: call TrainStep before Optimizer::Step");
-    if (module.rate_ != module.rate_used_)
-      throw Error("the learning rate changed between TrainStep and Optimizer::Step: set it before TrainStep, which "
-                  "computes the update too");
-    module.state_->pending_ = false;
-    if (module.good_) {
-      module.state_->current_ = 1 - module.state_->current_;
-      skipped_ = 0;
-      return true;
+    if (!module.ready_) throw Error("there is nothing to update from: call TrainStep before Optimizer::Step");
+    const double square = Look();
+    const double norm = std::sqrt(square);
+    std::string what = module.bad_;
+    if (what.empty() && !(norm < 1e30))
+      what = "the gradient is not finite at training step " + std::to_string(module.StepNumber() - 1);
+    if (!what.empty()) {
+      module.LazyResetGrad();
+      if (module.on_nonfinite == OnNonFinite::kThrow)
+        throw NonFiniteError(what + "; parameters are unchanged. Check the data and lower the learning rate, or choose "
+                                    "OnNonFinite::kSkip");
+      if (++skipped_ >= 10) throw NonFiniteError("10 updates in a row were skipped; the last one because " + what);
+      return false;
     }
-    const std::string what = "the gradient is not finite at training step " + std::to_string(module.StepNumber());
-    if (module.on_nonfinite == OnNonFinite::kThrow) {
-      module.reset_ = true;
-      throw NonFiniteError(what + "; parameters are unchanged. Check the data and lower the learning rate, or choose "
-                                  "OnNonFinite::kSkip");
-    }
-    if (++skipped_ >= 10) throw NonFiniteError("10 updates in a row were skipped; the last one because " + what);
-    return false;
+    skipped_ = 0;
+    scale_ = clip_norm_ ? static_cast<float>(std::min(*clip_norm_ / (norm + 1e-6), 1.0)) : 1.0f;
+    step_ = state_->OptimizerSteps() + 1;
+    if (elementwise_)
+      UpdatePieces();
+    else
+      UpdateWhole();
+    state_->SetCounter("optimizer_step", step_);
+    module.ready_ = false;
+    return true;
   }
 
-  /// Set the learning rate of the following steps.
+  /// Set the learning rate of the following updates.
   void SetLearningRate(double rate) {
     if (!std::isfinite(rate)) throw Error("the learning rate is not a finite number");
     rate_ = rate;
-    module_->rate_ = static_cast<float>(rate);
-    module_->state_->extras_["learning_rate"] = CheckpointState::Spell(rate);
+    single_ = static_cast<float>(rate);
+    for (auto& setting : settings_) setting->rate = static_cast<float>(rate * setting->scale);
+    state_->extras_["learning_rate"] = CheckpointState::Spell(rate);
   }
 
-  /// The learning rate of the next step.
+  /// The learning rate of the next update.
   double GetLearningRate() const { return rate_; }
 
  private:
   friend class LinearLRScheduler;
 
+  // Numbers that are left alone together, and the most that one run updates: few enough to stay in the caches.
+  static constexpr size_t kPiece = 1 << 13, kLeast = 1 << 16, kMost = 1 << 18;
+
+  /// What a group of parameters has of its own.
+  struct Setting {
+    double scale = 1;
+    float decay = 0, rate = 0;
+    bool rests = false;  // what has no gradient and no state is not changed
+    Ort::Value rate_value{nullptr}, decay_value{nullptr};
+  };
+
+  struct Run {
+    size_t begin, end;
+    Setting* setting;
+  };
+
+  struct Bound {
+    std::vector<Ort::Value> values;
+    std::vector<const OrtValue*> feeds;
+    std::vector<OrtValue*> targets;
+  };
+
+  void Read(const std::filesystem::path& path) {
+    std::vector<std::array<std::string, 3>> parameters;
+    std::string form;
+    for (const auto& line : detail::Split(graph_.About("onward.update"), '\n')) {
+      auto fields = detail::Split(line, '\t');
+      for (auto& field : fields) field = detail::Unescape(field);
+      if (fields[0] == "form" && fields.size() == 2) form = fields[1];
+      if (fields[0] == "clip_norm" && fields.size() == 2) clip_norm_ = CheckpointState::ReadDecimal(fields[1]);
+      if (fields[0] == "parameter" && fields.size() == 4) parameters.push_back({fields[1], fields[2], fields[3]});
+    }
+    if (form != "elementwise" && form != "whole")
+      throw ModelError("'" + path.string() + "' has an update of an unknown form: '" + form + "'");
+    elementwise_ = form == "elementwise";
+    step_value_ = Scalar(&step_);
+    scale_value_ = Scalar(&scale_);
+    rate_value_ = Scalar(&single_);
+    if (!elementwise_) {
+      BindWhole(path);
+      return;
+    }
+    FindSlots(path);
+    FindRuns(parameters, path);
+    pieces_ = (count_ + kPiece - 1) / kPiece;
+    block_ = std::min(std::max(count_ / 8 / kPiece * kPiece, kLeast), kMost);
+    awake_.assign(pieces_, 0);
+    for (const auto& [name, offset] : slots_) {
+      const auto* numbers = reinterpret_cast<const float*>(state_->At(offset));
+      for (size_t i = 0; i < count_; ++i)
+        if (numbers[i] != 0.0f) awake_[i / kPiece] = 1;
+    }
+    if (count_ > kLeast && Rests())
+      for (auto& setting : settings_) setting->rests = setting->decay == 0.0f;
+  }
+
+  template <typename Number>
+  Ort::Value Scalar(Number* place) const {
+    const int64_t one = 1;
+    return Ort::Value::CreateTensor<Number>(module_->host_, place, 1, &one, 1);
+  }
+
+  /// Where the state of the optimizer begins, by slot: laid out as the parameters are.
+  void FindSlots(const std::filesystem::path& path) {
+    const auto& layout = state_->layout_;
+    std::vector<const detail::Tensor*> trainable;
+    std::map<std::string, std::vector<const detail::Tensor*>> by_slot;
+    for (const auto& tensor : layout.tensors) {
+      const auto& part = layout.parts[tensor.first];
+      if (part.role == "trainable") trainable.push_back(&tensor);
+      if (part.role == "slot") by_slot[part.slot].push_back(&tensor);
+    }
+    for (const auto& [name, tensors] : by_slot) {
+      bool alike = tensors.size() == trainable.size();
+      for (size_t i = 0; alike && i < tensors.size(); ++i)
+        alike = tensors[i]->bytes == trainable[i]->bytes &&
+                tensors[i]->offset - tensors[0]->offset == trainable[i]->offset - trainable[0]->offset;
+      if (!alike) throw ModelError("'" + path.string() + "' does not fit the state's '" + name + "'");
+      slots_[name] = tensors[0]->offset;
+    }
+    for (const auto& name : graph_.inputs)
+      if (!slots_.count(name) && !IsKnown(name))
+        throw ModelError("'" + path.string() + "' has an input that is unknown: '" + name + "'");
+  }
+
+  static bool IsKnown(const std::string& name) {
+    for (const char* known : {"parameter", "gradient", "learning_rate", "step", "gradient_scale", "weight_decay"})
+      if (name == known) return true;
+    return false;
+  }
+
+  /// Stretches of the parameters that share their settings.
+  void FindRuns(const std::vector<std::array<std::string, 3>>& parameters, const std::filesystem::path& path) {
+    size_t index = 0;
+    for (const auto& part : state_->layout_.parts) {
+      if (part.role != "trainable") continue;
+      if (index == parameters.size() || parameters[index][0] != part.name)
+        throw ModelError("'" + path.string() + "' has no settings for '" + part.name + "' where they should be");
+      const double scale = CheckpointState::ReadDecimal(parameters[index][1]);
+      const auto decay = static_cast<float>(CheckpointState::ReadDecimal(parameters[index][2]));
+      ++index;
+      const auto begin = static_cast<size_t>(part.offset - module_->begin_) / sizeof(float);
+      if (runs_.empty() || runs_.back().setting->scale != scale || runs_.back().setting->decay != decay) {
+        if (!runs_.empty()) runs_.back().end = begin;
+        runs_.push_back({begin, count_, FindSetting(scale, decay)});
+      }
+    }
+  }
+
+  Setting* FindSetting(double scale, float decay) {
+    for (auto& setting : settings_)
+      if (setting->scale == scale && setting->decay == decay) return setting.get();
+    settings_.push_back(std::make_unique<Setting>());
+    Setting& made = *settings_.back();
+    made.scale = scale;
+    made.decay = decay;
+    made.rate_value = Scalar(&made.rate);
+    made.decay_value = Scalar(&made.decay);
+    return &made;
+  }
+
+  /// Whether the rule leaves a parameter with zero gradient, state and weight decay exactly as it is.
+  bool Rests() {
+    std::array<float, 9> numbers{}, zeros{};
+    for (size_t i = 0; i < numbers.size(); ++i) numbers[i] = static_cast<float>(i) * 0.5f - 2.0f;
+    const auto before = numbers;
+    const int64_t size = static_cast<int64_t>(numbers.size());
+    Setting setting;
+    setting.rate = 0.1f;
+    setting.rate_value = Scalar(&setting.rate);
+    setting.decay_value = Scalar(&setting.decay);
+    for (const int64_t step : {1, 2, 1000}) {
+      step_ = step;
+      Bound bound = Bind([&](const std::string& name) {
+        float* place = name == "parameter" ? numbers.data() : zeros.data();
+        return Ort::Value::CreateTensor<float>(module_->host_, place, numbers.size(), &size, 1);
+      }, setting);
+      Execute(bound);
+      if (numbers != before || std::any_of(zeros.begin(), zeros.end(), [](float x) { return x != 0.0f; })) return false;
+    }
+    return true;
+  }
+
+  /// Tensors for one run of an elementwise update; outputs lie where the inputs of their names are.
+  template <typename Place>
+  Bound Bind(Place&& place, const Setting& setting) {
+    Bound bound;
+    bound.values.reserve(graph_.inputs.size() + graph_.outputs.size());
+    for (const auto& name : graph_.inputs) {
+      const OrtValue* fixed = name == "learning_rate"    ? setting.rate_value
+                              : name == "step"           ? static_cast<const OrtValue*>(step_value_)
+                              : name == "gradient_scale" ? static_cast<const OrtValue*>(scale_value_)
+                              : name == "weight_decay"   ? static_cast<const OrtValue*>(setting.decay_value)
+                                                         : nullptr;
+      if (fixed == nullptr) bound.values.push_back(place(name));
+      bound.feeds.push_back(fixed == nullptr ? static_cast<const OrtValue*>(bound.values.back()) : fixed);
+    }
+    for (std::string name : graph_.outputs) {
+      if (!Module::TakeSuffix(name, ".next") || (name != "parameter" && !slots_.count(name)))
+        throw ModelError("the update step has an output that is unknown: '" + name + "'");
+      bound.values.push_back(place(name));
+      bound.targets.push_back(bound.values.back());
+    }
+    return bound;
+  }
+
+  void Execute(Bound& bound) {
+    OrtStatus* status = Ort::GetApi().Run(*graph_.session, nullptr, graph_.input_names.data(), bound.feeds.data(),
+                                          bound.feeds.size(), graph_.output_names.data(), bound.targets.size(),
+                                          bound.targets.data());
+    if (status != nullptr) {
+      const Ort::Status owned(status);
+      throw Error("the update failed, parameters may be updated in part: load the last checkpoint again. " +
+                  owned.GetErrorMessage());
+    }
+  }
+
+  /// Σg² of all gradients; notes which pieces have one.
+  double Look() {
+    const auto* numbers = reinterpret_cast<const float*>(module_->gradients_.get());
+    double total = 0;
+    for (size_t begin = 0; begin < count_; begin += kPiece) {
+      const size_t end = std::min(begin + kPiece, count_);
+      std::array<double, 8> sums{};
+      size_t i = begin;
+      for (; i + sums.size() <= end; i += sums.size())
+        for (size_t lane = 0; lane < sums.size(); ++lane) {
+          const double number = static_cast<double>(numbers[i + lane]);
+          sums[lane] += number * number;
+        }
+      double sum = 0;
+      for (; i < end; ++i) sum += static_cast<double>(numbers[i]) * static_cast<double>(numbers[i]);
+      for (const double lane : sums) sum += lane;
+      if (elementwise_ && sum != 0.0) awake_[begin / kPiece] = 1;
+      total += sum;
+    }
+    return total;
+  }
+
+  void UpdatePieces() {
+    for (const Run& run : runs_) {
+      for (size_t begin = run.begin; begin < run.end;) {
+        const auto piece_end = [&](size_t at) { return std::min((at / kPiece + 1) * kPiece, run.end); };
+        const auto moves = [&](size_t at) { return !run.setting->rests || awake_[at / kPiece]; };
+        size_t end = piece_end(begin);
+        if (moves(begin)) {
+          while (end < run.end && end - begin < block_ && moves(end)) end = piece_end(end);
+          Update(begin, end, *run.setting);
+        }
+        begin = end;
+      }
+    }
+  }
+
+  void Update(size_t begin, size_t end, const Setting& setting) {
+    auto found = bound_.find({begin, end});
+    if (found == bound_.end()) {
+      if (bound_.size() > 4096) bound_.clear();  // stretches change while pieces wake
+      const auto size = static_cast<int64_t>(end - begin);
+      const auto place = [&](const std::string& name) {
+        auto* start = reinterpret_cast<float*>(name == "gradient"    ? module_->gradients_.get()
+                                               : name == "parameter" ? state_->At(module_->begin_)
+                                                                     : state_->At(slots_.at(name)));
+        return Ort::Value::CreateTensor<float>(module_->host_, start + begin, end - begin, &size, 1);
+      };
+      found = bound_.emplace(std::make_pair(begin, end), Bind(place, setting)).first;
+    }
+    Execute(found->second);
+  }
+
+  /// A rule that sees whole parameters: writes into memory of its own first.
+  void BindWhole(const std::filesystem::path& path) {
+    const auto& layout = state_->layout_;
+    auto& feeds = whole_.feeds;
+    feeds = {rate_value_, step_value_};
+    if (clip_norm_) feeds.push_back(scale_value_);
+    const auto [slots_begin, slots_end] = layout.Stretch("slot");
+    whole_end_ = std::max(slots_end, module_->end_);
+    following_ = detail::Allocate(whole_end_ - module_->begin_);
+    const auto tensor = [&](uint8_t* place, const detail::Tensor& of) {
+      module_->tensors_.push_back(Ort::Value::CreateTensor(module_->host_, place, static_cast<size_t>(of.bytes),
+                                                           of.dims.data(), of.dims.size(), of.type));
+      return static_cast<OrtValue*>(module_->tensors_.back());
+    };
+    for (const auto& of : layout.tensors)
+      if (layout.parts[of.first].role == "trainable")
+        feeds.push_back(tensor(module_->gradients_.get() + (of.offset - module_->begin_), of));
+    for (const auto& of : layout.tensors) {
+      const auto& role = layout.parts[of.first].role;
+      if (role != "trainable" && role != "slot") continue;
+      feeds.push_back(tensor(state_->At(of.offset), of));
+      whole_.targets.push_back(tensor(following_.get() + (of.offset - module_->begin_), of));
+    }
+    if (feeds.size() != graph_.inputs.size() || whole_.targets.size() != graph_.outputs.size())
+      throw ModelError("'" + path.string() + "' does not fit the state: do they belong together?");
+  }
+
+  void UpdateWhole() {
+    Execute(whole_);
+    std::memcpy(state_->At(module_->begin_), following_.get(), static_cast<size_t>(whole_end_ - module_->begin_));
+  }
+
   Module* module_;
+  CheckpointState* state_;
+  Module::Graph graph_;
+  bool elementwise_ = true;
+  std::optional<double> clip_norm_;
+  size_t count_ = 0, pieces_ = 0, block_ = 0;
+  std::map<std::string, uint64_t> slots_;
+  std::vector<std::unique_ptr<Setting>> settings_;
+  std::vector<Run> runs_;
+  std::vector<uint8_t> awake_;
+  std::map<std::pair<size_t, size_t>, Bound> bound_;
+  Bound whole_;
+  detail::Memory following_;
+  uint64_t whole_end_ = 0;
+  int64_t step_ = 0;
+  float scale_ = 1.0f, single_ = 1e-3f;
+  Ort::Value step_value_{nullptr}, scale_value_{nullptr}, rate_value_{nullptr};
   double rate_ = 1e-3;
   int skipped_ = 0;
 };
@@ -1453,10 +1885,10 @@ class LinearLRScheduler {
 class TrainingSession {
  public:
   TrainingSession(const Ort::Env& env, const Ort::SessionOptions& options, CheckpointState& state,
-                  const std::filesystem::path& train_step,
+                  const std::filesystem::path& gradient_step,
                   const std::optional<std::filesystem::path>& eval_model = {},
-                  const std::optional<std::filesystem::path>& inference_model = {})
-      : module_(env, options, state, train_step, eval_model, inference_model), optimizer_(module_) {}
+                  const std::optional<std::filesystem::path>& update_step = {})
+      : module_(env, options, state, gradient_step, eval_model), optimizer_(module_, update_step) {}
 
   std::vector<Ort::Value> TrainStep(const std::vector<Ort::Value>& inputs) { return module_.TrainStep(inputs); }
   std::vector<Ort::Value> EvalStep(const std::vector<Ort::Value>& inputs) { return module_.EvalStep(inputs); }

@@ -43,6 +43,7 @@ from onward.optim import update_rules
 from onward.optim.optimizer_model import ParameterGroup, optimizer_model
 from onward.optim.update_rules import Optimizer
 from onward.whole_step.portable_step import portable_step
+from onward.whole_step.step_halves import gradient_step, update_step
 
 if TYPE_CHECKING:
     from onward.checkpoint.portable import StateLayout
@@ -85,7 +86,7 @@ _LOSSES: dict[LossType, LossFunction] = {
     LossType.KLDivLoss: losses.kl_div,
 }
 # AdamW has onnxruntime-training's defaults here; `onward.optim.adamw` has torch's.
-_Models = tuple[ir.Model, ir.Model, ir.Model | None, ir.Model | None]
+_Models = tuple[ir.Model, ir.Model, ir.Model | None, ir.Model | None, ir.Model | None, ir.Model | None]
 Loss = LossType | str | LossFunction | LossBlock | None
 OptimizerChoice = OptimType | str | Optimizer | OptimizerBlock | None
 BatchNorm = Literal["train", "frozen"] | None
@@ -101,6 +102,8 @@ class Artifacts:
     checkpoint: CheckpointData
     step: ir.Model | None = None
     state_layout: StateLayout | None = None
+    gradient_step: ir.Model | None = None
+    update_step: ir.Model | None = None
 
     @property
     def trainable(self) -> list[str]:
@@ -164,7 +167,7 @@ def generate_artifacts(
     or scopes whose inner values are recomputed ("encoder.layer.*"). `precision` "fp16" or "bf16" lets products
     of matrices and convolutions run in 16 bits (docs/gpu.md); parameters, and the eval model, stay float32.
     `loss=None` means that the model's first output is the loss. `portable` adds the files for training in other
-    languages: `train_step.onnx`, `state.bin`, `inference_model.onnx` and its weights (docs/portable.md). Either all
+    languages: the step, whole and in two halves, its state, an inference model (docs/portable.md). Either all
     files are written or none; a missing directory is created.
 
     >>> import tempfile, onnx.parser
@@ -197,8 +200,9 @@ def generate_artifacts(
     models = {"training_model": made.training, "eval_model": made.evaluation}
     if made.optimizer is not None:
         models["optimizer_model"] = made.optimizer
-    if made.step is not None:
+    if made.step is not None and made.gradient_step is not None and made.update_step is not None:
         models["train_step"] = made.step
+        models |= {"gradient_step": made.gradient_step, "update_step": made.update_step}
     checkpoints = {"checkpoint": made.checkpoint}
     if nominal_checkpoint:
         checkpoints["nominal_checkpoint"] = made.nominal_checkpoint()
@@ -284,17 +288,19 @@ def build_artifacts(
         trainable={name: tensor.numpy() for name, tensor in graphs.trainable.items()},
         frozen={name: tensor.numpy() for name, tensor in graphs.frozen.items()},
     )
-    step = layout = None
+    step = layout = gradients = update = None
     if portable:
         if optimizer_made is None:
             raise ModelError("portable=True needs an optimizer: the portable step has its update in it")
         step, layout = portable_step(graphs.training, optimizer_made, initial)
-    training, evaluation, optimizer_made, step = _in_opset(
-        (graphs.training, graphs.evaluation, optimizer_made, step), own=own, asked=opset
+        gradients = gradient_step(graphs.training, step, initial)
+        update = update_step(optimizer_made, step, layout)
+    training, evaluation, optimizer_made, step, gradients, update = _in_opset(
+        (graphs.training, graphs.evaluation, optimizer_made, step, gradients, update), own=own, asked=opset
     )
     for note in notes:
         _log.warning(note)
-    return Artifacts(training, evaluation, optimizer_made, initial, step, layout)
+    return Artifacts(training, evaluation, optimizer_made, initial, step, layout, gradients, update)
 
 
 def _loss_name(loss: Loss) -> str:
@@ -376,8 +382,8 @@ def _in_opset(models: _Models, *, own: int, asked: int | None) -> _Models:
     if asked is None and not OLDEST_OUTPUT <= target < training.graph.opset_imports[""]:
         return models
     try:
-        optimizer, step = (model and lower(model, target) for model in optional)
-        return lower(training, target), lower(evaluation, target), optimizer, step
+        optimizer, step, gradients, update = (model and lower(model, target) for model in optional)
+        return lower(training, target), lower(evaluation, target), optimizer, step, gradients, update
     except ModelError as error:
         if asked is not None:
             raise

@@ -41,6 +41,7 @@ __all__ = [
     "from_portable",
     "is_portable",
     "read_layout",
+    "table_line",
     "to_portable",
     "weights_of",
 ]
@@ -124,10 +125,10 @@ class StateLayout:
         """The table as it stands in files: a line for each tensor, and one for each of its parts after it."""
         lines = []
         for tensor, offset in zip(self.tensors, self.offsets):
-            lines.append(_line("tensor", tensor.name, str(tensor.dtype), _dims(tensor.shape), str(offset)))
+            lines.append(table_line("tensor", tensor.name, str(tensor.dtype), _dims(tensor.shape), str(offset)))
             for part in tensor.parts:
                 more = [part.slot] if part.role == "slot" else []
-                lines.append(_line(part.role, part.name, _dims(part.shape), str(offset + part.start), *more))
+                lines.append(table_line(part.role, part.name, _dims(part.shape), str(offset + part.start), *more))
         return "".join(lines)
 
     @property
@@ -223,18 +224,19 @@ def _dims(shape: tuple[int, ...]) -> str:
     return ",".join(map(str, shape))
 
 
-def _line(*fields: str) -> str:
+def table_line(*fields: str) -> str:
+    """A line of a table in text, as files and metadata have them: fields with tabs between, escaped."""
     return "\t".join("".join(_ESCAPES.get(c, c) for c in field) for field in fields) + "\n"
 
 
 def _scalars(data: CheckpointData) -> str:
-    lines = [_line("property", key, spell_extra(value)) for key, value in data.properties.items()]
+    lines = [table_line("property", key, spell_extra(value)) for key, value in data.properties.items()]
     extras = {key: value for key, value in data.extras.items() if key not in _NOT_EXTRAS}
     for group in data.optimizer:
         if group.name == "group0":
             extras[_INITIAL_RATE] = float(group.initial_learning_rate)
             extras.setdefault(_RATE, float(group.initial_learning_rate))
-    return "".join(lines + [_line("extra", key, spell_extra(value)) for key, value in extras.items()])
+    return "".join(lines + [table_line("extra", key, spell_extra(value)) for key, value in extras.items()])
 
 
 def _finder(data: CheckpointData, layout: StateLayout) -> Callable[[StatePart, np.dtype], np.ndarray]:

@@ -19,7 +19,7 @@ from onward.model_metadata import read_table
 if TYPE_CHECKING:
     from onward.graph.builder import Builder
 
-__all__ = ["InlineOptimizer", "Unit", "graft"]
+__all__ = ["InlineOptimizer", "Unit", "drop_scaling", "graft"]
 
 _MOMENTS = ("first_order_moments", "second_order_moments", "third_order_moments")
 # Parameters with fewer numbers are updated as one vector: a node costs more time than so many numbers.
@@ -104,17 +104,19 @@ class InlineOptimizer:
             return self._by_name(op, units, scalars)
         return [self._elementwise(op, unit, scalars) for unit in units]
 
+    def setting(self, name: str) -> tuple[float, float]:
+        """The weight decay of a parameter, and what the learning rate is multiplied by for it."""
+        index = self._groups.get(name)
+        group = {} if index is None else self._options["groups"][index]
+        decay = group.get("weight_decay")
+        scale = group.get("learning_rate_scale", 1.0)
+        return self._options["weight_decay"] if decay is None else decay, scale
+
     def _elementwise(self, op: Builder, unit: Unit, scalars: dict[str, ir.Value]) -> list[ir.Value]:
-        index = self._groups.get(unit.names[0])
-        group = (
-            {"weight_decay": None, "learning_rate_scale": 1.0}
-            if index is None
-            else self._options["groups"][index]
-        )
-        decay = self._options["weight_decay"] if group["weight_decay"] is None else group["weight_decay"]
+        decay, rate_scale = self.setting(unit.names[0])
         scalars = {**scalars, "weight_decay": self._decay(decay)}
-        if group["learning_rate_scale"] != 1.0:
-            scalars["learning_rate"] = op.Mul(self._rate, group["learning_rate_scale"])
+        if rate_scale != 1.0:
+            scalars["learning_rate"] = op.Mul(self._rate, rate_scale)
         assert unit.gradient is not None
         tensors = {"parameter": unit.parameter, "gradient": unit.gradient, **unit.slots}
         kept = ["parameter", *unit.slots]
@@ -179,7 +181,7 @@ def graft(root: Builder, op: Builder, optimizer: ir.Graph, given: Values) -> dic
     copy = optimizer.clone()
     for value in list(copy.inputs):
         if value.name == "gradient_scale" and value.name not in given:
-            _drop_scaling(value)
+            drop_scaling(value)
         elif value.uses():
             ir.convenience.replace_all_uses_with(value, given[value.name or ""])
     for value in list(copy.initializers.values()):
@@ -203,7 +205,7 @@ def _at_least_1d(op: Builder, value: ir.Value) -> ir.Value:
     return op.Reshape(value, [1]) if value.shape is not None and value.shape.rank() == 0 else value
 
 
-def _drop_scaling(scale: ir.Value) -> None:
+def drop_scaling(scale: ir.Value) -> None:
     """Let what reads gradient·scale read the gradient: nothing limits it."""
     for node, index in list(scale.uses()):
         assert node.op_type == "Mul"

@@ -291,7 +291,8 @@ def _report(
     )
     names = ["training_model.onnx", "eval_model.onnx", "optimizer_model.onnx", "checkpoint"]
     if portable:
-        names += ["train_step.onnx", "state.bin", "inference_model.onnx", "inference_model.bin"]
+        names += ["train_step.onnx", "gradient_step.onnx", "update_step.onnx", "state.bin"]
+        names += ["inference_model.onnx", "inference_model.bin"]
     files = [directory / f"{prefix}{name}" for name in names]
     sizes = {file.name: file.stat().st_size for file in files if file.is_file()}
     output.table("", ["file", "size"], [[name, human_size(size)] for name, size in sizes.items()])
