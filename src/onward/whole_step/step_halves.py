@@ -13,9 +13,10 @@ import onnx_ir as ir
 
 from onward.checkpoint import CheckpointData
 from onward.checkpoint.portable import StateLayout, table_line
+from onward.contract import BUFFER, OUT, RESET
 from onward.graph.builder import Builder
-from onward.graph.cleanup import finish, remove_unused
-from onward.graph.passes.specialize import BUFFER, OUT, RESET
+from onward.graph.cleanup import remove_unused
+from onward.graph.passes.finish import finish
 from onward.whole_step.inline_update import InlineOptimizer, Unit, drop_scaling
 from onward.whole_step.portable_step import take_results
 
