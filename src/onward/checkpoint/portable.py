@@ -125,10 +125,14 @@ class StateLayout:
         """The table as it stands in files: a line for each tensor, and one for each of its parts after it."""
         lines = []
         for tensor, offset in zip(self.tensors, self.offsets):
-            lines.append(table_line("tensor", tensor.name, str(tensor.dtype), _dims(tensor.shape), str(offset)))
+            lines.append(
+                table_line("tensor", tensor.name, str(tensor.dtype), _dims(tensor.shape), str(offset))
+            )
             for part in tensor.parts:
                 more = [part.slot] if part.role == "slot" else []
-                lines.append(table_line(part.role, part.name, _dims(part.shape), str(offset + part.start), *more))
+                lines.append(
+                    table_line(part.role, part.name, _dims(part.shape), str(offset + part.start), *more)
+                )
         return "".join(lines)
 
     @property

@@ -7,18 +7,21 @@ specifies both; the state's layout is that of the whole step.
 from __future__ import annotations
 
 from math import prod
+from typing import TYPE_CHECKING
 
 import numpy as np
 import onnx_ir as ir
 
-from onward.checkpoint import CheckpointData
 from onward.checkpoint.portable import StateLayout, table_line
 from onward.contract import BUFFER, OUT, RESET
 from onward.graph.builder import Builder
 from onward.graph.cleanup import remove_unused
 from onward.graph.passes.finish import finish
 from onward.whole_step.inline_update import InlineOptimizer, Unit, drop_scaling
-from onward.whole_step.portable_step import take_results
+from onward.whole_step.state_inputs import take_results
+
+if TYPE_CHECKING:
+    from onward.checkpoint.content import CheckpointData
 
 __all__ = ["gradient_step", "update_step"]
 
