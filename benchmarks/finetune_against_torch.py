@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import finetune_published as example
 
 Scores = Callable[[list[np.ndarray]], torch.Tensor]
-Parameters = dict[str, torch.nn.Parameter]
+Parameters = dict[str, torch.Tensor]
 
 
 def main() -> None:
@@ -140,7 +140,7 @@ def _from_onnx(name: str, folder: Path, weights: Any, order: list[str]) -> tuple
     module = OnnxInTorch(model, list(weights))
     for key, parameter in module.parameters_by_name.items():  # the same weights, the head's too
         np.testing.assert_array_equal(parameter.detach().numpy(), np.asarray(weights[key]))
-    return lambda batch: module(torch.from_numpy(batch[0])), module.parameters_by_name
+    return lambda batch: module(torch.from_numpy(batch[0])), dict(module.parameters_by_name)
 
 
 def _sentences(name: str, folder: Path, weights: Any, order: list[str]) -> tuple[Scores, Parameters]:

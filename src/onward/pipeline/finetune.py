@@ -154,7 +154,8 @@ def finetune(
     `data` is a path (a folder with one folder of pictures or WAV files for each class, a CSV, JSON lines or Parquet
     table, .npz) or arrays: (inputs…, labels), or a dict by name. A share of it, `hold_out`, is kept for
     evaluation unless `eval_data` is given. The model gets a new head for the classes of the data (`classes="data"`),
-    for others, or keeps its own (`classes=None`); see `onward.replace_head`. Rates, warm-up and clipping are those
+    for others, or keeps its own (`classes=None`); see `onward.replace_head`. With a loss for numbers, such as
+    `loss="mse"`, it predicts as many numbers as the target has. Rates, warm-up and clipping are those
     for fine-tuning; the best epoch is the result. With `output_directory`, checkpoints and a report stay there.
     `device` is where it trains: "cpu", "cuda", "auto".
 
