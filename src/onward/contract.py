@@ -19,7 +19,7 @@ LOSS_SCALE = "loss_scale"  # the parameter by which gradients of a float16 model
 
 # ---- metadata of every artifact -----------------------------------------------------------------------------
 
-ROLE = "onward.role"  # training, eval, optimizer, train_step or inference
+ROLE = "onward.role"  # training, eval, optimizer, train_step, gradient_step, update_step or inference
 VERSION = "onward.version"  # the version of Onward that wrote it
 ARTIFACTS = "onward.artifacts"  # the same in all models of one set
 PRECISION = "onward.precision"  # fp32, fp16 or bf16
@@ -59,3 +59,5 @@ STATE = "onward.state"
 STATE_DIGEST = "onward.state_digest"
 WEIGHTS_SIZE = "onward.weights_size"
 LABEL_RANGES = "onward.label_ranges"
+ROWS = "onward.rows"  # of the gradient step: tables of which it changes some rows, and the output that tells which
+UPDATE = "onward.update"  # of the update step: its form and settings

@@ -124,8 +124,8 @@ def test_a_round_is_load_steps_and_the_difference(small: Path) -> None:
         plain.module.lazy_reset_grad()
     after = plain.parameters()
     assert update.examples == 12
-    assert update.difference.keys() == start.keys() >= set(client.module.plan.statistics)
-    assert client.module.plan.statistics
+    assert update.difference.keys() == start.keys() >= set(client.module.signature.statistics)
+    assert client.module.signature.statistics
     for name, array in after.items():
         np.testing.assert_array_equal(
             start[name] + update.difference[name], start[name] + (array - start[name])
@@ -143,7 +143,7 @@ def test_one_round_of_equal_clients_is_one_client(small: Path) -> None:
 
 def test_a_portable_state_is_an_update_too(small: Path, tmp_path: Path) -> None:
     client = make_client(small)
-    statistics = client.module.plan.statistics
+    statistics = client.module.signature.statistics
     start = parameters_of(small / "state.bin", statistics)
     update = client.train(start, [batch(0, 4)])
     CheckpointState.save_checkpoint(client.state, tmp_path / "after")

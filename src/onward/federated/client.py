@@ -20,7 +20,7 @@ class Client:
 
     def __init__(self, state: CheckpointState, module: Module, optimizer: Optimizer) -> None:
         self.state, self.module, self.optimizer = state, module, optimizer
-        self._statistics = list(module.plan.statistics)
+        self._statistics = list(module.signature.statistics)
 
     def parameters(self) -> dict[str, np.ndarray]:
         """Copies of the parameters that training changes, batch-norm statistics included."""

@@ -42,7 +42,7 @@ def parameters_of(source: Source, statistics: Sequence[str] = ()) -> dict[str, n
     """Copies of what clients train: the trainable parameters and the named batch-norm statistics.
 
     `source` is a checkpoint, its path, the path of a portable state (`state.bin`) or a `CheckpointState`. The
-    names of the statistics are in `module.plan.statistics`.
+    names of the statistics are in `module.signature.statistics`.
 
     >>> data = CheckpointData(trainable={"w": np.ones(2, np.float32)}, frozen={"b": np.zeros(1, np.float32)})
     >>> parameters_of(data)

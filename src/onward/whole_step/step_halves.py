@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import onnx_ir as ir
 
+from onward import contract
 from onward.checkpoint.portable import StateLayout, table_line
 from onward.contract import BUFFER, OUT, RESET
 from onward.graph.builder import Builder
@@ -44,7 +45,7 @@ def gradient_step(training: ir.Model, step: ir.Model, checkpoint: CheckpointData
     graph.inputs.extend(v for name, v in inputs.items() if name != RESET and not name.endswith(BUFFER))
     made = {name: _as_output(op, gradients[name], f"{name}{OUT}") for name in checkpoint.trainable}
     for statistic, value in following.items():
-        _as_output(op, value, f"{statistic}.next")
+        _as_output(op, value, f"{statistic}{contract.NEXT}")
     finish(model)  # before looking at what reads a gradient
     rows: dict[str, ir.Value] = {}
     for name, gradient in made.items():
@@ -62,7 +63,7 @@ def gradient_step(training: ir.Model, step: ir.Model, checkpoint: CheckpointData
             graph.outputs.append(changed)
     remove_unused(model)
     lines = [table_line(name, value.name or "") for name, value in rows.items()]
-    model.metadata_props["onward.rows"] = "".join(lines)
+    model.metadata_props[contract.ROWS] = "".join(lines)
     _describe(model, step, "gradient_step")
     return model
 
@@ -123,18 +124,24 @@ def update_step(optimizer: ir.Model, step: ir.Model, layout: StateLayout) -> ir.
         _add_whole(op, rule, layout, number, limit)
         model = ir.Model(graph, ir_version=optimizer.ir_version)
         model.producer_name, model.producer_version = optimizer.producer_name, optimizer.producer_version
-        for key in ("onward.version", "onward.artifacts"):
+        for key in (contract.VERSION, contract.ARTIFACTS):
             model.metadata_props[key] = optimizer.metadata_props[key]
     finish(model)
-    model.metadata_props["onward.update"] = "".join(table_line(*line) for line in lines)
+    model.metadata_props[contract.UPDATE] = "".join(table_line(*line) for line in lines)
     _describe(model, step, "update_step")
     return model
 
 
 def _describe(model: ir.Model, step: ir.Model, role: str) -> None:
-    keys = ("portable", "state", "state_digest", "weights_size", "label_ranges")
-    model.metadata_props.update({f"onward.{key}": step.metadata_props[f"onward.{key}"] for key in keys})
-    model.metadata_props["onward.role"] = role
+    keys = (
+        contract.PORTABLE,
+        contract.STATE,
+        contract.STATE_DIGEST,
+        contract.WEIGHTS_SIZE,
+        contract.LABEL_RANGES,
+    )
+    model.metadata_props.update({key: step.metadata_props[key] for key in keys})
+    model.metadata_props[contract.ROLE] = role
 
 
 def _add_whole(
@@ -163,5 +170,5 @@ def _add_whole(
             after = results[index]
             if before.shape is not None and before.shape.rank() == 0:
                 after = op.Reshape(after, np.zeros(0, np.int64))
-            made_output = _as_output(op, after, op.namer(f"{before.name}.next"))
+            made_output = _as_output(op, after, op.namer(f"{before.name}{contract.NEXT}"))
             made_output.type, made_output.shape = before.type, before.shape
