@@ -5,7 +5,6 @@ Handles the three forms of optimizer models: elementwise, by parameter, and cust
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from typing import TYPE_CHECKING
@@ -15,37 +14,18 @@ import onnx_ir as ir
 
 from onward import contract
 from onward.model_metadata import read_table
+from onward.whole_step.update_units import Unit, graft
 
 if TYPE_CHECKING:
     from onward.graph.builder import Builder
 
-__all__ = ["InlineOptimizer", "Unit", "drop_scaling", "graft"]
+__all__ = ["InlineOptimizer"]
 
 _MOMENTS = ("first_order_moments", "second_order_moments", "third_order_moments")
 # Parameters with fewer numbers are updated as one vector: a node costs more time than so many numbers.
 _SMALL = 1 << 16
 
 Values = Mapping[str, ir.Value]
-
-
-@dataclasses.dataclass
-class Unit:
-    """Parameters that are updated together: the state's inputs, and the gradient in the same shape.
-
-    `packed` are several in one vector or row, with a gap after each that ends before a multiple of 64 bytes.
-    """
-
-    sizes: dict[str, int]
-    shape: tuple[int, ...]
-    parameter: ir.Value
-    slots: dict[str, ir.Value] = dataclasses.field(default_factory=dict)
-    gradient: ir.Value | None = None
-    in_pieces: bool = False
-    packed: bool = False
-
-    @property
-    def names(self) -> list[str]:
-        return list(self.sizes)
 
 
 class InlineOptimizer:
@@ -173,42 +153,5 @@ class InlineOptimizer:
         return self._root.constant(np.asarray([number], np.float32), name="weight_decay")
 
 
-def graft(root: Builder, op: Builder, optimizer: ir.Graph, given: Values) -> dict[str, ir.Value]:
-    """Copy an optimizer's nodes to the end of a graph, reading `given`; its outputs by name.
-
-    `root` takes its constants: the same builder, or that of the graph around a branch.
-    """
-    copy = optimizer.clone()
-    for value in list(copy.inputs):
-        if value.name == "gradient_scale" and value.name not in given:
-            drop_scaling(value)
-        elif value.uses():
-            ir.convenience.replace_all_uses_with(value, given[value.name or ""])
-    for value in list(copy.initializers.values()):
-        assert value.const_value is not None
-        constant = root.constant(value.const_value.numpy(), name=value.name or "constant")
-        ir.convenience.replace_all_uses_with(value, constant)
-    made = {value.name or "": value for value in copy.outputs}
-    copy.outputs.clear()
-    nodes = list(copy)
-    copy.remove(nodes)
-    for node in nodes:
-        node.name = op.namer(f"update/{node.op_type}")
-        for value in node.outputs:
-            # sizes are those of this parameter now
-            value.name, value.shape = op.namer(f"{node.name}.out"), None
-    op.graph.extend(nodes)
-    return made
-
-
 def _at_least_1d(op: Builder, value: ir.Value) -> ir.Value:
     return op.Reshape(value, [1]) if value.shape is not None and value.shape.rank() == 0 else value
-
-
-def drop_scaling(scale: ir.Value) -> None:
-    """Let what reads gradient·scale read the gradient: nothing limits it."""
-    for node, index in list(scale.uses()):
-        assert node.op_type == "Mul"
-        gradient = node.inputs[1 - index]
-        assert gradient is not None
-        ir.convenience.replace_all_uses_with(node.outputs[0], gradient)

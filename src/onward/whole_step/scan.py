@@ -18,8 +18,8 @@ from onward.contract import BUFFER, RESET
 from onward.graph.builder import Builder
 from onward.graph.cleanup import remove_identities, remove_unused, share_subexpressions
 from onward.graph.passes.known_shapes import specialize_shapes
-from onward.whole_step.inline_update import Unit, graft
 from onward.whole_step.state_inputs import StateInputs, clip_scale, joined_gradient, take_results
+from onward.whole_step.update_units import Unit, graft
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -14,7 +14,7 @@ from onward import contract
 from onward.checkpoint.portable import StatePart, StateTensor, aligned
 from onward.contract import OUT
 from onward.errors import ModelError
-from onward.whole_step.inline_update import Unit
+from onward.whole_step.update_units import Unit
 
 if TYPE_CHECKING:
     from onward.checkpoint.content import CheckpointData

@@ -18,8 +18,9 @@ from onward.contract import BUFFER, OUT, RESET
 from onward.graph.builder import Builder
 from onward.graph.cleanup import remove_unused
 from onward.graph.passes.finish import finish
-from onward.whole_step.inline_update import InlineOptimizer, Unit, drop_scaling
+from onward.whole_step.inline_update import InlineOptimizer
 from onward.whole_step.state_inputs import take_results
+from onward.whole_step.update_units import Unit, drop_scaling
 
 if TYPE_CHECKING:
     from onward.checkpoint.content import CheckpointData
