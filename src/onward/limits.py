@@ -36,7 +36,8 @@ class Limits:
     unpacked_bytes: int = 4 * _GIB  # what a data file grows to when read, counted from 16 times its size
     text_bytes: int = 64 * _MIB  # a JSON or TOML file
     text_nesting: int = 64  # lists and tables inside each other in JSON and TOML
-    check_seconds: int = 300  # what `onward check` may take
+    check_seconds: int = 300  # the time that `onward check` may take
+    check_bytes: int = 8 * _GIB  # the memory that `onward check` may take
 
 
 _DEFAULTS = Limits()

@@ -150,12 +150,28 @@ LOOP = """<ir_version: 10, opset_import: ["": 21]> g (float[2] x) => (float[2] y
 }"""
 
 
-def test_a_check_of_a_loop_that_never_ends_ends(place: Path) -> None:
-    onnx.save(onnx.parser.parse_model(LOOP), "loop.onnx")
-    line = [sys.executable, "-m", "onward", "check", "loop.onnx", "--limit", "check_seconds=5"]
+GROWING = """<ir_version: 10, opset_import: ["": 21]> g (float[2] x) => (float[n] y)
+<int64 n = {60}, bool c = {1}, float[2] w = {1, 2}> {
+    k = Mul(x, w)
+    y = Loop(n, c, k) <body = b (int64 i, bool ci, float[k] a) => (bool co, float[l] o) {
+        co = Identity(ci) o = Concat<axis = 0>(a, a) }>
+}"""
+
+
+@pytest.mark.parametrize(
+    ("text", "limit", "told"),
+    [
+        (LOOP, "check_seconds=3", "check_seconds=30"),
+        (GROWING, "check_bytes=300000000", "check_bytes=3000000000"),
+    ],
+    ids=["never ends", "never stops growing"],
+)
+def test_a_check_of_a_loop_ends(place: Path, text: str, limit: str, told: str) -> None:
+    onnx.save(onnx.parser.parse_model(text), "loop.onnx")
+    line = [sys.executable, "-m", "onward", "check", "loop.onnx", "--limit", limit]
     ended = subprocess.run(line, capture_output=True, text=True, timeout=120, check=False)
     assert ended.returncode == 1
-    assert "--limit check_seconds=50" in ended.stderr
+    assert f"--limit {told}" in ended.stderr
 
 
 def spread(source: Path, target: Path) -> None:

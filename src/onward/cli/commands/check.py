@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -177,23 +178,35 @@ def _time(measured: dict[str, Any]) -> str:
 
 @contextlib.contextmanager
 def _deadline(output: Output) -> Iterator[None]:
-    """End the process where the check takes longer than its limit: a loop of the model may never end.
+    """End the process where the check takes more time or memory than its limits: a loop of the model may never end.
 
     Nothing is written by a check, so that nothing is left behind.
     """
-    seconds = current().check_seconds
+    allowed, before, started = current(), _resident(), time.monotonic()
+    done = threading.Event()
 
-    def stop() -> None:
-        hint = f"where you trust the file, raise it: --limit check_seconds={10 * seconds}"
-        output.fail(f"the check took longer than the limit check_seconds, {seconds}", hint)
-        sys.stderr.flush()
-        sys.stdout.flush()
-        os._exit(1)
+    def watch() -> None:
+        while not done.wait(0.1):
+            spent = {"check_seconds": int(time.monotonic() - started), "check_bytes": _resident() - before}
+            for name, amount in spent.items():
+                limit = getattr(allowed, name)
+                if amount >= limit and not done.is_set():
+                    hint = f"where you trust the file, raise it: --limit {name}={10 * limit}"
+                    output.fail(f"the check took more than the limit {name}, {limit:,}", hint)
+                    sys.stderr.flush()
+                    sys.stdout.flush()
+                    os._exit(1)
 
-    timer = threading.Timer(seconds, stop)
-    timer.daemon = True
-    timer.start()
+    threading.Thread(target=watch, daemon=True).start()
     try:
         yield
     finally:
-        timer.cancel()
+        done.set()
+
+
+def _resident() -> int:
+    """Bytes of memory that this process has; 0 where the system does not say."""
+    try:
+        return int(Path("/proc/self/statm").read_text("ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError, IndexError, AttributeError):
+        return 0
