@@ -147,6 +147,15 @@ def test_numbers_that_do_not_count_from_0_are_the_names_of_classes(desk: Path, r
     assert onward.load("years.onnx")([2024, 4048, 3, 4, 5])["label"] == "2024"  # type: ignore[operator]
     result = onward.finetune("model.onnx", "d.csv", standardize=True, epochs=1, progress=False)
     assert result.classes == ["2019", "2021", "2024"]
+    # numbers that do count from 0 are answered as such
+    Path("n.csv").write_text(csv(*(f"{kind},{-kind},3,4,5,{kind}" for kind in (0, 1, 2) * 6)))
+    run("train", "artifacts", "-d", "n.csv", "-e", 30, "--lr", 0.1, "-b", 6, "-o", "numbers")
+    run("deploy", "numbers", "numbers.onnx")
+    assert onward.load("numbers.onnx")([2, -2, 3, 4, 5])["label"] == "2"  # type: ignore[operator]
+    assert run("evaluate", "numbers", "-d", "n.csv", "-m", "accuracy", "--json").json["accuracy"] > 0.9
+    labels = np.asarray([0, 1] * 8)
+    result = onward.finetune("model.onnx", (np.zeros((16, 5), np.float32), labels), epochs=1, progress=False)
+    assert result.classes == ["0", "1"] and result.predict(np.zeros(5, np.float32))["label"] in result.classes
     labels = np.asarray([5, 7] * 8)
     result = onward.finetune("model.onnx", (np.zeros((16, 5), np.float32), labels), epochs=1, progress=False)
     assert result.classes == ["5", "7"]

@@ -16,6 +16,7 @@ from onward.contract import SEED
 from onward.data.match_inputs import InputSpec, specs_of
 from onward.data.preprocessing import KEY, Preprocessing, image_settings
 from onward.data.read import FORMATS, Data, DataOptions, check_labels, prepare, read_data, split
+from onward.data.tables import numbered_classes
 from onward.model_metadata import read_labels, read_names, read_table
 
 __all__ = ["input_specs", "keep_tokenizer", "load_data", "load_training_data", "parse_pairs", "user_inputs"]
@@ -39,6 +40,8 @@ def load_training_data(
     given = _training_options(artifacts, directory, options, about, str(model))
     whole = load_data(options["data"] or (), inputs, given)
     check_labels(whole, read_table(about, contract.LABELS))
+    if whole.arrays is not None and whole.classes is None and contract.HEAD in about:
+        whole.classes = numbered_classes(given.class_count)
     train, evaluation = whole, None
     if options["eval_data"]:
         same = dataclasses.replace(given, classes=whole.classes, drop=())

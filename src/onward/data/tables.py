@@ -33,6 +33,7 @@ __all__ = [
     "encode",
     "fit_table",
     "number_labels",
+    "numbered_classes",
     "read_table",
     "require_unpacked",
 ]
@@ -407,6 +408,11 @@ def number_labels(
     if "" in words:
         raise DataError(f"{_place(where, words.index(''))}: the label is empty", "fill it, or drop the row")
     return number_classes(words, classes, where)
+
+
+def numbered_classes(count: int | None) -> list[str] | None:
+    """The names of classes that have none: their numbers; not of thousands, which are words or the like."""
+    return None if count is None or count > 1000 else [str(number) for number in range(count)]
 
 
 def fit_table(

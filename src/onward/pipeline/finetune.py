@@ -23,7 +23,7 @@ from onward.data.augment import make_augmentation
 from onward.data.match_inputs import InputSpec, fit, specs_of
 from onward.data.preprocessing import KEY, Preprocessing, beside, image_settings
 from onward.data.read import Data, DataOptions, blame_data, check_labels, prepare, read_data, split
-from onward.data.tables import number_labels
+from onward.data.tables import number_labels, numbered_classes
 from onward.errors import DataError, NonFiniteError, OnwardError
 from onward.export.inference import InferenceExport, for_inference
 from onward.graph.gate import read_proto
@@ -320,6 +320,8 @@ def _artifacts(
             classes = names
     elif classes is not None and not isinstance(classes, int):
         names = list(classes)
+    if names is None and isinstance(classes, int) and loss.name in ("CrossEntropyLoss", "NLLLoss"):
+        names = numbered_classes(classes)
     if classes is not None:
         scores = loss.name not in ("NLLLoss", "KLDivLoss")
         model = replace_head(model, classes=classes, head=head, scores=scores, seed=seed)

@@ -194,7 +194,7 @@ def _reach(result: ir.Value) -> tuple[dict[ir.Node, None], str]:
         elif _takes_only_score(node):
             todo.append(_first(node.inputs))
         elif node.op_type not in _PASSING or node.domain not in ("", "ai.onnx"):
-            problem = problem or f"{node.op_type} '{node.name}' comes after the last layer"
+            problem = problem or f"{node.op_type} '{node.name or value.name}' comes after the last layer"
         else:
             data = (
                 node.inputs[:1]
