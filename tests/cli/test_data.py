@@ -186,7 +186,7 @@ BAD: list[tuple[str, Callable[[], list[str]], str]] = [
     ("more features than the model takes", text_file("d.csv", "a,b,c,d,labels\n1,2,x,4,0\n1,2,y,4,0\n"), "makes 5"),
     ("no module", lambda: ["nowhere:fn"], "no module 'nowhere'"),
     ("no function", lambda: ["os:nothing_here"], "has no 'nothing_here'"),
-    ("an empty folder", lambda: [str(Path("empty").mkdir() or "empty")], "one input of four dimensions"),
+    ("an empty folder", lambda: [str(Path("empty").mkdir() or "empty")], "no image and no WAV file in 'empty'"),
 ]  # fmt: skip
 
 
