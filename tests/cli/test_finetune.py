@@ -415,7 +415,10 @@ def test_a_bad_label_is_named_by_its_row(place: Path, run: Run) -> None:
     [
         ("[1, 2]", "this version does not know its preprocessing"),
         ("{", "not valid JSON"),
-        ('{"kind": "image", "input": "x", "size": {"height": 10000000, "width": 4}}', "its preprocessing has the size"),
+        (
+            '{"kind": "image", "input": "x", "size": {"height": 10000000, "width": 4}}',
+            "its preprocessing has the size",
+        ),
         ('{"kind": "image", "input": "x", "image_mean": "0"}', "wrong 'image_mean'"),
         ('{"kind": "image", "input": "x", "image_mean": [NaN]}', "wrong 'image_mean'"),
         ('{"kind": "text", "input": "x", "tokenizer": "../../etc/passwd"}', "its tokenizer is not beside it"),
