@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import csv
+import io
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -209,3 +211,28 @@ def test_a_map_must_name_what_is_there(place: Path) -> None:
         load_data(sources, INPUTS, DataOptions(mapping={"y": "labels"}))
     with pytest.raises(DataError, match="has no 'z'"):
         load_data(sources, INPUTS, DataOptions(mapping={"x": "z"}))
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs pipes with names")
+@pytest.mark.parametrize(
+    "name", ["d.csv", "d.tsv", "d.jsonl", "d.parquet", "d.npz", "d.npy", "d.wav", "d.png"]
+)
+def test_devices_and_pipes_are_no_data(artifacts: Path, run: Any, name: str) -> None:
+    Path(name).symlink_to("/dev/zero")
+    run("train", "artifacts", "-d", name, code=1)
+    Path(name).unlink()
+    os.mkfifo(name)
+    run("train", "artifacts", "-d", name, code=1)
+
+
+def test_data_that_unpacks_to_far_more_than_it_is(artifacts: Path, run: Any) -> None:
+    np.savez_compressed("bomb.npz", x=np.zeros((200_000, 4), np.float32), labels=np.zeros(200_000, np.int64))
+    assert (
+        "unpacked_bytes"
+        in run("train", "artifacts", "-d", "bomb.npz", "--limit", "unpacked_bytes=1000", code=1).stderr
+    )
+    claims = io.BytesIO()
+    header = {"descr": "<f4", "fortran_order": False, "shape": (1 << 45,)}
+    np.lib.format.write_array_header_1_0(claims, header)
+    Path("big.npy").write_bytes(claims.getvalue() + b"1234")
+    assert "4 are there" in run("train", "artifacts", "-d", "x=big.npy", code=1).stderr

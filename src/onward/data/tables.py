@@ -79,6 +79,8 @@ class Table:
 def read_table(path: Path) -> dict[str, np.ndarray]:
     """The columns of a file; numbers (with NaN where cells are empty), words, or matrices."""
     kind = path.suffix.lower()
+    if not path.is_file():  # nor a pipe or a device, which would never end
+        raise DataError(f"no file at '{path}'", "is the path right?")
     if kind == ".parquet":
         return _read_parquet(path)
     return _read_json_lines(path) if kind in (".jsonl", ".ndjson") else _read_csv(path)
