@@ -6,6 +6,7 @@ from pathlib import Path
 
 import onnx
 import onnx.parser
+import onnxruntime
 import pytest
 
 from onward import artifacts
@@ -80,3 +81,28 @@ def test_hostile_metadata_of_a_training_model(key: str, text: str, tmp_path: Pat
     except OnwardError:
         return
     assert (key, text) == ("onward.statistics", '["nothing"]')
+
+
+def test_every_model_is_opened_in_a_session_before_the_set_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[str] = []
+    real = onnxruntime.InferenceSession
+
+    def watched(path: str, *arguments: object, **options: object) -> object:
+        opened.append(Path(path).name)
+        assert not (tmp_path / "new" / "training_model.onnx").exists()
+        if len(opened) == failing:
+            raise RuntimeError("this runtime cannot")
+        return real(path, *arguments, **options)
+
+    monkeypatch.setattr(onnxruntime, "InferenceSession", watched)
+    for failing in (1, 2, 3):
+        opened.clear()
+        with pytest.raises(ModelError, match=r"nothing was written: this runtime cannot"):
+            made(tmp_path / "new")
+        assert not (tmp_path / "new").exists()
+    failing = 0
+    opened.clear()
+    made(tmp_path / "new")
+    assert {"training_model.onnx", "eval_model.onnx", "optimizer_model.onnx"} <= set(opened)
