@@ -168,7 +168,7 @@ class DeviceTensor:
         self._device, self._owner, self._address = device, owner, address
         self._shape, self._dtype = tuple(shape), np.dtype(dtype)
         self._reduction: tuple[Any, Any, np.ndarray] | None = None
-        self._is_whole = address == owner.data_ptr() and self.nbytes == owner.tensor_size_in_bytes()
+        self._is_whole = address == owner.data_ptr() and self.nbytes == math.prod(owner.shape())
 
     @classmethod
     def allocate(cls, device: Device, shape: Sequence[int], dtype: np.dtype) -> DeviceTensor:
