@@ -13,6 +13,7 @@ import pytest
 from onward.api import CheckpointState, Module
 from onward.artifacts import LossType, OptimType, generate_artifacts
 from onward.errors import ModelError
+from onward.runtime import mapped
 from small_models import batch, start, with_weights
 
 
@@ -43,7 +44,11 @@ def outside(plain: Path, tmp_path: Path) -> Path:
     return folder
 
 
-def test_external_data_trains_and_evaluates_the_same(plain: Path, outside: Path) -> None:
+@pytest.mark.parametrize("smallest", [1 << 16, 64], ids=["read", "mapped"])
+def test_external_data_trains_and_evaluates_the_same(
+    plain: Path, outside: Path, smallest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mapped, "_SMALLEST", smallest)
     files = sorted(os.listdir(outside))
     runs = [start(plain), start(outside)]
     for seed in range(4):  # with and without accumulation
@@ -75,6 +80,28 @@ def test_large_constants_are_written_once_and_train_the_same(
     (_, ours, _), (_, theirs, _) = start(tmp_path), start(plain)
     assert ours(*batch(0)) == theirs(*batch(0))
     assert ours.eval()(*batch(1)) == theirs.eval()(*batch(1))
+
+
+def test_constants_are_mapped_once_and_parts_of_them_share_their_memory(tmp_path: Path) -> None:
+    numbers = np.arange(3 * 2**15, dtype=np.float32)
+    for shift in (0, 1):  # numbers at addresses that fit their type, and at others
+        (tmp_path / f"data{shift}").write_bytes(b"!" * shift + numbers.tobytes())
+        tensors = []
+        for name, first, count in (("part", 2**15, 2**15), ("whole", 0, numbers.size)):
+            tensor = onnx.TensorProto(name=name, data_type=1, dims=[count], data_location=1)
+            entries = {"location": f"data{shift}", "offset": str(shift + 4 * first), "length": str(4 * count)}
+            for key, value in entries.items():
+                tensor.external_data.add(key=key, value=value)
+            tensors.append(tensor)
+        model = onnx.ModelProto(graph=onnx.GraphProto(initializer=tensors))
+        (first, found), (_, again) = (mapped.constants_as_inputs(model, tmp_path) for _ in range(2))
+        assert sorted(value.name for value in first.graph.input) == ["part", "whole"]
+        assert not first.graph.initializer and len(model.graph.initializer) == 2
+        arrays = {name: tensor.read().view(np.float32) for name, tensor in found.items()}
+        np.testing.assert_array_equal(arrays["whole"], numbers)
+        np.testing.assert_array_equal(arrays["part"], numbers[2**15 : 2**16])
+        assert np.shares_memory(arrays["whole"], arrays["part"])
+        assert np.shares_memory(found["whole"].read(), again["whole"].read())
 
 
 def test_external_data_is_exported_with_the_model(outside: Path, tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ def write_artifacts(
         with staging_folder(directory) as staging:
             with constants_beside(list(models.values()), staging, data_name):
                 for name, model in models.items():
-                    write_model(model, staging / f"{name}.onnx", external=False)
+                    write_model(model, staging / f"{name}.onnx", external=False, refer=True)
                     _open(
                         staging / f"{name}.onnx",
                         custom_op_library,

@@ -20,6 +20,7 @@ import google.protobuf.message
 import onnx
 
 from onward.errors import LimitError, ModelError
+from onward.graph.apart import parse_apart
 from onward.graph.constant_sizes import check_constants
 from onward.graph.external import check_external, external_range, external_tensors, tensor_bytes, tensors
 from onward.limits import current, require
@@ -51,12 +52,14 @@ def read_proto(
     base_dir: str | os.PathLike[str] | None = None,
     what: str = "",
     read_data: bool = True,
+    apart: bool = False,
 ) -> onnx.ModelProto:
     """A model that passed the gate; a ModelProto that is given is returned as it is.
 
     `base_dir` is where external data of bytes or a ModelProto lies; a path brings its own. `what` names the
     model's role in messages ("training model"). `read_data=False` is for those who only look at the graph: data
-    files need not be there.
+    files need not be there. `apart` leaves large tensors of a large file where they are: they become references to
+    external data in that file.
 
     >>> import onnx.parser
     >>> text = '<ir_version: 10, opset_import: ["": 21]> g (float[N] x) => (float[N] y) { y = Neg(x) }'
@@ -73,7 +76,7 @@ def read_proto(
     elif isinstance(source, str | os.PathLike):
         path = Path(os.fsdecode(source))
         where = f"'{path}'"
-        proto = _parse(_read(path, role), where)
+        proto = (parse_apart(path) if apart else None) or _parse(_read(path, role), where)
         base = path.parent
     else:
         raise ModelError(

@@ -24,10 +24,13 @@ __all__ = ["ModelSource", "load_model"]
 ModelSource = str | os.PathLike[str] | bytes | onnx.ModelProto | ir.Model
 
 
-def load_model(source: ModelSource, *, base_dir: str | os.PathLike[str] | None = None) -> ir.Model:
+def load_model(
+    source: ModelSource, *, base_dir: str | os.PathLike[str] | None = None, apart: bool = False
+) -> ir.Model:
     """Read a model; the caller owns the result and may change it.
 
-    `base_dir` is where external data of bytes or a ModelProto lies; a path brings its own.
+    `base_dir` is where external data of bytes or a ModelProto lies; a path brings its own. `apart` leaves the large
+    tensors of a large file there, as external data.
 
     >>> import onnx.parser
     >>> text = '<ir_version: 10, opset_import: ["": 21]> g (float[N] x) => (float[N] y) { y = Neg(x) }'
@@ -37,7 +40,7 @@ def load_model(source: ModelSource, *, base_dir: str | os.PathLike[str] | None =
     if isinstance(source, ir.Model):
         _check_model_references(source)
         return _sorted(source.clone())
-    proto = read_proto(source, base_dir=base_dir)
+    proto = read_proto(source, base_dir=base_dir, apart=apart)
     is_file = isinstance(source, str | os.PathLike)
     base = Path(os.fsdecode(source)).parent if is_file else None if base_dir is None else Path(base_dir)
     where = f"'{os.fsdecode(source)}'" if is_file else "the model"

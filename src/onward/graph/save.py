@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
 import onnx_ir as ir
 
-__all__ = ["EXTERNAL_THRESHOLD", "constants_beside", "initializer_bytes", "write_model"]
+__all__ = ["EXTERNAL_THRESHOLD", "constants_beside", "external_part", "initializer_bytes", "write_model"]
 
 # protobuf ends at 2 GiB for the whole message; the graph itself needs some of it
 EXTERNAL_THRESHOLD = 1800 * 2**20
@@ -30,8 +32,11 @@ def write_model(
     *,
     external: bool | None = None,
     data_name: str | None = None,
+    refer: bool = False,
 ) -> list[Path]:
     """Write a model and return the files made; `external` forces (or forbids) a `.data` file beside it.
+
+    Tensors that lie in other files are read into it, or, with `refer`, stay references to these.
 
     Not atomic: callers write to a temporary place and move the result. `data_name` is the name of the data
     file as the model will refer to it.
@@ -39,16 +44,51 @@ def write_model(
     target = Path(path)
     if external is None:
         external = initializer_bytes(model) > EXTERNAL_THRESHOLD
-    if not external:
-        ir.save(model, target)
-        return [target]
-    location = data_name or f"{target.name}.data"
     tensors = {name: value.const_value for name, value in model.graph.initializers.items()}
-    ir.save(model, target, external_data=location, size_threshold_bytes=_SMALLEST_OUTSIDE)
-    # saving points the model's tensors at the new file, which the caller is about to move
-    for name, tensor in tensors.items():
-        model.graph.initializers[name].const_value = tensor
-    return [target, target.with_name(location)]
+    try:
+        if not external:
+            if not refer:
+                for name, tensor in tensors.items():
+                    if isinstance(tensor, ir.ExternalTensor):
+                        model.graph.initializers[name].const_value = _read(tensor)
+            ir.save(model, target)
+            return [target]
+        location = data_name or f"{target.name}.data"
+        ir.save(model, target, external_data=location, size_threshold_bytes=_SMALLEST_OUTSIDE)
+        return [target, target.with_name(location)]
+    finally:
+        # saving points the model's tensors at the new file, which the caller is about to move
+        for name, tensor in tensors.items():
+            model.graph.initializers[name].const_value = tensor
+
+
+def _read(tensor: ir.ExternalTensor) -> ir.TensorProtocol:
+    """A tensor of another file, in memory."""
+    if tensor.dtype.bitwidth < 8:
+        data = np.frombuffer(tensor.tobytes(), np.uint8)
+        return ir.PackedTensor(data, tensor.dtype, shape=tensor.shape, name=tensor.name)
+    return ir.tensor(tensor.numpy().copy(), dtype=tensor.dtype, name=tensor.name)
+
+
+def external_part(
+    tensor: ir.ExternalTensor,
+    name: str,
+    shape: Sequence[int],
+    *,
+    skip: int = 0,
+    dtype: ir.DataType | None = None,
+) -> ir.ExternalTensor:
+    """Some of the bytes of a tensor in another file, from byte `skip` on, as a tensor of its own; nothing is read."""
+    kind = dtype or tensor.dtype
+    return ir.ExternalTensor(
+        tensor.location,
+        (tensor.offset or 0) + skip,
+        math.prod(shape) * kind.bitwidth // 8,
+        kind,
+        shape=ir.Shape(shape),
+        name=name,
+        base_dir=tensor.base_dir,
+    )
 
 
 @contextlib.contextmanager
@@ -82,7 +122,7 @@ def constants_beside(models: Sequence[ir.Model], folder: Path, name: str) -> Ite
             if (key := _identity(tensor)) in new:
                 value.const_value = new[key]
             else:
-                value.const_value = ir.tensor(tensor.numpy().copy(), dtype=tensor.dtype, name=tensor.name)
+                value.const_value = _read(tensor) if isinstance(tensor, ir.ExternalTensor) else tensor
         yield
     finally:
         for value, tensor in held:

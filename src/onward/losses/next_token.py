@@ -1,15 +1,17 @@
 """The loss of language models: cross entropy of the next token, over the vocabulary in slices.
 
 With a vocabulary of 50 000 to 150 000 words the scores of a batch are larger than everything else in a step. Here
-they never exist whole: each slice of the output layer is multiplied, reduced to a maximum and a sum, and forgotten.
-A second pass computes the slice again for the gradient of the hidden states, which it adds up as it goes; the
-engine takes that gradient as it is. The output layer itself gets none: it must be frozen.
+they never exist whole: each slice of the output layer is multiplied, reduced to a maximum, a sum of exponentials and
+its part of the gradient of the hidden states, and forgotten. At the end the parts are scaled to the highest maximum
+and added up; the engine takes that gradient as it is. The output layer itself gets none: it must be frozen.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
+import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,6 +19,7 @@ import onnx_ir as ir
 
 from onward.errors import ModelError
 from onward.graph.nodes import GRADIENT, STOP
+from onward.graph.save import external_part
 
 if TYPE_CHECKING:
     from onward.graph.builder import Builder
@@ -51,43 +54,32 @@ def next_token_loss(op: Builder, logits: ir.Value, labels: ir.Value, *, slices: 
     edges = [round(vocabulary * index / slices) for index in range(slices + 1)]
     parts = [(low, high) for low, high in itertools.pairwise(edges) if high > low]
 
-    def rows(low: int, high: int) -> ir.Value:
-        """One slice of the weight, [width, high - low]"""
-        bounds = (np.asarray([low], np.int64), np.asarray([high], np.int64))
-        if by_rows:
-            return op.Transpose(op.Slice(weight, *bounds, np.asarray([0], np.int64)), perm=[1, 0])
-        return op.Slice(weight, *bounds, axis)
-
-    maxima, sums, right = [], [], []
+    # Of each slice with scores s: m = max s, Σ exp(s − m), Σ exp(s − m)·w; the target's score and w if it has them
+    maxima, sums, pulls, right, wanted = [], [], [], [], []
     for low, high in parts:
-        scores = op.MatMul(quiet, rows(low, high))
+        words = _words(op, weight, low, high, by_rows=by_rows)
+        scores = op.MatMul(quiet, op.Transpose(words, perm=[1, 0]) if by_rows else words)
         top = op.ReduceMax(scores, [1], keepdims=1)
+        shares = op.Exp(op.Sub(scores, top))
         maxima.append(top)
-        sums.append(op.ReduceSum(op.Exp(op.Sub(scores, top)), [1], keepdims=1))
-        right.append(_picked(op, scores, safe, low, high))
+        sums.append(op.ReduceSum(shares, [1], keepdims=1))
+        pulls.append(op.MatMul(shares, words if by_rows else op.Transpose(words, perm=[1, 0])))
+        inside = op.And(op.GreaterOrEqual(safe, np.int64(low)), op.Less(safe, np.int64(high)))
+        index = op.Where(inside, op.Sub(safe, np.int64(low)), np.int64(0))
+        inside = op.Unsqueeze(inside, [1])
+        score = op.GatherElements(scores, op.Unsqueeze(index, [1]), axis=1)
+        right.append(op.Where(inside, score, np.float32(0.0)))
+        own = op.Gather(words, index, axis=0 if by_rows else 1)
+        wanted.append(op.Where(inside, own if by_rows else op.Transpose(own, perm=[1, 0]), np.float32(0.0)))
     highest = maxima[0] if len(parts) == 1 else op.Max(*maxima)
-    total = None
-    for top, part in zip(maxima, sums):
-        share = op.Mul(part, op.Exp(op.Sub(top, highest)))
-        total = share if total is None else op.Add(total, share)
+    factors = [op.Exp(op.Sub(top, highest)) for top in maxima]
+    total = _sum(op, [op.Mul(part, factor) for part, factor in zip(sums, factors)])
     logs = op.Add(op.Log(total), highest)
-    score = right[0]
-    for found in right[1:]:
-        score = op.Add(score, found)
-    each = op.Mul(op.Squeeze(op.Sub(logs, score), [1]), counted)
+    each = op.Mul(op.Squeeze(op.Sub(logs, _sum(op, right)), [1]), counted)
     value = op.Div(op.ReduceSum(each, keepdims=0), number)
-    # The gradient of the hidden states: (softmax − 1 at the target)·Wᵀ / number, slice by slice. Rows that do not
-    # count are set to zero first, which also keeps the runtime from sharing the products of the first pass.
-    kept = op.Mul(quiet, op.Unsqueeze(counted, [1]))
-    scale = op.Unsqueeze(op.Div(counted, number), [1])
-    gradient = None
-    for low, high in parts:
-        piece = rows(low, high)
-        scores = op.MatMul(kept, piece)
-        off = op.Mul(op.Sub(op.Exp(op.Sub(scores, logs)), _hot(op, safe, low, high)), scale)
-        back = op.MatMul(off, op.Transpose(piece, perm=[1, 0]))
-        gradient = back if gradient is None else op.Add(gradient, back)
-    assert gradient is not None
+    # The gradient of the hidden states: (Σ softmax·w − w of the target) / number
+    mean = op.Div(_sum(op, [op.Mul(part, factor) for part, factor in zip(pulls, factors)]), total)
+    gradient = op.Mul(op.Sub(mean, _sum(op, wanted)), op.Unsqueeze(op.Div(counted, number), [1]))
     # A number whose value is zero and whose gradient is the one above.
     product = op.ReduceSum(op.Mul(states, _stop(op, gradient)), keepdims=0)
     loss = op.Add(_stop(op, value), op.Sub(product, _stop(op, product)))
@@ -139,15 +131,51 @@ def _output_layer(logits: ir.Value) -> tuple[ir.Value, ir.Value, bool]:
     return hidden, weight, False
 
 
-def _picked(op: Builder, scores: ir.Value, targets: ir.Value, low: int, high: int) -> ir.Value:
-    """[tokens, 1]: the score of each token's target where the slice has it, else 0"""
-    place = op.Sub(targets, np.int64(low))
-    inside = op.And(op.GreaterOrEqual(targets, np.int64(low)), op.Less(targets, np.int64(high)))
-    index = op.Unsqueeze(op.Where(inside, place, np.int64(0)), [1])
-    return op.Where(op.Unsqueeze(inside, [1]), op.GatherElements(scores, index, axis=1), np.float32(0.0))
+def _words(op: Builder, weight: ir.Value, low: int, high: int, *, by_rows: bool) -> ir.Value:
+    """Some of the words of the output layer, as its weight has them: in rows or in columns.
+
+    Rows of a weight in a file are a constant of their own, in the same place; quantized ones are dequantized alone.
+    """
+    made = weight.producer()
+    if by_rows and made is not None and made.op_type == "DequantizeLinear" and _is_by_row(made):
+        parts = [None if value is None else _rows(op, value, low, high) for value in made.inputs]
+        return op.node("DequantizeLinear", parts, dict(made.attributes))[0]
+    return _rows(op, weight, low, high) if by_rows else op.Slice(weight, *_bounds(low, high), [1])
 
 
-def _hot(op: Builder, targets: ir.Value, low: int, high: int) -> ir.Value:
-    """[tokens, words of the slice]: 1 at the target"""
-    words = np.arange(low, high, dtype=np.int64)[None]
-    return op.Cast(op.Equal(op.Unsqueeze(targets, [1]), words), to=ir.DataType.FLOAT)
+def _is_by_row(node: ir.Node) -> bool:
+    """Whether each row of a dequantized matrix has scales of its own."""
+    scale = node.inputs[1]
+    rank = None if scale is None or scale.shape is None else scale.shape.rank()
+    axis, block = node.attributes.get_int("axis", 1), node.attributes.get_int("block_size", 0)
+    return (rank == 2 and block > 0 and axis in (1, -1)) or (rank == 1 and not block and axis in (0, -2))
+
+
+def _rows(op: Builder, value: ir.Value, low: int, high: int) -> ir.Value:
+    tensor = value.const_value
+    if tensor is None or not value.is_initializer() or value.is_graph_input():
+        return op.Slice(value, *_bounds(low, high), [0])
+    rest = tensor.shape.numpy()[1:]
+    bits = math.prod(rest) * tensor.dtype.bitwidth
+    small = tensor.dtype.bitwidth < 8  # numbers that no operator slices
+    if bits % 8 or not (isinstance(tensor, ir.ExternalTensor) or small):
+        return op.Slice(value, *_bounds(low, high), [0])
+    name = op.namer(f"{value.name}.rows_{low}")
+    if isinstance(tensor, ir.ExternalTensor):
+        part: ir.TensorProtocol = external_part(tensor, name, [high - low, *rest], skip=low * bits // 8)
+    else:
+        part = ir.tensor(tensor.numpy()[low:high], dtype=tensor.dtype, name=name)
+    made = ir.Value(name=name, type=value.type, shape=part.shape, const_value=part)  # type: ignore[arg-type]
+    op.graph.register_initializer(made)
+    return made
+
+
+def _bounds(low: int, high: int) -> tuple[np.ndarray, np.ndarray]:
+    return np.asarray([low], np.int64), np.asarray([high], np.int64)
+
+
+def _sum(op: Builder, values: Sequence[ir.Value]) -> ir.Value:
+    total = values[0]
+    for value in values[1:]:
+        total = op.Add(total, value)
+    return total

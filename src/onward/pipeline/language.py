@@ -27,8 +27,10 @@ from onward.graph.builder import Builder
 from onward.graph.cleanup import remove_unused
 from onward.graph.dialect.normalize import normalize
 from onward.graph.load import load_model
+from onward.graph.passes.late_weights import dequantize_late
 from onward.graph.passes.lora import LoRA, add_adapters, merge_adapters
-from onward.graph.save import write_model
+from onward.graph.passes.sizes import rename_sizes, settle_sizes
+from onward.graph.save import initializer_bytes, write_model
 from onward.lora import load_peft, save_peft
 from onward.losses.next_token import next_token_loss, without_surrogate
 from onward.pipeline.chat import read_template
@@ -42,6 +44,8 @@ if TYPE_CHECKING:
 __all__ = ["LanguageModel", "finetune_language_model", "load_adapters", "open_language_model", "without_past"]
 
 _PAST = "past_key_values."
+# bytes of weights from which on they are written to a file of their own
+_MAPPED = 128 * 2**20
 _TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "c_attn", "query_key_value", "qkv_proj", "query", "value")
 
 
@@ -72,7 +76,7 @@ class LanguageModel:
             raise ModelError(
                 f"'{target}' is the base's own folder: choose another, so that the base stays as it is"
             )
-        model = normalize(load_model(_model_file(self.folder)))
+        model = normalize(load_model(_model_file(self.folder), apart=True))
         named = add_adapters(model, self.lora)
         if set(named) != set(self.adapters):
             raise ModelError(f"'{self.folder}' is not the base that these adapters were trained beside")
@@ -80,11 +84,15 @@ class LanguageModel:
             _set(model.graph.initializers[name], value)
         model = merge_adapters(model) if merge else remove_unused(model)
         with staged(target, single=False) as stage:
-            write_model(model, stage / MODEL)
-            if scheme is not None:
-                large = (stage / MODEL).rename(stage / f"float-{MODEL}")
-                quantize_model(large, scheme, output=stage / MODEL)
-                large.unlink()
+            # weights outside of the model are mapped by those who load it
+            outside = initializer_bytes(model) >= _MAPPED
+            if scheme is None:
+                write_model(model, stage / MODEL, external=outside)
+            else:
+                written = write_model(model, stage / f"float-{MODEL}", external=outside)
+                quantize_model(written[0], scheme, output=stage / MODEL)
+                for path in written:
+                    path.unlink()
             for path in _companions(self.folder):
                 shutil.copyfile(path, stage / path.name)
             write_card({**self.card, "quantize": scheme or self.card.get("quantize"), "parity": None}, stage)
@@ -154,7 +162,7 @@ def _card_of_strangers(folder: Path) -> dict[str, Any]:
         raise ModelError(f"'{folder}': config.json has the length {str(longest)[:40]!r}, which is no number")
     pad = settings.get("pad_token_id")
     first = ends[0] if ends else 0
-    model = load_model(_model_file(folder))
+    model = load_model(_model_file(folder), apart=True)
     return {
         "format": 1,
         "task": "text-generation",
@@ -266,7 +274,9 @@ def _open(folder: Path) -> _Base:
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     tokenizer.no_padding()
     tokenizer.no_truncation()
-    model = without_past(normalize(load_model(_model_file(folder))))
+    model = without_past(normalize(load_model(_model_file(folder), apart=True)))
+    rename_sizes(model, _same_sizes(model))
+    settle_sizes(model)
     names = [value.name or "" for value in model.graph.inputs]
     known = ("input_ids", "attention_mask", "position_ids")
     strange = [name for name in names if name not in known]
@@ -306,6 +316,24 @@ def without_past(model: ir.Model) -> ir.Model:
     for node in list(graph):
         _drop_empty(node)
     return remove_unused(model)
+
+
+def _same_sizes(model: ir.Model) -> dict[str, str]:
+    """Symbols of the inputs that are the same number without a cache: all are as long as the tokens."""
+    shapes = {value.name: value.shape for value in model.graph.inputs}
+    ids, names = shapes.get("input_ids"), {}
+    for shape in shapes.values():
+        if ids is None or shape is None or len(shape) != len(ids):
+            continue
+        for mine, other in zip(ids, shape):
+            if (
+                isinstance(mine, ir.SymbolicDim)
+                and isinstance(other, ir.SymbolicDim)
+                and mine.value
+                and other.value
+            ):
+                names[other.value] = mine.value
+    return names
 
 
 def _drop_empty(node: ir.Node) -> None:
@@ -350,6 +378,8 @@ def _artifacts(base: _Base, lora: LoRA, *, slices: int, recompute: Any) -> Artif
     made = build_artifacts(model, requires_grad=adapters, optimizer=OptimType.AdamW, recompute=recompute)
     without_surrogate(made.evaluation)
     remove_unused(made.evaluation)
+    for part in (made.training, made.evaluation):
+        dequantize_late(part)
     return made
 
 
@@ -396,6 +426,6 @@ def load_adapters(folder: str | os.PathLike[str], adapters: str | os.PathLike[st
     """
     path = Path(folder)
     card = open_language_model(path)
-    model = normalize(load_model(_model_file(path)))
+    model = normalize(load_model(_model_file(path), apart=True))
     lora, values = load_peft(adapters, list(model.graph.initializers))
     return LanguageModel(path, card, lora, values, History(), {})

@@ -25,6 +25,7 @@ __all__ = [
     "DeviceTensor",
     "FlatBuffer",
     "HostTensor",
+    "MappedTensor",
     "ModelMemory",
     "Tensor",
     "is_out_of_memory",
@@ -157,6 +158,17 @@ class HostTensor:
         array = self.array
         kind = _element_type(array.dtype)
         binding.bind_output(name, "cpu", 0, kind, list(array.shape), array.ctypes.data)
+
+
+class MappedTensor(HostTensor):
+    """Constants of a model in mapped memory, which is never written; ONNX packs numbers of fewer than eight bits."""
+
+    def __init__(self, data: np.ndarray, shape: Sequence[int], kind: int) -> None:
+        super().__init__(data)
+        self._dims, self._kind = list(shape), kind
+
+    def bind_input(self, binding: Any, name: str) -> None:
+        binding.bind_input(name, "cpu", 0, self._kind, self._dims, self.array.ctypes.data)
 
 
 class DeviceTensor:

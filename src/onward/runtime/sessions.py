@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 import tempfile
@@ -18,6 +19,7 @@ from onward.graph.gate import read_proto
 from onward.runtime.devices import CPU, Device
 
 __all__ = [
+    "ModelBeside",
     "ModelFile",
     "make_session",
     "open_session",
@@ -27,24 +29,38 @@ __all__ = [
     "unwanted_fusions",
 ]
 
-ModelFile = str | os.PathLike[str] | bytes | onnx.ModelProto
+
+@dataclasses.dataclass(frozen=True)
+class ModelBeside:
+    """A model in memory whose external data lies in a folder."""
+
+    proto: onnx.ModelProto
+    folder: Path
+
+
+ModelFile = str | os.PathLike[str] | bytes | onnx.ModelProto | ModelBeside
 
 _STOP_SPINNING = "session.force_spinning_stop"
 # On the CPU provider the operator that it makes takes four times as long as those that it replaces.
 _SLOW_ON_CPU = ["SkipLayerNormFusion"]
 _LARGE = 1 << 18
+# nodes
+_MANY = 1000
 
 
 def read_model(source: ModelFile, role: str) -> onnx.ModelProto:
     """Read a model of the artifacts; weights in external data stay there."""
-    if not isinstance(source, str | os.PathLike | bytes | onnx.ModelProto):
+    if not isinstance(source, str | os.PathLike | bytes | onnx.ModelProto | ModelBeside):
         raise TypeError(
             f"the {role} model is a {type(source).__name__}: pass its path, its bytes or a ModelProto"
         )
     if isinstance(source, str | os.PathLike) and os.fsdecode(source).endswith(".ort"):
         twin = Path(os.fsdecode(source)).with_suffix(".onnx")
         source = twin if twin.is_file() else source  # the same model, in the form that training can change
-    model = read_proto(source, what=f"{role} model")
+    if isinstance(source, ModelBeside):
+        model = read_proto(source.proto, base_dir=source.folder, what=f"{role} model")
+    else:
+        model = read_proto(source, what=f"{role} model")
     operators = sorted({node.op_type for node in model.graph.node if node.domain == "com.microsoft"})
     if operators and not any(entry.key == contract.ROLE for entry in model.metadata_props):
         raise ModelError(
@@ -102,6 +118,9 @@ def make_session(
         chosen.log_severity_level = 3
         # planning one block for all activations saved no time and cost a fifth to a quarter more memory
         chosen.enable_mem_pattern = False
+        # looking for a buffer of the same shape for each value takes the square of their number: 20 s for a decoder
+        # of 30 layers; the arena gives out freed memory as well
+        chosen.enable_mem_reuse = not (isinstance(model, onnx.ModelProto) and len(model.graph.node) > _MANY)
     if not isinstance(model, onnx.ModelProto) or _reads(model) > _LARGE:
         _rest_between_runs(chosen)
     try:

@@ -6,6 +6,7 @@ import dataclasses
 import os
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -22,8 +23,9 @@ from onward.graph.passes.row_gradients import scatter_in_place
 from onward.graph.passes.specialize import specialize_reset
 from onward.graph.passes.static_masks import simplify_static_masks
 from onward.runtime.bound import Bound, DeviceBound, RecordingError, bind, warn_unrecorded
+from onward.runtime.mapped import constants_as_inputs, has_external_constants
 from onward.runtime.memory import ModelMemory, Tensor, make_tensor
-from onward.runtime.sessions import ModelFile, make_session, read_model, session_beside
+from onward.runtime.sessions import ModelBeside, ModelFile, make_session, read_model, session_beside
 from onward.runtime.signature import Signature, read_signature, step_seed
 
 if TYPE_CHECKING:
@@ -74,7 +76,7 @@ class TrainingStep:
         tune: Tune | None = None,
     ) -> None:
         self._model = read_model(source, "training")
-        self._path = _describe(source)
+        self._path, self._folder = _describe(source), _folder(source)
         self.signature = read_signature(self._model, self._path, "training")
         self._device, self._options = device, options
         self._tune = tune if device.memory == "host" else None
@@ -213,14 +215,18 @@ class TrainingStep:
 
     def _open(self, model: onnx.ModelProto, rows: dict[str, str] | None, *, capture: bool) -> Bound:
         """A session for the model; one that records runs where it can, else a plain one."""
+        where = self._path, self._folder, "training model", self._device, self._options
         try:
-            session = _open(model, self._path, "training model", self._device, self._options, capture=capture)
+            session, constants = _open(model, *where, capture=capture)
         except ModelError:
             if not capture:
                 raise
             capture = False  # the runtime refuses to record what does not run on the device as a whole
-            session = _open(model, self._path, "training model", self._device, self._options)
-        return bind(session, self.signature, self._device, rows=rows, capture=capture)
+            session, constants = _open(model, *where)
+        bound = bind(session, self.signature, self._device, rows=rows, capture=capture)
+        for name, tensor in constants.items():
+            bound.bind_input(name, tensor)
+        return bound
 
 
 class EvaluationStep:
@@ -234,7 +240,7 @@ class EvaluationStep:
         options: ort.SessionOptions | None = None,
         outputs: Sequence[str] = (),
     ) -> None:
-        self._path = _describe(source)
+        self._path, self._folder = _describe(source), _folder(source)
         self._model = read_model(source, "eval")
         if outputs:
             self._model = with_outputs(self._model, outputs)
@@ -250,9 +256,11 @@ class EvaluationStep:
     def run(self, feeds: list[Any]) -> list[np.ndarray]:
         """The loss and the additional outputs."""
         if self._bound is None:
-            session = _open(self._model, self._path, "eval model", self._device, self._options)
+            session, constants = _open(
+                self._model, self._path, self._folder, "eval model", self._device, self._options
+            )
             self._bound = bind(session, self.signature, self._device)
-            for name, tensor in self._memory.tensors().items():
+            for name, tensor in {**constants, **self._memory.tensors()}.items():
                 self._bound.bind_input(name, tensor)
             self._bound.finish(self.signature.outputs)
         return self._bound.run(feeds)
@@ -283,16 +291,29 @@ def _describe(source: ModelFile) -> str:
     return os.fspath(source) if isinstance(source, str | os.PathLike) else "model in memory"
 
 
+def _folder(source: ModelFile) -> Path | None:
+    """Where a model's external data lies."""
+    if isinstance(source, ModelBeside):
+        return source.folder
+    return Path(source).resolve().parent if isinstance(source, str | os.PathLike) else None
+
+
 def _open(
     model: onnx.ModelProto,
     path: str,
+    folder: Path | None,
     role: str,
     device: Device,
     options: ort.SessionOptions | None,
     *,
     capture: bool = False,
-) -> ort.InferenceSession:
-    if any(tensor.data_location == onnx.TensorProto.EXTERNAL for tensor in model.graph.initializer):
-        # the runtime finds external data beside the file that it loads
-        return session_beside(model, path, device=device, options=options, capture=capture)
-    return make_session(model, device=device, options=options, what=f"{role} '{path}'", capture=capture)
+) -> tuple[ort.InferenceSession, dict[str, Tensor]]:
+    """A session, and the constants to bind to inputs that it has for them."""
+    constants: dict[str, Tensor] = {}
+    if folder is not None and has_external_constants(model):
+        if device.memory != "host":  # the runtime finds external data beside the file that it loads
+            beside = os.fspath(folder / "model")
+            return session_beside(model, beside, device=device, options=options, capture=capture), {}
+        model, constants = constants_as_inputs(model, folder)
+    what = f"{role} '{path}'"
+    return make_session(model, device=device, options=options, what=what, capture=capture), constants

@@ -14,7 +14,7 @@ from onward import contract
 from onward.checkpoint import store
 from onward.errors import MAKE_ARTIFACTS, ModelError
 from onward.model_metadata import read_names, read_table
-from onward.runtime.sessions import ModelFile, read_model
+from onward.runtime.sessions import ModelBeside, ModelFile, read_model
 
 if TYPE_CHECKING:
     from onward.artifacts.generate import Artifacts
@@ -97,18 +97,27 @@ def find_artifacts(artifacts: str | os.PathLike[str] | Artifacts, prefix: str = 
 def _in_memory(artifacts: Artifacts) -> ArtifactFiles:
     import onnx_ir as ir
 
-    def proto(model: ir.Model | None) -> onnx.ModelProto | None:
-        return None if model is None else ir.to_proto(model)
+    def proto(model: ir.Model) -> onnx.ModelProto | ModelBeside:
+        folders = {
+            os.path.realpath(value.const_value.base_dir)
+            for value in model.graph.initializers.values()
+            if isinstance(value.const_value, ir.ExternalTensor)
+        }
+        if len(folders) > 1:
+            ir.external_data.load_to_model(model)
+            folders = set()
+        made = ir.to_proto(model)
+        return ModelBeside(made, Path(folders.pop())) if folders else made
 
     training = proto(artifacts.training)
-    assert training is not None
+    optimizer = None if artifacts.optimizer is None else ir.to_proto(artifacts.optimizer)
     return ArtifactFiles(
         name="artifacts in memory",
         training=training,
         evaluation=proto(artifacts.evaluation),
-        optimizer=proto(artifacts.optimizer),
+        optimizer=optimizer,
         state=artifacts.checkpoint,
-        **_about(training, proto(artifacts.optimizer)),
+        **_about(training.proto if isinstance(training, ModelBeside) else training, optimizer),
     )
 
 

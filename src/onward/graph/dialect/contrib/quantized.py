@@ -11,6 +11,7 @@ import onnx_ir as ir
 from onward.errors import ModelError
 from onward.graph.dialect.contrib.table import fused, needed, refuse
 from onward.graph.nodes import attribute, given
+from onward.graph.save import external_part
 
 if TYPE_CHECKING:
     from onward.graph.builder import Builder
@@ -62,6 +63,8 @@ def _stored(op: Builder, value: ir.Value, shape: tuple[int, int], bits: int, nam
         if bits == 8:
             return op.Reshape(value, np.asarray(shape, np.int64))
         raise ModelError("its weight is computed in the graph; give it as an initializer")
+    if bits == 4 and isinstance(tensor, ir.ExternalTensor):  # the same bytes of the same file, unread
+        return _register(op, external_part(tensor, name, shape, dtype=ir.DataType.UINT4), name)
     data = np.frombuffer(tensor.tobytes(), np.uint8)
     if bits == 8:
         return op.constant(data.reshape(shape), name=name)
