@@ -8,12 +8,14 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+import onnxruntime as ort
 import pytest
 
 from onward.api import CheckpointState, Module
-from onward.artifacts import LossType, OptimType, generate_artifacts
+from onward.artifacts import LossType, OptimType, build_artifacts, generate_artifacts
 from onward.errors import ModelError
 from onward.runtime import mapped
+from onward.train.trainer import Trainer
 from small_models import batch, start, with_weights
 
 
@@ -142,3 +144,28 @@ def test_hostile_locations_are_refused(outside: Path, location: str) -> None:
     state = CheckpointState.load_checkpoint(outside / "checkpoint")
     with pytest.raises(ModelError, match="external data"):
         Module(outside / "training_model.onnx", state)
+
+
+def test_artifacts_in_memory_read_the_models_own_file(
+    plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mapped, "_SMALLEST", 64)
+    text = """net (float[n, 4] x) => (float[n, 3] y) { a = MatMul (x, constant)  h = Tanh (a)  y = MatMul (h, w) }"""
+    model = with_weights(text, constant=(4, 64), w=(64, 3))
+    onnx.save_model(
+        model, tmp_path / "m.onnx", save_as_external_data=True, location="m.data", size_threshold=512
+    )
+    made = build_artifacts(
+        tmp_path / "m.onnx", requires_grad=["w"], loss=LossType.CrossEntropyLoss, optimizer=OptimType.AdamW
+    )
+    trainer, (_, module, _) = Trainer(made, progress=False), start(plain)
+    assert trainer.module(*batch(0)) == module(*batch(0))
+    assert trainer.module.eval()(*batch(1)) == module.eval()(*batch(1))
+    trainer.module.export_model_for_inferencing(tmp_path / "out.onnx", ["y"])
+    x = batch(0)[0]
+    answers = [
+        np.asarray(ort.InferenceSession(path, providers=["CPUExecutionProvider"]).run(None, {"x": x})[0])
+        for path in (tmp_path / "m.onnx", tmp_path / "out.onnx")
+    ]
+    np.testing.assert_array_equal(*answers)
+    assert sorted(os.listdir(tmp_path)) == ["m.data", "m.onnx", "out.onnx"]

@@ -11,7 +11,6 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import onnx
 import onnx_ir as ir
 import onnxruntime as ort
 
@@ -24,12 +23,13 @@ from onward.graph.load import load_model
 from onward.graph.passes.inference_mode import to_inference
 from onward.graph.prune import prune, values_of
 from onward.graph.save import write_model
+from onward.runtime.sessions import ModelBeside, ModelFile
 
 __all__ = ["export", "inference_model", "place_files", "to_bytes", "write_inference_model"]
 
 
 def export(
-    eval_model: str | os.PathLike[str] | bytes | onnx.ModelProto,
+    eval_model: ModelFile,
     state: CheckpointData,
     outputs: Sequence[str],
     path: str | os.PathLike[str],
@@ -43,7 +43,7 @@ def export(
 
 
 def inference_model(
-    eval_model: str | os.PathLike[str] | bytes | onnx.ModelProto,
+    eval_model: ModelFile,
     state: CheckpointData,
     outputs: Sequence[str],
 ) -> ir.Model:
@@ -57,7 +57,10 @@ def inference_model(
         )
     if isinstance(outputs, str) or not outputs:
         raise ModelError("Expected a non empty vector of graph output names: a list with at least one name.")
-    model = load_model(eval_model)
+    if isinstance(eval_model, ModelBeside):
+        model = load_model(eval_model.proto, base_dir=eval_model.folder)
+    else:
+        model = load_model(eval_model)
     graph = model.graph
     known = values_of(graph)
     for name in outputs:

@@ -45,7 +45,7 @@ _STOP_SPINNING = "session.force_spinning_stop"
 _SLOW_ON_CPU = ["SkipLayerNormFusion"]
 _LARGE = 1 << 18
 # nodes
-_MANY = 1000
+_MANY = 3000
 
 
 def read_model(source: ModelFile, role: str) -> onnx.ModelProto:
