@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 from ready_made import write_base
 
-SHAPES: dict[str, dict[str, int]] = {
+SHAPES: dict[str, dict[str, Any]] = {
     "smollm": {
         "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
         "num_attention_heads": 9, "num_key_value_heads": 3, "max_position_embeddings": 2048,
@@ -149,7 +149,7 @@ def _torch(folder: Path, texts: list[str]) -> dict[str, float]:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     targets = ["q_proj", "k_proj", "v_proj", "o_proj"]
     try:
-        from peft import LoraConfig, get_peft_model
+        from peft import LoraConfig, get_peft_model  # pyright: ignore[reportMissingImports]
     except ImportError:
         _adapt(model, targets)
     else:

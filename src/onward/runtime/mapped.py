@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+from onnx.external_data_helper import load_external_data_for_tensor
 
 from onward.errors import ModelError
 from onward.graph.external import external_range
@@ -76,7 +77,7 @@ def constants_as_inputs(model: onnx.ModelProto, folder: Path) -> tuple[onnx.Mode
         location, offset, size = external_range(tensor)
         shape, kind = list(tensor.dims), tensor.data_type
         if size < _SMALLEST:
-            onnx.external_data_helper.load_external_data_for_tensor(tensor, os.fspath(folder))
+            load_external_data_for_tensor(tensor, os.fspath(folder))
             tensor.data_location = onnx.TensorProto.DEFAULT
             del tensor.external_data[:]
             kept.append(tensor)

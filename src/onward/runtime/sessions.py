@@ -15,7 +15,7 @@ import onnxruntime as ort
 
 from onward import contract
 from onward.errors import MAKE_ARTIFACTS, DeviceError, ModelError
-from onward.graph.gate import read_proto
+from onward.graph.gate import ProtoSource, read_proto
 from onward.runtime.devices import CPU, Device
 
 __all__ = [
@@ -72,7 +72,7 @@ def read_model(source: ModelFile, role: str) -> onnx.ModelProto:
 
 
 def open_session(
-    source: ModelFile,
+    source: ProtoSource,
     *,
     providers: Sequence[Any] = ("CPUExecutionProvider",),
     options: ort.SessionOptions | None = None,
