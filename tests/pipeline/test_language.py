@@ -276,7 +276,7 @@ BAD: list[tuple[str, Any, type[Exception], str]] = [
         "line 1: has question; expected messages",
     ),
     ("nothing to learn", lambda f: QUESTION, DataError, "line 1: nothing to learn"),
-    ("broken JSON", written("chat.jsonl", '{"text": 1}\n{'), DataError, "line 2: not valid JSON"),
+    ("broken JSON", written("chat.jsonl", '{"text": 1}\n{'), DataError, "line 2: not a JSON object"),
     ("no file", lambda f: f / "missing.jsonl", DataError, "no such file"),
     ("no tokenizer", without("tokenizer.json"), ModelError, "no tokenizer.json"),
     ("no model", without("model.onnx"), ModelError, "no model.onnx"),
