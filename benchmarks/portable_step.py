@@ -1,14 +1,17 @@
-"""The portable step against `Module` and `Optimizer`: processor time of a step on one thread, taken in turns.
+"""The portable step and C++ against `Module` and `Optimizer`: processor time of a step on one thread, in turns.
 
-    python benchmarks/portable_step.py [MODEL...]
+    python benchmarks/portable_step.py [--driver PROGRAM] [MODEL...]
 
 Processor time, as wall time on a machine with other work says little; the fastest and the median of many steps.
+PROGRAM is tests/cpp/driver.cpp, built with -O2; without it C++ is left out.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -78,7 +81,22 @@ def module(folder: Path, inputs: dict[str, np.ndarray]) -> Callable[[], object]:
     return step
 
 
-def main(names: list[str]) -> None:
+def write_batch(path: Path, inputs: dict[str, np.ndarray]) -> None:
+    """A batch as the driver reads it: of each tensor type, rank, sizes, bytes."""
+    with open(path, "wb") as file:
+        for array in inputs.values():
+            kind = onnx.helper.np_dtype_to_tensor_dtype(array.dtype)
+            file.write(np.array([kind, array.ndim, *array.shape], np.int64).tobytes() + array.tobytes())
+
+
+def run_driver(driver: str, home: Path, steps: int) -> list[float]:
+    folder = home / "portable"
+    command = [driver, "time", folder, folder / "state.bin", home / "batch", steps, 7, 1]
+    done = subprocess.run([str(word) for word in command], capture_output=True, text=True, check=True)
+    return [float(line) for line in done.stdout.split()][2:]
+
+
+def main(names: list[str], driver: str | None) -> None:
     for name in names:
         home = prepare(name, CACHE)
         generate_artifacts(
@@ -92,17 +110,28 @@ def main(names: list[str]) -> None:
         inputs = dict(np.load(home / "inputs.npz"))
         uses = {"module": module(home / "portable", inputs), "portable": portable(home / "portable", inputs)}
         times: dict[str, list[float]] = {use: [] for use in uses}
-        for turn in range(400 if name == "mlp" else 12):
+        small = name == "mlp"
+        steps = 20 if small else 1  # a clock's tick is long beside a short step
+        write_batch(home / "batch", inputs)
+        for turn in range(50 if small else 4):
             for use, step in uses.items():
-                begun = time.process_time_ns()
-                step()
-                if turn >= 2:
-                    times[use].append((time.process_time_ns() - begun) / 1e6)
+                for _ in range(5):
+                    begun = time.process_time_ns()
+                    for _ in range(steps):
+                        step()
+                    if turn >= 1:
+                        times[use].append((time.process_time_ns() - begun) / 1e6 / steps)
+            if driver is not None:
+                times.setdefault("C++", []).extend(run_driver(driver, home, steps))
         fastest, median = ({u: f(t) for u, t in times.items()} for f in (min, statistics.median))
         for what, found in (("fastest", fastest), ("median", median)):
-            both = "  ".join(f"{use} {value:9.3f} ms" for use, value in found.items())
-            print(f"{name:14} {what:8} {both}  {found['portable'] / found['module']:.3f}")
+            all_ = [f"{use} {value:9.4f} ms ({value / found['module']:.3f})" for use, value in found.items()]
+            print(f"{name:14} {what:8} {'  '.join(all_)}")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:] or ["mlp", "encoder-2x32", "encoder-8x128"])
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--driver")
+    parser.add_argument("models", nargs="*")
+    given = parser.parse_args()
+    main(given.models or ["mlp", "encoder-2x32", "encoder-8x128"], given.driver)

@@ -2,14 +2,14 @@
 //
 //   driver train FOLDER STATE BATCHES STEPS RATE [save=PATH] [export=PATH] [output=NAME] [weights=PATH] [eval]
 //                [linear=WARMUP,TOTAL] [skip] [seed=N] [property=NAME] [modules=N] [accumulate=N]
-//   driver time FOLDER STATE BATCHES STEPS REPEATS THREADS
+//   driver time FOLDER STATE BATCHES STEPS REPEATS THREADS       (processor time of a step in ms, once for each repeat)
 //   driver load STATE...
 //   driver session FOLDER STATE BATCHES STEPS RATE SAVED
 //   driver mistakes FOLDER STATE BATCHES
 //
 // BATCHES has, for each batch, each tensor: type (int64), rank (int64), sizes (int64 each), the bytes.
 
-#include <chrono>
+#include <ctime>
 #include <fstream>
 #include <iostream>
 
@@ -105,14 +105,14 @@ void Time(char** words) {
   optimizer.SetLearningRate(1e-4);
   auto batches = ReadBatches(words[4], module.InputNames().size());
   for (int repeat = 0; repeat < std::stoi(words[6]); ++repeat) {
-    const auto start = std::chrono::steady_clock::now();
+    const std::clock_t start = std::clock();
     for (int step = 0; step < std::stoi(words[5]); ++step) {
       module.TrainStep(batches[0].values);
       optimizer.Step();
       module.LazyResetGrad();
     }
-    const std::chrono::duration<double, std::milli> passed = std::chrono::steady_clock::now() - start;
-    std::printf("%.6f\n", passed.count() / std::stoi(words[5]));
+    const double passed = 1e3 * static_cast<double>(std::clock() - start) / CLOCKS_PER_SEC;
+    std::printf("%.6f\n", passed / std::stoi(words[5]));
   }
 }
 
