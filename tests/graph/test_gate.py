@@ -304,6 +304,8 @@ OPERATORS = {
     "an unknown attribute": ("y = Neg<alpha = 1>(x)", "has the attribute 'alpha'"),
     "an attribute of another type": ("y = Softmax<axis = 1.5>(x)", "attribute 'axis' is FLOAT, not INT"),
     "a missing attribute": ("y = Concat(x, x)", "lacks the attribute 'axis'"),
+    "a kernel that no image has": ("y = MaxPool<kernel_shape = [99999999, 99999999]>(x)", "limit nodes"),
+    "more outputs than anyone reads": ("y = Split<num_outputs = 1000000000>(x)", "limit nodes"),
     "a domain that is not imported": ("y = com.acme.Thing(x)", "which the model does not import"),
 }
 

@@ -519,6 +519,9 @@ def _check_operator(node: onnx.NodeProto, scope: _Scope) -> None:
             kinds = onnx.AttributeProto.AttributeType
             found = kinds.Name(attribute.type) if attribute.type in kinds.values() else attribute.type
             raise ModelError(f"{what}: attribute '{attribute.name}' is {found}, not {kinds.Name(wanted)}")
+        if attribute.name in ("kernel_shape", "num_outputs"):
+            count = _product(attribute.ints) if attribute.name == "kernel_shape" else attribute.i
+            require("nodes", count, f"{what}: what '{attribute.name}' counts")
     missing = signature.required.difference(names)
     if missing:
         raise ModelError(f"{what} lacks the attribute '{min(missing)}'")
