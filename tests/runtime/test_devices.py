@@ -16,7 +16,7 @@ import onnxruntime as ort
 import pytest
 
 from onward.api import CheckpointState
-from onward.artifacts import OptimType, generate_artifacts
+from onward.artifacts import LossType, OptimType, generate_artifacts
 from onward.errors import DeviceError, DeviceMemoryError, NonFiniteError
 from onward.graph.passes.batch_norm import expand_batch_norm
 from onward.onnxblock import optim
@@ -31,6 +31,7 @@ from small_models import (
     one_thread,
     snapshot,
     start,
+    with_weights,
     write_classifier,
     write_normalized,
 )  # fmt: skip
@@ -114,6 +115,60 @@ def test_batch_norm_and_its_statistics(device: Device, tmp_path: Path) -> None:
             state.parameters[name].data, parameter.data, rtol=1e-4, atol=1e-6, err_msg=name
         )
     assert not np.array_equal(state.parameters["mean"].data, np.zeros(8))
+
+
+@pytest.mark.parametrize("device", MEMORY)
+def test_a_smooth_cnn_over_200_steps(device: Device, tmp_path: Path) -> None:
+    """No ReLU, no max pooling: at a kink rounding decides, and curves part for that alone."""
+    model = with_weights(
+        """net (float[n, 3, 8, 8] x) => (float[n, 3] scores) {
+            a = Conv <pads = [1, 1, 1, 1]> (x, w1)
+            b, m1, v1 = BatchNormalization <training_mode = 1> (a, scale1, bias1, mean1, var1)
+            c = Tanh (b)
+            d = AveragePool <kernel_shape = [2, 2], strides = [2, 2]> (c)
+            e = Conv <pads = [1, 1, 1, 1], strides = [2, 2]> (d, w2)
+            f, m2, v2 = BatchNormalization <training_mode = 1> (e, scale2, bias2, mean2, var2)
+            g = Tanh (f)
+            h = GlobalAveragePool (g)
+            i = Flatten (h)
+            scores = Gemm (i, w3, b3) }""",
+        w1=(8, 3, 3, 3), w2=(16, 8, 3, 3), w3=(16, 3), b3=(3,),
+    )  # fmt: skip
+    for layer, size in ((1, 8), (2, 16)):
+        for name, value in (("scale", 1.0), ("bias", 0.0), ("mean", 0.0), ("var", 1.0)):
+            array = np.full(size, value, np.float32)
+            model.graph.initializer.append(onnx.numpy_helper.from_array(array, f"{name}{layer}"))
+    statistics = ["mean1", "var1", "mean2", "var2"]
+    generate_artifacts(
+        model,
+        requires_grad=[w.name for w in model.graph.initializer if w.name not in statistics],
+        frozen_params=statistics,
+        loss=LossType.CrossEntropyLoss,
+        optimizer=optim.AdamW(eps=1e-4, weight_decay=0.01),
+        artifact_directory=tmp_path,
+    )
+    rng = np.random.default_rng(1)
+    batches = [(rng.normal(size=(8, 3, 8, 8)).astype(np.float32), rng.integers(0, 3, 8)) for _ in range(10)]
+
+    def run(where: Device) -> tuple[list[float], CheckpointState]:
+        state, module, optimizer = start(tmp_path, device=where)
+        optimizer.set_learning_rate(2e-3)
+        losses = []
+        for index in range(200):
+            losses.append(float(np.ravel(module(*batches[index % 10]))[0]))
+            optimizer.step()
+            module.lazy_reset_grad()
+        return losses, state
+
+    losses, state = run(device)
+    expected, other = run(Device("cpu"))
+    assert np.mean(expected[-10:]) < np.mean(expected[:10])
+    np.testing.assert_allclose(losses, expected, rtol=0, atol=5e-6)
+    for name, parameter in other.parameters:
+        atol = 2e-5 * float(np.abs(parameter.data).max())
+        np.testing.assert_allclose(
+            state.parameters[name].data, parameter.data, rtol=0, atol=atol, err_msg=name
+        )
 
 
 @pytest.mark.parametrize("device", ALL)
