@@ -1,11 +1,14 @@
-"""The architectures of `benchmarks/models.py`: layers and small networks of torch, and Hugging Face types.
+"""The architectures of `benchmarks/models.py`: layers and networks of torch, Hugging Face types, and more.
 
 Each is built with random weights and without dropout, so that a step can be compared with torch to the last digit.
-Hugging Face models come from their own configuration classes with small sizes. Nothing is downloaded.
+Hugging Face models come from their own configuration classes with small sizes. torchvision's and timm's networks,
+where those packages are installed, are as published but for the size of the pictures. Nothing is downloaded.
 """
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -19,9 +22,9 @@ from torch.nn import functional as F
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from export.architectures import ARCHITECTURES
-from export.test_torch_check import NETWORKS
+from export.test_torch_check import CHANGES, NETWORKS
 
-__all__ = ["Entry", "entries"]
+__all__ = ["CHANGES", "Entry", "entries"]
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,8 @@ class Entry:
     name: str
     family: str
     build: Callable[[], tuple[nn.Module, tuple[Any, ...], dict[str, Any]]]
+    # whether changed graphs of it must be refused too
+    changes: bool = False
 
 
 class Call(nn.Module):
@@ -466,6 +471,67 @@ def _transformer(kind: str, inputs: str) -> tuple[nn.Module, tuple[Any, ...], di
     return model, (), {"input_ids": ids}
 
 
+# ---- torchvision and timm, where they are installed ---------------------------------------------------
+
+# Published networks whose training mode amplifies rounding: a changed graph must be refused all the same.
+_TORCHVISION = (
+    "mobilenet_v2", "regnet_x_400mf", "googlenet", "mnasnet0_5", "shufflenet_v2_x0_5", "efficientnet_v2_s",
+    "resnext50_32x4d", "fcn_resnet50", "resnet18", "mobilenet_v3_small", "efficientnet_b0", "densenet121",
+    "squeezenet1_1", "convnext_tiny", "swin_t", "vgg11_bn",
+)  # fmt: skip
+_TIMM = (
+    "dla46_c", "mobilenetv4_conv_small_050", "repvgg_a0", "gernet_s", "levit_128s", "resnet10t", "convnext_atto",
+    "efficientvit_b0", "ghostnet_050", "lcnet_050", "mobileone_s0", "regnetx_002", "tinynet_e", "vit_tiny_patch16_224",
+    "xcit_nano_12_p16_224", "hardcorenas_a",
+)  # fmt: skip
+
+
+def _torchvision(name: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+    import torchvision
+
+    own = {"aux_logits": False, "init_weights": False} if name == "googlenet" else {}
+    if name == "fcn_resnet50":
+        own = {"weights_backbone": None, "aux_loss": False}
+    model = torchvision.models.get_model(name, weights=None, num_classes=5, **own)
+    return _certain(model), (torch.randn(4, 3, 64, 64),), {}
+
+
+def _timm(name: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+    import timm
+
+    fixed = name.endswith("_224") or name.startswith("levit")
+    own = {"img_size": 64} if fixed and not name.startswith("levit") else {}
+    size = 224 if name.startswith("levit") else 64
+    model = timm.create_model(name, pretrained=False, num_classes=5, **own)
+    return _certain(model), (torch.randn(4, 3, size, size),), {}
+
+
+def _certain(model: nn.Module) -> nn.Module:
+    """Without dropout of elements or of paths, and no bias at zero, where it would make no difference."""
+    model = _without_dropout(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1 and not parameter.any():
+                parameter.normal_(std=0.1)
+    for part in model.modules():
+        if type(part).__name__ in ("StochasticDepth", "DropPath"):
+            part.p = part.drop_prob = 0.0  # type: ignore[assignment]
+    return model
+
+
+def _installed(package: str) -> bool:
+    if importlib.util.find_spec(package) is None:
+        return False
+    if importlib.util.find_spec("torchvision") is not None:
+        # torchvision's own kernels are built for one build of torch; no network here needs them, but its import does
+        for name in ("nms", "qnms"):
+            with contextlib.suppress(RuntimeError):
+                torch.library.define(
+                    f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+                )
+    return True
+
+
 def entries() -> list[Entry]:
     """Every architecture of the page."""
     found = list(_layers())
@@ -474,4 +540,10 @@ def entries() -> list[Entry]:
             found.append(
                 Entry(kind, "transformers", lambda kind=kind, inputs=inputs: _transformer(kind, inputs))
             )
-    return sorted(found, key=lambda entry: entry.name in _LIKE_ANOTHER)
+    found.sort(key=lambda entry: entry.name in _LIKE_ANOTHER)
+    for package, names, make in (("torchvision", _TORCHVISION, _torchvision), ("timm", _TIMM, _timm)):
+        if _installed(package):
+            found += [
+                Entry(f"{package}/{n}", package, lambda n=n, make=make: make(n), changes=True) for n in names
+            ]
+    return found

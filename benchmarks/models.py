@@ -1,6 +1,6 @@
 """Take many architectures through every path, and write docs/models.md: one command for one page.
 
-    python benchmarks/models.py [--only NAME,…] [--family torch|transformers] [--missing] [--seconds N]
+    python benchmarks/models.py [--only NAME,…] [--family NAME] [--missing] [--seconds N]
 
 Each row is a process of its own: export for training (outputs and statistics compared with torch), artifacts and
 three steps of AdamW, the gradient of the first of them against torch autograd, export for inference.
@@ -11,6 +11,7 @@ result yet, `--seconds` stops starting rows after that time.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import multiprocessing
 import os
@@ -19,6 +20,10 @@ import tempfile
 import time
 import traceback
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +31,16 @@ import numpy as np
 import onnx
 import onnxruntime
 import torch
-from model_zoo import Entry, entries
+from model_zoo import CHANGES, Entry, entries
 
 ROOT = Path(__file__).parents[1]
 RESULTS, PAGE = ROOT / "docs" / "models.json", ROOT / "docs" / "models.md"
+FAMILIES = {
+    "torch": "Layers and small networks", "transformers": "Hugging Face types",
+    "torchvision": "torchvision", "timm": "timm",
+}  # fmt: skip
 PATHS = ("export", "gradient", "train", "inference")
-TIMEOUT = 400
+TIMEOUT = 900
 
 
 def run(entry: Entry) -> dict[str, Any]:
@@ -42,7 +51,7 @@ def run(entry: Entry) -> dict[str, Any]:
     row["parameters"] = sum(parameter.numel() for parameter in model.parameters())
     with tempfile.TemporaryDirectory() as folder:
         steps = (
-            ("export", lambda: export(model, args, kwargs, Path(folder))),
+            ("export", lambda: export(model, args, kwargs, Path(folder), changes=entry.changes)),
             ("gradient", lambda: gradient(model, args, kwargs, Path(folder))),
             ("train", lambda: train(Path(folder))),
             ("inference", lambda: inference(model, args, kwargs)),
@@ -66,11 +75,17 @@ def _line(error: BaseException) -> str:
     return " ".join([type(error).__name__ + ":", *lines[:3]])[:400]
 
 
-def export(model: torch.nn.Module, args: Any, kwargs: Any, folder: Path) -> dict[str, Any]:
-    """For training, with its checks."""
+def export(
+    model: torch.nn.Module, args: Any, kwargs: Any, folder: Path, *, changes: bool = False
+) -> dict[str, Any]:
+    """For training, with its checks; with `changes`, graphs that were changed must not pass them."""
     from onward.export import from_torch
 
-    with warnings.catch_warnings(record=True) as heard:
+    refused: dict[str, bool] = {}
+    with (
+        warnings.catch_warnings(record=True) as heard,
+        _judging_changes(refused) if changes else nullcontext(),
+    ):
         warnings.simplefilter("always")
         # gradients have a column of their own, through the artifacts
         from_torch(model, args, folder / "forward.onnx", kwargs=kwargs or None, check="outputs")
@@ -82,7 +97,40 @@ def export(model: torch.nn.Module, args: Any, kwargs: Any, folder: Path) -> dict
     origin = next(json.loads(e.value) for e in proto.metadata_props if e.key == "onward.export")
     shapes = [[d.dim_param or d.dim_value for d in v.type.tensor_type.shape.dim] for v in proto.graph.input]
     axes = sorted({size for shape in shapes for size in shape if isinstance(size, str)})
-    return {"exporter": origin["exporter"], "axes": axes, "said": [line[:200] for line in said]}
+    if not all(refused.values()):
+        raise AssertionError(
+            f"changed graphs pass: {', '.join(n for n, caught in refused.items() if not caught)}"
+        )
+    row = {"exporter": origin["exporter"], "axes": axes, "said": [line[:200] for line in said]}
+    return {**row, "changes_refused": sorted(refused)} if changes else row
+
+
+@contextmanager
+def _judging_changes(refused: dict[str, bool]) -> Iterator[None]:
+    """Within it, the comparison of an export also judges changed copies of the graph, at the exported sizes."""
+    module = importlib.import_module("onward.export.torch.from_torch")
+    compare = module.compare_with_torch
+
+    def also_changed(plan: Any, proto: onnx.ModelProto, weights: Any, **options: Any) -> Any:
+        report = compare(plan, proto, weights, **options)
+        if report.passed and not refused:
+            for change in CHANGES:
+                copy = onnx.ModelProto()
+                copy.CopyFrom(proto)
+                try:
+                    change(copy.graph)
+                except (IndexError, ValueError):  # no batch norm, no bias
+                    continue
+                refused[change.__name__[1:]] = not compare(
+                    plan, copy, weights, **{**options, "groups": []}
+                ).passed
+        return report
+
+    module.compare_with_torch = also_changed
+    try:
+        yield
+    finally:
+        module.compare_with_torch = compare
 
 
 def gradient(model: torch.nn.Module, args: Any, kwargs: Any, folder: Path) -> dict[str, Any]:
@@ -218,10 +266,14 @@ def page(results: dict[str, Any]) -> str:
         "**export**: `from_torch` for training, compared with torch in outputs and running statistics, at other sizes",
         "too. **gradient**: of the artifacts' first step against torch autograd in float64, as a share of its norm",
         "(torch's own float32 in brackets where that is above 1e-6). **train**: three steps of AdamW on one batch",
-        "lower the loss. **inference**: `from_torch(training=False)`, compared with torch too.",
+        "lower the loss. **inference**: `from_torch(training=False)`, compared with torch too. *refused*: the same",
+        "comparison refuses the graph with another epsilon or momentum of one batch norm, rows and columns exchanged",
+        "before one (axis), or one bias less.",
     ]
-    for family, title in (("torch", "Layers and small networks"), ("transformers", "Hugging Face types")):
+    for family, title in FAMILIES.items():
         chosen = {name: row for name, row in rows.items() if row["family"] == family}
+        if not chosen:
+            continue
         lines += [
             "",
             f"## {title}",
@@ -251,7 +303,12 @@ def _cell(path: str, result: dict[str, Any]) -> str:
         return "**no**"
     if path == "export":
         axes = ", ".join(result["axes"]) or "fixed sizes"
-        return axes + (" (torch.export)" if result["exporter"] == "dynamo" else "")
+        caught = result.get("changes_refused")
+        return (
+            axes
+            + (" (torch.export)" if result["exporter"] == "dynamo" else "")
+            + (f"; refused: {', '.join(caught)}" if caught else "")
+        )
     if path == "gradient":
         own = f" ({result['torchs_own']:.0e})" if result["torchs_own"] > 1e-6 else ""
         return f"{result['error_of_gradient']:.0e}{own}"
@@ -265,7 +322,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", default="", help="names, with commas between")
-    parser.add_argument("--family", choices=["torch", "transformers"])
+    parser.add_argument("--family", choices=list(FAMILIES))
     parser.add_argument(
         "--missing", action="store_true", help="only rows that have no result yet, or a red cell"
     )
@@ -280,6 +337,7 @@ def main() -> None:
         "onnx": onnx.__version__,
         "onnxruntime": onnxruntime.__version__,
         "transformers": transformers.__version__,
+        **{name: version(name) for name in ("torchvision", "timm") if find_spec(name)},
     }
     known, begun = entries(), time.monotonic()
     only = set(filter(None, options.only.split(",")))

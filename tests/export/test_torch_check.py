@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import importlib
+import platform
 import re
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import onnx
+import onnx.parser
 import pytest
 import torch
 from torch import nn
 
-from onward.errors import ParityError
+from onward.errors import ExportError, ParityError
 from onward.export import from_torch, parity
+from onward.export.torch import check
 
 
 class Separable(nn.Module):
@@ -156,3 +159,33 @@ def test_the_report_says_how_far_both_are_from_float64() -> None:
     far = parity.compare(exact, {"y": np.float32([1.003, 2])}, plain=plain)
     assert near.passed and not far.passed
     assert re.search(r"FAIL y.*max abs 3\.00e-03.*own float32 is 2\.00e-04", str(far))
+
+
+@pytest.mark.skipif(
+    platform.machine() not in ("x86_64", "AMD64"), reason="only there this division ends a process"
+)
+def test_a_graph_that_ends_the_process_in_onnxruntime_is_an_error_here() -> None:
+    """onnxruntime folds the constants of a branch while it loads, and the least integer over -1 traps."""
+    model = onnx.parser.parse_model("""
+        <ir_version: 9, opset_import: ["": 18]> g (bool c, int64[1] x) => (int64[1] y) {
+            y = If (c) <
+                then_branch = taken () => (int64[1] a) {
+                    least = Constant <value_ints = [-9223372036854775808]> ()
+                    minus = Constant <value_ints = [-1]> ()
+                    a = Div (least, minus)
+                },
+                else_branch = other () => (int64[1] b) { b = Identity (x) }
+            >
+        }""")
+    onnx.checker.check_model(model)
+    assert check._is_risky(model)
+    with pytest.raises(ExportError, match=r"onnxruntime crashes on the exported model \(exit code"):
+        check.make_session(model, risky=True)
+
+
+def test_a_graph_that_onnxruntime_merely_refuses_is_no_crash() -> None:
+    model = onnx.parser.parse_model(
+        '<ir_version: 9, opset_import: ["": 18]> g (float[2] x) => (float[3] y) { y = Concat <axis = 9> (x) }'
+    )
+    with pytest.raises(ExportError, match="onnxruntime cannot load the exported model"):
+        check.make_session(model, risky=True)

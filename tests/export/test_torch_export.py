@@ -681,3 +681,30 @@ def test_repeated_elements_and_windows_follow_the_batch() -> None:
     proto = from_torch(Windows(), torch.randn(3, 5, 4))  # compared with torch at other sizes
     assert isinstance(proto, onnx.ModelProto)
     assert proto.graph.output[0].type.tensor_type.shape.dim[0].dim_param == "batch"
+
+
+class Chunks(torch.nn.Module):
+    """Overlapping chunks by strides, of a tensor whose axes lie in memory in another order (Longformer's)."""
+
+    def __init__(self, *, beyond: bool = False) -> None:
+        super().__init__()
+        self.linear, self.beyond = torch.nn.Linear(4, 4), beyond
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x).transpose(0, 1)  # batch and time exchanged, not copied
+        if self.beyond:
+            return y[:, 2:].as_strided((2, 2), (1, 1), 0)
+        a, b, c = y.stride()
+        return torch.as_strided(y, (y.size(0), 3, 4, 4), (a, 2 * b, b, c))
+
+
+def test_strides_follow_the_memory_of_a_tensor_and_the_batch() -> None:
+    proto = from_torch(Chunks(), torch.randn(8, 3, 4), exporter="torchscript")
+    assert isinstance(proto, onnx.ModelProto)
+    (shape,) = [[d.dim_param or d.dim_value for d in v.type.tensor_type.shape.dim] for v in proto.graph.input]
+    assert isinstance(shape[0], str) and isinstance(shape[1], str)
+
+
+def test_strides_over_memory_that_is_not_the_tensors_are_refused() -> None:
+    with pytest.raises(ExportError, match="as_strided reads memory"):
+        from_torch(Chunks(beyond=True), torch.randn(8, 3, 4), exporter="torchscript")

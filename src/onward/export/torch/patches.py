@@ -5,6 +5,8 @@ Recurrent layers with dropout, fused attention, and operations that change shape
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -41,6 +43,8 @@ def traceable(model: nn.Module) -> Iterator[None]:
         for owner in (torch, torch.Tensor):
             stack.enter_context(_replaced(owner, "repeat_interleave", _repeat_interleave))
         stack.enter_context(_replaced(torch.Tensor, "unfold", _unfold))
+        for owner in (torch, torch.Tensor):
+            stack.enter_context(_replaced(owner, "as_strided", _as_strided))
         if any(hasattr(module, "layerdrop") for module in model.modules()):
             stack.enter_context(_replaced(torch, "rand", _rand))
         for module in model.modules():
@@ -228,6 +232,55 @@ def _unfold(self: torch.Tensor, dimension: int, size: int, step: int) -> torch.T
     windows = self.index_select(axis, places.flatten())
     windows = windows.reshape(*self.shape[:axis], -1, size, *self.shape[axis + 1 :])
     return windows.movedim(axis + 1, -1)
+
+
+_strided = torch.as_strided
+
+
+def _as_strided(
+    self: torch.Tensor, size: Any, stride: Any, storage_offset: int | None = None
+) -> torch.Tensor:
+    """Elements by their places in memory; the tracer's own counts along the axes, whatever their order in memory.
+
+    Axes that stay as they are keep their size open. The others are merged, and picked from by constant places.
+    """
+    if not torch.jit.is_tracing():
+        return _strided(self, size, stride, storage_offset)
+    sizes, strides = [int(length) for length in size], [int(step) for step in stride]
+    lengths, steps = [int(length) for length in self.shape], list(self.stride())
+    left = list(range(self.dim()))
+    same: dict[int, int] = {}
+    for axis, wanted in enumerate(zip(sizes, strides)):
+        found = next((own for own in left if (lengths[own], steps[own]) == wanted), None)
+        if found is not None:
+            same[axis] = found
+            left.remove(found)
+    if storage_offset is not None and storage_offset != self.storage_offset():
+        same, left = {}, list(range(self.dim()))
+    left.sort(key=lambda axis: -steps[axis])  # as they lie in memory
+    dense = all(steps[a] == steps[b] * lengths[b] for a, b in itertools.pairwise(left))
+    unit = steps[left[-1]] if left else 1
+    start = 0 if storage_offset is None else storage_offset - self.storage_offset()
+    places = torch.tensor(start)
+    picked = [axis for axis in range(len(sizes)) if axis not in same]
+    for axis in picked:
+        places = places.unsqueeze(-1) + torch.arange(sizes[axis]) * strides[axis]
+    total = math.prod(lengths[axis] for axis in left)
+    if (
+        not dense
+        or bool((places % unit != 0).any())
+        or not 0 <= int(places.min()) <= int(places.max()) // unit < total
+    ):
+        raise ExportError(
+            f"as_strided reads memory that its tensor of shape {lengths} and strides {steps} does not cover in one "
+            "piece: take it from the tensor that owns the memory, or write it with unfold or indexing"
+        )
+    kept = list(same.values())
+    merged = self.permute(*kept, *left).reshape(*(self.shape[axis] for axis in kept), -1)
+    made = merged.index_select(-1, (places // unit).flatten())
+    made = made.reshape(*(self.shape[axis] for axis in kept), *(sizes[axis] for axis in picked))
+    order = [*same, *picked]
+    return made.permute(*(order.index(axis) for axis in range(len(sizes))))
 
 
 _draw = torch.rand
