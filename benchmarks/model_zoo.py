@@ -8,7 +8,7 @@ where those packages are installed, are as published but for the size of the pic
 from __future__ import annotations
 
 import contextlib
-import importlib.util
+import importlib
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -487,6 +487,7 @@ _TIMM = (
 
 
 def _torchvision(name: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+    _load_torchvision()
     import torchvision
 
     own = {"aux_logits": False, "init_weights": False} if name == "googlenet" else {}
@@ -497,6 +498,7 @@ def _torchvision(name: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
 
 
 def _timm(name: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+    _load_torchvision()  # timm imports it
     import timm
 
     fixed = name.endswith("_224") or name.startswith("levit")
@@ -519,17 +521,14 @@ def _certain(model: nn.Module) -> nn.Module:
     return model
 
 
-def _installed(package: str) -> bool:
-    if importlib.util.find_spec(package) is None:
-        return False
-    if importlib.util.find_spec("torchvision") is not None:
-        # torchvision's own kernels are built for one build of torch; no network here needs them, but its import does
-        for name in ("nms", "qnms"):
-            with contextlib.suppress(RuntimeError):
-                torch.library.define(
-                    f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
-                )
-    return True
+def _load_torchvision() -> None:
+    """Its own kernels are built for one build of torch; no network here needs them, but its import does."""
+    for name in ("nms", "qnms"):
+        with contextlib.suppress(RuntimeError):
+            torch.library.define(
+                f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+            )
+    importlib.import_module("torchvision")
 
 
 def entries() -> list[Entry]:
@@ -542,8 +541,7 @@ def entries() -> list[Entry]:
             )
     found.sort(key=lambda entry: entry.name in _LIKE_ANOTHER)
     for package, names, make in (("torchvision", _TORCHVISION, _torchvision), ("timm", _TIMM, _timm)):
-        if _installed(package):
-            found += [
-                Entry(f"{package}/{n}", package, lambda n=n, make=make: make(n), changes=True) for n in names
-            ]
+        found += [
+            Entry(f"{package}/{n}", package, lambda n=n, make=make: make(n), changes=True) for n in names
+        ]
     return found

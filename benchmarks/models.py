@@ -346,6 +346,8 @@ def main() -> None:
         done = old is not None and all("error" not in old.get(path, {"error": ""}) for path in PATHS)
         if (only and entry.name not in only) or (options.family and entry.family != options.family):
             continue
+        if find_spec(entry.family) is None:  # a family is named by the package that it comes from
+            continue
         if (options.missing and done) or time.monotonic() - begun > options.seconds:
             continue
         row = in_a_child(entry)
