@@ -708,3 +708,31 @@ def test_strides_follow_the_memory_of_a_tensor_and_the_batch() -> None:
 def test_strides_over_memory_that_is_not_the_tensors_are_refused() -> None:
     with pytest.raises(ExportError, match="as_strided reads memory"):
         from_torch(Chunks(beyond=True), torch.randn(8, 3, 4), exporter="torchscript")
+
+
+class Packed(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru = torch.nn.GRU(4, 3, batch_first=True, bidirectional=True)
+
+    def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        packed = torch.nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True)
+        return torch.nn.utils.rnn.pad_packed_sequence(self.gru(packed)[0], batch_first=True)[0]
+
+
+def test_lengths_of_packed_sequences_stay_in_their_order() -> None:
+    with pytest.warns(UserWarning, match="the export fixes sequence"):
+        proto = from_torch(Packed(), (torch.randn(3, 5, 4), torch.tensor([5, 3, 2])), exporter="torchscript")
+    assert [value.name for value in proto.graph.input] == ["x", "lengths"]
+
+
+def test_spectral_norm_is_kept_and_what_moves_without_the_model_is_said() -> None:
+    layer = torch.nn.utils.parametrizations.spectral_norm(torch.nn.Linear(6, 5))
+    with pytest.warns(UserWarning, match=r"changes its buffers .*_u, .*_v in forward"):
+        proto = from_torch(layer, torch.randn(3, 6), exporter="torchscript")
+    feeds = {"input": np.random.default_rng(0).standard_normal((3, 6), np.float32)}
+    # with all of the runtime's optimizations, one of which errs on products with vectors
+    got = onnxruntime.InferenceSession(proto.SerializeToString()).run(None, feeds)[0]
+    np.testing.assert_allclose(
+        got, layer.train()(torch.from_numpy(feeds["input"])).detach().numpy(), rtol=1e-4, atol=1e-6
+    )

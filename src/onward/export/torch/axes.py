@@ -41,7 +41,8 @@ def fresh_inputs(
 
     Floats are drawn with the example's mean and spread and stay non-negative if it is. Integers are
     the example's own, each row in another order, so that they remain valid indices and every row has as many of
-    each as the module may count on (end tokens, say). Masks (zeros and ones) are repeated.
+    each as the module may count on (end tokens, say); a vector that descends still does. Masks (zeros and ones) are
+    repeated.
     """
     generator = torch.Generator().manual_seed(seed)
     return [
@@ -57,6 +58,8 @@ def _fresh(
     for axis, size in sizes.items():
         tiled = tiled.index_select(axis, torch.arange(size, device=tiled.device) % tiled.size(axis))
     tiled = tiled.clone()
+    if tiled.dim() == 1 and _descends(example):  # lengths of packed sequences have to
+        return tiled.sort(descending=True).values
     if tiled.numel() == 0 or not shuffle or bool(((example == 0) | (example == 1)).all()):
         return tiled
     if example.is_floating_point():
@@ -70,6 +73,14 @@ def _fresh(
         return tiled
     order = torch.rand(tiled.shape, generator=generator).argsort(-1).to(example.device)
     return tiled.gather(-1, order)
+
+
+def _descends(values: torch.Tensor) -> bool:
+    """Whether these are integers that get smaller."""
+    if values.is_floating_point() or values.is_complex() or values.dtype == torch.bool or values.numel() < 2:
+        return False
+    steps = values.diff()
+    return bool((steps <= 0).all()) and bool((steps < 0).any())
 
 
 def declared_groups(leaves: Sequence[Leaf], axes: DynamicAxes, run: Run) -> list[AxisGroup]:

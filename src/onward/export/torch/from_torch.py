@@ -92,6 +92,7 @@ def from_torch(
         }
         values = dict(bare.named_parameters(remove_duplicate=False)) | original
         plan = make_plan(bare, positional, keywords, input_names, output_names, dynamic_axes)
+        changed = modules.changed_buffers(bare, original) if training else []
         said += [
             f"{type(bare).__name__} decides by the data {place}: the export always takes the branch that the "
             "example arguments took"
@@ -128,6 +129,12 @@ def from_torch(
                 said.append(f"exported through torch.export, because the tracer cannot: {reason}")
         properties = _properties(
             bare, made.plan.names, list(made.weights), training=training, exporter=made.exporter
+        )
+    moving = [made.plan.names[raw] for raw in changed if made.plan.names[raw] in made.weights]
+    if moving:
+        said.append(
+            f"{type(bare).__name__} changes its buffers {', '.join(moving)} in forward: the exported model reads "
+            "them, but every step starts from the values of now. Only running statistics of batch norm move along"
         )
     fixed = [group.name for group in plan.groups if group not in made.plan.groups]
     if fixed:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import nn
 
 from onward.errors import ExportError
 
-__all__ = ["borrowed", "clean_names", "prepared", "refuse_unusable", "unwrap"]
+__all__ = ["borrowed", "changed_buffers", "clean_names", "prepared", "refuse_unusable", "unwrap"]
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -90,6 +90,21 @@ def refuse_unusable(model: nn.Module, *, training: bool) -> None:
                     raise ExportError(
                         f"'{name}' has {kind}={rate}: a graph cannot skip whole layers at random; set it to 0"
                     )
+
+
+def changed_buffers(model: nn.Module, before: Mapping[str, torch.Tensor]) -> list[str]:
+    """Buffers that running the module has changed, but for those of batch norm, which exports keep track of."""
+    norms = {
+        f"{path}.{name}" if path else name
+        for path, module in model.named_modules()
+        if isinstance(module, nn.modules.batchnorm._BatchNorm)
+        for name in module._buffers
+    }
+    return [
+        name
+        for name, buffer in model.named_buffers(remove_duplicate=False)
+        if name in before and name not in norms and not torch.equal(buffer, before[name])
+    ]
 
 
 @contextmanager

@@ -36,6 +36,14 @@ def traceable(model: nn.Module) -> Iterator[None]:
                 _replaced(F, name, _alpha_dropout if name[0] == "a" else _feature_alpha_dropout)
             )
         stack.enter_context(_replaced(F, "rms_norm", _rms_norm))
+        for owner in (torch, torch.Tensor):
+            for name in ("matmul", "mv"):
+                stack.enter_context(_replaced(owner, name, _matmul))
+        stack.enter_context(_replaced(torch.Tensor, "__matmul__", _matmul))
+        stack.enter_context(_replaced(F, "normalize", _normalize))
+        stack.enter_context(_replaced(torch, "vdot", _vdot))
+        for name in ("H", "mH"):
+            stack.enter_context(_replaced(torch.Tensor, name, property(_adjoint)))
         stack.enter_context(_replaced(F, "channel_shuffle", _channel_shuffle))
         stack.enter_context(_replaced(F, "bilinear", _bilinear))
         stack.enter_context(_replaced(torch.Tensor, "unflatten", _unflatten))
@@ -56,7 +64,7 @@ def traceable(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _replaced(owner: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
+def _replaced(owner: Any, name: str, function: Any) -> Iterator[None]:
     original = getattr(owner, name)
     setattr(owner, name, function)
     try:
@@ -172,6 +180,39 @@ def _rms_norm(
     eps = torch.finfo(input.dtype).eps if eps is None else eps
     normal = input * torch.rsqrt((input * input).mean(axes, keepdim=True) + eps)
     return normal if weight is None else normal * weight
+
+
+_product = torch.matmul
+
+
+def _matmul(self: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """A matrix times a vector as a matrix of one column: onnxruntime errs on transposed matrices and vectors."""
+    if self.dim() > 1 and other.dim() == 1:
+        return _product(self, other.unsqueeze(-1)).squeeze(-1)
+    return _product(self, other)
+
+
+_unit = F.normalize
+
+
+def _normalize(
+    input: torch.Tensor, p: float = 2.0, dim: Any = 1, eps: float = 1e-12, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """x / max(‖x‖, ε); exporters take no `out`, into which spectral norm writes."""
+    made = _unit(input, p, dim, eps)
+    return made if out is None else out.mul_(0).add_(made)
+
+
+def _adjoint(self: torch.Tensor) -> torch.Tensor:
+    """The last two axes exchanged, and conjugated where there is something to conjugate."""
+    return self.transpose(-2, -1).conj() if self.is_complex() else self.transpose(-2, -1)
+
+
+def _vdot(input: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Σ x·y of two vectors."""
+    if input.is_complex():
+        raise ExportError("vdot of complex numbers cannot be exported")
+    return (input * other).sum()
 
 
 def _channel_shuffle(input: torch.Tensor, groups: int) -> torch.Tensor:

@@ -6,6 +6,7 @@ import onnx_ir as ir
 
 from onward.graph.cleanup import remove_identities, remove_unused
 from onward.graph.dialect.pads import spell_out_pads
+from onward.graph.dialect.vectors import widen_vectors
 from onward.graph.nodes import GRADIENT
 
 __all__ = ["finish"]
@@ -14,6 +15,7 @@ __all__ = ["finish"]
 def finish(model: ir.Model) -> ir.Model:
     """Remove dead code and Identity nodes, and work around bugs of onnxruntime."""
     spell_out_pads(model)
+    widen_vectors(model)
     remove_identities(model)
     _remove_choices_of_the_same(model)
     return remove_unused(model)

@@ -19,7 +19,7 @@ from onward.errors import ModelError
 from onward.graph.builder import Builder
 from onward.graph.nodes import subgraphs_of
 from onward.graph.shapes.dims import Dim, dims_of
-from onward.graph.shapes.node import NodeInference
+from onward.graph.shapes.node import NodeInference, forget_copied_size
 
 __all__ = ["drop_contradictions", "infer_shapes", "rank_from_lengths", "sharpen", "unknown_ranks"]
 
@@ -247,6 +247,7 @@ def _merge(graph: ir.Graph, proto: onnx.GraphProto) -> None:
         if info is not None and info.WhichOneof("value") is not None:
             _take(value, info)
     for node, node_proto in zip(graph, proto.node):
+        forget_copied_size(node)
         inner = subgraphs_of(node)
         if inner:
             for body, body_proto in zip(inner, _graphs(node_proto, node)):

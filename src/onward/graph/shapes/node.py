@@ -10,7 +10,7 @@ import onnx_ir as ir
 from onward.errors import ModelError
 from onward.graph.nodes import SMALL, attributes_key, captured_values, subgraphs_of, type_proto
 
-__all__ = ["NodeInference", "find_schema"]
+__all__ = ["NodeInference", "find_schema", "forget_copied_size"]
 
 
 class NodeInference:
@@ -25,7 +25,7 @@ class NodeInference:
         if schema is None:
             return
         seen = self._seen
-        signature = _signature(node)
+        signature = None if node.op_type == "DFT" else _signature(node)  # its sizes have names of their own
         if signature is not None and signature in seen:
             for value, (dtype, shape) in zip(node.outputs, seen[signature]):
                 if dtype is not None:
@@ -58,6 +58,7 @@ class NodeInference:
                 value.type = ir.serde.deserialize_type_proto_for_type(found)
                 value.shape = ir.serde.deserialize_type_proto_for_shape(found)
                 _forget_unnamed_symbols(value)
+                forget_copied_size(node)
                 if node.attributes.get_int("ceil_mode", 0) and value.shape is not None:
                     # inference counts windows that start in the padding, which the runtime leaves out
                     value.shape = ir.Shape([*value.shape[:2], *[None] * (value.shape.rank() - 2)])
@@ -101,6 +102,26 @@ def _signature(node: ir.Node) -> tuple | None:
         known = tensor is not None and tensor.size <= SMALL and not value.is_graph_input()
         inputs.append((value.type.dtype, dims, tensor.tobytes() if known and tensor is not None else None))
     return (node.op_type, node.domain, attrs, tuple(inputs), tuple(bool(v.name) for v in node.outputs))
+
+
+def forget_copied_size(node: ir.Node) -> None:
+    """Forget sizes that inference copies though they may be others: two values of one name have one size.
+
+    A transform's along its axis, where it is a name and the transform cuts or pads: it gets a name of its own, since
+    the runtime infers the same. Those of a sequence's elements, which need not be alike.
+    """
+    value = node.outputs[0] if node.outputs else None
+    if value is None or value.shape is None or node.op_type not in ("DFT", "SequenceAt"):
+        return
+    if node.op_type == "SequenceAt":
+        _forget_unnamed_symbols(value)
+    elif node.attributes.get_int("onesided", 0) or (len(node.inputs) > 1 and node.inputs[1] is not None):
+        value.shape = ir.Shape(
+            [
+                d if isinstance(d, int) or i == 0 else f"{value.name}.size{i}"
+                for i, d in enumerate(value.shape)
+            ]
+        )
 
 
 def _forget_unnamed_symbols(value: ir.Value) -> None:
