@@ -17,7 +17,7 @@ from torch import nn
 
 from onward.errors import ExportError, ParityError
 from onward.export import from_torch, parity
-from onward.export.torch import check
+from onward.export.torch import check_outputs as check
 
 
 class Separable(nn.Module):
@@ -99,17 +99,17 @@ def _norms(graph: onnx.GraphProto) -> list[onnx.NodeProto]:
     return [node for node in graph.node if node.op_type == "BatchNormalization"]
 
 
-def _set(node: onnx.NodeProto, name: str, value: float) -> None:
+def _scale(node: onnx.NodeProto, name: str, factor: float) -> None:
     (attribute,) = [a for a in node.attribute if a.name == name]
-    attribute.f = value
+    attribute.f *= factor
 
 
 def _epsilon(graph: onnx.GraphProto) -> None:
-    _set(_norms(graph)[len(_norms(graph)) // 2], "epsilon", 1e-3)
+    _scale(_norms(graph)[len(_norms(graph)) // 2], "epsilon", 100)
 
 
 def _momentum(graph: onnx.GraphProto) -> None:
-    _set(_norms(graph)[-1], "momentum", 0.8)
+    _scale(_norms(graph)[-1], "momentum", 8 / 9)
 
 
 def _axis(graph: onnx.GraphProto) -> None:
