@@ -11,6 +11,7 @@ result yet, `--seconds` stops starting rows after that time.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import importlib
 import json
 import multiprocessing
@@ -20,6 +21,7 @@ import tempfile
 import time
 import traceback
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from importlib.metadata import version
@@ -263,6 +265,7 @@ def page(results: dict[str, Any]) -> str:
         f"Written by `benchmarks/models.py`; do not edit. {', '.join(f'{k} {v}' for k, v in versions.items())}.",
         "",
         f"{len(rows)} of {len(entries())} architectures were run, with random weights; {green} have no red cell.",
+        _states(rows),
         "**export**: `from_torch` for training, compared with torch in outputs and running statistics, at other sizes",
         "too. **gradient**: of the artifacts' first step against torch autograd in float64, as a share of its norm",
         "(torch's own float32 in brackets where that is above 1e-6). **train**: three steps of AdamW on one batch",
@@ -292,6 +295,22 @@ def page(results: dict[str, Any]) -> str:
             reason = REASONS.get(name) or row.get(path, {"error": "not run"})["error"]
             lines.append(f"- **{name}**, {path}: {_plain(reason)}")
     return "\n".join(lines) + "\n"
+
+
+def _states(rows: dict[str, Any]) -> str:
+    """Of how many states of the code the rows are."""
+    counts = Counter(row.get("state", "") for row in rows.values()).most_common()
+    if len(counts) < 2:
+        return "All rows are of one state of the code."
+    return f"{counts[0][1]} rows are of one state of the code, the other {len(rows) - counts[0][1]} of earlier ones."
+
+
+def _source() -> str:
+    """A digest of the package's code: which state a row is of."""
+    digest = hashlib.sha256()
+    for path in sorted((ROOT / "src" / "onward").rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:12]
 
 
 def _plain(text: str) -> str:
@@ -339,7 +358,7 @@ def main() -> None:
         "transformers": transformers.__version__,
         **{name: version(name) for name in ("torchvision", "timm") if find_spec(name)},
     }
-    known, begun = entries(), time.monotonic()
+    known, begun, state = entries(), time.monotonic(), _source()
     only = set(filter(None, options.only.split(",")))
     for entry in known:
         old = results["rows"].get(entry.name)
@@ -350,7 +369,7 @@ def main() -> None:
             continue
         if (options.missing and done) or time.monotonic() - begun > options.seconds:
             continue
-        row = in_a_child(entry)
+        row = {**in_a_child(entry), "state": state}
         results["rows"][entry.name] = row
         bad = [f"{path}: {row[path]['error']}" for path in PATHS if "error" in row.get(path, {})]
         print(f"{entry.name:32} {'; '.join(bad) or 'ok'}", flush=True)
