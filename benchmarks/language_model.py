@@ -1,7 +1,7 @@
 """LoRA on a language model: time to the first step, step time, peak memory and disk, beside torch with peft.
 
-    python benchmarks/language_model.py smollm --base /tmp/bases          # SmolLM-135M's shape, float32 and 4-bit
-    python benchmarks/language_model.py tinyllama --base /tmp/bases       # TinyLlama's (1.1 B), 4-bit
+    python benchmarks/language_model.py smollm --base bases          # SmolLM-135M's shape, float32 and 4-bit
+    python benchmarks/language_model.py tinyllama --base bases       # TinyLlama's (1.1 B), 4-bit
 
 Weights are random, texts are random words, a batch is 1 x 256 tokens, adapters have rank 8 beside the four
 projections of attention. Each engine runs in a process of its own, one after the other, `--rounds` times; the time to

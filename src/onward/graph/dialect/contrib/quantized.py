@@ -88,7 +88,7 @@ def _constant_of(op: Builder, data: np.ndarray, bits: int, name: str) -> ir.Valu
     return _register(op, ir.PackedTensor(packed, ir.DataType.UINT4, shape=ir.Shape(data.shape)), name)
 
 
-def _register(op: Builder, tensor: ir.PackedTensor, name: str) -> ir.Value:
+def _register(op: Builder, tensor: ir.PackedTensor | ir.ExternalTensor, name: str) -> ir.Value:
     value = ir.Value(
         name=op.namer(name), type=ir.TensorType(tensor.dtype), shape=ir.Shape(tensor.shape.numpy())
     )
