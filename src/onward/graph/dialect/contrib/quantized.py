@@ -92,7 +92,7 @@ def _register(op: Builder, tensor: ir.PackedTensor | ir.ExternalTensor, name: st
     value = ir.Value(
         name=op.namer(name), type=ir.TensorType(tensor.dtype), shape=ir.Shape(tensor.shape.numpy())
     )
-    tensor.name = value.name
+    tensor.name = value.name or ""
     value.const_value = tensor
     op.root.graph.register_initializer(value)
     return value
