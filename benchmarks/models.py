@@ -302,7 +302,7 @@ def _states(rows: dict[str, Any]) -> str:
     counts = Counter(row.get("state", "") for row in rows.values()).most_common()
     if len(counts) < 2:
         return "All rows are of one state of the code."
-    return f"{counts[0][1]} rows are of one state of the code, the other {len(rows) - counts[0][1]} of earlier ones."
+    return f"{counts[0][1]} rows are of one state of the code, the other {len(rows) - counts[0][1]} of other states."
 
 
 def _source() -> str:
