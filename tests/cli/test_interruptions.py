@@ -40,7 +40,7 @@ COMMANDS = {
     "train --overwrite while reading": ("onward.data.read.read_arrays", "train artifacts -d data.npz --overwrite"),
     "evaluate": ("onward.train.trainer.Trainer.evaluate", "evaluate run -d data.npz"),
     "infer": ("onward.data.read.read_arrays", "infer model.onnx -d data.npz"),
-    "check": ("onward.artifacts.build_artifacts", "check model.onnx -l mse"),
+    "check": ("onward.artifacts.generate.build_artifacts", "check model.onnx -l mse"),
     "check while measuring": ("onward.api.Module.__call__", "check model.onnx -l mse --train w1"),
     "gradcheck": ("onward.autodiff.check.check_gradient", "gradcheck model.onnx"),
     "bench": ("onward.api.Module.__call__", "bench artifacts"),

@@ -165,7 +165,7 @@ ALONE: list[tuple[str, int, str, str]] = [
     ("train artifacts -d classes.npz -o new", 1, "label", ""),
     ("train artifacts -d nan.npz -o new", 1, "of 'x' in the data is not finite", "fix these rows"),
     ("train artifacts -d nothing.npz -o new", 1, "has no sample", "right file"),
-    ("train artifacts -d folder -o new", 1, "a folder of images needs a model", "--data INPUT=FOLDER"),
+    ("train artifacts -d folder -o new", 1, "no image and no WAV file in 'folder'", "one folder for each class"),
     ("evaluate run -d wide.npz", 1, "'x' has shape [2, 9]", "change the data"),
     ("infer model.onnx -d wide.npz", 1, "has shape [2, 9]", ""),
     ("deploy run new.onnx -d wide.npz", 1, "has shape [2, 9]", ""),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import time
@@ -56,7 +57,7 @@ def _inject(where: str, rank: int, number: int) -> None:
     if where == "a step":
         at(DataParallel, "backward", 4)
     elif where == "an all-reduce":
-        at(TorchCommunicator, "all_reduce", 4, lambda _, array, *rest: array.size > 16)
+        at(TorchCommunicator, "all_reduce", 4, lambda _, array, *rest: math.prod(array.shape) > 16)
     elif where == "a checkpoint":
         if rank == 0:
             at(os, "fsync", 4)

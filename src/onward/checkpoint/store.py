@@ -207,6 +207,7 @@ def save(
     that is damaged is replaced, not kept. Raises `CheckpointError` ("not committed, the old one is kept" or
     "committed, durability uncertain"); `TypeError` or `ValueError` for data that no checkpoint can hold.
 
+    >>> from onward.checkpoint.content import CheckpointData
     >>> import tempfile, numpy
     >>> with tempfile.TemporaryDirectory() as directory:
     ...     save(CheckpointData(trainable={"w": numpy.ones(2, "float32")}), directory + "/checkpoint")
@@ -252,6 +253,7 @@ def save_step(
 ) -> Path:
     """Save as `<directory>/checkpoint-<step>`, then remove all but the `keep` good ones of highest step.
 
+    >>> from onward.checkpoint.content import CheckpointData
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as directory:
     ...     for step in (10, 20, 30):
@@ -278,6 +280,7 @@ def rotate(directory: str | os.PathLike[str], *, keep: int = 2) -> list[Path]:
 
     Nothing is removed while fewer than `keep` verify, and no damaged one in front of them.
 
+    >>> from onward.checkpoint.content import CheckpointData
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as directory:
     ...     rotate(directory)
@@ -292,6 +295,7 @@ def load_latest(path: str | os.PathLike[str]) -> Latest:
 
     `path` is a directory of `save_step`, highest step first, or a file that `save` keeps older versions of.
 
+    >>> from onward.checkpoint.content import CheckpointData
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as directory:
     ...     _ = save_step(CheckpointData(), directory, step=7)

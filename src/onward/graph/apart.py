@@ -36,7 +36,7 @@ def parse_apart(path: Path) -> onnx.ModelProto | None:
     A link, or a file with several names, is read as a whole: references to external data may not go through them.
     """
     try:
-        if path.is_symlink() or path.parent.resolve() / path.name != path.resolve():
+        if not path.is_file() or path.is_symlink() or path.parent.resolve() / path.name != path.resolve():
             return None
         with open(path, "rb") as file:
             status = os.fstat(file.fileno())

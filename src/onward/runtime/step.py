@@ -204,7 +204,7 @@ class TrainingStep:
             bound.bind_output(f"{name}{contract.NEXT}", tensor)
         bound.bind_input(SEED, self._seed)
         loss = next(v for v in bound.session.get_outputs() if v.name == self.signature.outputs[0])
-        if loss.shape not in ([], [1]):
+        if any(size != 1 for size in loss.shape):
             raise ModelError(
                 f"the first output '{loss.name}' of the training model has the shape {loss.shape}: it is not a loss"
             )

@@ -57,6 +57,7 @@ def render_report(
 ) -> str:
     """The page as a string.
 
+    >>> from onward.train.history import History
     >>> "<svg" in render_report(History(steps=[{"step": 1, "loss": 2.0}, {"step": 2, "loss": 1.0}]))
     True
     """
