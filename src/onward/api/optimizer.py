@@ -61,6 +61,14 @@ class Optimizer:
             artifacts_id=self._module.signature.artifacts_id,
         )
 
+    def follow(self, scheduler: LRScheduler, initial_rate: float) -> object:
+        """Save the schedule with the optimizer from now on; returns what the checkpoint recorded of one, once.
+
+        A second schedule over the same optimizer starts from the beginning.
+        """
+        self._scheduler, self._initial_rate = scheduler, initial_rate
+        return self._module._state._data.extras.pop("scheduler", None)
+
     @property
     def is_plain(self) -> bool:
         """Whether nothing but the optimizer model decides what a step does: no subclass has a say."""

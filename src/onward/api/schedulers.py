@@ -42,10 +42,7 @@ class LRScheduler:
         self._initial_lr = float(initial_lr)
         self._warmup = warmup_step_count
         self._step = 0
-        # once: a second schedule over the same optimizer starts from the beginning
-        resumed = optimizer._module._state._data.extras.pop("scheduler", None)
-        optimizer._scheduler = self
-        optimizer._initial_rate = self._initial_lr
+        resumed = optimizer.follow(self, self._initial_lr)
         if isinstance(resumed, str):
             self._step = self._resumed_step(resumed)
         self._apply()
