@@ -266,7 +266,7 @@ def test_quantized_models_are_smaller_and_measured(
     whole = for_inference(made / "eval_model.onnx", made / "checkpoint", ["y"], tmp_path / "whole.onnx")
     x, _ = batch()
     report = for_inference(
-        made / "eval_model.onnx", made / "checkpoint", ["y"], path, quantize_to=scheme, inputs={"x": x},
+        made / "eval_model.onnx", made / "checkpoint", ["y"], path, quantize=scheme, inputs={"x": x},
         external_data=external,
     )  # fmt: skip
     assert report.parity is not None and report.parity.passed
@@ -285,8 +285,17 @@ def test_quantized_models_are_smaller_and_measured(
 def test_an_unknown_scheme_is_refused_before_anything_is_written(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"unknown quantization 'int3'.*did you mean 'int"):
         for_inference(folder / "eval_model.onnx", folder / "trained", ["scores"], tmp_path / "m.onnx",
-                      quantize_to="int3")  # fmt: skip
+                      quantize="int3")  # fmt: skip
     assert not os.listdir(tmp_path)
+
+
+def test_the_old_name_of_quantize_warns_and_works(tmp_path: Path) -> None:
+    made = wide(tmp_path / "artifacts")
+    with pytest.warns(DeprecationWarning, match="quantize="):
+        report = for_inference(
+            made / "eval_model.onnx", made / "checkpoint", ["y"], tmp_path / "m.onnx", quantize_to="int8"
+        )
+    assert report.quantization is not None
 
 
 # ---- proof and failure ---------------------------------------------------------------------------

@@ -55,7 +55,7 @@ def make(artifacts: Any, **options: Any) -> Trainer:
 
 
 def test_a_run_equals_the_same_run_by_hand(artifacts: Path) -> None:
-    trainer = make(artifacts, accumulation=2, schedule="linear", warmup=1)
+    trainer = make(artifacts, gradient_accumulation_steps=2, schedule="linear", warmup=1)
     x, labels = data(size=32)
     history = trainer.fit((x, labels), epochs=2, batch_size=4, shuffle=False)
 
@@ -79,7 +79,7 @@ def test_a_run_equals_the_same_run_by_hand(artifacts: Path) -> None:
 @pytest.mark.parametrize("sizes", [(8, 8), (4, 4, 4, 4), (4, 4, 5, 3), (6, 6, 4), (1, 2, 4, 9)])
 def test_accumulation_equals_the_larger_batch(plain: Path, sizes: tuple[int, ...]) -> None:
     x, labels = data(size=16)
-    whole, parts = make(plain), make(plain, accumulation=len(sizes))
+    whole, parts = make(plain), make(plain, gradient_accumulation_steps=len(sizes))
     ends = np.cumsum([0, *sizes])
     pieces = [(x[a:b], labels[a:b]) for a, b in itertools.pairwise(ends)]
     one = whole.fit([(x, labels)] * 3, epochs=1)
@@ -98,7 +98,7 @@ def test_labels_that_are_ignored_do_not_weigh(tmp_path: Path) -> None:
     x, labels = data(size=12)
     labels = labels.copy()
     labels[1:4] = labels[8:12] = -100  # one of four counts, all, none
-    whole, parts = make(folder), make(folder, accumulation=3)
+    whole, parts = make(folder), make(folder, gradient_accumulation_steps=3)
     whole.fit([(x, labels)])
     parts.fit([(x[i : i + 4], labels[i : i + 4]) for i in (0, 4, 8)])
     for name, parameter in whole.state.parameters:
@@ -109,9 +109,16 @@ def test_labels_that_are_ignored_do_not_weigh(tmp_path: Path) -> None:
 
 
 def test_the_last_window_of_an_epoch_may_be_smaller(plain: Path) -> None:
-    trainer = make(plain, accumulation=3)
+    trainer = make(plain, gradient_accumulation_steps=3)
     trainer.fit(data(size=20), batch_size=4, epochs=2)  # five batches: windows of three and two
     assert trainer.step == trainer.total_steps == 4
+
+
+def test_the_old_name_of_accumulation_warns_and_works(plain: Path) -> None:
+    with pytest.warns(DeprecationWarning, match="gradient_accumulation_steps"):
+        trainer = make(plain, accumulation=2)
+    trainer.fit(data(size=20), batch_size=4)
+    assert trainer.step == 3
 
 
 def test_clipping(plain: Path) -> None:
@@ -466,7 +473,8 @@ def test_progress_is_a_bar_on_terminals_and_lines_in_files(
 
 def test_impossible_settings_are_refused_before_training(artifacts: Path) -> None:
     for options, message in (
-        ({"accumulation": 0}, "accumulation is 0"), ({"keep": 0}, "keep is 0"), ({"clip_norm": -1}, "clip_norm is -1"),
+        ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps is 0"),
+        ({"keep": 0}, "keep is 0"), ({"clip_norm": -1}, "clip_norm is -1"),
         ({"on_nonfinite": "panic"}, "on_nonfinite is 'panic'"), ({"metrics": ["acc"]}, "no metric 'acc'"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=message):

@@ -6,6 +6,7 @@ import dataclasses
 import os
 import shutil
 import tempfile
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -54,7 +55,7 @@ def for_inference(
     outputs: Sequence[str],
     path: str | os.PathLike[str],
     *,
-    quantize_to: bool | str | None = None,
+    quantize: bool | str | None = None,
     inputs: Mapping[str, np.ndarray] | None = None,
     rtol: float = 1e-4,
     atol: float = 1e-5,
@@ -62,17 +63,18 @@ def for_inference(
     opset: int | None = None,
     metadata: Mapping[str, str] | None = None,
     device: DeviceLike = "cpu",
+    quantize_to: bool | str | None = None,
 ) -> InferenceExport:
     """Export a trained model for inference, and check that its outputs equal the evaluation model's.
 
     `state` is a CheckpointState or the path of a checkpoint. `inputs` are used for the check (random ones of
     the model's shapes by default); a difference above the tolerances raises `ParityError` and keeps an
-    existing file. `quantize_to` is "int8", "int8-tensor", "int4", "int8-weights", "fp16", or
+    existing file. `quantize` is "int8", "int8-tensor", "int4", "int8-weights", "fp16", or
     "int8-static", which finds ranges on `inputs` and is the fast one for convolutions; its effect is measured and
     reported, not judged. `external_data` puts the weights into a file of their own; `opset`
     writes the model in an older one, where its operators have the same meaning there. `metadata` is written into
     the file besides: the names of its classes, say. The check compares the written model on `device` with the
-    evaluation model on the CPU.
+    evaluation model on the CPU. `quantize_to` is the old name of `quantize`.
 
     >>> written = for_inference("out/eval_model.onnx", "out/checkpoint", ["scores"], "model.onnx")
     >>> written.parity.passed
@@ -81,7 +83,10 @@ def for_inference(
     data = _data(state)
     chosen = find_device(device)
     target = Path(path)
-    scheme = STATIC if quantize_to == STATIC else scheme_name(quantize_to)
+    if quantize_to is not None:
+        warnings.warn("for_inference(quantize_to=…) is now quantize=…", DeprecationWarning, stacklevel=2)
+        quantize = quantize_to
+    scheme = STATIC if quantize == STATIC else scheme_name(quantize)
     if scheme == STATIC and inputs is None:
         raise ExportError(f"{STATIC} needs samples of the data to find ranges on: pass inputs=…")
     model = inference_model(eval_model, data, outputs)

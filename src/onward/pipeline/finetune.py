@@ -81,7 +81,7 @@ class FineTuned:
         """
         exported = for_inference(
             ir.to_proto(self._artifacts.evaluation), self.state, self._outputs, path,
-            quantize_to=quantize, metadata=self._metadata(), inputs=self._samples,
+            quantize=quantize, metadata=self._metadata(), inputs=self._samples,
         )  # fmt: skip
         if self._tokenizer is not None:
             target = Path(path)

@@ -205,7 +205,7 @@ def finetune_language_model(
     batch_size: int = 1,
     max_length: int = 512,
     packing: bool = False,
-    accumulation: int = 1,
+    gradient_accumulation_steps: int = 1,
     learning_rate: float = 2e-4,
     schedule: Any = "linear",
     warmup: float = 0.03,
@@ -249,8 +249,9 @@ def finetune_language_model(
         examples = pack(examples, options["max_length"])
     pad = int(base.card["tokenizer"]["pad_id"])
     trainer = Trainer(
-        made, learning_rate=learning_rate, schedule=schedule, warmup=warmup, accumulation=accumulation,
-        clip_norm=clip_norm, seed=seed, progress=progress, output_directory=output_directory, callbacks=callbacks,
+        made, learning_rate=learning_rate, schedule=schedule, warmup=warmup,
+        gradient_accumulation_steps=gradient_accumulation_steps, clip_norm=clip_norm, seed=seed, progress=progress,
+        output_directory=output_directory, callbacks=callbacks,
         device=device,
     )  # fmt: skip
     batches = Batches(examples, batch_size, pad=pad, inputs=base.inputs, seed=seed)

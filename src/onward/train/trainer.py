@@ -64,8 +64,9 @@ class Trainer:
     an earlier run where it stopped, bit-exactly if the data gives the same batches again
     (a loader that shuffles by itself does not). `schedule` is "constant", "linear", "cosine",
     "step", "one-cycle", "polynomial", or a function of (optimizer, total steps) that returns a scheduler;
-    `warmup` is a number of steps, or a fraction of them if below 1. `accumulation` is the number of batches whose
-    gradients are accumulated for one update. `metrics` are names or functions: see `onward.train.metrics`.
+    `warmup` is a number of steps, or a fraction of them if below 1. `gradient_accumulation_steps` is the number of
+    batches whose gradients are accumulated for one update (`accumulation` is its old name). `metrics` are names or
+    functions: see `onward.train.metrics`.
 
     Artifacts of a pretrained model record defaults for fine-tuning: a low `learning_rate`, `warmup` and `clip_norm`.
     Arguments override them (0 turns warmup and clipping off); otherwise the learning rate is 1e-3.
@@ -88,7 +89,7 @@ class Trainer:
         learning_rate: float | Literal["auto"] | None = None,
         schedule: Schedule = "constant",
         warmup: float | None = None,
-        accumulation: int = 1,
+        gradient_accumulation_steps: int = 1,
         clip_norm: float | None = None,
         metrics: Sequence[str | Metric] | Mapping[str, str | Metric] = (),
         callbacks: Sequence[Callback] = (),
@@ -99,8 +100,17 @@ class Trainer:
         keep: int = 2,
         progress: bool = True,
         prefix: str = "",
+        accumulation: int | None = None,
     ) -> None:
-        for name, value in (("accumulation", accumulation), ("keep", keep)):
+        if accumulation is not None:
+            warnings.warn(
+                "Trainer(accumulation=…) is now gradient_accumulation_steps=…",
+                DeprecationWarning,
+                stacklevel=2,
+            )
+            gradient_accumulation_steps = accumulation
+        counts = {"gradient_accumulation_steps": gradient_accumulation_steps, "keep": keep}
+        for name, value in counts.items():
             if value < 1:
                 raise ValueError(f"{name} is {value}: it must be 1 or more")
         if clip_norm is not None and not clip_norm >= 0:
@@ -117,7 +127,8 @@ class Trainer:
         self._find_rate, learning_rate = rate == "auto", 1e-3 if isinstance(rate, str) else float(rate)
         self.output_directory = None if output_directory is None else Path(output_directory)
         self.learning_rate, self._schedule, self._warmup = learning_rate, schedule, warmup
-        self.accumulation, self._clip_norm, self._keep = accumulation, clip_norm, keep
+        self.gradient_accumulation_steps = gradient_accumulation_steps
+        self._clip_norm, self._keep = clip_norm, keep
         self._metrics = find_metrics(metrics)
         self._callbacks = [*callbacks, *([Progress()] if progress else [])]
         self._seed, self._device, self._options = seed, device, session_options
@@ -224,8 +235,8 @@ class Trainer:
         if self._find_rate:
             self._choose_rate(batches, resumed=resumed)
         settings = {
-            "epochs": epochs, "batch size": batch_size, "accumulation": self.accumulation, "seed": self._seed,
-            "learning rate": self.learning_rate, "schedule": schedule_name(self._schedule),
+            "epochs": epochs, "batch size": batch_size, "accumulation": self.gradient_accumulation_steps,
+            "seed": self._seed, "learning rate": self.learning_rate, "schedule": schedule_name(self._schedule),
             "warmup": self._warmup, "shuffle": shuffle, "batches": batches.count,
         }  # fmt: skip
         self._place.change_settings(settings, resumed=resumed)
@@ -281,7 +292,9 @@ class Trainer:
         return False
 
     def _make_schedule(self, batches: Batches, epochs: int) -> None:
-        steps = None if batches.count is None else -(-batches.count // self.accumulation) * epochs
+        steps = (
+            None if batches.count is None else -(-batches.count // self.gradient_accumulation_steps) * epochs
+        )
         self.total_steps = None if steps is None else self._place.first_step + steps
         warmup = 0.0 if steps is None and self._lenient_warmup else self._warmup
         self._scheduler: LRScheduler = make_schedule(
@@ -349,7 +362,9 @@ class Trainer:
             self._remains = pending is not None
             self._whole = False
             self._learn(batch)
-            full = len(place.weights) >= self.accumulation or (pending is None and place.weights)
+            full = len(place.weights) >= self.gradient_accumulation_steps or (
+                pending is None and place.weights
+            )
             row = self._update() if full else None
             self._whole = True
             if row is None:

@@ -101,7 +101,7 @@ def deploy(
     with file_target(model, overwrite=overwrite), output.working("exporting and comparing"):
         made = for_inference(
             str(eval_model), found.checkpoint, names, model,
-            quantize_to=None if quantize is None else str(quantize),
+            quantize=None if quantize is None else str(quantize),
             inputs=inputs, rtol=rtol, atol=atol, external_data=external_data or None,
             metadata=found.metadata(), device=device,
         )  # fmt: skip

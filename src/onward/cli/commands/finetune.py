@@ -150,8 +150,9 @@ def finetune(
             )
     chosen = LoRA(rank=rank, alpha=alpha, targets=targets or "attention", seed=seed)
     result = finetune_language_model(
-        model, data, lora=chosen, epochs=epochs or 1, batch_size=batch_size or 1, accumulation=accumulation,
-        max_length=max_length or 512, packing=packing, learning_rate=2e-4 if learning_rate is None else learning_rate,
+        model, data, lora=chosen, epochs=epochs or 1, batch_size=batch_size or 1,
+        gradient_accumulation_steps=accumulation, max_length=max_length or 512, packing=packing,
+        learning_rate=2e-4 if learning_rate is None else learning_rate,
         hold_out=hold_out or 0.0, seed=seed, device=device,
     )  # fmt: skip
     with output.working("writing"):

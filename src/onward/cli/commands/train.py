@@ -342,7 +342,7 @@ def _fit(
         learning_rate=_rate(options["learning_rate"]),
         schedule=options["schedule"],
         warmup=options["warmup"],
-        accumulation=options["accumulation"],
+        gradient_accumulation_steps=options["accumulation"],
         clip_norm=options["clip_norm"],
         metrics=options["metric"],
         callbacks=callbacks,

@@ -66,7 +66,7 @@ def save_pipeline(
             state,
             list(card["outputs"]),
             stage / MODEL,
-            quantize_to=scheme,
+            quantize=scheme,
             inputs=feeds,
             rtol=rtol,
             atol=atol,
