@@ -285,7 +285,7 @@ def _as_strided(
 
     Axes that stay as they are keep their size open. The others are merged, and picked from by constant places.
     """
-    if not torch.jit.is_tracing():
+    if not torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage]
         return _strided(self, size, stride, storage_offset)
     sizes, strides = [int(length) for length in size], [int(step) for step in stride]
     lengths, steps = [int(length) for length in self.shape], list(self.stride())
