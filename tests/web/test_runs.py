@@ -41,17 +41,14 @@ SCHEDULES: list[tuple[str, list, dict, list]] = [
     ("kind", "given", "named", "there"), SCHEDULES, ids=lambda v: v if isinstance(v, str) else ""
 )
 def test_rates_are_pythons(harness: Browser, kind: str, given: list, named: dict, there: list) -> None:
-    data = SimpleNamespace(extras={})
-    optimizer = SimpleNamespace(
-        _module=SimpleNamespace(_state=SimpleNamespace(_data=data)), set_learning_rate=lambda rate: None
-    )
+    optimizer = SimpleNamespace(follow=lambda scheduler, rate: None, set_learning_rate=lambda rate: None)
     schedule = getattr(schedulers, kind)(optimizer, *given, **named)
     found = harness.evaluate("harness.rates", {"kind": kind, "given": there, "count": 30})
     np.testing.assert_allclose(found, [schedule.rate(step) for step in range(30)], rtol=1e-12, atol=1e-15)
 
 
 RUNS: list[dict[str, Any]] = [
-    {"name": "mlp", "schedule": "cosine", "warmup": 0.2, "accumulation": 5},
+    {"name": "mlp", "schedule": "cosine", "warmup": 0.2, "gradient_accumulation_steps": 5},
     {"name": "cnn", "schedule": "one-cycle", "clip_norm": 0.3},
 ]
 

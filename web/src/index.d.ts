@@ -225,6 +225,8 @@ export interface TrainerOptions {
   learningRate?: number;
   schedule?: "constant" | "linear" | "cosine" | "step" | "one-cycle" | "polynomial";
   warmup?: number;
+  gradientAccumulationSteps?: number;
+  /** The old name of `gradientAccumulationSteps`. */
   accumulation?: number;
   clipNorm?: number | null;
   metrics?: "accuracy"[] | "auto";

@@ -20,7 +20,8 @@ import { CheckpointState } from "./state.js";
  *   externalData?: Record<string, FileSource>}} ArtifactFiles
  * @typedef {{onStart?: (trainer: Trainer) => void, onStep?: (trainer: Trainer, row: any) => boolean | void,
  *   onEpoch?: (trainer: Trainer, row: any) => boolean | void, onEnd?: (trainer: Trainer) => void}} Callback
- * @typedef {{learningRate?: number, schedule?: string, warmup?: number, accumulation?: number,
+ * @typedef {{learningRate?: number, schedule?: string, warmup?: number, gradientAccumulationSteps?: number,
+ *   accumulation?: number,
  *   clipNorm?: number | null, metrics?: string[] | "auto", callbacks?: Callback[], seed?: number,
  *   onNonfinite?: "raise" | "skip" | "ignore", runtime?: Runtime}} TrainerOptions
  */
@@ -31,11 +32,11 @@ const TURN = 24; // milliseconds of training between the browser's turns
 export class Trainer {
   /** @param {Module} module @param {Optimizer} optimizer @param {TrainerOptions} options */
   constructor(module, optimizer, {
-    learningRate = 1e-3, schedule = "constant", warmup = 0, accumulation = 1, clipNorm, metrics = [], callbacks = [],
-    seed = 0,
+    learningRate = 1e-3, schedule = "constant", warmup = 0, accumulation = 1, gradientAccumulationSteps = accumulation,
+    clipNorm, metrics = [], callbacks = [], seed = 0,
   } = {}) {
-    if (!(Number.isInteger(accumulation) && accumulation >= 1)) {
-      throw new RangeError(`accumulation is ${accumulation}: it must be 1 or more`);
+    if (!(Number.isInteger(gradientAccumulationSteps) && gradientAccumulationSteps >= 1)) {
+      throw new RangeError(`gradientAccumulationSteps is ${gradientAccumulationSteps}: it must be 1 or more`);
     }
     const { labels, modelOutputs } = module._plan;
     const wanted = metrics === "auto" ? (labels.length && modelOutputs.length ? ["accuracy"] : []) : metrics;
@@ -52,7 +53,7 @@ export class Trainer {
     this.step = 0;
     this.totalSteps = 0;
     this.schedule = schedule;
-    this._settings = { warmup, accumulation, metrics: wanted, seed };
+    this._settings = { warmup, gradientAccumulationSteps, metrics: wanted, seed };
     if (clipNorm !== undefined) optimizer._updater.clipNorm = clipNorm;
     /** @type {(() => void) | null} set while paused */
     this._wake = null;
@@ -114,7 +115,7 @@ export class Trainer {
     const evaluation = evalData === null ? null : new Batches(evalData, names, { batchSize });
     this.epoch = this.step = 0;
     this._stopped = false;
-    this.totalSteps = Math.ceil(batches.count / this._settings.accumulation) * epochs;
+    this.totalSteps = Math.ceil(batches.count / this._settings.gradientAccumulationSteps) * epochs;
     const scheduler = this._makeSchedule();
     this.callbacks.forEach((callback) => callback.onStart?.(this));
     try {
@@ -199,7 +200,7 @@ export class Trainer {
         epoch.loss += loss * weight;
         epoch.weight += weight;
       }
-      const full = window.length >= this._settings.accumulation || epoch.batches === batches.count;
+      const full = window.length >= this._settings.gradientAccumulationSteps || epoch.batches === batches.count;
       if (!full || !window.length) continue;
       const row = await this._update(window, scheduler);
       window = [];
