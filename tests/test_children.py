@@ -68,6 +68,7 @@ def test_leaves():
     assert "left a process behind" in said, said
     pids = (tmp_path / "pids").read_text().split()
     assert len(pids) == 2
+    alive = pids
     for _ in range(100):
         alive = [pid for pid in pids if running(int(pid))]
         if not alive:

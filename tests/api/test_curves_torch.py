@@ -119,6 +119,7 @@ def test_training_is_torchs(
     torch.manual_seed(1)
     batches = [(chosen.sample(8), torch.randint(3, (8,))) for _ in range(10)]
     curve, expected = [], []
+    x, labels = batches[0]
     for step in range(STEPS):
         x, labels = batches[step % len(batches)]
         reference.zero_grad()

@@ -223,7 +223,7 @@ def norm_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_normalized(tmp_path_factory.mktemp("norm"), optimizer=OptimType.AdamW)
 
 
-BAD_FOR_NORM: dict[str, Callable[[np.ndarray], None]] = {
+BAD_FOR_NORM: dict[str, Callable[[np.ndarray], object]] = {
     "nan": lambda x: x.__setitem__((0, 0), np.nan),
     # the variance overflows, the normalized values are 0, and loss and gradients are finite
     "overflow of the variance": lambda x: x.__imul__(np.float32(1e25)),

@@ -75,7 +75,7 @@ def test_the_example_of_the_documentation(tmp_path: Path) -> None:
     module = module_of(folder)
     optimizer = Optimizer(folder / "optimizer_model.onnx", module)
     optimizer.set_learning_rate(0.05)
-    first = module(X, LABELS)
+    first = last = module(X, LABELS)
     for _ in range(30):
         optimizer.step()
         module.lazy_reset_grad()
@@ -388,7 +388,7 @@ def test_a_model_of_strings_trains(tmp_path: Path) -> None:
     module = module_of(tmp_path)
     optimizer = Optimizer(tmp_path / "optimizer_model.onnx", module)
     text, labels = np.asarray([["1.0", "2.0", "3.0", "4.0"], ["-1", "0", "1e-1", "5"]]), np.asarray([1, 0])
-    first = module(text, labels)
+    first = last = module(text, labels)
     for _ in range(10):
         optimizer.step()
         module.lazy_reset_grad()
@@ -667,7 +667,7 @@ def test_models_past_the_limit_of_protobuf_train(tmp_path: Path, monkeypatch: py
     module = module_of(folder)
     optimizer = Optimizer(folder / "optimizer_model.onnx", module)
     ids = np.asarray([3, 499, 7, 0, 12])
-    first = module(ids, LABELS)
+    first = last = module(ids, LABELS)
     for _ in range(20):
         optimizer.step()
         module.lazy_reset_grad()
