@@ -219,10 +219,15 @@ def test_a_map_must_name_what_is_there(place: Path) -> None:
 )
 def test_devices_and_pipes_are_no_data(artifacts: Path, run: Any, name: str) -> None:
     Path(name).symlink_to("/dev/zero")
-    run("train", "artifacts", "-d", name, code=1)
+    said = _refusal(run, name)
+    assert said.startswith("error: ")
     Path(name).unlink()
     os.mkfifo(name)
-    run("train", "artifacts", "-d", name, code=1)
+    assert _refusal(run, name) == said
+
+
+def _refusal(run: Any, name: str) -> str:
+    return run("train", "artifacts", "-d", name, code=1).stderr.splitlines()[0]
 
 
 def test_data_that_unpacks_to_far_more_than_it_is(artifacts: Path, run: Any) -> None:

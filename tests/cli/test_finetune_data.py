@@ -466,3 +466,21 @@ def test_answers_name_the_files_and_wrong_inputs_are_refused(desk: Path, run: Ru
     assert "no image and no WAV file in 'mp3' (it has .mp3)" in said
     refused = run("finetune", "sound.onnx", "-d", "sounds", "-o", "new.onnx", "--lora", code=1).stderr
     assert "--lora is for the folder of a language model" in refused
+
+
+def test_a_model_of_a_fixed_batch_trains_and_deploys_with_that_size(desk: Path, run: Run) -> None:
+    model = onnx.load("model.onnx")
+    for value in (*model.graph.input, *model.graph.output):
+        value.type.tensor_type.shape.dim[0].dim_value = 1
+    onnx.save(model, "one.onnx")
+    rows = np.random.default_rng(0).normal(size=(12, 5))
+    Path("d.csv").write_text(
+        "a,b,c,d,e,kind\n"
+        + "".join(f"{','.join(map(str, r))},{'yes' if r[0] > 0 else 'no'}\n" for r in rows.round(3))
+    )
+    run("artifacts", "one.onnx", "--classes", "2")
+    said = run("train", "artifacts", "-d", "d.csv", "--label", "kind", code=1).stderr
+    assert "the model takes batches of 1 alone: --batch-size 1" in said
+    run("train", "artifacts", "-d", "d.csv", "--label", "kind", "-b", "1")
+    run("deploy", "run", "mine.onnx")
+    assert Path("mine.onnx").is_file()

@@ -8,6 +8,7 @@ recorded and replayed.
 from __future__ import annotations
 
 import abc
+import re
 import warnings
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -339,7 +340,10 @@ def _explain(error: Exception, signature: Signature, feeds: list[Any]) -> Except
             f"the device has too little memory for a step on inputs {given}: {reason}. Parameters are "
             "unchanged; lower the batch size (and accumulate gradients), or generate the artifacts with recompute=…"
         )
-    return hinted(
-        ValueError(f"the step failed on inputs {given}: {error}"),
-        "onward inspect shows which shapes the model takes",
+    fixed = re.search(r"index: 0 Got: \d+ Expected: (\d+)", str(error))
+    hint = (
+        f"the model takes batches of {fixed.group(1)} alone: --batch-size {fixed.group(1)}, or export it for any"
+        if fixed
+        else "onward inspect shows which shapes the model takes"
     )
+    return hinted(ValueError(f"the step failed on inputs {given}: {error}"), hint)

@@ -176,6 +176,7 @@ def _inputs(
     loaded = load_data(data, specs, found.data_options(mapping=mapping, place=run))
     if loaded.arrays is None:
         raise CommandError("--data takes files here, not a function", "save some samples as .npz")
+    samples = min([samples, *(spec.dims[0] for spec in specs if spec.dims and spec.dims[0])])  # fixed batches
     labels = _labels_only(eval_model, names)
     return {name: np.asarray(array[:samples]) for name, array in loaded.arrays.items() if name not in labels}
 
