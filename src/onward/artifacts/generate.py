@@ -20,9 +20,8 @@ import onnx_ir as ir
 from onward import contract, losses
 from onward.artifacts.choose import Choice, choose, constant_vectors, resolve
 from onward.artifacts.names import LOSSES, LossType, OptimType, loss_type, optimizer_type
-from onward.artifacts.portable_files import write_portable
 from onward.artifacts.training_graph import build_training_graphs, producer
-from onward.artifacts.write import write_artifacts
+from onward.artifacts.write import write_artifacts, write_portable
 from onward.autodiff.recompute.segments import ActivationBudget, Recompute
 from onward.checkpoint.content import CheckpointData, NominalTensor
 from onward.contract import OPSET

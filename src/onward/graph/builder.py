@@ -173,6 +173,14 @@ class Builder:
             axis %= value.shape.rank()
         return self.Shape(value, start=axis, end=axis + 1 or None)
 
+    def concat_shape(self, *parts: int | ir.Value) -> ir.Value:
+        """A shape from numbers and int64 vectors, in order: a constant where every part is."""
+        known = [np.asarray([part]) if isinstance(part, int) else self.const_value(part) for part in parts]
+        if all(part is not None for part in known):
+            return self.constant(np.concatenate(known).astype(np.int64), name="shape")  # type: ignore[arg-type]
+        vectors = [np.asarray([part], np.int64) if isinstance(part, int) else part for part in parts]
+        return self.Concat(*vectors, axis=0)
+
     def const_value(self, value: ir.Value | None) -> np.ndarray | None:
         """The numbers in a value that is constant (an initializer that is not an input), else None."""
         if value is None or value.is_graph_input():

@@ -36,13 +36,12 @@ from onward.train.batches import (
     sample_count,
 )
 from onward.train.callbacks import Callback, Progress, improves
-from onward.train.evaluation import evaluate
+from onward.train.evaluation import evaluate, predict
 from onward.train.history import History
 from onward.train.infinite_slope import infinite_slope
 from onward.train.interrupt import DeferredInterrupt
 from onward.train.lock import run_lock
 from onward.train.metrics import Metric, find_metrics
-from onward.train.prediction import predict
 from onward.train.progress import Place
 from onward.train.range_test import range_test
 from onward.train.report import list_files, render_report

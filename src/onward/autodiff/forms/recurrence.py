@@ -8,15 +8,14 @@ each step, and one product over all steps for each weight. Registers no rule.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import onnx_ir as ir
 
-from onward.autodiff.forms.joined_shapes import joined
 from onward.errors import ModelError
 
-__all__ = ["Direction", "Recurrence", "scan"]
+__all__ = ["Activation", "Direction", "Recurrence", "read_activations", "scan"]
 
 Step = Callable[..., tuple[Sequence[ir.Value], Sequence[ir.Value]]]
 
@@ -80,7 +79,7 @@ class Recurrence:
             )
         self.hidden = hidden
         self.x = op.Transpose(x, perm=[1, 0, 2]) if self.batch_first else x
-        self.rows = op.Reshape(self.x, joined(op, -1, op.dim(w, 2)))
+        self.rows = op.Reshape(self.x, op.concat_shape(-1, op.dim(w, 2)))
         self.mask = self._mask(lengths)
         self.directions = [
             Direction(
@@ -117,7 +116,7 @@ class Recurrence:
 
     def zeros(self) -> ir.Value:
         """A state of zeros, [B, H]."""
-        shape = joined(self.op, self.op.dim(self.x, 1), self.hidden)
+        shape = self.op.concat_shape(self.op.dim(self.x, 1), self.hidden)
         return self.op.Expand(self.op.constant_like(0.0, self.x), shape)
 
     def _mask(self, lengths: ir.Value | None) -> ir.Value | None:
@@ -138,7 +137,7 @@ class Recurrence:
     def _steps(self, rows: ir.Value, width: int | None) -> ir.Value:
         """Rows of all steps back to [S, B, width]."""
         op = self.op
-        shape = joined(op, op.dim(self.x, 0), op.dim(self.x, 1), -1 if width is None else width)
+        shape = op.concat_shape(op.dim(self.x, 0), op.dim(self.x, 1), -1 if width is None else width)
         return op.Reshape(rows, shape)
 
     def previous(self, direction: Direction, states: ir.Value, first: ir.Value | None) -> ir.Value:
@@ -215,3 +214,107 @@ class Recurrence:
         axis = 1 if state and self.batch_first else 0
         parts = [self.op.Unsqueeze(part, [axis]) for part in parts]
         return parts[0] if len(parts) == 1 else self.op.Concat(*parts, axis=axis)
+
+
+# name: default α and β (None: the function has none)
+_DEFAULTS: dict[str, tuple[float | None, float | None]] = {
+    "relu": (None, None),
+    "tanh": (None, None),
+    "sigmoid": (None, None),
+    "affine": (1.0, 0.0),
+    "leakyrelu": (0.01, None),
+    "thresholdedrelu": (1.0, None),
+    "scaledtanh": (1.0, 1.0),
+    "hardsigmoid": (0.2, 0.5),
+    "elu": (1.0, None),
+    "softsign": (None, None),
+    "softplus": (None, None),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Activation:
+    """One activation function; its argument is clipped to ±clip first where clip is not None."""
+
+    name: str
+    alpha: float = 0.0
+    beta: float = 0.0
+    clip: float | None = None
+
+    @property
+    def needs_argument(self) -> bool:
+        """Whether the derivative cannot be computed from the function's value alone."""
+        return self.clip is not None or self.name in ("leakyrelu", "elu")
+
+    def apply(self, op, z: ir.Value) -> ir.Value:
+        """f(z)"""
+        if self.clip is not None:
+            z = op.Clip(z, op.constant_like(-self.clip, z), op.constant_like(self.clip, z))
+        forms: dict[str, Callable[[], ir.Value]] = {
+            "relu": lambda: op.Relu(z),
+            "tanh": lambda: op.Tanh(z),
+            "sigmoid": lambda: op.Sigmoid(z),
+            "affine": lambda: op.Add(op.Mul(z, self.alpha), self.beta),
+            "leakyrelu": lambda: op.LeakyRelu(z, alpha=self.alpha),
+            "thresholdedrelu": lambda: op.Where(op.Greater(z, self.alpha), z, op.constant_like(0.0, z)),
+            "scaledtanh": lambda: op.Mul(op.Tanh(op.Mul(z, self.beta)), self.alpha),
+            "hardsigmoid": lambda: op.HardSigmoid(z, alpha=self.alpha, beta=self.beta),
+            "elu": lambda: op.Elu(z, alpha=self.alpha),
+            "softsign": lambda: op.Div(z, op.Add(op.Abs(z), 1.0)),
+            "softplus": lambda: op.Softplus(z),
+        }
+        return forms[self.name]()
+
+    def derivative(self, op, y: ir.Value, z: ir.Value | None) -> ir.Value:
+        """f′ at z, written in y = f(z) where that suffices."""
+
+        def number(value: float) -> ir.Value:
+            return op.constant_like(value, y)
+
+        def where(condition: ir.Value, then: object, other: float) -> ir.Value:
+            return op.Where(condition, then if isinstance(then, ir.Value) else number(then), number(other))  # type: ignore[arg-type]
+
+        forms: dict[str, Callable[[], ir.Value]] = {
+            "relu": lambda: where(op.Greater(y, 0.0), 1.0, 0.0),
+            "tanh": lambda: op.Sub(1.0, op.Mul(y, y)),
+            "sigmoid": lambda: op.Mul(y, op.Sub(1.0, y)),
+            "affine": lambda: op.Expand(number(self.alpha), op.shape(y)),
+            "leakyrelu": lambda: where(op.Less(z, 0.0), self.alpha, 1.0),
+            "thresholdedrelu": lambda: where(op.Equal(y, 0.0), 0.0, 1.0),
+            "scaledtanh": lambda: op.Mul(
+                op.Sub(1.0, op.Mul(op.Mul(y, y), self.alpha**-2)), self.alpha * self.beta
+            ),
+            "hardsigmoid": lambda: where(op.And(op.Greater(y, 0.0), op.Less(y, 1.0)), self.alpha, 0.0),
+            "elu": lambda: where(op.Less(z, 0.0), op.Add(y, self.alpha), 1.0),
+            "softsign": lambda: op.Mul(op.Sub(1.0, op.Abs(y)), op.Sub(1.0, op.Abs(y))),
+            "softplus": lambda: op.Sub(1.0, op.Exp(op.Neg(y))),
+        }
+        slope = forms[self.name]()
+        if self.clip is not None:
+            slope = op.Where(op.LessOrEqual(op.Abs(z), self.clip), slope, number(0.0))
+        return slope
+
+
+def read_activations(node: ir.Node, *, defaults: Sequence[str], directions: int) -> list[list[Activation]]:
+    """The activations of each direction; α and β are consumed, in order, by the functions that have them."""
+    attributes = node.attributes
+    names = attributes["activations"].as_strings() if "activations" in attributes else []
+    names = [*names] or [*defaults] * directions
+    alphas = _numbers(node, "activation_alpha")
+    betas = _numbers(node, "activation_beta")
+    clip = attributes["clip"].as_float() if "clip" in attributes else None
+    clip = clip if clip is not None and clip > 0 else None
+    found = []
+    for name in names:
+        if name.lower() not in _DEFAULTS:
+            raise ModelError(f"{node.op_type} '{node.name}' names an activation that ONNX lacks: '{name}'")
+        alpha, beta = _DEFAULTS[name.lower()]
+        alpha = next(alphas, alpha) if alpha is not None else 0.0
+        beta = next(betas, beta) if beta is not None else 0.0
+        found.append(Activation(name.lower(), alpha or 0.0, beta or 0.0, clip))
+    each = len(defaults)
+    return [found[d * each : (d + 1) * each] for d in range(directions)]
+
+
+def _numbers(node: ir.Node, attribute: str) -> Iterator[float]:
+    return iter(node.attributes[attribute].as_floats() if attribute in node.attributes else ())

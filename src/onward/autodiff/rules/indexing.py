@@ -12,7 +12,7 @@ import onnx_ir as ir
 
 from onward.autodiff.registry import gradient_rule, no_gradient
 from onward.autodiff.rules.elementwise import mask
-from onward.autodiff.rules.shape import difference, joined, padded, reshape_like, size_of, total
+from onward.autodiff.rules.shape import difference, padded, reshape_like, size_of, total
 
 # A table of up to this many rows gets its gradient from a product with one-hot rows (measured: 0.05 ms for 2
 # rows, 0.8 ms for 128, 3.3 ms for 512, of 384 numbers with 1024 indices), a larger one from a scatter (1.3 ms).
@@ -69,7 +69,7 @@ def _as_rows(op, x, index, dz, axis):
     if all(isinstance(dim, int) and dim for dim in dims):
         return op.Reshape(dz, np.asarray(dims))
     dims[axis] = op.Reshape(op.Size(index), [1])
-    return op.Reshape(dz, joined(op, dims), allowzero=1)
+    return op.Reshape(dz, op.concat_shape(*dims), allowzero=1)
 
 
 def _run(index: np.ndarray | None) -> tuple[int, int] | None:
@@ -121,8 +121,8 @@ class _Rows:
         number = None
         if batch_dims:
             sizes = [size_of(op, x, axis) for axis in range(batch_dims)]
-            count = op.ReduceProd(joined(op, sizes), keepdims=0)
-            aligned = joined(op, [*sizes, *[1] * (op.rank(index) - batch_dims)])
+            count = op.ReduceProd(op.concat_shape(*sizes), keepdims=0)
+            aligned = op.concat_shape(*sizes, *[1] * (op.rank(index) - batch_dims))
             number = op.Reshape(op.Range(0, count, 1), aligned, allowzero=1)
         digits = op.Split(index, [1] * length, axis=-1, outputs=length) if length > 1 else (index,)
         for axis, digit in enumerate(digits, start=batch_dims):

@@ -10,8 +10,7 @@ import dataclasses
 
 import onnx_ir as ir
 
-from onward.autodiff.forms.recurrence import Recurrence, scan
-from onward.autodiff.forms.recurrent_activations import Activation, read_activations
+from onward.autodiff.forms.recurrence import Activation, Recurrence, read_activations, scan
 from onward.autodiff.registry import gradient_rule
 
 

@@ -40,14 +40,6 @@ def _target(have: ir.Shape | None, want: ir.Shape | None) -> list[int] | None:
     return None if copied and 0 in want else target
 
 
-def joined(op, parts):
-    """A shape from its parts: numbers, and int64 vectors that are known at run time."""
-    if all(isinstance(part, int) for part in parts):
-        return op.constant(np.asarray(parts, np.int64), name="shape")
-    vectors = [op.constant(np.asarray([part], np.int64)) if isinstance(part, int) else part for part in parts]
-    return op.Concat(*vectors, axis=0)
-
-
 def size_of(op, value, axis):
     """One dimension: a number where it is known, else an int64 vector of length 1."""
     static = op.static_dim(value, axis)
@@ -82,7 +74,7 @@ def padded(op, value, pads):
     if not needed:
         return value
     axes, before, after = zip(*needed)
-    return op.Pad(value, joined(op, [*before, *after]), None, list(axes))
+    return op.Pad(value, op.concat_shape(*before, *after), None, list(axes))
 
 
 @gradient_rule("Reshape", "Flatten")
@@ -143,7 +135,7 @@ def tile(op, node, dz):
         parts.append(size_of(op, x, axis))
     if not repeated:
         return dz
-    return op.ReduceSum(op.Reshape(dz, joined(op, parts), allowzero=1), repeated, keepdims=0)
+    return op.ReduceSum(op.Reshape(dz, op.concat_shape(*parts), allowzero=1), repeated, keepdims=0)
 
 
 @gradient_rule("DepthToSpace")
@@ -155,7 +147,7 @@ def depth_to_space(op, node, dz):
     x = node.inputs[0]
     batch, height, width = (size_of(op, x, axis) for axis in (0, 2, 3))
     channels = size_of(op, dz, 1)
-    split = op.Reshape(dz, joined(op, [batch, channels, height, block, width, block]), allowzero=1)
+    split = op.Reshape(dz, op.concat_shape(batch, channels, height, block, width, block), allowzero=1)
     return reshape_like(op, op.Transpose(split, perm=[0, 1, 3, 5, 2, 4]), x)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from onward.autodiff.registry import gradient_rule
 from onward.autodiff.rules.indexing import scatter_selected
-from onward.autodiff.rules.shape import difference, joined, padded, size_of, total
+from onward.autodiff.rules.shape import difference, padded, size_of, total
 
 _END = np.iinfo(np.int64).max
 _BEFORE_START = np.iinfo(np.int64).min
@@ -28,10 +28,10 @@ def concat(op, node, dz):
     sizes = [size_of(op, x, axis) for x in inputs]
     chosen = [index for index, x in enumerate(inputs) if op.wanted(x)]
     if len(chosen) > 1:
-        return op.Split(dz, joined(op, sizes), axis=axis, outputs=len(inputs))
+        return op.Split(dz, op.concat_shape(*sizes), axis=axis, outputs=len(inputs))
     only = chosen[0]
     start = total(op, sizes[:only])
-    part = op.Slice(dz, joined(op, [start]), joined(op, [total(op, [start, sizes[only]])]), [axis])
+    part = op.Slice(dz, op.concat_shape(start), op.concat_shape(total(op, [start, sizes[only]])), [axis])
     return [part if index == only else None for index in range(len(inputs))]
 
 
@@ -73,7 +73,7 @@ def _split_sizes(op, node, axis):
 
 def _zeros(op, x, axis, size):
     dims = [size if other == axis else size_of(op, x, other) for other in range(op.rank(x))]
-    return op.Expand(op.constant_like(0.0, x), joined(op, dims))
+    return op.Expand(op.constant_like(0.0, x), op.concat_shape(*dims))
 
 
 @gradient_rule("Slice")
@@ -156,13 +156,13 @@ def _spread(op, value, axis, inside, width, room):
     blocks = op.Concat(*parts, axis=axis + 1)
     count = op.static_dim(value, axis)
     dims[axis] = count * width
-    wide = op.Reshape(blocks, joined(op, dims), allowzero=1)
+    wide = op.Reshape(blocks, op.concat_shape(*dims), allowzero=1)
     return op.Slice(wide, [0], [room], [axis]) if count * width > room else wide
 
 
 def _block(op, value, dims, axis, count):
     shape = [*dims[: axis + 1], count, *dims[axis + 1 :]]
-    return op.Expand(op.constant_like(0.0, value), joined(op, shape))
+    return op.Expand(op.constant_like(0.0, value), op.concat_shape(*shape))
 
 
 def _sliced_by_index(op, node, dz):
@@ -176,7 +176,7 @@ def center_crop_pad(op, node, dz):
     x = node.inputs[0]
     axes = node.attributes.get_ints("axes", None)
     every = range(op.rank(x)) if axes is None else axes
-    return op.CenterCropPad(dz, joined(op, [size_of(op, x, axis) for axis in every]), axes=axes)
+    return op.CenterCropPad(dz, op.concat_shape(*(size_of(op, x, axis) for axis in every)), axes=axes)
 
 
 @gradient_rule("Pad")

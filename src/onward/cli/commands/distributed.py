@@ -5,9 +5,12 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
+import os
+import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -32,7 +35,6 @@ from onward.cli.commands.train import (
     WarmupOption,
     require_finite,
 )
-from onward.cli.launch import launch
 from onward.cli.output_paths import require_folder_target
 from onward.cli.run_folder import begun_run, refuse_earlier_run
 from onward.limits import current
@@ -41,7 +43,7 @@ from onward.reading import read_json
 if TYPE_CHECKING:
     from onward.data.read import Data
 
-__all__ = ["register"]
+__all__ = ["Ended", "launch", "register"]
 
 
 def register(app: typer.Typer) -> None:
@@ -249,3 +251,42 @@ def _where(processes: int, nodes: int, node_rank: int, master: str | None) -> li
         *many, "--nnodes", str(nodes), "--node-rank", str(node_rank),
         "--master-addr", host, "--master-port", port,
     ]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How it ended: its exit code, whether a signal ended it, and what it wrote to stderr."""
+
+    code: int
+    interrupted: bool
+    words: str
+
+
+def launch(command: Sequence[str], *, log: Path, quiet: bool, look: Callable[[], None]) -> Ended:
+    """Run a command to its end; a first interrupt asks it to stop, a second kills it. `look` is called meanwhile."""
+    own: dict[str, Any] = {"start_new_session": True}
+    if os.name == "nt":
+        own = {"creationflags": getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0)}
+    environment = {"OMP_NUM_THREADS": "1", **os.environ}  # as torchrun chooses, but without its remark
+    interrupted = False
+    with open(log, "wb") as stderr:
+        process = subprocess.Popen(
+            command, stderr=stderr, stdout=subprocess.DEVNULL if quiet else None, env=environment, **own
+        )
+        try:
+            while True:
+                try:
+                    code = process.wait(timeout=0.5)
+                    break
+                except subprocess.TimeoutExpired:
+                    look()
+                except KeyboardInterrupt:
+                    if interrupted:
+                        raise
+                    interrupted = True
+                    process.terminate()
+        finally:
+            if process.poll() is None:
+                process.kill()  # its ranks see that it is gone
+                process.wait()
+    return Ended(code, interrupted, log.read_text(encoding="utf-8", errors="replace"))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import html
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,7 +13,7 @@ import typer
 from onward.cli.command import CommandError, Output, command, examples, human_size
 from onward.cli.output_paths import Overwrite, new_file
 
-__all__ = ["register"]
+__all__ = ["register", "render_page"]
 
 
 def register(app: typer.Typer) -> None:
@@ -53,7 +54,7 @@ def inspect(
         return
     found = describe(path, prefix=prefix)
     if html is not None:
-        from onward.cli.inspect_page import render_page
+        from onward.cli.commands.inspect import render_page
 
         with new_file(html, overwrite=overwrite) as file:
             file.write_text(render_page(found, sections(found)), encoding="utf-8")
@@ -221,3 +222,50 @@ def _show(output: Output, section: tuple[str, list[str], list[list[Any]]], limit
     if limit is not None and len(rows) > limit:
         output.line(f"… and {len(rows) - limit} more (--all shows them)")
     output.line("")
+
+
+_STYLE = """
+:root { color-scheme: light dark; --line: #8884; --bar: #2563eb; }
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 1100px; margin: 2rem auto; padding: 0 1.2rem; }
+h1 { font-size: 1.4rem; overflow-wrap: anywhere; } h2 { font-size: 1.05rem; margin: 1.6rem 0 .4rem; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; width: 100%; }
+td, th { padding: .25rem .8rem .25rem 0; text-align: left; border-bottom: 1px solid var(--line);
+  overflow-wrap: anywhere; vertical-align: top; }
+.bar { height: .55rem; background: var(--bar); border-radius: 3px; min-width: 1px; }
+.bars td:last-child { width: 45%; } code { font-size: .95em; }
+details { margin: 1rem 0; } summary { cursor: pointer; font-weight: 600; }
+"""
+
+
+def render_page(found: Mapping[str, Any], sections: Iterable[Sequence[Any]]) -> str:
+    """The page of what was found in a file, in sections: title, columns and rows."""
+    title = html.escape(f"{found['kind']}: {found['path']}")
+    body = "".join(_section(*section) for section in sections)
+    return f"""<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{title}</title><style>{_STYLE}</style></head><body>
+<h1>{title}</h1>
+{body}
+</body></html>
+"""
+
+
+def _section(title: str, columns: list[str], rows: list[list[Any]]) -> str:
+    if not rows:
+        return ""
+    counts = [row[1] for row in rows] if title == "operators" else []
+    head = "".join(f"<th>{html.escape(column)}</th>" for column in columns)
+    lines = []
+    for index, row in enumerate(rows):
+        cells = "".join(f"<td>{html.escape(str(cell))}</td>" for cell in row)
+        if counts:
+            cells += (
+                f'<td><div class="bar" style="width:{100 * counts[index] / max(counts):.1f}%"></div></td>'
+            )
+        lines.append(f"<tr>{cells}</tr>")
+    more = "<th></th>" if counts else ""
+    shown = f"<thead><tr>{head}{more}</tr></thead>" if any(columns) else ""
+    table = f'<table class="{"bars" if counts else ""}">{shown}<tbody>{"".join(lines)}</tbody></table>'
+    if len(rows) > 12:
+        return f"<details open><summary>{html.escape(title)} ({len(rows)})</summary>{table}</details>"
+    return f"<h2>{html.escape(title)}</h2>{table}"

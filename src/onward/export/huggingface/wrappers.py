@@ -9,26 +9,24 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from onward.errors import ExportError
 from onward.export.huggingface import image_audio, image_text, text_to_audio
 from onward.export.huggingface.encoder_decoder import encoder_decoder
 from onward.export.huggingface.experts import traceable_experts
 from onward.export.huggingface.generation import generation
-from onward.export.huggingface.masks import traceable_masks
-from onward.export.huggingface.pooling import pooling_head
 from onward.export.huggingface.traceable import TEXTS, TOKENS, Adapter, Traceable, encode, output_of
 
 if TYPE_CHECKING:
-    from onward.export.huggingface.find_model import Source
+    from onward.export.huggingface.find_model import Pooling, Source
     from onward.export.huggingface.tasks import Axes
 
-__all__ = ["adapt"]
+__all__ = ["PoolingHead", "adapt", "pooling_head", "traceable_masks"]
 
 _TEXT_INPUTS = ("input_ids", "attention_mask", "token_type_ids")
 
@@ -183,3 +181,99 @@ _WRAPPERS: Mapping[str, Callable[[Source, Any], Traceable]] = {
     "queries": image_text.queries,
     "waveform": text_to_audio.text_to_audio,
 }
+
+
+_Mask = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+@contextmanager
+def traceable_masks() -> Iterator[None]:
+    """Swap the vmap of `transformers.masking_utils` for broadcasting; nothing to do on version 5."""
+    import transformers
+    from transformers import masking_utils
+
+    if int(transformers.__version__.split(".")[0]) >= 5:
+        yield
+        return
+    # The second makes plain indexing possible under vmap, with an operator that has no export.
+    swaps = {"_vmap_for_bhqkv": _broadcast, "TransformGetItemToIndex": nullcontext}
+    originals = {name: getattr(masking_utils, name) for name in swaps if hasattr(masking_utils, name)}
+    for name in originals:
+        setattr(masking_utils, name, swaps[name])
+    try:
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(masking_utils, name, original)
+
+
+def _broadcast(mask: _Mask, bh_indices: bool = True) -> _Mask:
+    """A mask over whole index vectors from one over single indices."""
+
+    def over(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        queries, keys = query.reshape(-1, 1), key.reshape(1, -1)
+        if not bh_indices:
+            return mask(batch, head, queries, keys)
+        found = mask(batch.reshape(-1, 1, 1, 1), head.reshape(1, -1, 1, 1), queries, keys)
+        return found.expand(batch.shape[0], head.shape[0], query.shape[0], key.shape[0])
+
+    return over
+
+
+class PoolingHead(nn.Module):
+    """Token vectors and their mask to one vector for each row."""
+
+    def __init__(self, modes: tuple[str, ...], layers: list[nn.Module], *, normalize: bool) -> None:
+        super().__init__()
+        self.modes = modes
+        self.normalize = normalize
+        self.dense = nn.ModuleList(layers)
+
+    def forward(self, hidden: Tensor, mask: Tensor | None) -> Tensor:
+        if mask is None:
+            mask = torch.ones(hidden.shape[:2], dtype=torch.int64)
+        vectors = [_pool(mode, hidden, mask) for mode in self.modes]
+        vector = vectors[0] if len(vectors) == 1 else torch.cat(vectors, dim=1)
+        for layer in self.dense:
+            vector = layer(vector)
+        if self.normalize:
+            # Written out: the exporter keeps the size of the last axis through these, not through normalize().
+            vector = vector / (vector * vector).sum(1, keepdim=True).sqrt().clamp(min=1e-12)
+        return vector
+
+
+def pooling_head(pooling: Pooling) -> PoolingHead:
+    """The module for a folder's settings."""
+    layers: list[nn.Module] = []
+    for dense in pooling.dense:
+        linear = nn.Linear(dense.weight.shape[1], dense.weight.shape[0], bias=dense.bias is not None)
+        linear.weight = nn.Parameter(dense.weight.float())
+        if dense.bias is not None:
+            linear.bias = nn.Parameter(dense.bias.float())
+        activation = getattr(nn, dense.activation, None)
+        if activation is None:
+            raise ExportError(f"unknown activation {dense.activation!r} after the pooling")
+        layers += [linear, activation()]
+    return PoolingHead(pooling.modes, layers, normalize=pooling.normalize)
+
+
+def _pool(mode: str, hidden: Tensor, mask: Tensor) -> Tensor:
+    weight = mask.unsqueeze(-1).to(hidden.dtype)
+    if mode == "cls":
+        # The first real token: with padding on the left it is not at 0.
+        return _pick(hidden, mask.to(torch.int32).argmax(dim=1))
+    if mode == "lasttoken":
+        positions = torch.arange(1, 1 + mask.shape[1], dtype=torch.int32)
+        return _pick(hidden, (mask.to(torch.int32) * positions).argmax(dim=1))
+    if mode == "max":
+        return (hidden + (1.0 - weight) * torch.finfo(hidden.dtype).min).max(dim=1).values
+    if mode == "weightedmean":
+        weight = weight * torch.cumsum(weight, dim=1)
+    total = (hidden * weight).sum(1)
+    count = weight.sum(1).clamp(min=1e-9)
+    return total / (count.sqrt() if mode == "mean_sqrt_len_tokens" else count)
+
+
+def _pick(hidden: Tensor, position: Tensor) -> Tensor:
+    index = position.reshape(-1, 1, 1).expand(-1, 1, hidden.shape[-1])
+    return hidden.gather(1, index).squeeze(1)
