@@ -92,6 +92,28 @@ def test_no_chain_of_imports_is_longer_than_fourteen_modules() -> None:
     assert len(deepest) <= 14, " -> ".join(deepest)
 
 
+def _code_lines(path: Path) -> list[tuple[int, str]]:
+    """Lines that say something: no blanks, brackets or comments, and no imports, which ruff writes and sorts."""
+    text = path.read_text(encoding="utf-8")
+    skipped: set[int] = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            skipped.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    lines = ((number, " ".join(line.split())) for number, line in enumerate(text.splitlines(), 1))
+    return [(n, line) for n, line in lines if n not in skipped and len(line) > 3 and not line.startswith("#")]
+
+
+def test_no_two_places_share_six_lines() -> None:
+    places = defaultdict(list)
+    for path in sorted((SOURCE / "onward").rglob("*.py")):
+        lines = _code_lines(path)
+        for start in range(len(lines) - 5):
+            key = tuple(line for _, line in lines[start : start + 6])
+            places[key].append(f"{path.relative_to(SOURCE)}:{lines[start][0]}")
+    shared = [" and ".join(found) for found in places.values() if len(found) > 1]
+    assert not shared, "the same six lines: " + "; ".join(shared)
+
+
 def test_no_two_modules_of_one_name_mean_different_things() -> None:
     by_name = defaultdict(list)
     for name in MODULES:

@@ -12,7 +12,7 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Literal, Protocol, TypedDict, Unpack, runtime_checkable
 
 import onnx
 import onnx_ir as ir
@@ -129,6 +129,19 @@ class Artifacts:
         )
 
 
+class _Options(TypedDict, total=False):
+    """Arguments of `build_artifacts` that `generate_artifacts` hands on as they are."""
+
+    parameter_groups: Sequence[ParameterGroup]
+    lora: LoRA | None
+    opset: int | None
+    recompute: Recompute
+    portable: bool
+    batch_norm: BatchNorm
+    precision: Precision
+    metadata: Mapping[str, str] | None
+
+
 @gc_paused()
 def generate_artifacts(
     model: ModelSource,
@@ -143,17 +156,12 @@ def generate_artifacts(
     additional_output_names: list[str] | None = None,
     nominal_checkpoint: bool = False,
     loss_input_names: list[str] | None = None,
-    *,
-    parameter_groups: Sequence[ParameterGroup] = (),
-    lora: LoRA | None = None,
-    opset: int | None = None,
-    recompute: Recompute = None,
-    portable: bool = False,
-    batch_norm: BatchNorm = None,
-    precision: Precision = "fp32",
-    metadata: Mapping[str, str] | None = None,
+    **options: Unpack[_Options],
 ) -> None:
     """Write `training_model.onnx`, `eval_model.onnx`, `optimizer_model.onnx` and `checkpoint`.
+
+    `options` are `parameter_groups`, `lora`, `opset`, `recompute`, `portable`, `batch_norm`, `precision` and
+    `metadata`, as in `build_artifacts`.
 
     `requires_grad` and `frozen_params` take names and patterns (`"encoder.*"`). The default of `requires_grad` is
     the list in the model's metadata (`onward.export.from_torch` writes it), or else every float weight that
@@ -187,14 +195,7 @@ def generate_artifacts(
         custom_op_library=custom_op_library,
         additional_output_names=additional_output_names,
         loss_input_names=loss_input_names,
-        parameter_groups=parameter_groups,
-        lora=lora,
-        opset=opset,
-        recompute=recompute,
-        portable=portable,
-        batch_norm=batch_norm,
-        precision=precision,
-        metadata=metadata,
+        **options,
     )
     models = {"training_model": made.training, "eval_model": made.evaluation}
     if made.optimizer is not None:

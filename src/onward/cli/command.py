@@ -154,9 +154,13 @@ class Output:
 
 
 def command(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Give a function that takes an `Output` first the shared options and behaviour of a command."""
-    hints = typing.get_type_hints(function, include_extras=True)
+    """Give a function that takes an `Output` first the shared options and behaviour of a command.
+
+    An argument that is a dataclass stands for one option of each of its fields.
+    """
+    hints = _hints(function)
     own = list(inspect.signature(function).parameters.values())[1:]
+    groups = {p.name: hints[p.name] for p in own if dataclasses.is_dataclass(hints[p.name])}
     shared = {
         "as_json": Annotated[
             bool, typer.Option("--json", help="Print the result as JSON.", rich_help_panel=_PANEL)
@@ -200,6 +204,9 @@ def command(function: Callable[..., Any]) -> Callable[..., Any]:
         **options: Any,
     ) -> None:
         output = Output(as_json=as_json, quiet=quiet, debug=debug)
+        for name, group in groups.items():
+            fields = [field.name for field in dataclasses.fields(group)]
+            options[name] = group(**{field: options.pop(field) for field in fields if field in options})
         try:
             with (
                 _terminated_as_interrupted(),
@@ -221,9 +228,16 @@ def command(function: Callable[..., Any]) -> Callable[..., Any]:
         if code:
             raise typer.Exit(code)
 
+    parameters = []
+    for parameter in own:
+        if parameter.name in groups:
+            parameters += inspect.signature(groups[parameter.name]).parameters.values()
+        else:
+            parameters.append(parameter)
+    hints |= {name: kind for group in groups.values() for name, kind in _hints(group).items()}
     parameters = [
         parameter.replace(annotation=hints[parameter.name], kind=inspect.Parameter.KEYWORD_ONLY)
-        for parameter in own
+        for parameter in parameters
     ]
     parameters += [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=kind, default=_default(name))
@@ -232,6 +246,10 @@ def command(function: Callable[..., Any]) -> Callable[..., Any]:
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return run
+
+
+def _hints(function: Callable[..., Any]) -> dict[str, Any]:
+    return typing.get_type_hints(function, include_extras=True)
 
 
 def examples(*lines: str) -> str:

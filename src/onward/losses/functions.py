@@ -20,24 +20,6 @@ from onward.losses.ctc import ctc
 if TYPE_CHECKING:
     from onward.graph.builder import Builder
 
-__all__ = [
-    "bce_with_logits",
-    "cosine_embedding",
-    "cross_entropy",
-    "ctc",
-    "gaussian_nll",
-    "huber",
-    "kl_div",
-    "l1",
-    "mse",
-    "multiple_negatives",
-    "nll",
-    "reduce",
-    "smooth_l1",
-    "target_inputs",
-    "triplet_margin",
-]
-
 Weights = np.ndarray | ir.Value | None
 _REDUCTIONS = ("mean", "sum", "none")
 
@@ -115,7 +97,10 @@ def cross_entropy(
         return _soft_cross_entropy(op, scores, labels, weight, reduction, label_smoothing)
     labels = _class_numbers(op, labels)
     weights = _as_value(op, weight, scores)
-    hard = _hard_cross_entropy(op, scores, labels, weights, reduction, ignore_index)
+    _check_reduction(reduction)
+    hard, _ = op.SoftmaxCrossEntropyLoss(
+        scores, labels, weights, ignore_index=ignore_index, reduction=reduction, outputs=2
+    )
     if label_smoothing == 0.0:
         return hard
     smooth = _smooth_part(op, scores, labels, weights, reduction, ignore_index)
@@ -126,21 +111,6 @@ def _class_numbers(op: Builder, labels: ir.Value) -> ir.Value:
     """Labels in a type that the loss operators take, whatever integers they are."""
     taken = (None, ir.DataType.INT64, ir.DataType.INT32)
     return labels if labels.dtype in taken else op.Cast(labels, to=ir.DataType.INT64)
-
-
-def _hard_cross_entropy(
-    op: Builder,
-    scores: ir.Value,
-    labels: ir.Value,
-    weights: ir.Value | None,
-    reduction: str,
-    ignore_index: int | None,
-) -> ir.Value:
-    _check_reduction(reduction)
-    loss, _ = op.SoftmaxCrossEntropyLoss(
-        scores, labels, weights, ignore_index=ignore_index, reduction=reduction, outputs=2
-    )
-    return loss
 
 
 def _smooth_part(

@@ -17,21 +17,6 @@ import onnx_ir as ir
 
 from onward.graph.builder import Builder
 
-__all__ = [
-    "Optimizer",
-    "Scalars",
-    "adafactor",
-    "adagrad",
-    "adam",
-    "adamw",
-    "lamb",
-    "lion",
-    "make",
-    "rmsprop",
-    "sgd",
-    "total_norm",
-]
-
 State = dict[str, ir.Value]
 
 

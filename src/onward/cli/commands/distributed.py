@@ -18,25 +18,17 @@ import typer
 
 from onward.cli.choices import DeviceOption
 from onward.cli.command import CommandError, Output, command, examples
-from onward.cli.commands.train import (
-    ClipNormOption,
-    CropOption,
-    DataOption,
-    DropOption,
-    LabelOption,
-    MapOption,
-    MaxLengthOption,
-    NormalizeOption,
-    ResizeOption,
-    SampleRateOption,
-    StandardizeOption,
-    TextColumnOption,
-    TokenizerOption,
-    WarmupOption,
-    require_finite,
-)
+from onward.cli.commands.train import require_finite
 from onward.cli.output_paths import require_folder_target
 from onward.cli.run_folder import begun_run, refuse_earlier_run
+from onward.cli.shared_options import (
+    ClipNormOption,
+    DataOption,
+    MapOption,
+    MaxLengthOption,
+    ReadingOptions,
+    WarmupOption,
+)
 from onward.limits import current
 from onward.reading import read_json
 
@@ -67,16 +59,8 @@ def distributed(
         list[str] | None, typer.Option("--eval-data", metavar="[INPUT=]PATH", help="Data to evaluate on.")
     ] = None,
     mapping: MapOption = None,
-    label: LabelOption = None,
-    normalize: NormalizeOption = None,
-    resize: ResizeOption = None,
-    crop: CropOption = None,
-    standardize: StandardizeOption = False,
-    drop: DropOption = None,
-    text_column: TextColumnOption = None,
-    tokenizer: TokenizerOption = None,
+    reading: ReadingOptions = ReadingOptions(),  # noqa: B008  # frozen
     max_length: MaxLengthOption = None,
-    sample_rate: SampleRateOption = None,
     processes: Annotated[
         int, typer.Option("--processes", "-p", min=1, help="Processes on this machine.")
     ] = 2,
@@ -133,13 +117,11 @@ def distributed(
     if importlib.util.find_spec("torch") is None:
         raise CommandError("torch is not installed", "pip install 'onward[distributed]'")
     options = {
-        "artifacts": str(artifacts), "data": data, "eval_data": eval_data, "mapping": mapping, "label": label,
+        "artifacts": str(artifacts), "data": data, "eval_data": eval_data, "mapping": mapping,
         "stages": stages, "directory": str(directory), "epochs": epochs, "batch_size": batch_size,
         "learning_rate": learning_rate, "accumulation": accumulation, "shard_optimizer": shard_optimizer,
         "save_every": save_every, "seed": seed, "device": device, "warmup": warmup, "clip_norm": clip_norm,
-        "normalize": normalize, "resize": resize, "crop": crop, "standardize": standardize, "drop": drop,
-        "text_column": text_column, "tokenizer": None if tokenizer is None else str(tokenizer),
-        "max_length": max_length, "sample_rate": sample_rate,
+        "max_length": max_length, **reading.settings(),
     }  # fmt: skip
     require_finite(options, "learning_rate", "warmup", "clip_norm")
     require_folder_target(directory)
@@ -148,7 +130,7 @@ def distributed(
     checked = _check_data(artifacts, directory, options)
     samples = None if checked is None else checked.samples
     if checked is not None:
-        options["label"] = label or checked.label
+        options["label"] = reading.label or checked.label
         for note in checked.notes:
             output.note(note)
     total = None if resume or samples is None else -(-samples // batch_size) * epochs

@@ -11,10 +11,10 @@ import typer
 
 from onward.cli.choices import DeviceOption, MetricChoice
 from onward.cli.command import CommandError, Output, command, examples
-from onward.cli.commands.train import DataOption, LabelOption, MapOption
 from onward.cli.model_file import read_model
 from onward.cli.output_paths import Overwrite, new_file
 from onward.cli.run_folder import find
+from onward.cli.shared_options import DataOption, LabelOption, MapOption
 from onward.escape import csv_cell
 
 __all__ = ["register"]

@@ -9,20 +9,10 @@ import typer
 
 from onward.cli.choices import DeviceOption, QuantizeChoice
 from onward.cli.command import CommandError, Output, command, examples
-from onward.cli.commands.train import (
-    CropOption,
-    DropOption,
-    LabelOption,
-    NormalizeOption,
-    ResizeOption,
-    SampleRateOption,
-    StandardizeOption,
-    TextColumnOption,
-    TokenizerOption,
-    require_finite,
-)
+from onward.cli.commands.train import require_finite
 from onward.cli.model_file import read_model
 from onward.cli.output_paths import file_target, folder_target, require_folder_target
+from onward.cli.shared_options import ReadingOptions
 
 __all__ = ["register"]
 
@@ -79,19 +69,11 @@ def finetune(
         str | None,
         typer.Option(metavar="NAME", help="The layer to replace, or the value to put a new one on."),
     ] = None,
-    label: LabelOption = None,
-    normalize: NormalizeOption = None,
-    resize: ResizeOption = None,
-    crop: CropOption = None,
+    reading: ReadingOptions = ReadingOptions(),  # noqa: B008  # frozen
     augment: Annotated[
         list[str] | None,
         typer.Option("--augment", metavar="NAME[=HOW]", help="Images: flip, crop, colour, mixup."),
     ] = None,
-    standardize: StandardizeOption = False,
-    drop: DropOption = None,
-    text_column: TextColumnOption = None,
-    tokenizer: TokenizerOption = None,
-    sample_rate: SampleRateOption = None,
     accumulation: Annotated[int, typer.Option(min=1, help="Steps whose gradients make one update.")] = 1,
     max_length: Annotated[
         int | None, typer.Option(min=2, help="Tokens of a text that are read; a language model: 512.")
@@ -126,10 +108,10 @@ def finetune(
                 "--lora is for the folder of a language model here",
                 "leave it away, or use onward artifacts --lora",
             )
+        read = {**vars(reading), "drop": reading.drop or ()}
         options = {
-            "head": head, "label": label, "normalize": normalize, "resize": resize, "crop": crop,
-            "augment": augment or (), "standardize": standardize, "drop": drop or (), "text_column": text_column,
-            "tokenizer": tokenizer, "max_length": max_length, "sampling_rate": sample_rate,
+            "sampling_rate": read.pop("sample_rate"), **read,
+            "head": head, "augment": augment or (), "max_length": max_length,
             "epochs": epochs or 5, "batch_size": batch_size, "learning_rate": learning_rate,
             "hold_out": 0.2 if hold_out is None else hold_out, "seed": seed, "device": device,
             "progress": not output.silent,

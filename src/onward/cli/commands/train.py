@@ -15,28 +15,19 @@ from onward.cli.command import CommandError, Output, command, examples
 from onward.cli.output_paths import plain_prefix, require_folder_target
 from onward.cli.python_entry import names_code
 from onward.cli.run_folder import begun_run, read_run, refuse_earlier_run, trusted_options
+from onward.cli.shared_options import (
+    ClipNormOption,
+    DataOption,
+    MapOption,
+    MaxLengthOption,
+    ReadingOptions,
+    WarmupOption,
+)
 
 if TYPE_CHECKING:
     from onward.data.match_inputs import InputSpec
 
-__all__ = [
-    "ClipNormOption",
-    "CropOption",
-    "DataOption",
-    "DropOption",
-    "LabelOption",
-    "MapOption",
-    "MaxLengthOption",
-    "NormalizeOption",
-    "ResizeOption",
-    "SampleRateOption",
-    "StandardizeOption",
-    "TextColumnOption",
-    "TokenizerOption",
-    "WarmupOption",
-    "register",
-    "require_finite",
-]
+__all__ = ["register", "require_finite"]
 
 
 def _rate(text: Any) -> Any:
@@ -50,59 +41,6 @@ def _rate(text: Any) -> Any:
     if not (math.isfinite(rate) and rate >= 0):
         raise typer.BadParameter(f"'{text}' is not a learning rate: it is a number, 0 or more, or 'auto'")
     return rate
-
-
-WarmupOption = Annotated[
-    float | None,
-    typer.Option(
-        min=0, help="Warm-up: updates, or a fraction of all if below 1; default: the artifacts' setting."
-    ),
-]
-ClipNormOption = Annotated[
-    float | None,
-    typer.Option(min=0, help="Clip gradients to this norm, 0 for none; default: the artifacts' setting."),
-]
-DataOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--data", "-d", metavar="[INPUT=]PATH",
-        help="Training data: .npz, .npy, .csv, .jsonl, .parquet, .safetensors, a folder of images or WAV files, "
-        "or module:function.",
-    ),
-]  # fmt: skip
-MapOption = Annotated[
-    list[str] | None,
-    typer.Option("--map", metavar="INPUT=ARRAY", help="Which array of the data is which input of the model."),
-]
-LabelOption = Annotated[
-    str | None, typer.Option("--label", metavar="COLUMN", help="The label column of a table.")
-]
-NormalizeOption = Annotated[
-    str | None,
-    typer.Option(
-        metavar="imagenet|half|none|MEAN,STD", help="Images: bring pixels to this mean and deviation."
-    ),
-]
-ResizeOption = Annotated[int | None, typer.Option(min=1, help="Images: the shorter side, before --crop.")]
-CropOption = Annotated[int | None, typer.Option(min=1, help="Images: cut this square from the middle.")]
-StandardizeOption = Annotated[
-    bool, typer.Option("--standardize", help="Tables: bring columns to mean 0 and deviation 1.")
-]
-DropOption = Annotated[
-    list[str] | None,
-    typer.Option("--drop", metavar="COLUMN", help="Tables: leave this column out; may be repeated."),
-]
-TextColumnOption = Annotated[
-    str | None,
-    typer.Option("--text-column", metavar="COLUMN", help="The column of a table that has texts."),
-]
-TokenizerOption = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="A tokenizer.json, where none is beside the model.")
-]
-MaxLengthOption = Annotated[int | None, typer.Option(min=1, help="Texts: cut them after so many tokens.")]
-SampleRateOption = Annotated[
-    int | None, typer.Option(min=1, help="WAV files: the rate that the model takes.")
-]
 
 
 def register(app: typer.Typer) -> None:
@@ -133,25 +71,17 @@ def train(
         float | None, typer.Option("--hold-out", metavar="SHARE", help="Evaluate on this share of the data.")
     ] = None,
     mapping: MapOption = None,
-    label: LabelOption = None,
+    reading: ReadingOptions = ReadingOptions(),  # noqa: B008  # frozen
     directory: Annotated[
         Path, typer.Option("--output", "-o", metavar="FOLDER", help="Where the run is kept.")
     ] = Path("run"),
-    normalize: NormalizeOption = None,
-    resize: ResizeOption = None,
-    crop: CropOption = None,
     augment: Annotated[
         list[str] | None,
         typer.Option(
             "--augment", metavar="NAME[=HOW]", help="Images: flip, crop, colour, mixup; also flip,crop=0.2."
         ),
     ] = None,
-    standardize: StandardizeOption = False,
-    drop: DropOption = None,
-    text_column: TextColumnOption = None,
-    tokenizer: TokenizerOption = None,
     max_length: MaxLengthOption = None,
-    sample_rate: SampleRateOption = None,
     device: DeviceOption = "cpu",
     epochs: Annotated[int, typer.Option("--epochs", "-e", min=1, help="Passes over the data, in all.")] = 1,
     batch_size: Annotated[int, typer.Option("--batch-size", "-b", min=1, help="Samples per batch.")] = 32,
@@ -203,17 +133,14 @@ def train(
 ) -> None:
     """Train: a run folder with checkpoints, history and a report that opens in any browser."""
     options: dict[str, Any] = {
-        "data": data, "eval_data": eval_data, "hold_out": hold_out, "mapping": mapping, "label": label,
+        "data": data, "eval_data": eval_data, "hold_out": hold_out, "mapping": mapping,
         "epochs": epochs, "batch_size": batch_size, "learning_rate": learning_rate, "schedule": str(schedule),
         "warmup": warmup, "accumulation": accumulation, "clip_norm": clip_norm,
         "metric": [str(name) for name in metric or []], "best": best, "patience": patience,
         "save_every": save_every, "keep": keep, "seed": seed, "no_shuffle": no_shuffle, "prefix": prefix,
         "tensorboard": None if tensorboard is None else str(tensorboard),
-        "normalize": normalize, "resize": resize, "crop": crop, "augment": augment, "standardize": standardize,
-        "drop": drop,
-        "text_column": text_column, "tokenizer": None if tokenizer is None else str(tokenizer),
-        "max_length": max_length, "sample_rate": sample_rate, "mlflow": mlflow, "wandb": wandb,
-        "device": device,
+        "augment": augment, "max_length": max_length, "mlflow": mlflow, "wandb": wandb, "device": device,
+        **reading.settings(),
     }  # fmt: skip
     artifacts, directory, options = _continue_or_begin(
         context, artifacts, directory, options, resume=resume, overwrite=overwrite

@@ -157,15 +157,9 @@ def _from_tuple(
     if textual and not callable(companion):
         raise TypeError(f"the tuple's second item must be a tokenizer, got {type(companion).__name__}")
     tokenizer, processor = _companions(companion, textual=textual, writes=found.answer in _WRITERS)
+    limit = _max_length(tokenizer, model.config)
     return Source(
-        model=model,
-        task=found,
-        called=name,
-        origin=origin,
-        tokenizer=tokenizer,
-        processor=processor,
-        max_length=_max_length(tokenizer, model.config),
-        borrowed=True,
+        model, found, name, origin, tokenizer=tokenizer, processor=processor, max_length=limit, borrowed=True
     )
 
 
@@ -247,10 +241,10 @@ def _from_folder(
     settings = _read_json(origin, "sentence_bert_config.json") if modules else {}
     limit = settings.get("max_seq_length") or _max_length(tokenizer, config)
     return Source(
-        model=model,
-        task=found,
-        called=name,
-        origin=origin,
+        model,
+        found,
+        name,
+        origin,
         tokenizer=tokenizer,
         processor=None if found.kind == "text" else _load_processor(where, extra),
         pooling=_pooling(origin, modules) if modules else Pooling(),

@@ -135,11 +135,9 @@ def _export(traceable: Traceable, *, opset: int) -> onnx.ModelProto:
         return torchscript.trace(
             traceable.module,
             tuple(traceable.example.values()),
+            inputs=dict(traceable.inputs),
+            outputs=dict(traceable.outputs),
             opset=opset,
-            fold=False,
-            input_names=list(traceable.inputs),
-            output_names=list(traceable.outputs),
-            dynamic_axes={**traceable.inputs, **traceable.outputs},
         )
 
 

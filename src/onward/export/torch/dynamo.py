@@ -6,7 +6,7 @@ embeds under the last of their names.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,7 @@ from onward.errors import ExportError
 from onward.export.torch.patches import traceable
 
 if TYPE_CHECKING:
-    from onward.export.torch.flatten import Adapter
+    from onward.export.torch.flatten import Adapter, NamedAxes
 
 __all__ = ["OPSETS", "trace"]
 
@@ -30,20 +30,18 @@ def trace(
     adapter: Adapter,
     tensors: Sequence[torch.Tensor],
     *,
+    inputs: NamedAxes,
+    outputs: NamedAxes,
     opset: int,
-    fold: bool,
-    input_names: Sequence[str],
-    output_names: Sequence[str],
-    dynamic_axes: Mapping[str, Mapping[int, str]],
 ) -> onnx.ModelProto:
-    """Export the adapter in the mode its parts are in, without weights; `fold` is not used."""
+    """Export the adapter in the mode its parts are in, without weights."""
     import onnx_ir as ir
     from onnx import inliner
 
     # AUTO rather than named dimensions: relations between sizes (a multiple of four, say) are the module's
     # business, and an axis that turns out to be fixed is found by running the result.
     auto = torch.export.Dim.AUTO
-    shapes = tuple(dict.fromkeys(dynamic_axes.get(name, {}), auto) or None for name in input_names)
+    shapes = tuple(dict.fromkeys(axes, auto) or None for axes in inputs.values())
     try:
         # Where it fails, torch.export prints the whole graph.
         with traceable(adapter.model), redirect_stdout(StringIO()), redirect_stderr(StringIO()):
@@ -55,8 +53,8 @@ def trace(
                 opset_version=opset,
                 optimize=False,
                 verbose=False,
-                input_names=list(input_names),
-                output_names=list(output_names),
+                input_names=list(inputs),
+                output_names=list(outputs),
                 custom_translation_table=_translations(),
             )
     except ExportError:

@@ -17,7 +17,10 @@ import torch
 
 from onward.errors import ExportError
 
-__all__ = ["Adapter", "Leaf", "bind_arguments"]
+__all__ = ["Adapter", "Leaf", "NamedAxes", "bind_arguments"]
+
+# Tensors by name, in order, each with names for its dynamic axes.
+NamedAxes = Mapping[str, Mapping[int, str]]
 
 _Path = tuple[str | int, ...]
 

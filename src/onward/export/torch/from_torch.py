@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -179,11 +180,11 @@ def _export(
     heard: _Heard,
 ) -> _Exported:
     """Export with one of torch's exporters and check the result; axes that do not follow become fixed."""
-    trace = _tracer(exporter)
+    trace = _tracer(exporter, fold=fold)
     rtol, atol = tolerances
 
     def export(plan: Plan) -> tuple[onnx.ModelProto, dict[str, torch.Tensor]]:
-        proto, used = _graph(trace, plan, opset=opset, fold=fold, training=training)
+        proto, used = _graph(trace, plan, opset=opset, training=training)
         by_clean = {clean: values[raw] for raw, clean in plan.names.items()}
         return proto, {name: by_clean[name] for name in used}
 
@@ -283,17 +284,15 @@ def artifacts_from_torch(
 
 
 def _graph(
-    export: Callable[..., onnx.ModelProto], plan: Plan, *, opset: int, fold: bool, training: bool
+    export: Callable[..., onnx.ModelProto], plan: Plan, *, opset: int, training: bool
 ) -> tuple[onnx.ModelProto, list[str]]:
     input_axes = plan.input_axes()
     proto = export(
         plan.adapter,
         [leaf.value for leaf in plan.leaves],
+        inputs=input_axes,
+        outputs={name: plan.output_axes.get(name, {}) for name in plan.output_names},
         opset=opset,
-        fold=fold,
-        input_names=list(input_axes),
-        output_names=plan.output_names,
-        dynamic_axes=input_axes | dict(plan.output_axes),
     )
     used = assemble.take_parameters(proto, list(input_axes), plan.names, prefix=Adapter.PREFIX)
     assemble.mark_stops(proto)
@@ -354,10 +353,10 @@ def _opsets(exporter: str) -> range:
     return (torchscript if exporter == "torchscript" else dynamo).OPSETS
 
 
-def _tracer(exporter: str) -> Callable[..., onnx.ModelProto]:
+def _tracer(exporter: str, *, fold: bool) -> Callable[..., onnx.ModelProto]:
     from onward.export.torch import dynamo, torchscript
 
-    return (torchscript if exporter == "torchscript" else dynamo).trace
+    return partial(torchscript.trace, fold=fold) if exporter == "torchscript" else dynamo.trace
 
 
 @contextmanager

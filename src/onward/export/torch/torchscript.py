@@ -14,7 +14,7 @@ import onnx
 import torch
 
 from onward.errors import ExportError
-from onward.export.torch.flatten import Adapter
+from onward.export.torch.flatten import Adapter, NamedAxes
 from onward.export.torch.keep_gradients import keeping_gradients, stop_symbolics
 from onward.export.torch.patches import traceable
 
@@ -28,11 +28,10 @@ def trace(
     adapter: torch.nn.Module,
     tensors: Sequence[torch.Tensor],
     *,
+    inputs: NamedAxes,
+    outputs: NamedAxes,
     opset: int,
-    fold: bool,
-    input_names: Sequence[str],
-    output_names: Sequence[str],
-    dynamic_axes: Mapping[str, Mapping[int, str]],
+    fold: bool = False,
 ) -> onnx.ModelProto:
     """Trace a module, which may be an adapter around a model, in the mode its parts are in.
 
@@ -61,9 +60,9 @@ def trace(
                 keep_initializers_as_inputs=False,
                 # Whoever calls has set the modes; any other value would override a mix of them.
                 training=torch.onnx.TrainingMode.PRESERVE if not fold else torch.onnx.TrainingMode.EVAL,
-                input_names=list(input_names),
-                output_names=list(output_names),
-                dynamic_axes={name: dict(axes) for name, axes in dynamic_axes.items() if axes},
+                input_names=list(inputs),
+                output_names=list(outputs),
+                dynamic_axes={name: dict(axes) for name, axes in {**inputs, **outputs}.items() if axes},
                 verbose=False,
             )
     except ExportError:
