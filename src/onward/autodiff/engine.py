@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 
 import onnx_ir as ir
 
@@ -37,10 +37,37 @@ class DifferentiableBuilder(Builder):
         self.active: set[ir.Value] = set()
         # the nodes that were differentiated, in reverse order
         self.visits: list[Visit] = []
+        self._saved: list[_Saved] = []
 
     def wanted(self, value: ir.Value | None) -> bool:
         """Whether a gradient with respect to this value is needed; a rule may skip the work if not."""
         return value in self.active
+
+    def save(
+        self, node: ir.Node, likes: Sequence[ir.Value], compute: Callable[[], Sequence[ir.Value]]
+    ) -> list[ir.Value]:
+        """Values of the forward pass that a rule reads, though the model does not output them.
+
+        Returns a placeholder of the type and shape of each of `likes`. Rules change no forward node: when all of them
+        are done, `compute` adds what is used, with new nodes placed before `node`, and returns the values.
+        """
+        values = []
+        for like in likes:
+            value = ir.Value(name=self.namer(f"{self.scope}/saved"), type=like.type)
+            value.shape = None if like.shape is None else ir.Shape(like.shape)
+            values.append(value)
+        self._saved.append(_Saved(node, values, compute, self.scope))
+        return values
+
+    def compute_saved(self) -> None:
+        """Let forward nodes compute the values that rules asked for with `save`."""
+        # the list stays: equal nodes are found by the identity of their inputs, which must not be reused
+        for saved in self._saved:
+            if not any(value.uses() for value in saved.values):
+                continue
+            self.scope = saved.scope
+            with self.inserting(before=saved.node):
+                ir.convenience.replace_all_uses_with(saved.values, list(saved.compute()))
 
     def adopt(self, node: ir.Node) -> None:
         """Append a node that was made elsewhere; equal nodes that are emitted later become this one."""
@@ -50,6 +77,16 @@ class DifferentiableBuilder(Builder):
     def forget(self) -> None:
         """Do not reuse nodes emitted so far: some of them may have been removed."""
         self._known = {}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Saved:
+    """Placeholders for values of the forward pass, what computes them, and the scope for names."""
+
+    node: ir.Node
+    values: list[ir.Value]
+    compute: Callable[[], Sequence[ir.Value]]
+    scope: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,7 +135,10 @@ def backward(
                     contribution = op.sum_to(contribution, value)
                 gradients.setdefault(value, []).append(_describe(contribution, value))
     op.scope = ""
-    return {value: _total(op, gradients.get(value, []), value) for value in wrt}
+    found = {value: _total(op, gradients.get(value, []), value) for value in wrt}
+    op.compute_saved()
+    op.scope = ""
+    return found
 
 
 def add_cotangent(

@@ -11,6 +11,7 @@ import onnx_ir as ir
 
 from onward.autodiff.engine import DifferentiableBuilder, backward
 from onward.autodiff.peephole import improve
+from onward.autodiff.prepare import prepare
 from onward.autodiff.sequences import zeros
 from onward.errors import ModelError
 from onward.graph.dialect.normalize import normalize
@@ -136,6 +137,7 @@ def add_gradients(
 ) -> dict[ir.Value, ir.Value]:
     """Like `backward`, with zeros where nothing depends on a value."""
     infer_graph(op)
+    prepare(op.graph, cotangents)
     forward = set(op.graph)
     found = improve(op, forward, backward(op, cotangents, wrt))
     return {value: zeros(op, value) if dx is None else dx for value, dx in found.items()}

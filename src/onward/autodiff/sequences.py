@@ -56,14 +56,7 @@ def map_sequence(op: Builder, sequences: Sequence[ir.Value], function: Callable)
     inner = op.subgraph("element")
     elements = [element_like(inner, sequence) for sequence in sequences]
     result = function(inner, *elements)
-    producer = result.producer()
-    if producer is None or producer.graph is not inner.graph:  # shared with a graph around
-        copy = ir.Node("", "Identity", [result], num_outputs=1, name=op.namer("Identity"))
-        copy.outputs[0].name = op.namer("Identity.out")
-        copy.outputs[0].type, copy.outputs[0].shape = result.type, result.shape
-        inner.graph.append(copy)
-        result = copy.outputs[0]
-    inner.graph.outputs.append(result)
+    inner.add_output(result)
     node = ir.Node(
         "",
         "SequenceMap",
@@ -76,10 +69,7 @@ def map_sequence(op: Builder, sequences: Sequence[ir.Value], function: Callable)
     mapped.name = op.namer(f"{node.name}.out")
     mapped.type = ir.SequenceType(ir.TensorType(op.dtype(result)))
     mapped.shape = result.shape
-    if op.before is not None:
-        op.graph.insert_before(op.before, node)
-    else:
-        op.graph.append(node)
+    op.place(node)
     return mapped
 
 
@@ -111,10 +101,7 @@ def _collect(op: Builder, first: ir.Value, count: ir.Value, element: Callable) -
     (collected,) = node.outputs
     collected.name = op.namer(f"{name}.out")
     collected.type = first.type
-    if op.before is not None:
-        op.graph.insert_before(op.before, node)
-    else:
-        op.graph.append(node)
+    op.place(node)
     return collected
 
 

@@ -6,8 +6,9 @@ nodes with subgraphs. Independent of the operator.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import onnx_ir as ir
 
@@ -18,21 +19,24 @@ from onward.graph.nodes import RANDOM, is_differentiable, subgraphs_of
 from onward.graph.shapes.bodies import describe, infer_node
 
 __all__ = [
+    "Drawn",
     "argument",
+    "bind",
     "body_builder",
     "body_input",
     "by_value",
     "close",
-    "copy_into",
     "differentiate_body",
     "emit",
     "inline",
-    "new_output",
     "random_values",
     "refuse_random",
     "sequence_like",
     "turning_values",
+    "used",
 ]
+
+_Key = TypeVar("_Key")
 
 
 def body_builder(op: DifferentiableBuilder, name: str) -> DifferentiableBuilder:
@@ -67,15 +71,20 @@ def inline(
     body: ir.Graph,
     arguments: Sequence[ir.Value],
     *,
-    given: Mapping[ir.Value, ir.Value] | None = None,
+    given: Mapping[Drawn, ir.Value] | None = None,
 ) -> list[ir.Value]:
     """Write the nodes of a body into the builder's graph; returns what stands for the body's outputs.
 
-    Nodes whose results are all `given` are left out. Nothing is shared with the graphs around, so that the
+    Nodes whose random results are all `given` are left out. Nothing is shared with the graphs around, so that the
     walk through this graph sees every node between its results and captured values.
     """
     known = dict(zip(body.inputs, arguments))
-    known.update(given or {})
+    masks = {}
+    for drawn, value in (given or {}).items():
+        if drawn.node.op_type == "Dropout":
+            masks[drawn.node] = value
+        else:
+            known[drawn.node.outputs[drawn.index]] = value
     for initializer in body.initializers.values():
         if initializer.const_value is not None:
             known[initializer] = op.constant(
@@ -84,8 +93,9 @@ def inline(
     for node in body:
         if node.outputs and all(value in known or not value.name for value in node.outputs):
             continue
-        if node.op_type == "Dropout" and len(node.outputs) > 1 and node.outputs[1] in known:
-            known[node.outputs[0]] = _dropped(op, node, known)
+        if node in masks:
+            known[node.outputs[0]] = _dropped(op, node, masks[node], known)
+            known.update(dict.fromkeys(node.outputs[1:], masks[node]))
             continue
         copy = _copy_node(op, node, known)
         op.adopt(copy)
@@ -93,45 +103,52 @@ def inline(
     return [known.get(value, value) for value in body.outputs]
 
 
-def random_values(op: DifferentiableBuilder, body: ir.Graph) -> list[ir.Value]:
-    """The random values of a body: recomputing the body would draw others.
+@dataclasses.dataclass(frozen=True)
+class Drawn:
+    """A random value of a body, which recomputing the body would draw again: an output of a node.
 
-    Of Dropout that is the mask, which is made an output of it.
+    Of Dropout that is the mask, which the node may not output yet.
     """
-    found: list[ir.Value] = []
+
+    node: ir.Node
+    index: int
+
+    @property
+    def like(self) -> ir.Value:
+        """A value of its type and shape."""
+        if self.node.op_type != "Dropout":
+            return self.node.outputs[self.index]
+        return ir.Value(type=ir.TensorType(ir.DataType.BOOL), shape=self.node.outputs[0].shape)
+
+
+def random_values(body: ir.Graph) -> list[Drawn]:
+    """The random values of a body."""
+    found: list[Drawn] = []
     for node in body:
         for inner in subgraphs_of(node):
-            nested = random_values(op, inner)
-            if nested and (source := nested[0].producer()):
+            for drawn in random_values(inner):
                 raise ModelError(
-                    f"random operator {source.op_type} '{source.name}' stands two bodies deep: its numbers "
+                    f"random operator {drawn.node.op_type} '{drawn.node.name}' stands two bodies deep: its numbers "
                     "cannot be kept for the backward pass; move it out of the inner body"
                 )
         if node.domain not in ("", "ai.onnx") or node.op_type not in RANDOM or _is_idle(node):
             continue
         if node.op_type == "Dropout":
-            found.append(_mask(op, node))
+            found.append(Drawn(node, 1))
         else:
-            found.extend(value for value in node.outputs if value.name)
+            found.extend(Drawn(node, index) for index, value in enumerate(node.outputs) if value.name)
     return found
 
 
-def _mask(op: DifferentiableBuilder, node: ir.Node) -> ir.Value:
-    if len(node.outputs) < 2:
-        node.resize_outputs(2)
-    mask = node.outputs[1]
-    mask.name = mask.name or op.namer(f"{node.name}.mask")
-    describe(mask, ir.TensorType(ir.DataType.BOOL), node.outputs[0].shape)
-    return mask
-
-
-def _dropped(op: DifferentiableBuilder, node: ir.Node, known: Mapping[ir.Value, ir.Value]) -> ir.Value:
+def _dropped(
+    op: DifferentiableBuilder, node: ir.Node, mask: ir.Value, known: Mapping[ir.Value, ir.Value]
+) -> ir.Value:
     """Dropout by a mask that is known: x·mask/(1 − ratio), or x where it is not training."""
     x, ratio, training = (None if v is None else known.get(v, v) for v in (*node.inputs, None, None)[:3])
     assert x is not None
     dtype = op.dtype(x)
     rest = 0.5 if ratio is None else op.Sub(1.0, op.Cast(ratio, to=int(dtype)))
-    dropped = op.Div(op.Mul(x, op.Cast(known[node.outputs[1]], to=int(dtype))), rest)
+    dropped = op.Div(op.Mul(x, op.Cast(mask, to=int(dtype))), rest)
     return dropped if training is None or training.const_value is not None else op.Where(training, dropped, x)
 
 
@@ -144,12 +161,11 @@ def _is_idle(node: ir.Node) -> bool:
     return mode is None or (tensor is not None and not tensor.numpy().any())
 
 
-def refuse_random(op: DifferentiableBuilder, body: ir.Graph, node: ir.Node) -> None:
+def refuse_random(body: ir.Graph, node: ir.Node) -> None:
     """Raise if a recomputed body draws random numbers that are not saved."""
-    drawn = random_values(op, body)
-    if drawn and (source := drawn[0].producer()):
+    for drawn in random_values(body):
         raise ModelError(
-            f"random operator {source.op_type} '{source.name}' in the body of {node.op_type} '{node.name}': "
+            f"random operator {drawn.node.op_type} '{drawn.node.name}' in the body of {node.op_type} '{node.name}': "
             "its numbers cannot be kept for the backward pass; draw them outside"
         )
 
@@ -203,24 +219,13 @@ def close(op: DifferentiableBuilder, outputs: Sequence[ir.Value | None], likes: 
     for value, like in zip(outputs, likes):
         if value is None:
             value = zeros(op, like)
-        producer = value.producer()
-        if producer is None or producer.graph is not op.graph or value.is_graph_output():
-            value = _identity(op, value)
+        value = op.add_output(value)
         if value.shape is None or (like.shape is not None and value.shape.rank() == like.shape.rank()):
             value.shape = None if like.shape is None else ir.Shape(like.shape)
-        op.graph.outputs.append(value)
     for node in reversed(op.graph):
         if not any(value.uses() or value.is_graph_output() for value in node.outputs):
             op.graph.remove(node, safe=True)
     op.forget()
-
-
-def _identity(op: DifferentiableBuilder, value: ir.Value) -> ir.Value:
-    node = ir.Node("", "Identity", [value], num_outputs=1, name=op.namer(f"{op.scope}/Identity"))
-    node.outputs[0].name = op.namer(f"{op.scope}/Identity.out")
-    describe(node.outputs[0], value.type, value.shape)
-    op.graph.append(node)
-    return node.outputs[0]
 
 
 def emit(
@@ -233,8 +238,8 @@ def emit(
 ) -> list[ir.Value]:
     """Append a node that holds bodies; its outputs have the types and shapes of `likes`."""
     attrs = {
-        name: ir.AttrGraph(name, value)
-        if isinstance(value, ir.Graph)
+        name: ir.AttrGraph(name, value.graph)
+        if isinstance(value, DifferentiableBuilder)
         else ir.convenience.convert_attribute(name, value)
         for name, value in attributes.items()
         if value is not None
@@ -244,8 +249,18 @@ def emit(
     for index, (value, like) in enumerate(zip(node.outputs, likes)):
         value.name = op.namer(f"{op.scope}/{op_type}.{index}")
         describe(value, like.type, like.shape)
-    op.graph.append(node)
+    op.place(node)
     return list(node.outputs)
+
+
+def used(placeholders: Mapping[_Key, ir.Value]) -> dict[_Key, ir.Value]:
+    """Those that a new body reads."""
+    return {key: value for key, value in placeholders.items() if value.uses() or value.is_graph_output()}
+
+
+def bind(placeholder: ir.Value, value: ir.Value) -> None:
+    """Let a new body read a value where it reads a placeholder."""
+    ir.convenience.replace_all_uses_with(placeholder, value)
 
 
 def sequence_like(op: DifferentiableBuilder, element: ir.Value) -> ir.Value:
@@ -317,21 +332,3 @@ def _copy_graph(op: DifferentiableBuilder, graph: ir.Graph, outer: dict[ir.Value
         opset_imports=dict(graph.opset_imports),
         name=op.namer(graph.name or "body"),
     )
-
-
-def copy_into(op, body: ir.Graph, value: ir.Value) -> ir.Value:
-    """A value as a new one of a body, by an Identity at its end."""
-    node = ir.Node("", "Identity", [value], num_outputs=1, name=op.namer(f"{op.scope}/keep"))
-    node.outputs[0].name = op.namer(f"{op.scope}/keep.out")
-    describe(node.outputs[0], value.type, value.shape)
-    body.append(node)
-    return node.outputs[0]
-
-
-def new_output(op, node: ir.Node, kind, shape) -> ir.Value:
-    """A further output of a node."""
-    node.resize_outputs(len(node.outputs) + 1)
-    value = node.outputs[-1]
-    value.name = op.namer(f"{op.scope}/kept")
-    describe(value, kind, None if shape is None else ir.Shape(shape))
-    return value

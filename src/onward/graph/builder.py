@@ -74,7 +74,7 @@ class Builder:
         outputs: int = 1,
         domain: str = "",
     ) -> tuple[ir.Value, ...]:
-        """Append a node and return its outputs; attributes that are None are left out."""
+        """Append a node and return its outputs; attributes that are None are left out, a builder is its graph."""
         schema = find_schema(op_type, self.opset, domain)
         values = self._promote(inputs, schema)
         while values and values[-1] is None:
@@ -87,16 +87,13 @@ class Builder:
         key = key_of(op_type, domain, values, attrs, outputs)
         if known := self._lookup(key):
             return known
-        prefix = f"{self.scope}/{op_type}" if self.scope else op_type
+        prefix = self._scoped(op_type)
         node = ir.Node(domain, op_type, values, attrs, num_outputs=outputs, name=self.namer(prefix))
         for index, value in enumerate(node.outputs):
             value.name = self.namer(f"{prefix}.{index}" if outputs > 1 else f"{prefix}.out")
         if schema is not None:
             self.infer(node)
-        if self.before is not None:
-            self.graph.insert_before(self.before, node)
-        else:
-            self.graph.append(node)
+        self.place(node)
         self._remember(node, key)
         return tuple(node.outputs)
 
@@ -284,6 +281,43 @@ class Builder:
         self.graph.inputs.append(value)
         return value
 
+    def add_output(self, value: ir.Value) -> ir.Value:
+        """Add an output to this graph: an Identity where the value is an output already or not computed here."""
+        producer = value.producer()
+        if producer is None or producer.graph is not self.graph or value.is_graph_output():
+            node = ir.Node("", "Identity", [value], num_outputs=1, name=self.namer(self._scoped("Identity")))
+            copy = node.outputs[0]
+            copy.name = self.namer(self._scoped("Identity.out"))
+            copy.type, copy.shape = value.type, None if value.shape is None else ir.Shape(value.shape)
+            self.graph.append(node)
+            value = copy
+        self.graph.outputs.append(value)
+        return value
+
+    def add_inputs(self, values: Iterable[ir.Value]) -> None:
+        """Make values that nothing computes inputs of this graph."""
+        self.graph.inputs.extend(values)
+
+    @contextlib.contextmanager
+    def inserting_first(self) -> Iterator[None]:
+        """Insert new nodes before all others, which are not reused."""
+        state = self.before, self._known
+        self.before, self._known = next(iter(self.graph), None), {}
+        try:
+            yield
+        finally:
+            self.before, self._known = state
+
+    def place(self, node: ir.Node) -> None:
+        """Add a node where new nodes go."""
+        if self.before is not None:
+            self.graph.insert_before(self.before, node)
+        else:
+            self.graph.append(node)
+
+    def _scoped(self, name: str) -> str:
+        return f"{self.scope}/{name}" if self.scope else name
+
     # ---- inside ----------------------------------------------------------------------------------
 
     def _promote(self, inputs: Sequence[Operand], schema: onnx.defs.OpSchema | None) -> list[ir.Value | None]:
@@ -330,6 +364,8 @@ def _attribute(name: str, value: Any) -> ir.Attr:
     """The most frequent kinds here: the general conversion asks for protocols, a third of a node's time."""
     if isinstance(value, ir.Attr):
         return value
+    if isinstance(value, Builder):
+        return ir.AttrGraph(name, value.graph)
     if type(value) is int:
         return ir.AttrInt64(name, value)
     if type(value) is float:

@@ -10,6 +10,7 @@ import onnx_ir as ir
 
 __all__ = [
     "GRADIENT",
+    "MASKED",
     "RANDOM",
     "SMALL",
     "STOP",
@@ -74,8 +75,9 @@ def wanted(node: ir.Node, index: int) -> bool:
     return bool(value.uses()) or value.is_graph_output()
 
 
-# A node's metadata in a model that is to be differentiated: an Identity marked so passes no gradient on.
-GRADIENT, STOP = "onward.gradient", "stop"
+# A node's metadata in a model that is to be differentiated: an Identity marked so passes no gradient on, and rows of a
+# Softmax marked so may be NaN, in whose place the model puts something else.
+GRADIENT, STOP, MASKED = "onward.gradient", "stop", "masked rows"
 
 
 def stops_gradient(node: ir.Node) -> bool:

@@ -1,8 +1,8 @@
 """Shared by RNN, GRU and LSTM: reading a node, running a step over time, products over all steps.
 
-The forward node is rewritten as one product for all inputs and a Scan over time that also outputs what the
-backward pass reads (the gates); the backward pass is a Scan in the other direction with a single product in
-each step, and one product over all steps for each weight. Registers no rule.
+The forward pass is one product for all inputs and a Scan over time that also outputs what the backward pass reads (the
+gates); the backward pass is a Scan in the other direction with a single product in each step, and one product over all
+steps for each weight. Registers no rule.
 """
 
 from __future__ import annotations
@@ -28,17 +28,13 @@ def scan(
     inner_states = [inner.input("state", v.dtype, v.shape) for v in states]
     elements = [inner.input("element", v.dtype, None if v.shape is None else v.shape[1:]) for v in sequences]
     after, results = step(inner, inner_states, elements)
-    taken: set[ir.Value] = {*inner_states, *elements}
     for value in [*after, *results]:
-        if value in taken or value.graph is not inner.graph:
-            (value,) = inner.node("Identity", [value])
-        taken.add(value)
-        inner.graph.outputs.append(value)
+        inner.add_output(value)
     turn = int(reverse)
     outputs = op.Scan(
         *states,
         *sequences,
-        body=inner.graph,
+        body=inner,
         num_scan_inputs=len(sequences),
         scan_input_directions=[turn] * len(sequences),
         scan_output_directions=[turn] * len(results),
@@ -95,6 +91,12 @@ class Recurrence:
             )
             for d, reverse in enumerate(self.reversals)
         ]
+
+    @classmethod
+    def read(cls, op, node: ir.Node, *, gates: int) -> Recurrence:
+        """Read a node; what is computed from its inputs is computed before it, for both passes."""
+        with op.inserting(before=node):
+            return cls(op, node, gates=gates)
 
     def _pick(self, value: ir.Value, direction: int) -> ir.Value:
         """One direction of a value that has them on its first axis."""
@@ -162,24 +164,23 @@ class Recurrence:
 
     # ---- outputs and their gradients -------------------------------------------------------------
 
-    def replace_outputs(self, sequences: Sequence[ir.Value], *finals: Sequence[ir.Value]) -> None:
-        """Let the rest of the graph read the new forward pass; outputs of the model stay the node's own."""
-        op, node = self.op, self.node
-        axis = 2 if self.batch_first else 1
+    def outputs(self, sequences: Sequence[ir.Value], *finals: Sequence[ir.Value]) -> list[ir.Value]:
+        """The node's outputs from each direction's states over time and last states."""
+        op, axis = self.op, 2 if self.batch_first else 1
+        found = []
         for index, parts in enumerate([sequences, *finals]):
-            old = node.outputs[index] if index < len(node.outputs) else None
-            if old is None or not old.uses():
-                continue
             if index == 0:
                 parts = [self.where_valid(part, 0.0) for part in parts]
                 parts = [op.Transpose(part, perm=[1, 0, 2]) if self.batch_first else part for part in parts]
-                parts = [op.Unsqueeze(part, [axis]) for part in parts]
-            else:
-                parts = [op.Unsqueeze(part, [axis - 1]) for part in parts]
-            new = parts[0] if len(parts) == 1 else op.Concat(*parts, axis=axis if index == 0 else axis - 1)
-            new.shape = old.shape if new.shape is None else new.shape
-            for use in list(old.uses()):
-                use.node.replace_input_with(use.idx, new)
+            place = axis - min(index, 1)
+            parts = [op.Unsqueeze(part, [place]) for part in parts]
+            found.append(parts[0] if len(parts) == 1 else op.Concat(*parts, axis=place))
+        return found
+
+    def over_time(self, width: int) -> ir.Value:
+        """The type and shape of so many numbers for each step and row."""
+        steps, rows = (None, None) if self.x.shape is None else self.x.shape[:2]
+        return ir.Value(type=self.x.type, shape=ir.Shape([steps, rows, width]))
 
     def sequence_gradient(self, dy: ir.Value | None, direction: Direction) -> ir.Value | None:
         """One direction of dY as [S, B, H]."""

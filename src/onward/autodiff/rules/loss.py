@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 
-import numpy as np
 import onnx_ir as ir
 
-from onward.autodiff.forms.saved_outputs import saved_output
 from onward.autodiff.registry import gradient_rule
+from onward.autodiff.saved.log_probabilities import by_products, log_probabilities
 
 # Up to this many classes, a matrix of ones and zeros costs less than picking and scattering.
 _FEW = 64
@@ -24,7 +23,7 @@ def softmax_cross_entropy_loss(op, node, dloss, dlog_prob=None):
     scores, _, weights = (*node.inputs, None)[:3]
     if dlog_prob is None and _is_plain(op, node):
         return _few_classes(op, node, dloss)
-    log_prob = _log_probabilities(op, node)
+    log_prob = log_probabilities(op, node)
     prob = op.Exp(log_prob)
     dx = dweight = None
     if dloss is not None:
@@ -44,56 +43,19 @@ def _is_plain(op, node) -> bool:
     scores = node.inputs[0]
     plain = len(node.inputs) < 3 and "ignore_index" not in node.attributes and op.rank(scores) == 2
     classes = op.static_dim(scores, 1)
-    used = any(value.uses() or value.is_graph_output() for value in node.outputs[1:])
+    alone = all(not value.name for value in node.outputs[1:])
     reduced = node.attributes.get_string("reduction", "mean") != "none"
-    if not plain or not reduced or used or op.dtype(scores) == ir.DataType.BFLOAT16:  # OneHot has no bfloat16
+    # OneHot has no bfloat16
+    if not plain or not reduced or not alone or op.dtype(scores) == ir.DataType.BFLOAT16:
         return False
     return classes is not None and classes <= _FEW
 
 
 def _few_classes(op, node, dloss):
-    """loss = c·Σ ℓ·onehot, c = −1/N or −1   ⇒   dx = c·dloss·(onehot − exp ℓ)
-
-    Half as many nodes as picking and scattering, which for a small model is half of the loss's time.
-    """
-    scores, labels = node.inputs
-    with op.inserting(before=node):
-        log_prob = op.LogSoftmax(scores, axis=1)
-        ends = op.constant(np.asarray([0, 1], op.dtype(scores).numpy()))
-        number = (
-            labels if op.dtype(labels) == ir.DataType.INT64 else op.Cast(labels, to=7)
-        )  # int32 has no kernel
-        onehot = op.OneHot(number, np.asarray(op.static_dim(scores, 1), np.int64), ends, axis=1)
-        total = op.ReduceSum(op.Mul(log_prob, onehot), keepdims=0)
-        factor = op.constant_like(-1.0, scores)
-        if node.attributes.get_string("reduction", "mean") == "mean":
-            factor = op.Div(factor, op.CastLike(op.Size(labels), scores))
-    node.resize_outputs(1)
-    node.op_type = "Mul"
-    node.attributes.clear()
-    node.replace_input_with(0, total)
-    node.replace_input_with(1, factor)
-    return {scores: op.Mul(op.Sub(onehot, op.Exp(log_prob)), op.Mul(factor, dloss))}
-
-
-def _log_probabilities(op, node):
-    """log softmax(x) of the forward pass.
-
-    Runtimes write the operator out with a softmax over an inner axis, half as fast as one over the last; so
-    the node becomes LogSoftmax and NegativeLogLikelihoodLoss, unless its second output is the model's own.
-    """
+    """loss = c·Σ ℓ·onehot, c = −1/N or −1   ⇒   dx = c·dloss·(onehot − exp ℓ)"""
     scores = node.inputs[0]
-    if any(value.is_graph_output() for value in node.outputs[1:]):
-        return saved_output(op, node, 1, dtype=scores.dtype, shape=scores.shape)
-    with op.inserting(before=node):
-        log_prob = op.LogSoftmax(scores, axis=1)
-    for value in node.outputs[1:]:
-        for use in list(value.uses()):
-            use.node.replace_input_with(use.idx, log_prob)
-    node.resize_outputs(1)
-    node.replace_input_with(0, log_prob)
-    node.op_type = "NegativeLogLikelihoodLoss"
-    return log_prob
+    log_prob, onehot, factor = by_products(op, node)
+    return {scores: op.Mul(op.Sub(onehot, op.Exp(log_prob)), op.Mul(factor, dloss))}
 
 
 @gradient_rule("NegativeLogLikelihoodLoss")

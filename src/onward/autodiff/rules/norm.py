@@ -9,8 +9,8 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from onward.autodiff.forms.saved_outputs import saved_output
 from onward.autodiff.registry import gradient_rule
+from onward.autodiff.saved.optional_outputs import saved_output
 from onward.graph.passes.running_stats import count_per_channel
 
 

@@ -10,6 +10,7 @@ import onnx_ir as ir
 from onward.autodiff.forms.sampling import add_into
 from onward.autodiff.forms.separable import identity, multiply
 from onward.autodiff.registry import gradient_rule
+from onward.autodiff.saved.optional_outputs import saved_output
 from onward.graph.forms.windows import ints, ranked, spatial, tap_slice, window_of
 
 
@@ -135,18 +136,11 @@ def _indices(op, node: ir.Node) -> ir.Value:
 
     The forward node is given that output where it has none: pooling once more would cost more.
     """
-    attributes = dict(node.attributes.items())
-    if node.attributes.get_int("storage_order", 0) or node.graph is not op.graph:
-        attributes.pop("storage_order", None)
+    if node.attributes.get_int("storage_order", 0):
+        attributes = dict(node.attributes.items())
+        attributes.pop("storage_order")
         return op.node("MaxPool", node.inputs, attributes, outputs=2)[1]
-    if len(node.outputs) == 1:
-        node.resize_outputs(2)
-    indices = node.outputs[1]
-    if not indices.name:
-        indices.name = op.namer(f"{node.outputs[0].name}.indices")
-    indices.type = ir.TensorType(ir.DataType.INT64)
-    indices.shape = node.outputs[0].shape
-    return indices
+    return saved_output(op, node, 1, dtype=ir.DataType.INT64, shape=node.outputs[0].shape)
 
 
 def _exact_tiles(op, node: ir.Node, x: ir.Value) -> bool:

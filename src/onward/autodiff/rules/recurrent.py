@@ -12,20 +12,20 @@ import onnx_ir as ir
 
 from onward.autodiff.forms.recurrence import Activation, Recurrence, read_activations, scan
 from onward.autodiff.registry import gradient_rule
+from onward.autodiff.saved.recurrent_runs import saved_runs
 
 
 @gradient_rule("RNN")
 def rnn(op, node, dy, dy_h=None):
     """h′ = f(x·Wᵀ + h·Rᵀ + b)   ⇒   with a = f′:  dz = dh′·a,  dh = dz·R,  dW = Σ dzᵀ·x,  dR = Σ dzᵀ·h"""
-    with op.inserting(before=node):
-        layer = Recurrence(op, node, gates=1)
-        functions = read_activations(node, defaults=["Tanh"], directions=len(layer.directions))
-        runs = [_rnn_forward(op, layer, d, f[0]) for d, f in zip(layer.directions, functions)]
-        layer.replace_outputs([run[1] for run in runs], [run[0] for run in runs])
+    layer = Recurrence.read(op, node, gates=1)
+    functions = read_activations(node, defaults=["Tanh"], directions=len(layer.directions))
+    runs = saved_runs(layer, functions, _rnn_widths, _rnn_forward)
     found = _Found()
     hold = layer.hold()
-    for d, f, (_, h, z) in zip(layer.directions, functions, runs):
-        slope = layer.where_valid(f[0].derivative(op, h, z), 0.0)
+    for d, (f,), run in zip(layer.directions, functions, runs):
+        h = run["hs"]
+        slope = layer.where_valid(f.derivative(op, h, run["z"]), 0.0)
 
         def step(op, states, elements, r=d.r):
             (dh,), (a, *more) = states, elements
@@ -49,7 +49,13 @@ def rnn(op, node, dy, dy_h=None):
     return found.gradients(layer)
 
 
-def _rnn_forward(op, layer, d, f):
+def _rnn_widths(layer, d, functions):
+    (f,) = functions
+    return {"hs": 1, "z": f.needs_argument}
+
+
+def _rnn_forward(op, layer, d, functions):
+    (f,) = functions
     projected = layer.project(d, _sum(op, d.bias_w, d.bias_r))
 
     def step(op, states, elements):
@@ -62,7 +68,7 @@ def _rnn_forward(op, layer, d, f):
     (last,), (states, *z) = scan(
         op, step, states=[d.h], sequences=_masked(layer, projected), reverse=d.reverse
     )
-    return last, states, z[0] if z else None
+    return {"h": last, "hs": states, "z": z[0] if z else None}
 
 
 @gradient_rule("LSTM")
@@ -72,17 +78,11 @@ def lstm(op, node, dy, dy_h=None, dy_c=None):
 
     Peepholes P add to what is known beforehand: e += a_o·P_o, f += a_i·P_i + a_f·P_f.
     """
-    with op.inserting(before=node):
-        layer = Recurrence(op, node, gates=4)
-        functions = read_activations(
-            node, defaults=["Sigmoid", "Tanh", "Tanh"], directions=len(layer.directions)
-        )
-        # onnxruntime does not clip what the last activation reads: the cell state itself
-        functions = [(f, g, dataclasses.replace(h, clip=None)) for f, g, h in functions]
-        runs = [_lstm_forward(op, layer, d, f) for d, f in zip(layer.directions, functions)]
-        layer.replace_outputs(
-            [run["hs"] for run in runs], [run["h"] for run in runs], [run["c"] for run in runs]
-        )
+    layer = Recurrence.read(op, node, gates=4)
+    functions = read_activations(node, defaults=["Sigmoid", "Tanh", "Tanh"], directions=len(layer.directions))
+    # onnxruntime does not clip what the last activation reads: the cell state itself
+    functions = [(f, g, dataclasses.replace(h, clip=None)) for f, g, h in functions]
+    runs = saved_runs(layer, functions, _lstm_widths, _lstm_forward)
     found = _Found()
     hold, size = layer.hold(), layer.hidden
     coupled = node.attributes.get_int("input_forget", 0) == 1
@@ -95,7 +95,7 @@ def lstm(op, node, dy, dy_h=None, dy_c=None):
             (None, None) if run["z"] is None else op.Split(run["z"], [3 * size, size], axis=2, outputs=2)
         )
         slope_g = op.Mul(g.derivative(op, candidate, z_candidate), i)
-        if run["plain"]:
+        if _is_plain_lstm(layer, d, (f, g, h)):
             # f′·y = (1 − f)·(f·y), and f·y is at hand
             products = (i, run["written"]), (o, run["hs"]), (forget, run["kept"])
             a = op.Concat(*(op.Mul(op.Sub(1.0, gate), made) for gate, made in products), slope_g, axis=2)
@@ -149,6 +149,25 @@ def lstm(op, node, dy, dy_h=None, dy_c=None):
     return found.gradients(layer)
 
 
+def _is_plain_lstm(layer, d, functions):
+    """Whether all that the backward pass reads are results of a step's own operators: it then copies no state."""
+    f, g, h = functions
+    usual = f == Activation("sigmoid") and not g.needs_argument and not h.needs_argument
+    coupled = layer.node.attributes.get_int("input_forget", 0) == 1
+    return usual and layer.mask is None and d.peephole is None and not coupled
+
+
+def _lstm_widths(layer, d, functions):
+    f, g, _ = functions
+    plain = _is_plain_lstm(layer, d, functions)
+    return {
+        **dict.fromkeys(("i", "o", "forget", "candidate", "squashed", "hs"), 1),
+        **dict.fromkeys(("kept", "written"), plain),
+        "cs": not plain,
+        "z": 4 * (f.needs_argument or g.needs_argument),
+    }
+
+
 def _lstm_forward(op, layer, d, functions):
     f, g, h = functions
     size = layer.hidden
@@ -158,9 +177,7 @@ def _lstm_forward(op, layer, d, functions):
     if d.peephole is not None:
         peepholes = op.Split(d.peephole, axis=0, num_outputs=3, outputs=3)
     keep_z = f.needs_argument or g.needs_argument
-    # All that the backward pass reads are then results of the step's own operators: it copies no state.
-    usual = f == Activation("sigmoid") and not g.needs_argument and not h.needs_argument
-    plain = usual and layer.mask is None and peepholes is None and not coupled
+    plain = _is_plain_lstm(layer, d, functions)
     names = ["i", "o", "forget", "candidate", "squashed", *(["kept", "written"] if plain else ["hs", "cs"])]
     names += ["z"] if keep_z else []
 
@@ -197,7 +214,7 @@ def _lstm_forward(op, layer, d, functions):
     (last, cell), made = scan(
         op, step, states=[d.h, d.c], sequences=_masked(layer, projected), reverse=d.reverse
     )
-    run = {"plain": plain, "h": last, "c": cell, "cs": None, "z": None, **dict(zip(names, made))}
+    run = {"h": last, "c": cell, **dict(zip(names, made))}
     if plain:
         run["hs"] = op.Mul(run["o"], run["squashed"])
     return run
@@ -212,12 +229,9 @@ def gru(op, node, dy, dy_h=None):
     else:    s = dn·Rₙ,  dr = s·a_r,  dh ← dh·z + s·r + [dz, dr]·R
     """
     linear = node.attributes.get_int("linear_before_reset", 0) == 1
-    with op.inserting(before=node):
-        layer = Recurrence(op, node, gates=3)
-        functions = read_activations(node, defaults=["Sigmoid", "Tanh"], directions=len(layer.directions))
-        forward = _gru_forward_linear if linear else _gru_forward
-        runs = [forward(op, layer, d, f) for d, f in zip(layer.directions, functions)]
-        layer.replace_outputs([run["hs"] for run in runs], [run["h"] for run in runs])
+    layer = Recurrence.read(op, node, gates=3)
+    functions = read_activations(node, defaults=["Sigmoid", "Tanh"], directions=len(layer.directions))
+    runs = saved_runs(layer, functions, _gru_widths, _gru_forward_linear if linear else _gru_forward)
     found = _Found()
     size = layer.hidden
     for d, (f, g), run in zip(layer.directions, functions, runs):
@@ -273,6 +287,15 @@ def gru(op, node, dy, dy_h=None):
             )
         found.add(op, layer, d, rows, rows_r=rows_r, dr=dr, dh=dh)
     return found.gradients(layer)
+
+
+def _gru_widths(layer, d, functions):
+    f, g = functions
+    linear = layer.node.attributes.get_int("linear_before_reset", 0) == 1
+    return {
+        "hs": 1, "gates": 2, "candidate": 1, "inner": linear, "z": 2 * f.needs_argument,
+        "z_candidate": g.needs_argument,
+    }  # fmt: skip
 
 
 def _gru_forward(op, layer, d, functions):

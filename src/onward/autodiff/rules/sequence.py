@@ -86,7 +86,7 @@ def _map_bodies(node, varying, mattering):
 def sequence_map(op, node, *dys):
     """yᵢ = f(sᵢ, x, c)   ⇒   dsᵢ, δxᵢ, δcᵢ = f'ᵀ(sᵢ, x, c)·dyᵢ,   dx = Σ δxᵢ,   dc = Σ δcᵢ"""
     body = node.attributes["body"].as_graph()
-    subgraphs.refuse_random(op, body, node)
+    subgraphs.refuse_random(body, node)
     inner = subgraphs.body_builder(op, "element")
     arguments = [subgraphs.body_input(inner, value, "x") for value in body.inputs]
     results = subgraphs.inline(inner, body, arguments)
@@ -103,7 +103,7 @@ def sequence_map(op, node, *dys):
         op,
         "SequenceMap",
         [*node.inputs, *(dy for _, dy in arriving)],
-        {"body": inner.graph},
+        {"body": inner},
         likes=[subgraphs.sequence_like(op, a) for _, a in live],
     )
     gradients = [
@@ -132,9 +132,6 @@ def _from_start(op, position, sequence):
 
 def _sizes(op, sequence, axis):
     """The size of each element along an axis, as a vector."""
-    producer = sequence.producer()
-    if producer is not None and producer.op_type == "SequenceConstruct":
-        return op.Concat(*(op.dim(x, axis) for x in producer.inputs), axis=0)
     rank = None if sequence.shape is None else sequence.shape.rank()
 
     def size(inner, element):

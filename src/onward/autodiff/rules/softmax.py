@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from onward.autodiff.forms.saved_outputs import saved_output
 from onward.autodiff.registry import gradient_rule, no_gradient
+from onward.autodiff.saved.optional_outputs import saved_output
+from onward.graph.nodes import GRADIENT, MASKED
 
 no_gradient("Hardmax")
 
@@ -16,26 +17,16 @@ def softmax(op, node, dy):
     """y = softmax(x)   ⇒   dx = y·(dy − Σ dy·y)
 
     Attention masks rows of scores with −∞, and a model may then replace the NaN that a row of nothing else
-    gives; such rows have no gradient.
+    gives; such rows have no gradient. `prepare` marks these nodes.
     """
     y = node.outputs[0]
     axis = node.attributes.get_int("axis", -1)
     inner = op.ReduceSum(op.Mul(dy, y), [axis], keepdims=1)
     dx = op.Mul(op.Sub(dy, inner), y)
-    if _is_replaced(y):
+    if node.metadata_props.get(GRADIENT) == MASKED:
         empty = op.IsNaN(op.Slice(y, [0], [1], [axis]))
         dx = op.Where(empty, op.constant_like(0.0, dx), dx)
     return dx
-
-
-def _is_replaced(value: ir.Value) -> bool:
-    """Whether the model puts something else in place of parts of a value."""
-    for user in value.consumers():
-        if user.op_type == "Where":
-            return True
-        if user.op_type in ("Cast", "CastLike", "Identity") and _is_replaced(user.outputs[0]):
-            return True
-    return False
 
 
 @gradient_rule("LogSoftmax")
