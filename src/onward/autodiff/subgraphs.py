@@ -79,7 +79,7 @@ def inline(
     walk through this graph sees every node between its results and captured values.
     """
     known = dict(zip(body.inputs, arguments))
-    masks = {}
+    masks: dict[ir.Node, ir.Value] = {}
     for drawn, value in (given or {}).items():
         if drawn.node.op_type == "Dropout":
             masks[drawn.node] = value
@@ -95,7 +95,7 @@ def inline(
             continue
         if node in masks:
             known[node.outputs[0]] = _dropped(op, node, masks[node], known)
-            known.update(dict.fromkeys(node.outputs[1:], masks[node]))
+            known.update({mask: masks[node] for mask in node.outputs[1:]})
             continue
         copy = _copy_node(op, node, known)
         op.adopt(copy)

@@ -18,7 +18,7 @@ def saved_runs(
     functions: Sequence[Any],
     widths: Callable[..., Mapping[str, int]],
     forward: Callable[..., Mapping[str, ir.Value]],
-) -> list[dict[str, ir.Value | None]]:
+) -> list[dict[str, Any]]:
     """What each direction's forward pass keeps, by name; None where `widths` is 0.
 
     `widths(layer, direction, functions)` says how many times the hidden size each has.
@@ -36,7 +36,7 @@ def saved_runs(
         return [runs[d][name] for d, name in names]
 
     likes = [layer.over_time(tables[d][name] * layer.hidden) for d, name in names]
-    found: list[dict[str, ir.Value | None]] = [dict.fromkeys(table) for table in tables]
+    found: list[dict[str, Any]] = [dict.fromkeys(table) for table in tables]
     for (d, name), value in zip(names, op.save(node, likes, compute)):
         found[d][name] = value
     return found
