@@ -95,7 +95,8 @@ def inline(
             continue
         if node in masks:
             known[node.outputs[0]] = _dropped(op, node, masks[node], known)
-            known.update({mask: masks[node] for mask in node.outputs[1:]})
+            for mask in node.outputs[1:]:
+                known[mask] = masks[node]
             continue
         copy = _copy_node(op, node, known)
         op.adopt(copy)
