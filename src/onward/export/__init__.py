@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from onward.export.batch_size import dynamic_batch as dynamic_batch
     from onward.export.huggingface.assign import assign_detections as assign_detections
     from onward.export.huggingface.from_transformers import HFOnnx as HFOnnx
     from onward.export.huggingface.from_transformers import (
@@ -28,6 +29,7 @@ _HOMES = {
     "artifacts_from_torch": "onward.export.torch",
     "from_transformers": "onward.export.huggingface.from_transformers",
     "artifacts_from_transformers": "onward.export.huggingface.from_transformers",
+    "dynamic_batch": "onward.export.batch_size",
     "assign_detections": "onward.export.huggingface.assign",
     "HFOnnx": "onward.export.huggingface.from_transformers",
     "for_inference": "onward.export.inference",
@@ -43,6 +45,7 @@ __all__ = [
     "artifacts_from_transformers",
     "assign_detections",
     "compare",
+    "dynamic_batch",
     "for_inference",
     "from_torch",
     "from_transformers",
