@@ -478,9 +478,15 @@ def test_a_model_of_a_fixed_batch_trains_and_deploys_with_that_size(desk: Path, 
         "a,b,c,d,e,kind\n"
         + "".join(f"{','.join(map(str, r))},{'yes' if r[0] > 0 else 'no'}\n" for r in rows.round(3))
     )
-    run("artifacts", "one.onnx", "--classes", "2")
+    said = run("artifacts", "one.onnx", "--classes", "2", "--keep-batch").stderr
+    assert "batches of 1" not in said
     said = run("train", "artifacts", "-d", "d.csv", "--label", "kind", code=1).stderr
     assert "the model takes batches of 1 alone: --batch-size 1" in said
     run("train", "artifacts", "-d", "d.csv", "--label", "kind", "-b", "1")
     run("deploy", "run", "mine.onnx")
     assert Path("mine.onnx").is_file()
+    said = run("artifacts", "one.onnx", "--classes", "2", "-o", "any").stderr
+    assert "the model is fixed to batches of 1; for training it takes any" in said
+    run("train", "any", "-d", "d.csv", "--label", "kind", "-b", "4", "-o", "any_run")
+    run("deploy", "any_run", "any.onnx")
+    assert onnx.load("any.onnx").graph.input[0].type.tensor_type.shape.dim[0].dim_param == "batch"

@@ -176,3 +176,20 @@ def test_rows_that_differ_between_samples_are_refused() -> None:
 def test_an_open_batch_stays_as_it_is() -> None:
     model = parsed("{ y = Relu(x) }", "N, 4")
     assert dynamic_batch(model).graph.input == model.graph.input
+
+
+def test_finetune_opens_a_fixed_batch(tmp_path) -> None:
+    import onward
+
+    model = onnx.parser.parse_model("""<ir_version: 10, opset_import: ["": 21]>
+        net (float[1, 4] x) => (float[1, 3] y) <float[4, 3] w = {1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12}>
+        { y = MatMul(x, w) }""")
+    onnx.save(model, tmp_path / "one.onnx")
+    rows = np.random.default_rng(0).normal(size=(24, 4)).astype(np.float32)
+    tuned = onward.finetune(
+        tmp_path / "one.onnx",
+        {"x": rows, "labels": (rows[:, 0] > 0).astype(np.int64)},
+        batch_size=8,
+        epochs=1,
+    )
+    assert any("fixed to batches of 1; for training it takes any" in note for note in tuned.notes)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from onward.export.batch_size import dynamic_batch as dynamic_batch
+    from onward.export.batch_size import fixed_batch as fixed_batch
     from onward.export.huggingface.assign import assign_detections as assign_detections
     from onward.export.huggingface.from_transformers import HFOnnx as HFOnnx
     from onward.export.huggingface.from_transformers import (
@@ -30,6 +31,7 @@ _HOMES = {
     "from_transformers": "onward.export.huggingface.from_transformers",
     "artifacts_from_transformers": "onward.export.huggingface.from_transformers",
     "dynamic_batch": "onward.export.batch_size",
+    "fixed_batch": "onward.export.batch_size",
     "assign_detections": "onward.export.huggingface.assign",
     "HFOnnx": "onward.export.huggingface.from_transformers",
     "for_inference": "onward.export.inference",
@@ -46,6 +48,7 @@ __all__ = [
     "assign_detections",
     "compare",
     "dynamic_batch",
+    "fixed_batch",
     "for_inference",
     "from_torch",
     "from_transformers",

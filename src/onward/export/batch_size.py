@@ -1,4 +1,4 @@
-"""`dynamic_batch`: lets a model whose file fixes the batch size take any number of samples."""
+"""`dynamic_batch` lets a model whose file fixes the batch size take any number of samples."""
 
 from __future__ import annotations
 
@@ -13,13 +13,18 @@ from onward.errors import ModelError, ParityError
 from onward.export.inference import sample_inputs
 from onward.export.parity import Report, compare
 from onward.graph.load import load_model
-from onward.graph.passes.open_batch import BATCH, fixed_batch, open_batch
+from onward.graph.passes.open_batch import BATCH, batch_of, open_batch
 from onward.runtime.sessions import open_session
 
 if TYPE_CHECKING:
     from onward.graph.load import ModelSource
 
-__all__ = ["dynamic_batch"]
+__all__ = ["dynamic_batch", "fixed_batch", "open_if_fixed"]
+
+
+def fixed_batch(model: ModelSource) -> int | None:
+    """The batch size that a model is fixed to: a number that begins its outputs and an input, or None."""
+    return batch_of(load_model(model, apart=True))
 
 
 def dynamic_batch(
@@ -44,10 +49,8 @@ def dynamic_batch(
     'batch'
     """
     original = load_model(model)
-    opened = load_model(original)
-    for loaded in (original, opened):
-        ir.external_data.load_to_model(loaded)
-    size = fixed_batch(original)
+    ir.external_data.load_to_model(original)
+    opened, size = load_model(original), batch_of(original)
     if size is None:
         return ir.to_proto(original)
     try:
@@ -65,6 +68,17 @@ def dynamic_batch(
             f"the model's samples depend on each other, so its batch stays {size}; on more samples:\n{report}"
         )
     return made
+
+
+def open_if_fixed(model: ModelSource) -> tuple[ModelSource, str | None]:
+    """The model with its batch opened where it is fixed and can be, and what there is to say of it."""
+    size = fixed_batch(model)
+    if size is None:
+        return model, None
+    try:
+        return dynamic_batch(model), f"the model is fixed to batches of {size}; for training it takes any"
+    except (ModelError, ParityError) as error:
+        return model, str(error)
 
 
 def _compare(

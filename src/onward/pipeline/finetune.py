@@ -25,6 +25,7 @@ from onward.data.preprocessing import KEY, Preprocessing, beside, image_settings
 from onward.data.read import Data, DataOptions, blame_data, check_labels, prepare, read_data, split
 from onward.data.tables import number_labels, numbered_classes
 from onward.errors import DataError, NonFiniteError, OnwardError
+from onward.export.batch_size import open_if_fixed
 from onward.export.inference import InferenceExport, for_inference
 from onward.graph.gate import read_proto
 from onward.head import replace_head
@@ -327,6 +328,9 @@ def _artifacts(
         model = replace_head(model, classes=classes, head=head, scores=scores, seed=seed)
     elif head is not None:
         raise ValueError("head needs classes: it is the layer to replace")
+    model, said = open_if_fixed(model)
+    if said:
+        data.notes.append(said)
     return build_artifacts(model, loss=loss, **options), names
 
 

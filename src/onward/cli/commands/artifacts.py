@@ -117,6 +117,10 @@ def artifacts(
         PrecisionChoice,
         typer.Option(help="Run matrix products and convolutions in 16 bits; weights stay float32."),
     ] = PrecisionChoice.FP32,
+    keep_batch: Annotated[
+        bool,
+        typer.Option("--keep-batch", help="Keep a batch size that the model fixes; by default it is opened."),
+    ] = False,
     portable: Annotated[
         bool, typer.Option("--portable", help="Write a step, a state and a model for other languages too.")
     ] = False,
@@ -155,6 +159,12 @@ def artifacts(
         wanted = _classes(classes)
         _require_two(classes, wanted, loss)
         source = replace_head(model, classes=wanted, head=head, scores=loss not in _PROBABILITIES)
+    if not keep_batch:
+        from onward.export.batch_size import open_if_fixed
+
+        source, said = open_if_fixed(source)
+        if said:
+            output.note(said)
     with folder_target(directory), output.working("differentiating"), known_names():
         generate_artifacts(
             source,

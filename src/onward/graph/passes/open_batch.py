@@ -20,14 +20,14 @@ from onward.graph.nodes import captured_values, subgraphs_of
 from onward.graph.shapes.dims import Dim, dims_of
 from onward.graph.shapes.model import infer_shapes
 
-__all__ = ["BATCH", "fixed_batch", "open_batch"]
+__all__ = ["BATCH", "batch_of", "open_batch"]
 
 BATCH = "batch"  # the name of the size
 _RECURRENT = ("LSTM", "GRU", "RNN")
 _SIZED = ("Expand", "ConstantOfShape", "Tile", "Range")
 
 
-def fixed_batch(model: ir.Model) -> int | None:
+def batch_of(model: ir.Model) -> int | None:
     """The number of samples that a model is fixed to: the first size, a number, of its inputs and all its outputs."""
     firsts = [_first(value) for value in model.graph.inputs if value.name not in model.graph.initializers]
     sizes = {first for first in firsts if first is not None}
