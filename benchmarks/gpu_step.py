@@ -108,6 +108,24 @@ class Decoder(nn.Module):
         return self.scores(x).flatten(0, 1)
 
 
+def with_peft(module: nn.Module) -> nn.Module:
+    """The same network with peft's adapters in place of ours, and the same numbers in them."""
+    from peft import LoraConfig, inject_adapter_in_model
+
+    ours = {name: layer for name, layer in module.named_modules() if isinstance(layer, Adapted)}
+    for name, layer in ours.items():
+        module.set_submodule(name, layer.base)
+    rank = next(iter(ours.values())).a.shape[0]
+    kinds = sorted({name.rpartition(".")[2] for name in ours})
+    config = LoraConfig(r=rank, lora_alpha=rank, lora_dropout=0.0, target_modules=kinds)
+    module = inject_adapter_in_model(config, module)
+    for name, layer in ours.items():
+        made: Any = module.get_submodule(name)
+        made.lora_A["default"].weight.data.copy_(layer.a.data)
+        made.lora_B["default"].weight.data.copy_(layer.b.data)
+    return module
+
+
 def resnet() -> nn.Module:
     return nn.Sequential(
         nn.Conv2d(3, 32, 3, 1, 1, bias=False), nn.BatchNorm2d(32), nn.ReLU(),
@@ -146,7 +164,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[torch.Generator], Bat
     ),
 }
 ENGINES = [
-    "torch", "torch-tf32", "torch-compile-tf32", "torch-bf16", "torch-compile-bf16",
+    "torch", "torch-tf32", "torch-compile-tf32", "torch-bf16", "torch-compile-bf16", "torch-peft-tf32",
     "torch-fp16", "onward", "onward-tf32", "onward-tf32-no-graphs", "onward-fp16", "onward-bf16", "onward-cpu",
 ]  # fmt: skip
 
@@ -191,7 +209,8 @@ def torch_step(name: str, engine: str) -> Callable[[Batch], float]:
     low = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(engine[-4:])
     tf32 = "tf32" in engine or low is not None
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = tf32
-    module = build(name).cuda()
+    module = build(name)
+    module = (with_peft(module) if "peft" in engine else module).cuda()
     run: Any = torch.compile(module) if "compile" in engine else module
     optimizer = torch.optim.AdamW(
         [p for p in module.parameters() if p.requires_grad], lr=RATE, eps=EPSILON, weight_decay=0.0
@@ -320,7 +339,7 @@ def main() -> None:
     print(json.dumps(figures["versions"]), flush=True)
     for name in given.models.split(","):
         figures[name] = {}
-        engines = given.engines.split(",")
+        engines = [e for e in given.engines.split(",") if "peft" not in e or "lora" in name]
         low = [f"prepare-{kind}" for kind in LOW if f"onward-{kind}" in engines]
         for engine in ["prepare", *low, *engines]:
             command = [sys.executable, __file__, "--one", name, engine, "--cache", str(cache)]

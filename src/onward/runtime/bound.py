@@ -10,7 +10,7 @@ from __future__ import annotations
 import abc
 import re
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -38,6 +38,8 @@ __all__ = [
 
 # Bytes of an input up to which copying it takes less time than binding it.
 _SMALL = 1 << 14
+# Where an input may begin in a block of several.
+_ALIGN = 256
 _TYPES = {
     "tensor(float)": np.float32, "tensor(double)": np.float64, "tensor(float16)": np.float16,
     "tensor(int64)": np.int64, "tensor(int32)": np.int32, "tensor(int16)": np.int16, "tensor(int8)": np.int8,
@@ -216,6 +218,7 @@ class DeviceBound(Bound):
         self.inputs_on_host: set[str] = known or set()
         self._rebinds = known is None  # a runtime that does not tell: all of them
         self._landings: dict[str, DeviceTensor] = {}
+        self._packed: _Packed | None = None
         self._captured = False
 
     def finish(self, returned: list[str]) -> None:
@@ -228,8 +231,10 @@ class DeviceBound(Bound):
 
     def run(self, feeds: list[Any]) -> list[np.ndarray]:
         try:
+            packed = self._pack(feeds)
             for index, name in self._own:
-                self._put(name, feeds[index])
+                if name not in packed:
+                    self._put(name, feeds[index])
             for name, value in (self._zeros(feeds) if self._empty else {}).items():
                 self._put(name, value)
         except Exception as error:
@@ -253,6 +258,29 @@ class DeviceBound(Bound):
         except Exception as error:
             raise _explain(error, self._signature, feeds) from error
         return self._results(self.binding.get_outputs() if self._fresh else [])
+
+    def _pack(self, feeds: list[Any]) -> Collection[str]:
+        """Copy small inputs to the device together, as each copy costs more than its bytes; returns their names."""
+        small = {
+            name: value
+            for name, value in ((name, feeds[index]) for index, name in self._own)
+            if type(value) is np.ndarray
+            and value.nbytes <= _SMALL
+            and value.dtype != np.object_
+            and name not in self.inputs_on_host
+        }
+        if len(small) < 2:
+            return ()
+        if self._packed is None or not self._packed.fits(small):
+            self._packed = _Packed(self._device, small)
+            for name, tensor in self._packed.tensors.items():
+                self._landings.pop(name, None)
+                tensor.bind_input(self.binding, name)
+        elif self._rebinds:
+            for name, tensor in self._packed.tensors.items():
+                tensor.bind_input(self.binding, name)
+        self._packed.write(small)
+        return small
 
     def _put(self, name: str, value: Any) -> None:
         """Copy a user's input to where the session reads it."""
@@ -292,6 +320,37 @@ class DeviceBound(Bound):
 
     def _is_read(self, tensor: Tensor) -> bool:
         return any(other is tensor for other in self._given.values())
+
+
+class _Packed:
+    """Small inputs side by side in one block of a device's memory, which one copy fills."""
+
+    def __init__(self, device: Device, arrays: Mapping[str, np.ndarray]) -> None:
+        starts, end = {}, 0
+        for name, array in arrays.items():
+            starts[name] = end
+            end += -(-max(1, array.nbytes) // _ALIGN) * _ALIGN
+        self._block = DeviceTensor.allocate(device, [end], np.dtype(np.uint8))
+        self._host = np.zeros(end, np.uint8)
+        self.tensors: dict[str, DeviceTensor] = {}
+        self._parts: dict[str, np.ndarray] = {}
+        for name, array in arrays.items():
+            start, kind = starts[name], array.dtype
+            self.tensors[name] = self._block.view(start, array.shape, kind)
+            self._parts[name] = self._host[start : start + array.nbytes].view(kind).reshape(array.shape)
+
+    def fits(self, arrays: Mapping[str, np.ndarray]) -> bool:
+        """Whether these inputs have the names, shapes and types that it was made for."""
+        return arrays.keys() == self._parts.keys() and all(
+            array.shape == self._parts[name].shape and array.dtype == self._parts[name].dtype
+            for name, array in arrays.items()
+        )
+
+    def write(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """Copy the inputs to the device."""
+        for name, array in arrays.items():
+            self._parts[name][...] = array
+        self._block.write(self._host)
 
 
 class RecordingError(Exception):

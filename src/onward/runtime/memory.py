@@ -6,6 +6,7 @@ everything that a model's training reads and writes. No other module handles add
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -179,7 +180,7 @@ class DeviceTensor:
     ) -> None:
         self._device, self._owner, self._address = device, owner, address
         self._shape, self._dtype = tuple(shape), np.dtype(dtype)
-        self._reduction: tuple[Any, Any, np.ndarray] | None = None
+        self._reductions: dict[str, _Reduction] = {}
         self._is_whole = address == owner.data_ptr() and self.nbytes == math.prod(owner.shape())
 
     @classmethod
@@ -259,9 +260,9 @@ class DeviceTensor:
             )
             kernel.run_with_iobinding(binding)
 
-    def view(self, start: int, shape: Sequence[int]) -> DeviceTensor:
+    def view(self, start: int, shape: Sequence[int], dtype: np.dtype | None = None) -> DeviceTensor:
         address = self._address + start * self._dtype.itemsize
-        return DeviceTensor(self._device, self._owner, address, shape, self._dtype)
+        return DeviceTensor(self._device, self._owner, address, shape, dtype or self._dtype)
 
     def copy_from(self, other: Tensor) -> None:
         if not isinstance(other, DeviceTensor):
@@ -319,24 +320,49 @@ class DeviceTensor:
         session.run_with_iobinding(binding)
 
     def _reduce(self, kernel: str) -> float:
-        """One number of a vector, from stretches of it: the runtime takes as much memory as it reduces at a time.
-
-        Its binding is kept, since every update asks for the norm.
-        """
+        """One number of a vector; what computes it is kept, since every update asks for the norm."""
         if not self.nbytes:
             return 0.0
-        size = math.prod(self._shape)
-        starts = range(0, size, _PIECE)
-        session = _kernel(self._device, kernel, len(starts))
-        if self._reduction is None or self._reduction[0] is not session:
-            result, binding = np.zeros(1, np.float32), session.io_binding()
-            for index, start in enumerate(starts):
-                self.view(start, [min(_PIECE, size - start)]).bind_input(binding, f"x{index}")
-            binding.bind_output("y", "cpu", 0, np.float32, [1], result.ctypes.data)
-            self._reduction = (session, binding, result)
-        session, binding, result = self._reduction
-        session.run_with_iobinding(binding)
-        return float(result[0])
+        if kernel not in self._reductions:
+            size = math.prod(self._shape)
+            parts = [self.view(start, [min(_PIECE, size - start)]) for start in range(0, size, _PIECE)]
+            self._reductions[kernel] = _Reduction(self._device, kernel, parts)
+        return self._reductions[kernel].run()
+
+
+class _Reduction:
+    """One number from the stretches of a vector: the runtime takes as much memory as it reduces at a time.
+
+    Recorded where the device can; the number is then in the device's memory, as a recorded run writes there alone.
+    """
+
+    def __init__(self, device: Device, kernel: str, parts: Sequence[DeviceTensor]) -> None:
+        self._parts = parts  # a binding holds addresses only
+        recorded = False
+        if device.captures:
+            with contextlib.suppress(Exception):  # what cannot be recorded runs without
+                session = _make_kernel(device, kernel, [part.shape[0] for part in parts], capture=True)
+                self._bind(session, DeviceTensor.allocate(device, [1], np.dtype(np.float32)))
+                self._run()
+                recorded = True
+        if not recorded:
+            self._bind(_kernel(device, kernel, len(parts)), HostTensor(np.zeros(1, np.float32)))
+
+    def _bind(self, session: ort.InferenceSession, result: Tensor) -> None:
+        self._session, self._result = session, result
+        self._binding: Any = session.io_binding()
+        for index, part in enumerate(self._parts):
+            part.bind_input(self._binding, f"x{index}")
+        result.bind_output(self._binding, "y")
+
+    def _run(self) -> None:
+        native: Any = self._session._sess
+        native.run_with_iobinding(self._binding._iobinding, None)
+
+    def run(self) -> float:
+        """The number of what the vector is now."""
+        self._run()
+        return float(self._result.read()[0])
 
 
 class FlatBuffer:
@@ -614,6 +640,12 @@ def onnx_type(dtype: np.dtype) -> int:
 @functools.cache
 def _kernel(device: Device, name: str, parts: int = 1) -> ort.InferenceSession:
     """A session of one or two operators on a device; those that reduce take a vector in so many parts."""
+    return _make_kernel(device, name, [f"n{i}" for i in range(parts)])
+
+
+def _make_kernel(
+    device: Device, name: str, parts: Sequence[int | str], *, capture: bool = False
+) -> ort.InferenceSession:
     make, value = onnx.helper.make_node, onnx.helper.make_tensor_value_info
     bytes_only = name in ("copy", "zeros")
     kind = onnx.TensorProto.UINT8 if bytes_only else onnx.TensorProto.FLOAT
@@ -633,19 +665,20 @@ def _kernel(device: Device, name: str, parts: int = 1) -> ort.InferenceSession:
         constants = [onnx.helper.make_tensor("yes", onnx.TensorProto.BOOL, [1], [True])]
         nodes = [make("Where", ["yes", "s", "x"], ["y"])]
     else:
-        size, inputs = 1, [value(f"x{i}", kind, [f"n{i}"]) for i in range(parts)]
+        size, count = 1, len(parts)
+        inputs = [value(f"x{i}", kind, [part]) for i, part in enumerate(parts)]
         if name == "norm":
-            nodes = [make("ReduceSumSquare", [f"x{i}"], [f"y{i}"], keepdims=1) for i in range(parts)]
+            nodes = [make("ReduceSumSquare", [f"x{i}"], [f"y{i}"], keepdims=1) for i in range(count)]
         else:  # 0·x is 0, or NaN where x is not finite
             constants = [onnx.helper.make_tensor("none", onnx.TensorProto.FLOAT, [1], [0.0])]
             nodes = []
-            for i in range(parts):
+            for i in range(count):
                 nodes.append(make("Mul", [f"x{i}", "none"], [f"m{i}"]))
                 nodes.append(make("ReduceSum", [f"m{i}"], [f"y{i}"], keepdims=1))
-        nodes.append(make("Sum", [f"y{i}" for i in range(parts)], ["y"]))
+        nodes.append(make("Sum", [f"y{i}" for i in range(count)], ["y"]))
     graph = onnx.helper.make_graph(nodes, name, inputs, [value("y", kind, [size])], constants)
     model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", _OPSET)], ir_version=8)
     options = ort.SessionOptions()
     options.log_severity_level = 3
     options.intra_op_num_threads = 1
-    return ort.InferenceSession(model.SerializeToString(), options, providers=device.providers())
+    return ort.InferenceSession(model.SerializeToString(), options, providers=device.providers(capture=capture))

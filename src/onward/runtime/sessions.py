@@ -43,6 +43,8 @@ ModelFile = str | os.PathLike[str] | bytes | onnx.ModelProto | ModelBeside
 _STOP_SPINNING = "session.force_spinning_stop"
 # On the CPU provider the operator that it makes takes four times as long as those that it replaces.
 _SLOW_ON_CPU = ["SkipLayerNormFusion"]
+# CUDA's Gemm writes its bias all over the result first and adds to that: a product and a sum are faster.
+_SLOW_ON_CUDA = ["MatMulAddFusion"]
 _LARGE = 1 << 18
 # nodes
 _MANY = 3000
@@ -156,7 +158,10 @@ def _advice(model: onnx.ModelProto | bytes | str, device: Device, error: Excepti
 
 def unwanted_fusions(providers: Sequence[Any]) -> list[str]:
     """Names of the runtime's optimizers that make a model slower on these providers."""
-    return _SLOW_ON_CPU if list(providers) == [CPU] else []
+    if list(providers) == [CPU]:
+        return _SLOW_ON_CPU
+    first = providers[0][0] if providers and isinstance(providers[0], tuple) else next(iter(providers), CPU)
+    return _SLOW_ON_CUDA if first == "CUDAExecutionProvider" else []
 
 
 def _reads(model: onnx.ModelProto) -> int:

@@ -16,13 +16,16 @@ __all__ = ["prefer_device_forms"]
 
 # How many values one kernel of Sum adds.
 _TERMS = 8
+# Scores at or below this vanish in a softmax beside any that a network computes.
+_NOTHING = -1e30
 _AXES_AS_INPUT = {"ReduceSum": 13, "ReduceMean": 18}
 
 
 def prefer_device_forms(model: onnx.ModelProto) -> None:
-    """Rewrite Col2Im, sums over axes that do not lie together, pads of transposed images, and sums of values."""
-    if any(node.op_type == "Col2Im" for node in model.graph.node):
+    """Rewrite Col2Im, sums over axes that do not lie together, pads of transposed images, sums and constant masks."""
+    if any(node.op_type in ("Col2Im", "ReduceMean") for node in model.graph.node):
         model.graph.CopyFrom(onnx.shape_inference.infer_shapes(model).graph)
+    _add_masks(model.graph)
     _join_sums(model.graph)
     rewriting = _Rewriting(model)
     nodes = [made for node in model.graph.node for made in rewriting.forms(node)]
@@ -30,6 +33,35 @@ def prefer_device_forms(model: onnx.ModelProto) -> None:
     del model.graph.node[:]
     # a transposition that its only pad now comes before
     model.graph.node.extend(n for n in nodes if n.op_type != "Transpose" or used.intersection(n.output))
+
+
+def _add_masks(graph: onnx.GraphProto) -> None:
+    """Scores under a constant mask as scores plus a constant, which the provider adds inside of the softmax."""
+    makers = {name: node for node in graph.node for name in node.output}
+    uses = Counter(name for node in graph.node for name in node.input)
+    uses.update(value.name for value in graph.output)
+    constants = {tensor.name: tensor for tensor in graph.initializer}
+    for softmax in graph.node:
+        where = makers.get(softmax.input[0]) if softmax.op_type == "Softmax" and not softmax.domain else None
+        if where is None or where.op_type != "Where" or uses[where.output[0]] != 1:
+            continue
+        arrays = [
+            onnx.numpy_helper.to_array(constants[name]) if name in constants else None for name in where.input
+        ]
+        mask, *both = arrays
+        low = both[0] if both[1] is None else both[1]
+        if mask is None or (both[0] is None) == (both[1] is None) or low is None:
+            continue
+        masked = mask if both[1] is None else ~mask
+        if low.size != 1 or low.dtype != np.float32 or low > _NOTHING or mask.ndim < 2 or masked.all(-1).any():
+            continue
+        name = f"{where.output[0]}/mask"
+        graph.initializer.append(
+            onnx.numpy_helper.from_array(np.where(masked, low, 0).astype(np.float32), name)
+        )
+        scores = where.input[2 if both[1] is None else 1]
+        where.op_type = "Add"
+        where.input[:] = [scores, name]
 
 
 def _join_sums(graph: onnx.GraphProto) -> None:
@@ -98,10 +130,9 @@ class _Rewriting:
         self._opset = next(entry.version for entry in model.opset_import if not entry.domain)
         self._constants = {tensor.name: tensor for tensor in model.graph.initializer}
         self._producers = {name: node for node in model.graph.node for name in node.output}
-        self._shapes = {
-            value.name: [dim.dim_value for dim in value.type.tensor_type.shape.dim]
-            for value in [*model.graph.value_info, *model.graph.input]
-        }
+        known = {value.name: value.type.tensor_type for value in [*model.graph.value_info, *model.graph.input]}
+        self._shapes = {name: [dim.dim_value for dim in kind.shape.dim] for name, kind in known.items()}
+        self._singles = {n for n, kind in known.items() if kind.elem_type == onnx.TensorProto.FLOAT}
 
     def forms(self, node: onnx.NodeProto) -> list[onnx.NodeProto]:
         """What is to stand in a node's place."""
@@ -124,18 +155,26 @@ class _Rewriting:
         if not breaks or axes[0] < 0:
             return [node]
         runs = [run.tolist() for run in np.split(np.array(axes), breaks)]
-        made, value = [], node.input[0]
+        made, value, kind, last = [], node.input[0], node.op_type, node.output[0]
+        shape = self._shapes.get(value, []) if value in self._singles else []
+        summed = [shape[axis] for axis in axes] if len(shape) > axes[-1] else [0]
+        if kind == "ReduceMean" and self._opset >= _AXES_AS_INPUT["ReduceSum"] and all(summed):
+            # every mean is a sum and a division: divide once
+            kind, as_input, last = "ReduceSum", True, f"{last}/sum"
         for index, run in enumerate(
             reversed(runs)
         ):  # from behind, so that the axes before stay where they are
-            result = node.output[0] if index == len(runs) - 1 else f"{node.output[0]}/part{index}"
+            result = last if index == len(runs) - 1 else f"{node.output[0]}/part{index}"
             inputs, attributes = [value], {"keepdims": _attribute(node, "keepdims", 1)}
             if as_input:
                 inputs.append(self._constant(f"{result}/axes", np.array(run, np.int64)))
             else:
                 attributes["axes"] = run
-            made.append(onnx.helper.make_node(node.op_type, inputs, [result], name=result, **attributes))
+            made.append(onnx.helper.make_node(kind, inputs, [result], name=result, **attributes))
             value = result
+        if last != node.output[0]:
+            count = self._constant(f"{last}/share", np.array(1 / np.prod(summed), np.float32))
+            made.append(onnx.helper.make_node("Mul", [last, count], [node.output[0]], name=node.output[0]))
         return made
 
     def _pad(self, node: onnx.NodeProto) -> list[onnx.NodeProto]:

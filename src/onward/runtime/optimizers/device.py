@@ -62,7 +62,8 @@ class DeviceUpdater(ElementwiseUpdater):
         scaled = scale != 1.0
         if scaled not in self._bound:
             self._bound[scaled] = self._bind(scaled, record=True)
-        self._count.write(self._step)
+        if self._bound[scaled].reads("step"):  # most rules read it by way of the program alone
+            self._count.write(self._step)
         try:
             self._bound[scaled].run()
         except RecordingError as error:
@@ -139,6 +140,10 @@ class _Bound:
         for name, tensor in outputs.items():
             tensor.bind_output(self._binding, name)
         self._recorded = not self._capture
+
+    def reads(self, name: str) -> bool:
+        """Whether the session has an input of this name."""
+        return name in self._inputs
 
     def run(self) -> None:
         """One update."""
