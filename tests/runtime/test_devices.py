@@ -326,6 +326,34 @@ def test_sessions_for_shapes_are_few_and_the_last_ones(
 
 
 @pytest.mark.parametrize("device", MEMORY)
+def test_small_inputs_are_copied_together_and_others_alone(
+    device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever was in a session's block before: other sizes, one input that is large, values of the user's own."""
+    monkeypatch.setattr(step, "_KEPT", 0)  # one session for all shapes
+    monkeypatch.setattr(bound, "_SMALL", 200)
+    folder = write_classifier(tmp_path)
+    _, module = load(folder, device=device)
+    _, reference = load(folder)
+    packed: list[set[str]] = []
+    real = bound._Packed.write
+    monkeypatch.setattr(bound._Packed, "write", lambda self, a: (packed.append(set(a)), real(self, a))[1])
+    for index, size in enumerate([3, 3, 40, 3, 4, 20, 4, 3]):
+        for one in (module, reference):
+            one.lazy_reset_grad()
+        x, labels = batch(index, size)
+        given: list[Any] = [x, labels]
+        if index == 4:
+            given = [ort.OrtValue.ortvalue_from_numpy(a, device.kind, device.number) for a in given]
+        elif index == 7:
+            given = [np.repeat(x, 2, axis=1)[:, ::2], labels]  # rows that do not lie together
+        loss = module(*given)[0]
+        loss = loss.numpy() if isinstance(loss, ort.OrtValue) else loss
+        np.testing.assert_allclose(loss, reference(x, labels)[0], **tolerance(device))
+    assert packed == [{"x", "labels"}] * 5  # of sizes 3 and 4, from the host
+
+
+@pytest.mark.parametrize("device", MEMORY)
 def test_ortvalues_and_additional_outputs(device: Device, tmp_path: Path) -> None:
     folder = write_classifier(tmp_path)
     _, module = load(folder, device=device)
@@ -554,6 +582,34 @@ def test_a_norm_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     assert flat.whole.squared_norm() == sum(i * i for i in range(30)) and flat.whole.is_finite()
     flat.tensors["a"].write(np.array([0.0] * 29 + [np.inf]))
     assert not flat.whole.is_finite() and not np.isfinite(flat.whole.squared_norm())
+
+
+@pytest.mark.parametrize("device", MEMORY)
+@pytest.mark.parametrize("possible", [True, False])
+def test_a_norm_is_recorded_where_it_can_be(
+    possible: bool, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, recorded = memory._make_kernel, []
+
+    def make(on: Device, name: str, parts: Any, *, capture: bool = False) -> ort.InferenceSession:
+        if capture and not possible:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        if capture:
+            recorded.append(name)
+        return real(on, name, parts, capture=capture)
+
+    monkeypatch.setattr(memory, "_make_kernel", make)
+    monkeypatch.setattr(memory, "_PIECE", 32)
+    monkeypatch.setattr(Device, "captures", property(lambda self: self.graphs))
+    flat = FlatBuffer({"a": (30,), "b": (50,)}, device=device)
+    for value in (1.0, 3.0):  # what the vector is now, not what it was when the run was recorded
+        flat.tensors["b"].write(np.full(50, value))
+        assert flat.whole.squared_norm() == pytest.approx(50 * value**2) and flat.whole.is_finite()
+        assert flat.tensors["b"].squared_norm() == pytest.approx(50 * value**2)
+    flat.tensors["a"].write(np.full(30, np.inf))
+    assert not flat.whole.is_finite()
+    # once for each number of the whole; tensors in it share a session that is not recorded
+    assert recorded == (["norm", "zero"] if possible else [])
 
 
 def test_a_vector_is_shared_with_numpy_and_written_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:

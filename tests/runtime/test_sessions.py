@@ -16,6 +16,9 @@ RESIDUAL = """<ir_version: 10, opset_import: ["": 21]> g (float[n, 4, 8] x, floa
     s = Add (x, r)  y = LayerNormalization <axis = -1> (s, w, b)
 }"""
 
+PRODUCT = """<ir_version: 10, opset_import: ["": 21]> g (float[n, 4] x) => (float[n, 2] y)
+<float[4, 2] w = {1, 2, 3, 4, 5, 6, 7, 8}, float[2] b = {1, 2}> { p = MatMul (x, w)  y = Add (p, b) }"""
+
 
 def operators(file: Path) -> set[str]:
     return {node.op_type for node in onnx.load(file).graph.node}
@@ -40,5 +43,22 @@ def test_residual_layer_norms_stay_two_operators_on_the_cpu(tmp_path: Path) -> N
 
 
 def test_other_providers_have_kernels_of_their_own() -> None:
-    assert unwanted_fusions(["CPUExecutionProvider"])
-    assert not unwanted_fusions([("CUDAExecutionProvider", {"device_id": "1"}), "CPUExecutionProvider"])
+    cuda = [("CUDAExecutionProvider", {"device_id": "1"}), "CPUExecutionProvider"]
+    assert unwanted_fusions(["CPUExecutionProvider"]) == ["SkipLayerNormFusion"]
+    assert unwanted_fusions(cuda) == unwanted_fusions(["CUDAExecutionProvider"]) == ["MatMulAddFusion"]
+    assert not unwanted_fusions(["OpenVINOExecutionProvider", "CPUExecutionProvider"])
+
+
+def test_products_and_biases_stay_two_operators_without_their_fusion(tmp_path: Path) -> None:
+    """As on CUDA, by the name of the optimizer that the runtime must know."""
+    model = onnx.parser.parse_model(PRODUCT)
+    results = []
+    for name, unwanted in (("plain", []), ("apart", unwanted_fusions(["CUDAExecutionProvider"]))):
+        options = ort.SessionOptions()
+        options.optimized_model_filepath = str(tmp_path / name)
+        options.log_severity_level = 3
+        session = ort.InferenceSession(model.SerializeToString(), options, disabled_optimizers=unwanted)
+        results.append(session.run(None, {"x": np.arange(12, dtype=np.float32).reshape(3, 4)})[0])
+    assert operators(tmp_path / "plain") == {"Gemm"}
+    assert operators(tmp_path / "apart") == {"MatMul", "Add"}
+    np.testing.assert_allclose(results[1], results[0], rtol=1e-6)

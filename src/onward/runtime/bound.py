@@ -270,6 +270,7 @@ class DeviceBound(Bound):
             and name not in self.inputs_on_host
         }
         if len(small) < 2:
+            self._packed = None  # each is bound to memory of its own from here on
             return ()
         if self._packed is None or not self._packed.fits(small):
             self._packed = _Packed(self._device, small)

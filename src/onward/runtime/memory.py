@@ -326,20 +326,23 @@ class DeviceTensor:
         if kernel not in self._reductions:
             size = math.prod(self._shape)
             parts = [self.view(start, [min(_PIECE, size - start)]) for start in range(0, size, _PIECE)]
-            self._reductions[kernel] = _Reduction(self._device, kernel, parts)
+            # a recorded session has memory of its own: for whole vectors, not for each tensor in one
+            record = self._device.captures and self._is_whole
+            self._reductions[kernel] = _Reduction(self._device, kernel, parts, record=record)
         return self._reductions[kernel].run()
 
 
 class _Reduction:
     """One number from the stretches of a vector: the runtime takes as much memory as it reduces at a time.
 
-    Recorded where the device can; the number is then in the device's memory, as a recorded run writes there alone.
+    With `record` its run is recorded where it can be; the number is then in the device's memory, as a recorded
+    run writes there alone.
     """
 
-    def __init__(self, device: Device, kernel: str, parts: Sequence[DeviceTensor]) -> None:
+    def __init__(self, device: Device, kernel: str, parts: Sequence[DeviceTensor], *, record: bool) -> None:
         self._parts = parts  # a binding holds addresses only
         recorded = False
-        if device.captures:
+        if record:
             with contextlib.suppress(Exception):  # what cannot be recorded runs without
                 session = _make_kernel(device, kernel, [part.shape[0] for part in parts], capture=True)
                 self._bind(session, DeviceTensor.allocate(device, [1], np.dtype(np.float32)))
@@ -681,4 +684,6 @@ def _make_kernel(
     options = ort.SessionOptions()
     options.log_severity_level = 3
     options.intra_op_num_threads = 1
-    return ort.InferenceSession(model.SerializeToString(), options, providers=device.providers(capture=capture))
+    return ort.InferenceSession(
+        model.SerializeToString(), options, providers=device.providers(capture=capture)
+    )

@@ -45,6 +45,8 @@ def _add_masks(graph: onnx.GraphProto) -> None:
         where = makers.get(softmax.input[0]) if softmax.op_type == "Softmax" and not softmax.domain else None
         if where is None or where.op_type != "Where" or uses[where.output[0]] != 1:
             continue
+        if _attribute(softmax, "axis", -1) != -1:
+            continue
         arrays = [
             onnx.numpy_helper.to_array(constants[name]) if name in constants else None for name in where.input
         ]
@@ -53,7 +55,13 @@ def _add_masks(graph: onnx.GraphProto) -> None:
         if mask is None or (both[0] is None) == (both[1] is None) or low is None:
             continue
         masked = mask if both[1] is None else ~mask
-        if low.size != 1 or low.dtype != np.float32 or low > _NOTHING or mask.ndim < 2 or masked.all(-1).any():
+        if (
+            low.size != 1
+            or low.dtype != np.float32
+            or low > _NOTHING
+            or mask.ndim < 2
+            or masked.all(-1).any()
+        ):
             continue
         name = f"{where.output[0]}/mask"
         graph.initializer.append(
@@ -130,7 +138,9 @@ class _Rewriting:
         self._opset = next(entry.version for entry in model.opset_import if not entry.domain)
         self._constants = {tensor.name: tensor for tensor in model.graph.initializer}
         self._producers = {name: node for node in model.graph.node for name in node.output}
-        known = {value.name: value.type.tensor_type for value in [*model.graph.value_info, *model.graph.input]}
+        known = {
+            value.name: value.type.tensor_type for value in [*model.graph.value_info, *model.graph.input]
+        }
         self._shapes = {name: [dim.dim_value for dim in kind.shape.dim] for name, kind in known.items()}
         self._singles = {n for n, kind in known.items() if kind.elem_type == onnx.TensorProto.FLOAT}
 
