@@ -107,8 +107,8 @@ def _compare(
     single = {name: array[:1] if name in opened else array for name, array in joined.items()}
     both = dict(zip(names, (np.concatenate(pair) for pair in zip(*wanted))))
     try:
-        got = dict(zip(names, after.run(names, joined)))
-        alone = dict(zip(names, after.run(names, single)))
+        got = dict(zip(names, map(np.asarray, after.run(names, joined))))
+        alone = dict(zip(names, map(np.asarray, after.run(names, single))))
     except Exception as error:
         raise ModelError(
             f"the batch of the model is fixed to {size}, and with {2 * size} samples onnxruntime says: {error}",
