@@ -152,6 +152,7 @@ def _problem(kind: str, number: int) -> str | None:
             _tiny_model(),
             _quiet(),
             providers=[(provider, {"device_id": str(number)}) if kind in _NUMBERED else provider, CPU],
+            enable_fallback=0,  # it would print a page and go on on the CPU
         )
         if session.get_providers()[0] != provider:
             return (

@@ -128,7 +128,11 @@ def make_session(
     try:
         providers = device.providers(capture=capture)
         session = ort.InferenceSession(
-            source, chosen, providers=providers, disabled_optimizers=unwanted_fusions(providers)
+            source,
+            chosen,
+            providers=providers,
+            disabled_optimizers=unwanted_fusions(providers),
+            enable_fallback=0,  # a step that fails on its device must not go on on the CPU
         )
     except Exception as error:
         raise ModelError(
