@@ -206,6 +206,25 @@ def test_gradcheck_measures(place: Path, run: Any) -> None:
     assert found["passed"] and found["wrt"] == ["w1"] and found["finite_difference"] < 1e-4
 
 
+def test_gradcheck_runs_the_gradients_on_a_device(
+    place: Path, run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a provider's options, which the CPU's takes as well."""
+    import onnxruntime
+
+    from onward.runtime.devices import CPU, Device
+
+    asked, real = [], onnxruntime.InferenceSession
+    there = [(CPU, {})]
+    monkeypatch.setattr(Device, "providers", lambda self, capture=False: there)
+    monkeypatch.setattr(
+        onnxruntime, "InferenceSession",
+        lambda *args, providers, **kwargs: (asked.append(providers), real(*args, providers=providers, **kwargs))[1],
+    )  # fmt: skip
+    found = run("gradcheck", "model.onnx", "--device", "cpu", "--json").json
+    assert found["passed"] and found["device"] == "cpu" and asked == [there]
+
+
 def test_gradcheck_refuses_what_is_random(place: Path, run: Any) -> None:
     model = onnx.parser.parse_model("""<ir_version: 10, opset_import: ["": 18]>
         net (float[n, 2] x) => (float[n, 2] y) <float rate = {0.5}, bool on = {1}> { y = Dropout (x, rate, on) }""")
@@ -332,6 +351,7 @@ def test_a_hugging_face_folder_is_exported_and_answers(place: Path, run: Any) ->
         ("infer", "model.onnx", "--data", "data.npz"),
         ("inspect", "artifacts"),
         ("check", "model.onnx"),
+        ("gradcheck", "model.onnx"),
         ("deploy", "artifacts"),
     ],
     ids=lambda arguments: arguments[0],

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import onnx
@@ -24,6 +24,7 @@ from onward.graph.nodes import is_differentiable
 __all__ = ["GradientCheck", "GradientMismatch", "check_gradient", "to_double"]
 
 Arrays = Mapping[str, np.ndarray]
+_CPU = "CPUExecutionProvider"
 _EPSILON = 1e-5
 # Above this many elements, random directions replace one difference per element.
 _EXHAUSTIVE = 48
@@ -55,12 +56,14 @@ def check_gradient(
     runtime_rtol: float = 1e-4,
     runtime_atol: float = 1e-5,
     reference: Literal["onnx", "onnxruntime"] = "onnx",
+    providers: Sequence[Any] = (_CPU,),
     seed: int = 0,
 ) -> GradientCheck:
     """Check the gradients of a model's outputs at the given inputs; raises `GradientMismatch`.
 
     `of` names outputs (default: every floating one), `wrt` inputs or initializers (default: every floating
-    input). `reference` chooses what evaluates in float64.
+    input). `reference` chooses what evaluates in float64, `providers` where onnxruntime evaluates the gradients
+    in their own precision, as for `onnxruntime.InferenceSession`.
 
     >>> import onnx.parser
     >>> model = onnx.parser.parse_model(
@@ -103,7 +106,7 @@ def check_gradient(
                     f"{measured:.8g} (direction {_show(direction)})"
                 )
     fed = {name: array.astype(values_dtype(derived, name)) for name, array in cotangents.items()}
-    ran = _evaluator(derived, "onnxruntime")({**base, **fed})
+    ran = _evaluator(derived, "onnxruntime", providers)({**base, **fed})
     drift = 0.0
     for name in wrt:
         got, want = ran[f"{name}_grad"].astype(np.float64), exact[f"{name}_grad"]
@@ -264,7 +267,7 @@ def _with_initializers_as_inputs(model: onnx.ModelProto, names: Sequence[str]) -
     return model
 
 
-def _evaluator(model: onnx.ModelProto, kind: str):
+def _evaluator(model: onnx.ModelProto, kind: str, providers: Sequence[Any] = (_CPU,)):
     names = [value.name for value in model.graph.output]
     if kind == "onnx":
         from onward.autodiff.reference import reference_evaluator
@@ -276,9 +279,7 @@ def _evaluator(model: onnx.ModelProto, kind: str):
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 3
         options.intra_op_num_threads = 1
-        session = onnxruntime.InferenceSession(
-            model.SerializeToString(), options, providers=["CPUExecutionProvider"]
-        )
+        session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=list(providers))
     known = {value.name for value in model.graph.input}
 
     def run(feeds: Arrays) -> dict[str, np.ndarray]:

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from onward.cli.choices import DeviceOption
 from onward.cli.command import CommandError, Output, command, examples
 
 __all__ = ["register"]
@@ -49,12 +50,15 @@ def gradcheck(
     atol: Annotated[float, typer.Option(min=0, help="Absolute tolerance.")] = 1e-6,
     seed: Annotated[int, typer.Option(min=0, help="Of the random point and directions.")] = 0,
     size: Annotated[int, typer.Option(min=1, help="What dimensions that may vary become.")] = 2,
+    device: DeviceOption = "cpu",
 ) -> None:
     """Compare a model's gradients with finite differences in float64, and with onnxruntime's float32."""
     from onward import check_gradient
     from onward.cli.data import input_specs
     from onward.cli.samples import random_inputs
+    from onward.runtime.devices import find_device
 
+    chosen = find_device(device)
     if not rtol + atol > 0:
         raise CommandError("both tolerances are 0", "numbers that are rounded never agree to the last digit")
     specs = input_specs(str(model))
@@ -64,16 +68,18 @@ def gradcheck(
     _refuse_random(model)
     with output.working("comparing"):
         checked = check_gradient(
-            str(model), point, of=of or None, wrt=wrt or None, rtol=rtol, atol=atol, seed=seed
-        )
+            str(model), point, of=of or None, wrt=wrt or None, rtol=rtol, atol=atol, seed=seed,
+            providers=chosen.providers(),
+        )  # fmt: skip
     output.line(f"gradients of {model} with respect to {', '.join(checked.wrt)} are right")
     output.line(f"largest relative difference to finite differences: {checked.finite_difference:.1e}")
-    output.line(f"largest relative difference of onnxruntime in float32: {checked.onnxruntime:.1e}")
+    output.line(f"largest relative difference of onnxruntime in float32 on {chosen}: {checked.onnxruntime:.1e}")
     output.result(
         {
             "wrt": list(checked.wrt),
             "finite_difference": checked.finite_difference,
             "onnxruntime": checked.onnxruntime,
+            "device": str(chosen),
             "passed": True,
         }
     )
