@@ -57,7 +57,8 @@ def test_two_runtimes_in_one_folder_are_wrong(installed: Any) -> None:
     installed(onnxruntime_gpu="1.23.0")
     found = findings("versions")["onnxruntime"]
     assert found.state is State.WRONG and "onnxruntime and onnxruntime-gpu" in found.value
-    assert found.fix == "pip uninstall -y onnxruntime onnxruntime-gpu && pip install onnxruntime-gpu"
+    expected = "pip uninstall -y onnxruntime onnxruntime-gpu && pip install 'onnxruntime-gpu[cuda,cudnn]'"
+    assert found.fix == expected == findings("providers")["cuda"].fix
 
 
 def test_another_distribution_of_the_runtime_is_enough(installed: Any) -> None:
@@ -74,7 +75,7 @@ def test_providers_say_why_they_are_not_there(monkeypatch: pytest.MonkeyPatch) -
     assert (
         found["cuda"].state is State.ABSENT and "built without CUDAExecutionProvider" in found["cuda"].value
     )
-    assert found["cuda"].fix.endswith("pip install onnxruntime-gpu")
+    assert found["cuda"].fix.endswith("pip install 'onnxruntime-gpu[cuda,cudnn]'")
     assert (found["dml"].value, found["dml"].fix) == ("not on Linux", "")
 
 

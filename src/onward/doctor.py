@@ -91,7 +91,7 @@ def _versions() -> Section:
                 "onnxruntime",
                 f"{' and '.join(runtimes)} are installed together, in the same folder",
                 State.WRONG,
-                f"pip uninstall -y {' '.join(runtimes)} && pip install {runtimes[-1]}",
+                _instead(runtimes[-1]),
             )
         )
     return Section("versions", tuple(findings))
@@ -156,11 +156,14 @@ _DEVICES: dict[str, tuple[str, tuple[str, ...], str]] = {
 def _providers() -> Section:
     import onnxruntime as ort
 
+    from onward.runtime.devices import why_not
+
     available = ort.get_available_providers()
     findings = []
     for device, (provider, systems, package) in _DEVICES.items():
         if provider in available:
-            problem = _does_not_start(provider)
+            # why_not lets the runtime find the CUDA libraries of pip packages
+            problem = why_not("cuda") if device == "cuda" else _does_not_start(provider)
             findings.append(
                 Finding(device, provider)
                 if problem is None
@@ -170,14 +173,15 @@ def _providers() -> Section:
             findings.append(Finding(device, f"not on {platform.system()}", State.ABSENT))
         else:
             value = f"the installed onnxruntime {ort.__version__} was built without {provider}"
-            # two distributions of the module overwrite each other: the old one goes first
-            fix = f"pip uninstall -y {_installed_runtime()} && pip install {package}"
-            findings.append(Finding(device, value, State.ABSENT, fix))
+            findings.append(Finding(device, value, State.ABSENT, _instead(package)))
     return Section("providers", tuple(findings))
 
 
-def _installed_runtime() -> str:
-    return next((name for name in _RUNTIMES if _version(name)), "onnxruntime")
+def _instead(package: str) -> str:
+    """What installs one distribution of the module; they overwrite each other, so those that are there go first."""
+    there = " ".join(name for name in _RUNTIMES if _version(name)) or "onnxruntime"
+    wanted = "'onnxruntime-gpu[cuda,cudnn]'" if package == "onnxruntime-gpu" else package
+    return f"pip uninstall -y {there} && pip install {wanted}"
 
 
 def _does_not_start(provider: str) -> str | None:
@@ -222,12 +226,16 @@ def _gpu() -> Section:
     """NVIDIA GPUs, what onnxruntime was built for, and whether training starts there."""
     import onnxruntime as ort
 
+    from onward.runtime.cuda_driver import driver_version
     from onward.runtime.devices import why_not
 
     cards, problem = _cards()
     findings = [Finding(f"cuda:{number}", about) for number, about in cards]
     if problem:
         findings.append(Finding("driver", problem, State.ABSENT))
+    supported = driver_version()
+    if supported is not None:
+        findings.append(Finding("driver", f"supports CUDA {supported[0]}.{supported[1]}"))
     built = getattr(ort, "cuda_version", "")
     if built:
         findings.append(Finding("onnxruntime was built for", f"CUDA {built}"))
@@ -235,7 +243,9 @@ def _gpu() -> Section:
     if trouble is None:
         findings.append(Finding("training", "starts on cuda"))
     elif cards:
-        findings.append(Finding("training", f"does not start on cuda: {trouble}", *_gpu_fix(built)))
+        # a GPU without a runtime for it is an offer; a runtime that does not start is wrong, and says what it needs
+        state, fix = (State.WRONG, "") if built else (State.ABSENT, _instead("onnxruntime-gpu"))
+        findings.append(Finding("training", f"does not start on cuda: {trouble}", state, fix))
     return Section("gpu", tuple(findings))
 
 
@@ -253,16 +263,6 @@ def _cards() -> tuple[list[tuple[str, str]], str]:
         return [], f"nvidia-smi fails: {(asked.stdout + asked.stderr).strip().splitlines()[0]}"
     rows = [[part.strip() for part in line.split(",")] for line in asked.stdout.splitlines() if line.strip()]
     return [(row[0], f"{row[1]}, driver {row[2]}, {row[3]}") for row in rows if len(row) == 4], ""
-
-
-def _gpu_fix(built: str) -> tuple[State, str]:
-    """A GPU without a runtime for it is an offer; a runtime that does not start is wrong."""
-    if not built:
-        return (
-            State.ABSENT,
-            f"pip uninstall -y {_installed_runtime()} && pip install 'onnxruntime-gpu[cuda,cudnn]'",
-        )
-    return State.WRONG, "pip install 'onnxruntime-gpu[cuda,cudnn]'"
 
 
 # ---- processor and threads -------------------------------------------------------------------------

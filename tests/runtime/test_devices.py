@@ -5,6 +5,7 @@ Everything runs in the device's way over the CPU provider's memory, and on CUDA 
 
 from __future__ import annotations
 
+import re
 import sys
 import weakref
 from pathlib import Path
@@ -21,7 +22,7 @@ from onward.errors import DeviceError, DeviceMemoryError, NonFiniteError
 from onward.graph.passes.batch_norm import expand_batch_norm
 from onward.onnxblock import optim
 from onward.optim.optimizer_model import ParameterGroup
-from onward.runtime import bound, devices, memory, step
+from onward.runtime import bound, cuda_driver, devices, memory, step
 from onward.runtime.devices import Device, find_device
 from onward.runtime.memory import DeviceTensor, FlatBuffer, make_tensor
 from onward.train.trainer import Trainer
@@ -714,14 +715,56 @@ def test_a_provider_that_does_not_start_is_an_error(monkeypatch: pytest.MonkeyPa
         devices.ort, "get_available_providers", lambda: ["CUDAExecutionProvider", devices.CPU]
     )
     monkeypatch.setattr(devices.ort, "InferenceSession", Fallen)
+    monkeypatch.setattr(devices, "why_cuda_fails", lambda number, built: "what the driver says")
     devices._problem.cache_clear()
     try:
-        with pytest.raises(DeviceError, match=r"could not start its CUDAExecutionProvider.*cuDNN 9"):
+        with pytest.raises(
+            DeviceError, match=r"could not start its CUDAExecutionProvider.*; what the driver says"
+        ):
             find_device("cuda:3")
         with pytest.warns(RuntimeWarning, match="takes the CPU, because"):
             assert find_device("auto") == Device("cpu")
     finally:
         devices._problem.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("version", "gpus", "missing", "number", "words"),
+    [
+        (None, 0, (), 0, "there is no NVIDIA driver .*install one that supports CUDA 13.0"),
+        (12040, 1, (), 0, "driver supports CUDA 12.4 at most.*built for CUDA 13.0: update the driver"),
+        (13000, 0, (), 0, r"sees no GPU \(CUDA_VISIBLE_DEVICES is '-1'\)"),
+        (13000, 1, (), 7, "sees 1 GPU, cuda:0 .*choose one of those"),
+        (13010, 4, (), 4, "sees cuda:0 to cuda:3"),
+        (13000, 1, ("cudnn",), 0, r"cudnn\S* is not found: pip install 'onnxruntime-gpu\[cuda,cudnn\]'"),
+        (13000, 1, ("cudnn", "cublas"), 0, r"cublas\S* and \S*cudnn\S* are not found"),
+        (13000, 1, (), 0, "are all libraries of CUDA 13.0 and cuDNN 9 installed"),
+    ],
+)  # fmt: skip
+def test_why_cuda_does_not_start(
+    version: int | None, gpus: int, missing: tuple[str, ...], number: int, words: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    class Driver:
+        def cuDriverGetVersion(self, found: Any) -> int:
+            found._obj.value = version
+            return 0
+
+        def cuInit(self, flags: int) -> int:
+            return 0 if gpus else 100
+
+        def cuDeviceGetCount(self, found: Any) -> int:
+            found._obj.value = gpus
+            return 0
+
+    def load(name: str) -> Any:
+        if any(part in name for part in missing):
+            return None
+        return None if version is None and "cuda." in name else Driver()
+
+    monkeypatch.setattr(cuda_driver, "_load", load)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
+    assert re.search(words, cuda_driver.why_cuda_fails(number, "13.0"))
 
 
 # ---- models for CUDA -----------------------------------------------------------------------------

@@ -18,6 +18,7 @@ __all__ = [
     "QuantizeChoice",
     "ScheduleChoice",
     "loss_of",
+    "only_our_errors",
     "optimizer_of",
 ]
 
@@ -56,10 +57,22 @@ class BatchNormChoice(enum.StrEnum):
     FROZEN = "frozen"
 
 
+def only_our_errors(device: str = "auto") -> str:
+    """Let onnxruntime print nothing about devices: what fails there is an error, or a finding, of ours."""
+    if device != "cpu":
+        import onnxruntime
+
+        onnxruntime.set_default_logger_severity(4)
+    return device
+
+
 DeviceOption = Annotated[
     str,
     typer.Option(
-        "--device", metavar="NAME", help="Where to run: cpu, cuda, cuda:1, or auto for what is there."
+        "--device",
+        metavar="NAME",
+        callback=only_our_errors,
+        help="Where to run: cpu, cuda, cuda:1, or auto for what is there.",
     ),
 ]
 

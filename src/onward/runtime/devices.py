@@ -16,6 +16,7 @@ import numpy as np
 import onnxruntime as ort
 
 from onward.errors import DeviceError
+from onward.runtime.cuda_driver import why_cuda_fails
 
 __all__ = ["CPU", "Device", "DeviceLike", "find_device", "why_not"]
 
@@ -157,12 +158,13 @@ def _problem(kind: str, number: int) -> str | None:
         if session.get_providers()[0] != provider:
             return (
                 f"onnxruntime could not start its {provider} and would have run on the CPU instead; "
-                f"{_missing_library(kind)}"
+                f"{_what_is_missing(kind, number)}"
             )
         if kind == "cuda":
             ort.OrtValue.ortvalue_from_shape_and_type([1], np.float32, "cuda", number)
     except Exception as error:
-        return f"onnxruntime's {provider} fails: {str(error).splitlines()[0]}; {_missing_library(kind)}"
+        said = str(error).splitlines()[0].rpartition(" : FAIL : ")[2]
+        return f"onnxruntime's {provider} does not start ({said}); {_what_is_missing(kind, number)}"
     return None
 
 
@@ -177,14 +179,10 @@ def _preload() -> None:
             preload()
 
 
-def _missing_library(kind: str) -> str:
+def _what_is_missing(kind: str, number: int) -> str:
     if kind != "cuda":
         return "install what it needs"
-    version = getattr(ort, "cuda_version", "") or "the version that it was built for"
-    return (
-        f"is there such a GPU (nvidia-smi lists them from 0), a driver that supports CUDA {version}, and are CUDA "
-        f"{version} and cuDNN 9 installed (pip install onnxruntime-gpu[cuda,cudnn])? `onward doctor` says more"
-    )
+    return why_cuda_fails(number, str(getattr(ort, "cuda_version", "") or ""))
 
 
 def _quiet() -> ort.SessionOptions:

@@ -6,6 +6,7 @@ import dataclasses
 
 import typer
 
+from onward.cli.choices import only_our_errors
 from onward.cli.command import Output, command, examples
 
 __all__ = ["register"]
@@ -23,6 +24,7 @@ def doctor(output: Output) -> int:
     """Show versions, providers, the processor and optional packages; exit code 1 where something is wrong."""
     from onward.doctor import State, diagnose
 
+    only_our_errors()
     with output.working("looking"):
         sections = diagnose()
     for section in sections:

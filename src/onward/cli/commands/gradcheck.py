@@ -73,7 +73,9 @@ def gradcheck(
         )  # fmt: skip
     output.line(f"gradients of {model} with respect to {', '.join(checked.wrt)} are right")
     output.line(f"largest relative difference to finite differences: {checked.finite_difference:.1e}")
-    output.line(f"largest relative difference of onnxruntime in float32 on {chosen}: {checked.onnxruntime:.1e}")
+    output.line(
+        f"largest relative difference of onnxruntime in float32 on {chosen}: {checked.onnxruntime:.1e}"
+    )
     output.result(
         {
             "wrt": list(checked.wrt),
