@@ -15,6 +15,7 @@ import pytest
 from onward import gradient
 from onward.api import CheckpointState, Module
 from onward.artifacts import LossType, OptimType, generate_artifacts
+from onward.artifacts.generate import build_artifacts
 from onward.errors import ModelError
 from onward.graph.dialect.normalize import normalize
 
@@ -179,3 +180,18 @@ def test_a_models_label_input_may_have_any_integer_type(loss: Any, kind: str, tm
     scores = X @ w
     expected = (np.log(np.exp(scores).sum(1)) - scores[np.arange(5), LABELS]).mean()
     np.testing.assert_allclose(module_of(tmp_path)(X, LABELS), expected, rtol=1e-5)
+
+
+def test_initial_states_that_are_constant_nodes_do_not_train() -> None:
+    model = parsed(
+        """net (float[2, N, 3] x) => (float[1, N, 4] h) {
+            zero = Constant <value = float[1, 1, 4] {0, 0, 0, 0}> ()
+            one = Constant <value = int64[1] {1}> ()
+            rows = Shape <start = 1, end = 2> (x)
+            sizes = Concat <axis = 0> (one, rows, one)
+            start = Expand (zero, sizes)
+            y, h = RNN <hidden_size = 4> (x, w, r, , , start) }""",
+        w=RNG.normal(size=(1, 4, 3)).astype(np.float32),
+        r=RNG.normal(size=(1, 4, 4)).astype(np.float32),
+    )
+    assert sorted(build_artifacts(model, loss="mse").checkpoint.trainable) == ["r", "w"]

@@ -157,14 +157,22 @@ def resolve(
 
 
 def constant_vectors(model: ir.Model) -> set[str]:
-    """Constant nodes that hold no matrix: exporters write settings that way, and weights as initializers."""
+    """Constant nodes that hold no matrix, or one number again and again: settings and initial states, not weights.
+
+    Exporters write those as Constant nodes and weights as initializers, but some write all weights so.
+    """
     found = set()
     for node in model.graph:
         if node.op_type == "Constant" and node.outputs[0].name:
             tensor = ir.convenience.get_const_tensor(node.outputs[0])
-            if tensor is not None and len(tensor.shape) < 2:
+            if tensor is not None and (len(tensor.shape) < 2 or _is_filled(tensor)):
                 found.add(node.outputs[0].name)
     return found
+
+
+def _is_filled(tensor: ir.TensorProtocol) -> bool:
+    array = tensor.numpy().ravel()
+    return array.size > 0 and bool((array == array[0]).all())
 
 
 def _weights(graph: ir.Graph, loss: str, base: Sequence[str], vectors: Collection[str]) -> list[str]:

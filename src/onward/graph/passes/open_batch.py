@@ -15,7 +15,7 @@ import onnx_ir as ir
 
 from onward.errors import ModelError
 from onward.graph.builder import Builder
-from onward.graph.cleanup import fold_constants
+from onward.graph.cleanup import fold_constants, remove_unused
 from onward.graph.nodes import captured_values, subgraphs_of
 from onward.graph.shapes.dims import Dim, dims_of
 from onward.graph.shapes.model import infer_shapes
@@ -43,6 +43,7 @@ def _first(value: ir.Value) -> int | None:
 def open_batch(model: ir.Model, size: int) -> None:
     """Let the batch of a model, fixed to `size`, be any, in place; raises ModelError where a node rules it out."""
     graph = model.graph
+    weights = set(graph.initializers)
     for value in [value for value in graph.inputs if value.name in graph.initializers]:
         graph.inputs.remove(value)  # older files list weights among the inputs
     model.ir_version = max(model.ir_version, 4)
@@ -56,12 +57,27 @@ def open_batch(model: ir.Model, size: int) -> None:
     fold_constants(model)
     for node in list(graph):
         walk.follow(node)
+    remove_unused(model)
+    _constants_apart(graph, weights)
     for value in graph.outputs:
         dims = _dims(value)
         if dims and dims[0] not in (BATCH, None):
             raise ModelError(f"output '{value.name}' is {list(dims)} for any number of samples")
         if dims:
             value.shape = ir.Shape([BATCH, *dims[1:]])
+
+
+def _constants_apart(graph: ir.Graph, weights: set[str]) -> None:
+    """Constants that are not among the weights of the file are nodes: weights may train, constants never do."""
+    for name in [name for name in graph.initializers if name not in weights]:
+        value = graph.initializers.pop(name)
+        tensor = value.const_value
+        node = ir.Node("", "Constant", [], [ir.AttrTensor("value", tensor)] if tensor is not None else [])
+        (made,) = node.outputs
+        made.type, made.shape, made.const_value = value.type, value.shape, tensor
+        ir.convenience.replace_all_uses_with(value, made)
+        made.name = name
+        graph.insert_before(graph[0], node)
 
 
 class _Walk:
@@ -81,10 +97,10 @@ class _Walk:
         """Set shapes that may have the batch in them aside: nothing must take them for constants."""
         reached = {value for value in self.op.graph.inputs if self._axis(value) is not None}
         for node in self.op.graph:
+            self.old |= {value: (value.type, _dims(value)) for value in node.outputs}
             if reached.intersection(node.inputs) or reached.intersection(captured_values(node)):
                 reached.update(node.outputs)
                 for value in node.outputs:
-                    self.old[value] = value.type, _dims(value)
                     value.shape = None
 
     def follow(self, node: ir.Node) -> None:
@@ -131,15 +147,13 @@ class _Walk:
                 return axis
         return None
 
-    def _batch(self, like: ir.Value) -> ir.Value:
-        """The number of samples as a vector of one number, of a value whose whole axis is the batch."""
-        axis = self._axis(like)
-        if axis is None or (_dims(like) or ())[axis] != BATCH:
-            raise ModelError(f"the batch is only a part of a size of '{like.name}'")
-        return self.op.Gather(self.op.Shape(like), np.asarray([axis], np.int64), axis=0)
+    def _batch(self) -> ir.Value:
+        """The number of samples, as a vector of one number."""
+        source = next(value for value in self.op.graph.inputs if self._axis(value) == 0)
+        return self.op.Gather(self.op.Shape(source), np.asarray([0], np.int64), axis=0)
 
-    def _repeat(self, value: ir.Value, axis: int, like: ir.Value) -> ir.Value:
-        """A value without a batch, repeated along an axis for each sample of `like`."""
+    def _repeat(self, value: ir.Value, axis: int) -> ir.Value:
+        """A value without a batch, repeated along an axis for each sample."""
         dims = _dims(value)
         if dims is not None and dims[axis] is None:
             return value
@@ -149,7 +163,7 @@ class _Walk:
             value = self._one_row(value, axis)
         ones: list[ir.Value] = [self.op.constant(np.ones(axis, np.int64))] if axis else []
         rest = len(dims) - axis - 1
-        parts = [*ones, self._batch(like), *([self.op.constant(np.ones(rest, np.int64))] if rest else [])]
+        parts = [*ones, self._batch(), *([self.op.constant(np.ones(rest, np.int64))] if rest else [])]
         return self.op.Expand(value, parts[0] if len(parts) == 1 else self.op.Concat(*parts, axis=0))
 
     def _one_row(self, value: ir.Value, axis: int) -> ir.Value:
@@ -235,7 +249,12 @@ class _Walk:
         target, axis = self.op.const_value(node.inputs[1]), self._axis(node.inputs[0])
         if source is None or have is None:
             return
-        if axis is None:
+        if axis is None and target is not None:
+            padded = (1,) * (len(target) - len(have)) + have
+            if len(target) and target[0] == self.size and padded[0] == 1:  # a token or query for each sample
+                rest = self.op.constant(np.array(target[1:]), name="sizes")
+                node.replace_input_with(1, self.op.Concat(self._batch(), rest, axis=0))
+        elif axis is None:
             sizes = self.op.symbols.elements(node.inputs[1])
             place = len(have) - len(sizes[1]) + sizes[1].index(BATCH) if sizes and BATCH in sizes[1] else -1
             if place >= 0 and self.size > 1 and have[place] == self.size:
@@ -255,7 +274,7 @@ class _Walk:
             raise ModelError(f"Concat '{node.name}' joins along the batch")
         for index, value in enumerate(node.inputs):
             if value is not None and self._axis(value) is None:
-                node.replace_input_with(index, self._repeat(value, axis, batched))
+                node.replace_input_with(index, self._repeat(value, axis))
 
     def recurrence(self, node: ir.Node) -> None:
         """Initial states and lengths, where they are constants, are repeated for each sample."""
@@ -265,7 +284,7 @@ class _Walk:
         for index, axis in ((4, 0), (5, 0 if first else 1), (6, 0 if first else 1)):
             value = node.inputs[index] if len(node.inputs) > index else None
             if value is not None and self._axis(value) is None:
-                node.replace_input_with(index, self._repeat(value, axis, source))
+                node.replace_input_with(index, self._repeat(value, axis))
 
     def resize(self, node: ir.Node) -> None:
         """Sizes of the result: the batch as it comes, the others as they are."""
@@ -276,7 +295,7 @@ class _Walk:
         if self._axis(source) != 0 or len(sizes) < 2:
             raise ModelError(f"Resize '{node.name}' changes the batch")
         rest = self.op.constant(np.asarray(sizes[1:], np.int64), name="sizes")
-        node.replace_input_with(3, self.op.Concat(self._batch(source), rest, axis=0))
+        node.replace_input_with(3, self.op.Concat(self._batch(), rest, axis=0))
 
     def squeeze(self, node: ir.Node) -> None:
         """Without axes, all of size 1 go; a batch of one stays."""
