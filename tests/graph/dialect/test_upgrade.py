@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from typing import Any
 
 import numpy as np
 import onnx
-import onnx.backend.test.loader
 import onnx.parser
 import onnx_ir as ir
 import pytest
 from onnx import numpy_helper
+from onnx.backend.test.case.node import collect_testcases
 from onnx.reference import ReferenceEvaluator
 
 from graph.running import assert_same, in_dialect, node_model, run
@@ -297,6 +298,10 @@ LEFT_OUT = (
     "test_training_dropout",
     "test_range_bfloat16_type_positive_delta_expanded",  # the reference evaluator itself gets its shape wrong
 )
+# What onnx corrected in 1.23: Adam's epsilon, which this test computes with and did not give to the operator, and which
+# of the soft cap and the mask Attention applies first.
+CORRECTED = re.compile("test_adam_multiple$|test_attention_.*_with_.*qk_matmul_(bias|softcap)")
+OLD = tuple(map(int, onnx.__version__.split(".")[:2])) < (1, 23)
 
 
 def test_onnx_node_tests_give_the_same_outputs_in_the_dialect() -> None:
@@ -304,9 +309,9 @@ def test_onnx_node_tests_give_the_same_outputs_in_the_dialect() -> None:
     wrong: list[str] = []
     compared = 0
     with np.errstate(all="ignore"):
-        cases = onnx.backend.test.loader.load_model_tests(kind="node")
+        cases = collect_testcases(None)  # type: ignore[arg-type]
     for case in cases:
-        if case.model is None or case.name.startswith(LEFT_OUT):
+        if case.model is None or case.name.startswith(LEFT_OUT) or (OLD and CORRECTED.match(case.name)):
             continue
         model = case.model
         versions = {entry.domain: entry.version for entry in model.opset_import}

@@ -232,10 +232,23 @@ def _normalize(model: ir.Model) -> ir.Model:
 def _require_moderate(model: ir.Model) -> None:
     """Refuse values that no machine holds: the gate sees what a model declares, this what follows from it."""
     for node in model.graph.all_nodes():
+        if node.op_type == "Concat":
+            _add_up(node)
         for value in node.outputs:
             if value.shape is not None:
                 size = math.prod(dim for dim in value.shape if isinstance(dim, int) and dim > 0)
                 require("value_bytes", size, f"'{value.name}' of shape {value.shape}, in bytes or more,")
+
+
+def _add_up(node: ir.Node) -> None:
+    """Set the length of a join again: onnx before 1.23 adds up in 32 bits, and long ones seem short."""
+    axis, found = node.attributes.get_int("axis", 0), node.outputs[0].shape
+    shapes = [None if value is None else value.shape for value in node.inputs]
+    known = [shape for shape in shapes if shape is not None and shape.rank() and isinstance(shape[axis], int)]
+    if found is not None and len(known) == len(shapes):
+        dims = list(found)
+        dims[axis] = sum(int(shape[axis]) for shape in known)  # type: ignore[arg-type]
+        node.outputs[0].shape = ir.Shape(dims)
 
 
 def _version(model: ir.Model) -> int:
