@@ -36,8 +36,10 @@ class Limits:
     unpacked_bytes: int = 4 * _GIB  # what a data file grows to when read, counted from 16 times its size
     text_bytes: int = 64 * _MIB  # a JSON or TOML file
     text_nesting: int = 64  # lists and tables inside each other in JSON and TOML
-    check_seconds: int = 300  # the time that `onward check` may take
-    check_bytes: int = 8 * _GIB  # the memory that `onward check` may take
+    check_seconds: int = 300  # the time that `onward check` or a gradient check may take
+    check_bytes: int = 8 * _GIB  # the memory that these may take
+    run_seconds: int = 600  # the time that one run of a loaded model may take
+    run_bytes: int = 16 * _GIB  # the memory that one run of a loaded model may take
 
 
 _DEFAULTS = Limits()

@@ -84,7 +84,7 @@ def _open(
     from onnxruntime.capi.onnxruntime_pybind11_state import NotImplemented as NoKernel
 
     options = onnxruntime.SessionOptions()
-    options.log_severity_level = 3
+    options.log_severity_level = 4
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     if ort_format:
         options.optimized_model_filepath = str(path.with_suffix(".ort"))

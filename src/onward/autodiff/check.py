@@ -16,10 +16,11 @@ import onnx.inliner
 import onnx_ir as ir
 
 from onward.autodiff.gradient import find_value, vector_jacobian
-from onward.errors import ModelError, OnwardError
+from onward.errors import LimitError, ModelError, OnwardError
 from onward.graph.dialect.normalize import normalize
 from onward.graph.load import ModelSource, load_model
 from onward.graph.nodes import is_differentiable
+from onward.run_limits import require_time, run_limited, watched
 
 __all__ = ["GradientCheck", "GradientMismatch", "check_gradient", "to_double"]
 
@@ -45,6 +46,7 @@ class GradientCheck:
     model: onnx.ModelProto = dataclasses.field(repr=False)
 
 
+@watched("check", "the gradient check")
 def check_gradient(
     model: ModelSource,
     inputs: Arrays,
@@ -277,17 +279,34 @@ def _evaluator(model: onnx.ModelProto, kind: str, providers: Sequence[Any] = (_C
         import onnxruntime
 
         options = onnxruntime.SessionOptions()
-        options.log_severity_level = 3
+        options.log_severity_level = 4  # what went wrong is in the error
         options.intra_op_num_threads = 1
-        session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=list(providers))
+        try:
+            session = onnxruntime.InferenceSession(
+                model.SerializeToString(), options, providers=list(providers)
+            )
+        except Exception as error:
+            raise ModelError(f"onnxruntime cannot load the model: {error}") from error
     known = {value.name for value in model.graph.input}
 
     def run(feeds: Arrays) -> dict[str, np.ndarray]:
         wanted = {name: np.asarray(array) for name, array in feeds.items() if name in known}
         with np.errstate(all="ignore"):
-            return dict(zip(names, session.run(None, wanted)))
+            require_time()
+            if kind == "onnx":
+                return dict(zip(names, _evaluate(session, wanted)))
+            return dict(zip(names, run_limited(session.run, None, wanted)))
 
     return run
+
+
+def _evaluate(session: Any, feeds: Arrays) -> list[Any]:
+    try:
+        return session.run(None, feeds)
+    except LimitError:
+        raise
+    except Exception as error:  # of numpy, mostly; an operator of the model does not take what it gets
+        raise ModelError(f"the model cannot be evaluated at these inputs: {error}") from error
 
 
 def _directions(point: np.ndarray, rng: np.random.Generator) -> list[np.ndarray]:

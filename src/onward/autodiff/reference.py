@@ -18,6 +18,8 @@ import onnx
 from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun
 
+from onward.run_limits import require_time
+
 __all__ = [
     "IMAGE_OPS",
     "ConvTranspose",
@@ -242,6 +244,7 @@ class _WithBody(OpRun):
         return True
 
     def _turn(self, context: dict[str, Any], arguments: list[Any]) -> list[Any]:
+        require_time()  # a loop may never end
         body: Any = self.body  # type: ignore[attr-defined]
         return body.run(None, {**context, **dict(zip(body.input_names, arguments))})
 

@@ -200,7 +200,7 @@ def session_options(parameters: RunnerSettings) -> ort.SessionOptions:
     options = ort.SessionOptions()
     options.intra_op_num_threads = parameters.threads
     options.inter_op_num_threads = 1
-    options.log_severity_level = 3
+    options.log_severity_level = 4
     if (os.cpu_count() or 1) > 1 and parameters.threads > 1:
         # ranks share a machine: a thread that spins takes another rank's core
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")

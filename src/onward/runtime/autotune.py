@@ -118,7 +118,7 @@ class _Timed:
         self, model: onnx.ModelProto, feeds: dict[str, np.ndarray], options: ort.SessionOptions | None
     ) -> None:
         own = ort.SessionOptions()
-        own.log_severity_level, own.enable_mem_pattern = 3, False
+        own.log_severity_level, own.enable_mem_pattern = 4, False
         own.intra_op_num_threads = 0 if options is None else options.intra_op_num_threads
         own.add_session_config_entry("session.force_spinning_stop", "1")  # other forms need the processors
         self._session = make_session(model, options=own, what="form of a convolution's gradient")

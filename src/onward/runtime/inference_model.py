@@ -134,7 +134,7 @@ def _embed(graph: ir.Graph, state: CheckpointData) -> None:
 
 def _load(path: Path) -> None:
     options = ort.SessionOptions()
-    options.log_severity_level = 3
+    options.log_severity_level = 4
     try:
         ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     except Exception as error:

@@ -151,7 +151,7 @@ class ManySteps:
         rows = max(math.prod(shape[:-1]) for shape in shapes.values())
         if options is None:
             options = ort.SessionOptions()
-            options.log_severity_level, options.enable_mem_pattern = 3, False
+            options.log_severity_level, options.enable_mem_pattern = 4, False
             if self._memory.parameters.vector.size * rows <= _ONE_THREAD:
                 options.intra_op_num_threads = 1
         session = make_session(model, options=options, what="training steps")

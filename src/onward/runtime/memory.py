@@ -682,7 +682,7 @@ def _make_kernel(
     graph = onnx.helper.make_graph(nodes, name, inputs, [value("y", kind, [size])], constants)
     model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", _OPSET)], ir_version=8)
     options = ort.SessionOptions()
-    options.log_severity_level = 3
+    options.log_severity_level = 4
     options.intra_op_num_threads = 1
     return ort.InferenceSession(
         model.SerializeToString(), options, providers=device.providers(capture=capture)

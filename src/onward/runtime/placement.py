@@ -29,7 +29,7 @@ class HostNode:
 def host_nodes(model: onnx.ModelProto | str, device: Device) -> list[HostNode]:
     """The nodes that onnxruntime would not run on the device, as it has optimized the model: loads it there."""
     options = ort.SessionOptions()
-    options.log_severity_level = 3
+    options.log_severity_level = 4
     options.add_session_config_entry(_RECORD, "1")
     proto = read_proto(model)
     session = make_session(model, device=device, options=options)

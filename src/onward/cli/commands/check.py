@@ -8,7 +8,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -19,8 +18,8 @@ from onward.cli.choices import DeviceOption, LossChoice, OptimizerChoice, loss_o
 from onward.cli.command import CommandError, Output, command, examples, human_size
 from onward.cli.commands.artifacts import Freeze, Loss, Model, Optimizer, Train, known_names
 from onward.cli.model_file import read_model
-from onward.limits import current
 from onward.model_metadata import read_table
+from onward.run_limits import Watch
 
 __all__ = ["footprint", "register"]
 
@@ -184,34 +183,23 @@ def _deadline(output: Output) -> Iterator[None]:
 
     Nothing is written by a check, so that nothing is left behind.
     """
-    allowed, before, started = current(), _resident(), time.monotonic()
-    done = threading.Event()
+    watching, done = Watch("check", "the check"), threading.Event()
 
     def watch() -> None:
         while not done.wait(0.1):
-            spent = {"check_seconds": int(time.monotonic() - started), "check_bytes": _resident() - before}
-            for name, amount in spent.items():
-                limit = getattr(allowed, name)
-                if amount >= limit and not done.is_set():
-                    hint = f"where you trust the file, raise it: --limit {name}={10 * limit}"
-                    output.fail(f"the check took more than the limit {name}, {limit:,}", hint)
-                    sys.stderr.flush()
-                    sys.stdout.flush()
-                    os._exit(1)
+            over = watching.look()
+            if over is not None and not done.is_set():
+                hint = f"where you trust the file, raise it: --limit {over.limit}={over.asked}"
+                output.fail(f"the check took more than the limit {over.limit}, {over.allowed:,}", hint)
+                sys.stderr.flush()
+                sys.stdout.flush()
+                os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
     try:
         yield
     finally:
         done.set()
-
-
-def _resident() -> int:
-    """Bytes of memory that this process has; 0 where the system does not say."""
-    try:
-        return int(Path("/proc/self/statm").read_text("ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, ValueError, IndexError, AttributeError):
-        return 0
 
 
 def footprint(made: Any, batch_size: int) -> dict[str, Any]:

@@ -79,7 +79,7 @@ def _compare(model: bytes | str, traceable: Traceable, *, rtol: float, atol: flo
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
-    options.log_severity_level = 3
+    options.log_severity_level = 4
     options.intra_op_num_threads = torch.get_num_threads()
     session = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
     names = list(traceable.outputs)

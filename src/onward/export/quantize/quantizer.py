@@ -333,7 +333,7 @@ def _session(model: bytes | str | PathLike[str], threads: int) -> Any:
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
-    options.log_severity_level = 3
+    options.log_severity_level = 4
     options.intra_op_num_threads = threads
     return open_session(model, options=options)
 

@@ -270,5 +270,5 @@ def _single_threaded(data: bytes) -> ort.InferenceSession:
     options = ort.SessionOptions()
     options.intra_op_num_threads = 1
     options.inter_op_num_threads = 1
-    options.log_severity_level = 3
+    options.log_severity_level = 4
     return make_session(data, options=options, what="optimizer model")
