@@ -50,3 +50,17 @@ def test_folders_of_dead_writers_are_removed_and_of_living_ones_kept(tmp_path: P
     with staging.staging_folder(tmp_path):
         assert not stale.exists()
         assert living.exists() and foreign.exists()
+
+
+def test_a_text_that_cannot_be_written_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    path = tmp_path / "run.json"
+    staging.write_text(path, "old")
+
+    def fail(self: Path, text: str, encoding: str) -> None:
+        self.write_bytes(text.encode()[:2])
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", fail)
+    with pytest.raises(OSError, match=r"No space left on device: .*run\.json"):
+        staging.write_text(path, "new")
+    assert [file.name for file in tmp_path.iterdir()] == ["run.json"] and path.read_text() == "old"

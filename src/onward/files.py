@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-__all__ = ["place", "staging_folder"]
+__all__ = ["place", "staging_folder", "write_text"]
 
 _NAME = re.compile(r"\.onward-(\d+)-")
 
@@ -88,3 +88,15 @@ def _alive(process: int) -> bool:
     except OSError:
         return True
     return True
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a small file whole or not at all: an older one stays till then, and nothing else after a failure."""
+    temporary = path.with_name(f".{path.name}.new")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise OSError(error.errno, error.strerror, str(path)) from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import shutil
@@ -16,6 +17,7 @@ import onnx.parser
 import pytest
 from typer.testing import CliRunner
 
+from onward import limits
 from onward.cli.app import app
 
 EVIL = "import pathlib\npathlib.Path('ran').write_text('')\ndef go():\n    return []\n"
@@ -70,6 +72,25 @@ def test_a_run_folder_has_nothing_written_elsewhere(trained: Path, run: Any, tmp
     assert not elsewhere.exists()
     run("train", "run", "--resume", "-e", 3, "--tensorboard", elsewhere)
     assert elsewhere.is_dir()
+
+
+@pytest.mark.parametrize("name", ["mlflow", "wandb"])
+def test_a_run_folder_sends_nothing_away(trained: Path, run: Any, name: str) -> None:
+    """Nor is a module of that name in the current folder imported."""
+    Path(f"{name}.py").write_text(EVIL, encoding="utf-8")
+    change(trained, **{name: "project"})
+    assert f"--{name} project" in run("train", "run", "--resume", "-e", 3, code=1).stderr
+    assert not Path("ran").exists()
+
+
+def test_the_security_page_has_every_limit() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "security.md").read_text("utf-8")
+    units = {"GiB": 2**30, "MiB": 2**20}
+    for field in dataclasses.fields(limits.Limits):
+        (row,) = [line for line in page.splitlines() if line.startswith(f"| `{field.name}` |")]
+        number, *rest = row.split("|")[2].split()
+        value = int(number.replace(",", "")) * units.get(rest[0] if rest else "", 1) - (rest[1:2] == ["−"])
+        assert value == getattr(limits.Limits(), field.name), row
 
 
 OPTIONS: list[dict[str, Any]] = [

@@ -14,7 +14,7 @@ import onnx_ir as ir
 
 from onward.autodiff import registry
 from onward.autodiff.sequences import add_sequences
-from onward.errors import UnsupportedOps
+from onward.errors import ModelError, OnwardError, UnsupportedOps
 from onward.graph.builder import Builder
 from onward.graph.nodes import captured_values, is_differentiable, stops_gradient, subgraphs_of
 
@@ -152,7 +152,16 @@ def add_cotangent(
 def _contributions(
     rule: registry.Rule, op: Builder, node: ir.Node, arriving: list[ir.Value | None]
 ) -> Iterable[tuple[ir.Value, ir.Value]]:
-    found = rule.function(op, node, *arriving)
+    try:
+        found = rule.function(op, node, *arriving)
+    except (OnwardError, MemoryError):
+        raise
+    except Exception as error:
+        if not rule.function.__module__.startswith("onward."):
+            raise  # a user's own rule
+        raise ModelError(
+            f"{node.op_type} '{node.name}' is not as ONNX has it, so that it has no gradient: {error!r}"
+        ) from error
     if isinstance(found, Mapping):
         pairs: Iterable[tuple[ir.Value | None, ir.Value | None]] = found.items()
     else:

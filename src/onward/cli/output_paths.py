@@ -106,10 +106,14 @@ def _parents(folder: Path, target: Path) -> Iterator[None]:
         made.mkdir(exist_ok=True)
     try:
         yield
-    except BaseException:  # an interrupt too
+    except BaseException as error:  # an interrupt too
         for made in missing:
             with contextlib.suppress(OSError):  # someone put something in
                 made.rmdir()
+        if isinstance(error, OSError) and error.errno and not error.filename:  # a write that failed half-way
+            raise CommandError(
+                f"'{target}' cannot be written: {error.strerror}", "free some space, or choose another disk"
+            ) from error
         raise
 
 

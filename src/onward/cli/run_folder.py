@@ -20,6 +20,7 @@ from onward.cli.errors import CommandError
 from onward.cli.model_file import read_model
 from onward.cli.output_paths import folder_target, plain_prefix
 from onward.cli.python_entry import names_code
+from onward.files import write_text
 from onward.reading import read_json
 
 if TYPE_CHECKING:
@@ -103,9 +104,7 @@ def write_run(
     document = {"artifacts": Path(place).as_posix(), "options": dict(options), "classes": classes}
     if preprocessing is not None:
         document["preprocessing"] = json.loads(preprocessing.to_json())
-    temporary = folder / f".{_RUN}.new"
-    temporary.write_text(json.dumps(document, indent=2, default=str), encoding="utf-8")
-    os.replace(temporary, folder / _RUN)
+    write_text(folder / _RUN, json.dumps(document, indent=2, default=str))
 
 
 def read_run(folder: Path) -> dict[str, Any]:
@@ -149,7 +148,7 @@ def _check_option(name: str, value: Any) -> None:
 
 
 def trusted_options(folder: Path, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of an earlier run, those left out that could run code or write outside of the run.
+    """The options of an earlier run; an error where one could run code, write outside of the run or send it away.
 
     The person at the command line has to give these again.
     """
@@ -160,6 +159,12 @@ def trusted_options(folder: Path, options: Mapping[str, Any]) -> dict[str, Any]:
             raise CommandError(
                 f"'{folder / _RUN}' names Python code as its data, '{entry}', and a file never runs code here",
                 f"if you trust that code, say so: --{name.replace('_', '-')} {entry}",
+            )
+    for name in ("mlflow", "wandb"):
+        if kept.get(name) is not None:
+            raise CommandError(
+                f"'{folder / _RUN}' would have the run sent to {name}, project '{kept[name]}'",
+                f"if that is right, say so: --{name} {kept[name]}",
             )
     events = kept.get("tensorboard")
     if events is not None and not any(

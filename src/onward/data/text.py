@@ -10,12 +10,20 @@ import numpy as np
 
 from onward.data.preprocessing import Preprocessing
 from onward.errors import DataError
-from onward.reading import read_json
+from onward.reading import read_json, read_text
 
 if TYPE_CHECKING:
     from onward.data.match_inputs import InputSpec
 
-__all__ = ["TOKENS", "find_tokenizer", "open_tokenizer", "read_texts", "text_settings", "tokenize"]
+__all__ = [
+    "TOKENS",
+    "find_tokenizer",
+    "open_tokenizer",
+    "read_texts",
+    "read_tokenizer",
+    "text_settings",
+    "tokenize",
+]
 
 TOKENS = ("input_ids", "attention_mask", "token_type_ids")
 # enough for a paragraph; longer texts cost time squared
@@ -41,19 +49,26 @@ def find_tokenizer(*places: Path) -> Path | None:
     return None
 
 
-def open_tokenizer(path: Path, settings: Mapping[str, Any]) -> Any:
-    """A tokenizer that cuts texts at the longest length and pads nothing by itself."""
+def read_tokenizer(path: Path) -> Any:
+    """The tokenizer of a tokenizer.json; it pads and cuts nothing by itself."""
     try:
         from tokenizers import Tokenizer
     except ImportError as error:
         raise DataError("text needs the package tokenizers", "pip install 'onward[text]'") from error
     try:
-        tokenizer = Tokenizer.from_file(str(path))
+        tokenizer = Tokenizer.from_str(read_text(path))
     except Exception as error:  # the package raises plain Exception
         raise DataError(
             f"'{path}' is not a tokenizer: {error}", "a tokenizer.json of Hugging Face is needed"
         ) from error
     tokenizer.no_padding()
+    tokenizer.no_truncation()
+    return tokenizer
+
+
+def open_tokenizer(path: Path, settings: Mapping[str, Any]) -> Any:
+    """A tokenizer that cuts texts at the longest length and pads nothing by itself."""
+    tokenizer = read_tokenizer(path)
     tokenizer.enable_truncation(settings.get("max_length", _LONGEST))
     return tokenizer
 

@@ -19,6 +19,7 @@ from typing import Any
 import google.protobuf.message
 import onnx
 
+from onward.contract import OPSET
 from onward.errors import LimitError, ModelError
 from onward.graph.apart import parse_apart
 from onward.graph.constant_sizes import check_constants
@@ -349,9 +350,17 @@ def _check_size(
         for value in [*graph.input, *graph.output, *graph.value_info]:
             _require_text([value.name], where)
             _check_declared(value, where)
+    for value in proto.graph.input:
+        if 0 in _element_types(value.type):
+            raise ModelError(
+                f"{where}: the input '{value.name}' is declared without the type of its elements"
+            )
 
 
 def _check_declared(value: onnx.ValueInfoProto, where: str) -> None:
+    for kind in _element_types(value.type):
+        if kind not in _TENSOR.DataType.values():
+            raise ModelError(f"{where}: '{value.name}' is of type {kind}, which ONNX does not have")
     if not value.type.HasField("tensor_type"):
         return
     dims = [dim.dim_value for dim in value.type.tensor_type.shape.dim if dim.HasField("dim_value")]
@@ -359,6 +368,21 @@ def _check_declared(value: onnx.ValueInfoProto, where: str) -> None:
     for dim in dims:  # a size below 1 is one that is not known
         size *= max(dim, 1)
     require("value_bytes", size, f"{where}: '{value.name}' of shape {dims}, in bytes or more,")
+
+
+def _element_types(kind: onnx.TypeProto) -> Iterator[int]:
+    match kind.WhichOneof("value"):
+        case "tensor_type":
+            yield kind.tensor_type.elem_type
+        case "sparse_tensor_type":
+            yield kind.sparse_tensor_type.elem_type
+        case "sequence_type":
+            yield from _element_types(kind.sequence_type.elem_type)
+        case "optional_type":
+            yield from _element_types(kind.optional_type.elem_type)
+        case "map_type":
+            yield kind.map_type.key_type
+            yield from _element_types(kind.map_type.value_type)
 
 
 # ---- names and operators ---------------------------------------------------------------------------------
@@ -485,9 +509,9 @@ def _check_operator(node: onnx.NodeProto, scope: _Scope) -> None:
             raise ModelError(f"{what} has more inputs or outputs than the function that it calls")
         return
     version = scope.versions.get(domain)
+    if version is None and domain == "":
+        version = OPSET  # read as the opset that artifacts are in
     if version is None:
-        if domain == "":  # read as the opset that artifacts are in
-            return
         raise ModelError(f"{what} is of the domain '{domain}', which the model does not import")
     if not 1 <= version <= _newest_opset(domain):
         return

@@ -21,6 +21,7 @@ from onward import contract
 from onward.artifacts.generate import Artifacts, build_artifacts
 from onward.artifacts.names import OptimType
 from onward.data.conversations import Batches, Example, encode_lines, pack, read_lines
+from onward.data.text import read_tokenizer
 from onward.errors import DataError, ModelError
 from onward.export.huggingface.folder import CARD, MODEL, read_card, staged, write_card
 from onward.graph.builder import Builder
@@ -268,13 +269,7 @@ def finetune_language_model(
 
 def _open(folder: Path) -> _Base:
     card = open_language_model(folder)
-    try:
-        from tokenizers import Tokenizer
-    except ImportError as error:
-        raise ModelError("text needs the tokenizers package: pip install 'onward[text]'") from error
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    tokenizer.no_padding()
-    tokenizer.no_truncation()
+    tokenizer = read_tokenizer(folder / "tokenizer.json")
     model = without_past(normalize(load_model(_model_file(folder), apart=True)))
     rename_sizes(model, _same_sizes(model))
     settle_sizes(model)

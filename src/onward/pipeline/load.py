@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from onward.data.text import read_tokenizer
 from onward.errors import ModelError
 from onward.export.huggingface.folder import CARD, MODEL, read_card
 from onward.export.huggingface.tasks import TASKS
@@ -154,17 +155,10 @@ def _tokenizer(folder: Path, card: Mapping[str, Any]) -> Any:
             f"'{folder}': no tokenizer.json. The model's tokenizer has no fast form; "
             "run the model with onnxruntime and its own tokenizer"
         )
-    try:
-        from tokenizers import Tokenizer
-    except ImportError as error:
-        raise ModelError("text needs the tokenizers package: pip install 'onward[text]'") from error
-    tokenizer = Tokenizer.from_file(str(path))
-    tokenizer.no_padding()
+    tokenizer = read_tokenizer(path)
     limit = card["tokenizer"].get("max_length")
     if limit:
         tokenizer.enable_truncation(limit)
-    else:
-        tokenizer.no_truncation()
     return tokenizer
 
 

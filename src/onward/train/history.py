@@ -11,6 +11,7 @@ from typing import Any
 
 from onward.errors import LimitError
 from onward.escape import csv_cell
+from onward.files import write_text
 from onward.reading import read_json
 
 __all__ = ["MOST_STEPS", "History"]
@@ -71,9 +72,7 @@ class History:
 
     def save(self, path: Path) -> None:
         """Write all rows as JSON; an older file is replaced whole."""
-        temporary = path.with_name(f".{path.name}.new")
-        temporary.write_text(json.dumps(dataclasses.asdict(self)), encoding="utf-8")
-        os.replace(temporary, path)
+        write_text(path, json.dumps(dataclasses.asdict(self)))
 
     @classmethod
     def load(cls, path: Path) -> History:

@@ -77,12 +77,19 @@ def _require_own(folder: Path) -> None:
     """Refuse a run whose files are links to elsewhere or no files: a run from a stranger would write there."""
     inside = folder.resolve()
     for path in folder.iterdir():
-        if path.is_symlink() and inside not in path.resolve().parents:
+        if path.is_symlink() and inside not in _target(path).parents:
             raise OnwardError(
                 f"'{path}' is a link out of the run's folder: put a copy in its place, or remove it"
             )
         if path.exists() and not (path.is_file() or path.is_dir()):
             raise OnwardError(f"'{path}' is neither a file nor a folder: remove it")
+
+
+def _target(link: Path) -> Path:
+    try:
+        return link.resolve()
+    except (OSError, RuntimeError):  # links in a circle
+        return Path()
 
 
 def _holder(path: Path) -> str:

@@ -54,7 +54,8 @@ class _Handler(SimpleHTTPRequestHandler):
         except (ValueError, OSError, RuntimeError):
             inside, plain = (), False
         hidden = any(part.startswith(".") for part in inside)
-        if not plain or hidden or (path.is_dir() and not (path / "index.html").is_file()):
+        file = path / "index.html" if path.is_dir() else path  # not a pipe, which would never end
+        if not plain or hidden or not file.is_file():
             self.send_error(HTTPStatus.NOT_FOUND, "File not found")
             return None
         return super().send_head()

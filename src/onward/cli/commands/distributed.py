@@ -249,7 +249,8 @@ def launch(command: Sequence[str], *, log: Path, quiet: bool, look: Callable[[],
     own: dict[str, Any] = {"start_new_session": True}
     if os.name == "nt":
         own = {"creationflags": getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0)}
-    environment = {"OMP_NUM_THREADS": "1", **os.environ}  # as torchrun chooses, but without its remark
+    # threads as torchrun chooses, but without its remark; modules of the current folder only where the user names one
+    environment = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONSAFEPATH": "1"}
     interrupted = False
     with open(log, "wb") as stderr:
         process = subprocess.Popen(

@@ -322,12 +322,13 @@ def _fit(
 
 
 def _resume(directory: Path, options: Mapping[str, Any]) -> str:
-    """The command that resumes a run; data that is a function has to be named again."""
+    """The command that resumes a run; what a file may not decide has to be named again."""
     again = [
         f" --{name.replace('_', '-')} {entry}"
         for name in ("data", "eval_data")
         if (entry := names_code(options[name])) is not None
     ]
+    again += [f" --{name} {options[name]}" for name in ("mlflow", "wandb") if options.get(name) is not None]
     return f"onward train {directory} --resume{''.join(again)}"
 
 

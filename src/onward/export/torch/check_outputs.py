@@ -268,7 +268,9 @@ def _try_in_a_child(model: onnx.ModelProto) -> None:
         path = Path(folder) / "model.onnx"
         path.write_bytes(model.SerializeToString())
         try:
-            done = subprocess.run([sys.executable, "-c", _LOAD, str(path)], capture_output=True, timeout=300)
+            done = subprocess.run(
+                [sys.executable, "-P", "-c", _LOAD, str(path)], capture_output=True, timeout=300
+            )
         except (OSError, subprocess.TimeoutExpired):  # no processes here, or a slow machine: go on without
             return
     if done.returncode < 0 or done.returncode > 128:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import onnx
 
 from onward.contract import BUFFER, OUT, RESET
+from onward.errors import MAKE_ARTIFACTS, ModelError
 
 __all__ = ["FIRST_SCALE", "specialize_reset"]
 
@@ -31,6 +32,11 @@ def specialize_reset(model: onnx.ModelProto, *, reset: bool, keep_shapes: bool =
         if node.op_type != "Where" or node.input[0] != RESET or not node.output[0].endswith(OUT):
             continue
         _, gradient, accumulated = node.input
+        if accumulated not in adders:
+            raise ModelError(
+                f"the training model does not add up '{accumulated}', as one of generate_artifacts does: make it again",
+                hint=MAKE_ARTIFACTS,
+            )
         drop.add(index)
         if reset:
             drop.add(adders[accumulated])

@@ -100,6 +100,8 @@ def _signature(node: ir.Node) -> tuple | None:
         dims = None if shape is None else tuple(d if isinstance(d, int) else d.value for d in shape)
         tensor = value.const_value
         known = tensor is not None and tensor.size <= SMALL and not value.is_graph_input()
+        if tensor is not None and tensor.dtype == ir.DataType.STRING:
+            return None
         inputs.append((value.type.dtype, dims, tensor.tobytes() if known and tensor is not None else None))
     return (node.op_type, node.domain, attrs, tuple(inputs), tuple(bool(v.name) for v in node.outputs))
 
