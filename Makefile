@@ -28,9 +28,9 @@ browser: $(STAMP)
 		$(MAKE) --no-print-directory --quiet web/node_modules/.installed || echo "npm failed: tests in a browser are skipped"; \
 	fi
 
-# damaged files by chance, random graphs and training runs, many more than in the tests: about an hour
+# damaged files by chance, random graphs and training runs, many more than in the tests: under an hour on two cores
 fuzz: $(STAMP)
-	ONWARD_FUZZ=$(or $(FUZZ),20000) $(BIN)/python -m pytest tests/fuzz
+	ONWARD_FUZZ=$(or $(FUZZ),20000) $(BIN)/python -m pytest -n 2 tests/fuzz tests/distributed/test_faults.py tests/distributed/test_same_job.py
 
 lint: $(STAMP)
 	$(BIN)/ruff check src tests benchmarks examples docs/*.py

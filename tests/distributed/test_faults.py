@@ -100,6 +100,27 @@ def test_a_rank_killed_in(where, rank, folder, undisturbed, tmp_path):
     assert {path.name for path in tmp_path.iterdir() if path.name[0] != "."} == {"checkpoints", "model.onnx"}
 
 
+@pytest.mark.skipif("ONWARD_FUZZ" not in os.environ, reason="more ranks of the same: by make fuzz")
+@pytest.mark.parametrize("world", [3, 4])
+def test_a_rank_of_several_killed_in(world, folder, tmp_path):
+    """Any one of them: all others say so, and the job ends as if nothing had been."""
+    job = {"folder": str(folder), "directory": str(tmp_path / "whole")}
+    ranks.run(world, train, **job)
+    whole = result(tmp_path / "whole")
+    places = ["a step", "an all-reduce", "a checkpoint", "the export"]
+    for rank in range(world):
+        job = {"folder": str(folder), "directory": str(tmp_path / str(rank))}
+        job["fault"] = (places[rank % 4], rank, signal.SIGKILL)
+        with pytest.raises(ranks.Lost) as lost:
+            ranks.start(world, train, **job).wait()
+        errors = lost.value.errors
+        assert errors.pop(rank) == f"exit -{int(signal.SIGKILL)}"
+        assert len(errors) == world - 1
+        assert all("DistributedError: rank" in error for error in errors.values())
+        ranks.start(world, train, attempt=1, **job).wait()
+        assert result(tmp_path / str(rank)) == whole
+
+
 def test_a_rank_that_hangs_ends_the_job_within_the_timeout(folder, undisturbed, tmp_path):
     job = {"folder": str(folder), "directory": str(tmp_path), "timeout": 3}
     with pytest.raises(ranks.Lost) as lost:

@@ -195,7 +195,6 @@ class Target:
     damage: Callable[[bytes, Random, Sequence[bytes]], bytes] = damage
     seal: Callable[[bytes], bytes] | None = None
     words: Sequence[bytes] = ()
-    share: int = 1  # of the number of attempts: slow readers have fewer
 
     def make(self, data: bytes, random: Random) -> bytes:
         made = self.damage(data, random, self.words)
@@ -305,9 +304,9 @@ MODEL = {"damage": damage_model}
 TARGETS: dict[str, Target] = {
     "gate": Target("m.onnx", read_proto, **MODEL),
     "model": Target("m.onnx", load_model, **MODEL),
-    "session": Target("m.onnx", open_session, **MODEL, share=4),
-    "gradient": Target("m.onnx", lambda path: onward.gradient(path, cotangent="seed"), **MODEL, share=8),
-    "module": Target("training_model.onnx", _module, **MODEL, share=8),
+    "session": Target("m.onnx", open_session, **MODEL),
+    "gradient": Target("m.onnx", lambda path: onward.gradient(path, cotangent="seed"), **MODEL),
+    "module": Target("training_model.onnx", _module, **MODEL),
     "checkpoint": Target("checkpoint", checkpoint.load, seal=_sealed_checkpoint),
     "state": Target("state.bin", portable.from_portable, seal=_sealed_state, words=[b"\t", b"\n", b"slot", b"-1"]),
     "update": Target("update", lambda path: Update.from_bytes(path.read_bytes()), seal=_sealed_checkpoint),

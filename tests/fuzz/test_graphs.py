@@ -18,7 +18,7 @@ from onward.autodiff.coverage import coverage
 from onward.autodiff.registry import registered_ops
 
 LONG = "ONWARD_FUZZ" in os.environ
-GRAPHS = 10_000 if LONG else 30
+PARTS, GRAPHS = (20, 500) if LONG else (1, 30)  # parts run beside each other, and show how far it is
 # differentiable operators that no random graph has, and why
 LEFT_OUT = {
     **dict.fromkeys(
@@ -51,7 +51,8 @@ def test_every_recipe_makes_its_operator() -> None:
             pytest.fail(f"five graphs of {op_type} in a row had numbers out of range")
 
 
-def test_gradients_of_random_graphs() -> None:
+@pytest.mark.parametrize("part", range(PARTS))
+def test_gradients_of_random_graphs(part: int) -> None:
     verdicts: Counter[str] = Counter()
 
     @settings(

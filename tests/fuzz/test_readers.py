@@ -64,8 +64,7 @@ def test_damaged_files_give_our_errors(name: str, folder: Path) -> None:
     random = np.random.default_rng(SEED)
     good = [seed.read_bytes() for seed in seeds(name)]
     refused = 0
-    count = max(COUNT // TARGETS[name].share, 10)
-    for _ in range(count):
+    for _ in range(COUNT):
         data = TARGETS[name].make(good[int(random.integers(len(good)))], random)
         start = time.monotonic()
         try:
@@ -76,7 +75,7 @@ def test_damaged_files_give_our_errors(name: str, folder: Path) -> None:
             pytest.fail(f"{type(error).__name__}: {error}; the file is {keep(name, data)}")
         if time.monotonic() - start > SECONDS:
             pytest.fail(f"it took {time.monotonic() - start:.0f} s; the file is {keep(name, data)}")
-    assert name == "history" or refused > count // 20  # a history that is damaged is an empty one
+    assert name == "history" or refused > COUNT // 20  # a history that is damaged is an empty one
 
 
 def keep(name: str, data: bytes) -> Path:

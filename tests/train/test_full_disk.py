@@ -81,6 +81,33 @@ def test_every_write_of_a_run_may_fail(artifacts: Path, disk: Disk, tmp_path: Pa
         assert kept(output) == kept(tmp_path / "whole")
 
 
+@contextlib.contextmanager
+def files_up_to(size: int) -> Iterator[None]:
+    """Files cannot grow beyond so many bytes: the system refuses a write in the middle of one."""
+    import resource
+
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="the system has no limits on the size of files")
+def test_every_file_of_a_run_may_be_cut_short(artifacts: Path, tmp_path: Path) -> None:
+    make(artifacts, tmp_path / "whole", progress=False).fit(data(), **FIT)
+    sizes = {path.stat().st_size for path in (tmp_path / "whole").rglob("*") if path.is_file()}
+    for size in sorted(sizes):
+        output = tmp_path / str(size)
+        trainer = make(artifacts, output, progress=False)
+        with files_up_to(size // 2), pytest.raises(OnwardError, match="too large"):
+            trainer.fit(data(), **FIT)
+        assert not [path for path in output.rglob(".*") if path.is_file() and path.name != ".lock"]
+        make(artifacts, output, progress=False).fit(data(), **FIT)
+        assert kept(output) == kept(tmp_path / "whole")
+
+
 def test_links_out_of_a_run_are_not_followed(artifacts: Path, tmp_path: Path) -> None:
     run, elsewhere = tmp_path / "run", tmp_path / "precious"
     make(artifacts, run, progress=False).fit(data(), **FIT)

@@ -1,0 +1,23 @@
+"""The campaign of `campaign.py`: one case for each place where a file is read here, all of them by `make fuzz`."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+LONG = "ONWARD_FUZZ" in os.environ
+PARTS = 16
+SLICES = [["--every", str(PARTS), "--first", str(part)] for part in range(PARTS)] if LONG else [["--few"]]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="each case runs in a fork of one process")
+@pytest.mark.parametrize("chosen", SLICES, ids=" ".join)
+def test_hostile_files_do_no_harm(chosen: list[str]) -> None:
+    script = Path(__file__).with_name("campaign.py")
+    ran = subprocess.run([sys.executable, script, *chosen], capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stdout[-5000:] + ran.stderr[-2000:]
+    assert "cases, 0 problems" in ran.stdout
