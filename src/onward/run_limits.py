@@ -53,13 +53,13 @@ _active: contextvars.ContextVar[Watch | None] = contextvars.ContextVar("onward_w
 
 
 def run_limited(
-    run: Callable[..., list[Any]],
+    run: Callable[..., Any],
     names: Sequence[str] | None,
     feeds: dict[str, Any],
     options: Any = None,
     *,
     what: str = "the model",
-) -> list[Any]:
+) -> Any:
     """Call `run` of a session; a `LimitError` where it takes too much, a `ModelError` where onnxruntime gives up."""
     import onnxruntime
 
