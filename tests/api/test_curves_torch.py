@@ -1,4 +1,7 @@
-"""200 steps of training beside torch: same weights, batches and optimizer, the same curve and parameters."""
+"""200 steps of training beside torch: same weights, batches and optimizer, the same curve and parameters.
+
+On the CPU, and on CUDA where there is one, beside torch on the same GPU with TF32 off.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,7 @@ from torch import nn
 from onward.artifacts import LossType, generate_artifacts
 from onward.export import from_torch
 from onward.onnxblock import optim
+from onward.runtime.devices import why_not
 from small_models import start
 
 STEPS = 200
@@ -55,6 +59,45 @@ def cnn() -> nn.Module:
     )  # fmt: skip
 
 
+def smooth_cnn() -> nn.Module:
+    """No ReLU, no max pooling: at a kink a GPU's rounding decides, and curves part for that alone (docs/gpu.md)."""
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, 2, 1, bias=False), nn.BatchNorm2d(8), nn.Tanh(), nn.AvgPool2d(2),
+        nn.Conv2d(8, 16, 3, 1, 1, bias=False), nn.BatchNorm2d(16), nn.Tanh(),
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 3),
+    )  # fmt: skip
+
+
+class Adapted(nn.Module):
+    """A frozen layer with an adapter of low rank."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.a = nn.Parameter(torch.randn(4, base.in_features) * 0.3)
+        self.b = nn.Parameter(torch.zeros(base.out_features, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + x @ self.a.T @ self.b.T
+
+
+class WithAdapters(nn.Module):
+    """Embedding, attention and a wide layer; adapters train, the rest is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(20, 16).requires_grad_(False)
+        self.q, self.k, self.v, self.up, self.head = (
+            Adapted(nn.Linear(16, size)) for size in (16, 16, 16, 16, 3)
+        )
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        weights = (self.q(x) @ self.k(x).transpose(1, 2) / 4).softmax(-1)
+        x = x + weights @ self.v(x)
+        return self.head((x + torch.nn.functional.gelu(self.up(x))).mean(1))
+
+
 class Network(NamedTuple):
     make: Callable[[], nn.Module]
     sample: Callable[[int], torch.Tensor]
@@ -72,7 +115,20 @@ NETWORKS = {
     "cnn with batch norm": Network(cnn, lambda size: torch.randn(size, 3, 16, 16)),
     "encoder": Network(Encoder, tokens),
     "lstm": Network(Recurrent, tokens),
+    "smooth cnn with batch norm": Network(smooth_cnn, lambda size: torch.randn(size, 3, 16, 16)),
+    "adapters (LoRA)": Network(WithAdapters, tokens),
 }
+CUDA = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(why_not("cuda") is not None, reason="needs onnxruntime-gpu and a GPU that it can use"),
+]
+CASES = [
+    *((name, "cpu") for name in ("mlp", "cnn with batch norm", "encoder", "lstm")),
+    *(
+        pytest.param((name, "cuda"), marks=CUDA, id=f"{name} on cuda")
+        for name in ("mlp", "smooth cnn with batch norm", "encoder", "lstm", "adapters (LoRA)")
+    ),
+]
 
 
 class Rule(NamedTuple):
@@ -92,30 +148,39 @@ RULES = {
 }
 
 
-@pytest.fixture(scope="module", params=NETWORKS)
-def network(request: pytest.FixtureRequest) -> tuple[nn.Module, onnx.ModelProto, Network]:
+@pytest.fixture(scope="module", params=CASES, ids=str)
+def network(request: pytest.FixtureRequest) -> tuple[nn.Module, onnx.ModelProto, Network, str]:
     torch.set_num_threads(1)
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     torch.manual_seed(0)
-    chosen = NETWORKS[request.param]
+    name, device = request.param
+    chosen = NETWORKS[name]
     module = chosen.make().train()
     exported = from_torch(module, chosen.sample(4))
-    return module, onnx.load_from_string(exported) if isinstance(exported, bytes) else exported, chosen
+    return (
+        module,
+        onnx.load_from_string(exported) if isinstance(exported, bytes) else exported,
+        chosen,
+        device,
+    )
 
 
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 def test_training_is_torchs(
-    network: tuple[nn.Module, onnx.ModelProto, Network], rule: Rule, tmp_path: Path
+    network: tuple[nn.Module, onnx.ModelProto, Network, str], rule: Rule, tmp_path: Path
 ) -> None:
-    module, model, chosen = network
-    twin = copy.deepcopy(module).train()
+    module, model, chosen, device = network
+    twin = copy.deepcopy(module).train().to(device)
+    frozen = [name for name, parameter in twin.named_parameters() if not parameter.requires_grad]
     generate_artifacts(
-        model, loss=LossType.CrossEntropyLoss, optimizer=rule.block(), artifact_directory=tmp_path
-    )
+        model, frozen_params=frozen or None, loss=LossType.CrossEntropyLoss, optimizer=rule.block(),
+        artifact_directory=tmp_path,
+    )  # fmt: skip
     options = ort.SessionOptions()
     options.intra_op_num_threads = 1
-    state, ours, optimizer = start(tmp_path, session_options=options)
+    state, ours, optimizer = start(tmp_path, device=device, session_options=options)
     optimizer.set_learning_rate(rule.rate)
-    reference = rule.torch(twin.parameters())
+    reference = rule.torch([p for p in twin.parameters() if p.requires_grad])
     torch.manual_seed(1)
     batches = [(chosen.sample(8), torch.randint(3, (8,))) for _ in range(10)]
     curve, expected = [], []
@@ -123,7 +188,7 @@ def test_training_is_torchs(
     for step in range(STEPS):
         x, labels = batches[step % len(batches)]
         reference.zero_grad()
-        loss = nn.functional.cross_entropy(twin(x), labels)
+        loss = nn.functional.cross_entropy(twin(x.to(device)), labels.to(device))
         loss.backward()
         reference.step()
         expected.append(loss.item())
@@ -134,13 +199,13 @@ def test_training_is_torchs(
     np.testing.assert_allclose(curve, expected, rtol=0, atol=5e-6)
     trained = twin.state_dict()
     for name, parameter in state.parameters:  # batch-norm statistics among them
-        wanted = trained[name].numpy()
+        wanted = trained[name].cpu().numpy()
         np.testing.assert_allclose(
             parameter.data, wanted, rtol=0, atol=2e-5 * float(np.abs(wanted).max()), err_msg=name
         )
     assert {name for name, value in trained.items() if value.dim()} == {name for name, _ in state.parameters}
     with torch.no_grad():
-        scores = twin.eval()(x).numpy()
+        scores = twin.eval()(x.to(device)).cpu().numpy()
         loss = nn.functional.cross_entropy(torch.tensor(scores), labels).item()
     np.testing.assert_allclose(ours.eval()(x.numpy(), labels.numpy()), loss, rtol=2e-5)
     output = model.graph.output[0].name
