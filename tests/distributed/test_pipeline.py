@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import onnx
 import pytest
 import ranks
+import torch
 from rank_models import EMULATED, MODELS, NEEDS_CUDA, build, classifier, points
 
+from onward.api.state import CheckpointState
+from onward.contract import SEED
 from onward.distributed import RunnerSettings, ShardedArrays, TrainingRunner
+from onward.distributed.stages.models import StageStep, draw_blueprint
+from onward.distributed.stages.packing import layout_of
+from onward.distributed.stages.schedule import Flow, Micro
+from onward.runtime.devices import Device
+from onward.runtime.memory import DeviceTensor, ModelMemory
 
 
 def train(
@@ -120,6 +129,65 @@ def test_stages_on_one_gpu_train_as_one_process_on_the_cpu(name, references):
         np.testing.assert_allclose(result["losses"], reference.result["losses"], rtol=2e-5)
         np.testing.assert_allclose(result["final"], reference.result["final"], rtol=2e-5)
         np.testing.assert_allclose(result["norm"], reference.result["norm"], rtol=1e-4)
+
+
+def one_micro_batch(reference: Reference, device: Device, *, nccl: bool) -> dict[str, Any]:
+    """Two stages in one process, by turns: what they hand each other, as torch has it, and their gradients."""
+    settings = RunnerSettings(artifacts=reference.folder, pipeline_parallel_size=2, device=device)
+    blueprint = draw_blueprint(settings)
+    data = CheckpointState.load_checkpoint(reference.folder / "checkpoint").to_data()
+    ids, labels = reference.arrays
+    first, last = blueprint.signature.inputs
+    given = {first: ids, last: labels, SEED: np.array([7], np.int64)}
+    flows, memories = [], []
+    for stage in range(2):
+        step = StageStep(blueprint, stage, device=device, options=None)
+        memory = ModelMemory(step.signature, device)
+        for name, array in data.parameters().items():
+            if name in memory.parameters.tensors:
+                memory.parameters.tensors[name].write(array)
+            elif name in step.signature.parameters:
+                memory.add_frozen(name, array)
+        step.attach(memory)
+        pipe: Any = SimpleNamespace(nccl=nccl, rank=stage, world=2)
+        flow = Flow(step, pipe, schedule="gpipe")
+        flow._micros = [Micro(given, 1.0)]
+        flows.append(flow)
+        memories.append(memory)
+    made = flows[0]._step.forward(given, move=False)
+    layout = layout_of(list(made), [a.dtype for a in made.values()], [a.shape for a in made.values()])
+    flows[0]._outgoing = flows[1]._incoming = layout
+    with pytest.MonkeyPatch.context() as patched:
+        if flows[0]._in_place:  # nothing goes through the host
+            patched.setattr(DeviceTensor, "read", None)
+            patched.setattr(DeviceTensor, "write", None)
+        start = flows[0]._vector(1)
+        sent = flows[0].run_forward(start, 0)
+        as_sent = sent.clone()  # the CPU's batch norm writes its statistics over those that it reads
+        loss = flows[1].run_forward(sent, 0)
+        passed = flows[1].run_backward(sent, 0, torch.ones_like(loss))
+        flows[0].run_backward(start, 0, passed)
+    assert [flow.failure for flow in flows] == [None, None]
+    return {
+        "vectors": [as_sent, loss, passed],
+        "gradients": {n: a for m in memories for n, a in m.gradients.arrays().items()},
+    }
+
+
+@pytest.mark.parametrize(
+    "device", [EMULATED, pytest.param(Device("cuda"), marks=NEEDS_CUDA)], ids=lambda device: device.kind
+)
+@pytest.mark.parametrize("name", MODELS)
+def test_stages_hand_over_what_lies_in_the_memory_of_their_devices(name, device, references):
+    """As with NCCL, which carries it: sessions read and write torch's vectors where they are."""
+    found = one_micro_batch(references[name], device, nccl=True)
+    expected = one_micro_batch(references[name], Device("cpu"), nccl=False)
+    assert {vector.device.type for vector in found["vectors"]} == {device.kind}
+    for vector, other in zip(found["vectors"], expected["vectors"]):
+        np.testing.assert_allclose(vector.cpu(), other, rtol=2e-5, atol=2e-6)
+    assert any(np.abs(array).max() > 0 for array in expected["gradients"].values())
+    for parameter, array in expected["gradients"].items():
+        np.testing.assert_allclose(found["gradients"][parameter], array, rtol=2e-4, atol=2e-6)
 
 
 def test_copies_of_a_pipeline_share_the_data(references):

@@ -65,8 +65,8 @@ class Tensor(Protocol):
         """Replace the numbers, of the same shape; values are converted to the tensor's type."""
         ...
 
-    def view(self, start: int, shape: Sequence[int]) -> Tensor:
-        """A part of a vector, from an element on, in another shape; the same memory."""
+    def view(self, start: int, shape: Sequence[int], dtype: np.dtype | None = None) -> Tensor:
+        """A part of a vector, from an element on, in another shape and type; the same memory."""
         ...
 
     def copy_from(self, other: Tensor) -> None:
@@ -125,8 +125,11 @@ class HostTensor:
     def write(self, array: np.ndarray) -> None:
         np.copyto(self.array, array, casting="unsafe")
 
-    def view(self, start: int, shape: Sequence[int]) -> HostTensor:
-        return HostTensor(self.array[start : start + math.prod(shape)].reshape(tuple(shape)))
+    def view(self, start: int, shape: Sequence[int], dtype: np.dtype | None = None) -> HostTensor:
+        if dtype is None or dtype == self.array.dtype:
+            return HostTensor(self.array[start : start + math.prod(shape)].reshape(tuple(shape)))
+        part = self.array[start:].view(np.uint8)[: math.prod(shape) * dtype.itemsize]
+        return HostTensor(part.view(dtype).reshape(tuple(shape)))
 
     def copy_from(self, other: Tensor) -> None:
         np.copyto(self.array, other.read())
@@ -173,15 +176,16 @@ class MappedTensor(HostTensor):
 
 
 class DeviceTensor:
-    """Memory of a device by its address; an OrtValue of bytes owns it."""
+    """Memory of a device by its address; an OrtValue of bytes owns it, or an object of another library."""
 
     def __init__(
-        self, device: Device, owner: ort.OrtValue, address: int, shape: Sequence[int], dtype: np.dtype
+        self, device: Device, owner: Any, address: int, shape: Sequence[int], dtype: np.dtype
     ) -> None:
         self._device, self._owner, self._address = device, owner, address
         self._shape, self._dtype = tuple(shape), np.dtype(dtype)
         self._reductions: dict[str, _Reduction] = {}
-        self._is_whole = address == owner.data_ptr() and self.nbytes == math.prod(owner.shape())
+        ours = isinstance(owner, ort.OrtValue)
+        self._is_whole = ours and address == owner.data_ptr() and self.nbytes == math.prod(owner.shape())
 
     @classmethod
     def allocate(cls, device: Device, shape: Sequence[int], dtype: np.dtype) -> DeviceTensor:

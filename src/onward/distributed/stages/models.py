@@ -153,6 +153,10 @@ def _parameters_by_stage(
     return [[name for name in signature.parameters if name in names] for names in read]
 
 
+# What a stage reads of a micro-batch: arrays, or tensors where the stage before put them.
+Given = Mapping[str, np.ndarray | Tensor]
+
+
 class StageStep:
     """Runs one stage; `Module` sees it as the step of a model that has this stage's parameters."""
 
@@ -161,7 +165,7 @@ class StageStep:
     ) -> None:
         self.signature = blueprint.signature_of(stage)
         self._options = options
-        self._device = device
+        self.device = device
         self.training = blueprint.training[stage]
         self.evaluation = None if blueprint.evaluation is None else blueprint.evaluation[stage]
         self.last = stage == len(blueprint.training) - 1
@@ -184,9 +188,9 @@ class StageStep:
         """Give the stage its memory."""
         self._memory = memory
         # where one micro-batch's gradients land, and the statistics after it
-        self._gradients = FlatBuffer(memory.gradients.shapes, device=self._device)
+        self._gradients = FlatBuffer(memory.gradients.shapes, device=self.device)
         self._next = [
-            FlatBuffer(part.shapes, device=self._device, dtype=part.whole.dtype) for part in memory.following
+            FlatBuffer(part.shapes, device=self.device, dtype=part.whole.dtype) for part in memory.following
         ]
         self.forget_statistics()
 
@@ -206,12 +210,21 @@ class StageStep:
         """Take over the statistics that the micro-batches since then have computed."""
         self._memory.commit()
 
-    def forward(self, given: Mapping[str, np.ndarray], *, move: bool = True) -> dict[str, np.ndarray]:
-        """What the stage makes of a micro-batch (with the loss, if it is the last); statistics move on."""
+    def forward(
+        self, given: Given, *, into: Mapping[str, Tensor] | None = None, move: bool = True
+    ) -> dict[str, np.ndarray]:
+        """What the stage makes of a micro-batch (with the loss, if it is the last); statistics move on.
+
+        What `into` has a place for is written there, also what only passes through; the rest comes back.
+        """
+        into = into or {}
         after = {
             f"{name}{contract.NEXT}": tensor for part in self._next for name, tensor in part.tensors.items()
         }
-        made = self._run(self._forward, self.training.made, given, into=after)
+        made = self._run(self._forward, self.training.made, given, into={**after, **into})
+        for name, tensor in into.items():
+            if name not in self.training.made:
+                _take_over(tensor, given[name])
         if self.last:
             self.loss_shape = made[self._loss].shape
         if move:
@@ -219,21 +232,21 @@ class StageStep:
                 following.whole.copy_from(new.whole)
         return made
 
-    def backward(
-        self, given: Mapping[str, np.ndarray], cotangents: Mapping[str, np.ndarray]
-    ) -> dict[str, np.ndarray]:
-        """Add a micro-batch's gradients to the stage's; returns those of what the stage received."""
-        feeds = {**given, **{f"{name}_cotangent": array for name, array in cotangents.items()}}
+    def backward(self, given: Given, cotangents: Given, *, into: Mapping[str, Tensor]) -> None:
+        """Add a micro-batch's gradients to the stage's; those of what the stage received are written `into`."""
+        feeds = {**given, **{f"{name}_cotangent": value for name, value in cotangents.items()}}
         own = {f"{name}_grad": tensor for name, tensor in self._gradients.tensors.items()}
-        made = self._run(self._backward, [f"{name}_grad" for name in self._wrt], feeds, into=own)
+        passed = {f"{name}_grad": tensor for name, tensor in into.items() if name in self._wrt}
+        self._run(self._backward, [f"{name}_grad" for name in self._wrt], feeds, into={**own, **passed})
         self._memory.gradients.whole.add(self._gradients.whole)
-        passed = {name: made[f"{name}_grad"] for name in self._wrt if f"{name}_grad" in made}
         for name in self.training.sent:  # what only passes through: its gradient does, too
             if name in self.training.received and self.training.types[name].kind == "f":
-                passed[name] = passed[name] + cotangents[name] if name in passed else cotangents[name]
-        return passed
+                if f"{name}_grad" not in passed:
+                    _take_over(into[name], cotangents[name])
+                else:
+                    into[name].write(into[name].read() + _read(cotangents[name]))
 
-    def evaluate(self, given: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    def evaluate(self, given: Given) -> dict[str, np.ndarray]:
         """The evaluation model's part of this stage."""
         assert self.evaluation is not None
         if not self.evaluation.made:
@@ -248,16 +261,16 @@ class StageStep:
         return self._loss
 
     def _session(self, model: onnx.ModelProto) -> ort.InferenceSession:
-        if self._device.memory == "device":
+        if self.device.memory == "device":
             expand_batch_norm(model)
             prefer_device_forms(model)
-        return make_session(model, device=self._device, options=self._options, what="pipeline stage")
+        return make_session(model, device=self.device, options=self._options, what="pipeline stage")
 
     def _run(
         self,
         session: ort.InferenceSession,
         names: Sequence[str],
-        given: Mapping[str, np.ndarray],
+        given: Given,
         *,
         state: Mapping[str, Tensor] | None = None,
         into: Mapping[str, Tensor] | None = None,
@@ -269,17 +282,16 @@ class StageStep:
         if not names:
             return {}
         binding: Any = session.io_binding()
-        on_host = inputs_on_host(session, self._device) or set()
+        on_host = inputs_on_host(session, self.device) or set()
         for value in session.get_inputs():
             name = value.name
-            if name in given:
-                binding.bind_cpu_input(name, np.asarray(given[name], order="C"))
-            elif name in state and name not in on_host:
-                state[name].bind_input(binding, name)
-            elif name in state:
-                binding.bind_cpu_input(name, state[name].read())
-            else:
+            source = given.get(name, state.get(name))
+            if source is None:
                 raise DistributedError(f"the stage needs '{name}', which nothing gives it")
+            if isinstance(source, np.ndarray) or name in on_host:
+                binding.bind_cpu_input(name, np.asarray(_read(source), order="C"))
+            else:
+                source.bind_input(binding, name)
         for name, tensor in landing.items():
             tensor.bind_output(binding, name)
         for name in returned:
@@ -287,3 +299,14 @@ class StageStep:
         session.run_with_iobinding(binding)
         made = binding.get_outputs()[len(landing) :]
         return {name: value.numpy() for name, value in zip(returned, made)}
+
+
+def _take_over(target: Tensor, source: np.ndarray | Tensor) -> None:
+    if isinstance(source, np.ndarray):
+        target.write(source)
+    else:
+        target.copy_from(source)
+
+
+def _read(value: np.ndarray | Tensor) -> np.ndarray:
+    return value if isinstance(value, np.ndarray) else value.read()

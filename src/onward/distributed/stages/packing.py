@@ -7,8 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from onward.runtime.memory import Tensor
 
 __all__ = ["Layout", "layout_of"]
 
@@ -40,6 +44,11 @@ class Layout:
             count = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
             views[name] = vector[start:].view(np.uint8)[:count].view(dtype).reshape(shape)
         return views
+
+    def views(self, vector: Tensor) -> dict[str, Tensor]:
+        """The tensors in a vector of training's memory, on the host or a device."""
+        parts = zip(self.names, self.dtypes, self.shapes, self.starts)
+        return {name: vector.view(start, shape, dtype) for name, dtype, shape, start in parts}
 
     def describe(self) -> np.ndarray:
         """Ranks and dimensions as numbers, for a receiver that knows names and types."""

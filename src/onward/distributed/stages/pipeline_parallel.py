@@ -345,10 +345,12 @@ def _groups(
 
     span = timedelta(seconds=settings.timeout)
     ranks = np.arange(comm.world).reshape(grid.pipeline, grid.data)
-    # every rank makes all groups, in the same order; what they carry is the host's memory
-    pipe, _ = dist.new_subgroups_by_enumeration(ranks.T.tolist(), timeout=span, backend="gloo")
+    # every rank makes all groups, in the same order
+    nccl = isinstance(comm, TorchCommunicator) and comm.nccl
+    backend = "cpu:gloo,cuda:nccl" if nccl else "gloo"
+    pipe, _ = dist.new_subgroups_by_enumeration(ranks.T.tolist(), timeout=span, backend=backend)
     replicas: Communicator = LocalCommunicator()
     if grid.data > 1:
-        group, _ = dist.new_subgroups_by_enumeration(ranks.tolist(), timeout=span, backend="gloo")
-        replicas = TorchCommunicator(group, timeout=settings.timeout)
-    return TorchCommunicator(pipe, timeout=settings.timeout), replicas
+        group, _ = dist.new_subgroups_by_enumeration(ranks.tolist(), timeout=span, backend=backend)
+        replicas = TorchCommunicator(group, nccl=nccl, timeout=settings.timeout)
+    return TorchCommunicator(pipe, nccl=nccl, timeout=settings.timeout), replicas

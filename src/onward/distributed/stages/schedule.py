@@ -1,6 +1,7 @@
 """Runs micro-batches through one stage: by a schedule of torch.distributed.pipelining, or one after the other.
 
-To torch, a stage is a function of one packed vector. An error in a stage is raised only after the schedule has
+To torch, a stage is a function of one packed vector, in the memory that carries it: a GPU's with NCCL, else the
+host's. Sessions read and write it in place. An error in a stage is raised only after the schedule has
 finished: the messages that other stages wait for are still sent.
 """
 
@@ -16,6 +17,7 @@ import torch
 
 from onward.distributed.errors import OtherStageFailed
 from onward.distributed.stages.packing import Layout, layout_of
+from onward.runtime.memory import DeviceTensor, HostTensor, Tensor
 
 if TYPE_CHECKING:
     from onward.distributed.comm import TorchCommunicator
@@ -32,16 +34,13 @@ class _Run(torch.autograd.Function):
     def forward(
         ctx: Any, anchor: torch.Tensor, received: torch.Tensor, index: int, flow: Flow
     ) -> torch.Tensor:
-        ctx.received, ctx.index, ctx.flow = received.detach(), index, flow
-        return torch.from_numpy(flow.run_forward(ctx.received.numpy().reshape(-1), index))
+        ctx.received, ctx.index, ctx.flow = received.detach().reshape(-1), index, flow
+        return flow.run_forward(ctx.received, index)
 
     @staticmethod
     def backward(ctx: Any, *arriving: torch.Tensor) -> tuple:
-        vector = arriving[0].contiguous().numpy().reshape(-1)
-        passed = ctx.flow.run_backward(ctx.received.numpy().reshape(-1), ctx.index, vector)
-        if not ctx.needs_input_grad[1]:
-            return None, None, None, None
-        return None, torch.from_numpy(passed), None, None
+        passed = ctx.flow.run_backward(ctx.received, ctx.index, arriving[0].contiguous().reshape(-1))
+        return None, passed if ctx.needs_input_grad[1] else None, None, None
 
 
 class _Stage(torch.nn.Module):
@@ -88,12 +87,15 @@ class Flow:
         self._micros: Sequence[Micro] = []
         self._losses: dict[int, float] = {}
         self._incoming = self._outgoing = layout_of([], [], [])
+        device = step.device
+        # messages go from a device's memory to another's where NCCL carries them, else by way of the host
+        self._in_place = device.memory == "device" and (pipe.nccl or device.kind == "cpu")
+        on_gpu = self._in_place and device.kind == "cuda"
+        self._place = torch.device("cuda", device.number) if on_gpu else torch.device("cpu")
         self.failure: Exception | None = None
 
     def run(self, micros: Sequence[Micro]) -> list[float]:
         """Forward and backward of a batch; the losses of its micro-batches on the last stage, else nothing."""
-        import torch
-
         self._micros, self._losses = micros, {}
         key = key_of(micros)
         if key not in self._schedules:
@@ -102,8 +104,8 @@ class Flow:
                 return []
             self._schedules[key] = (self._make_schedule(len(micros), *layouts), *layouts)
         schedule, self._incoming, self._outgoing = self._schedules[key]
-        first = (torch.zeros(len(micros), 1),) if self._pipe.rank == 0 else ()
-        weights = torch.tensor([micro.weight for micro in micros], dtype=torch.float32)
+        first = (torch.zeros(len(micros), 1, device=self._place),) if self._pipe.rank == 0 else ()
+        weights = torch.tensor([micro.weight for micro in micros], dtype=torch.float32, device=self._place)
         last: dict[str, Any] = {"target": weights} if self._step.last else {}
         if "return_outputs" in inspect.signature(schedule.step).parameters:
             last["return_outputs"] = False
@@ -130,25 +132,24 @@ class Flow:
         return float(np.reshape(made[self._step.loss], -1)[0]) if self._step.last and made else None
 
     def _make_schedule(self, count: int, incoming: Layout, outgoing: Layout) -> Any:
-        import torch
         from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
-        from onward.distributed.stages.schedule import make_stage_module
-
-        device = torch.device("cpu")
         first = self._pipe.rank == 0
         size = 1 if self._step.last else outgoing.size
-        received = torch.zeros(1, 1) if first else torch.zeros(incoming.size, requires_grad=True)
-        sent = torch.zeros(size, requires_grad=True)
+        place: dict[str, Any] = {"device": self._place}
+        received = (
+            torch.zeros(1, 1, **place) if first else torch.zeros(incoming.size, requires_grad=True, **place)
+        )
+        sent = torch.zeros(size, requires_grad=True, **place)
         static: dict[str, Any] = {"input_args": (received,), "output_args": (sent,)}
         if "output_grads" in PipelineStage.__init__.__code__.co_varnames:  # newer ones want those, too
-            static["output_grads"] = () if self._step.last else (torch.zeros(size),)
-            static["input_grads"] = (None,) if first else (torch.zeros(incoming.size),)
+            static["output_grads"] = () if self._step.last else (self._vector(size),)
+            static["input_grads"] = (None,) if first else (self._vector(incoming.size),)
         stage = PipelineStage(
-            make_stage_module(self),
+            make_stage_module(self).to(self._place),
             self._pipe.rank,
             self._pipe.world,
-            device,
+            self._place,
             group=self._pipe.group,
             **static,
         )
@@ -160,36 +161,53 @@ class Flow:
 
     # called by the schedule, through autograd: a failure must not stop the messages that others wait for
 
-    def run_forward(self, received: np.ndarray, index: int) -> np.ndarray:
+    def run_forward(self, received: torch.Tensor, index: int) -> torch.Tensor:
         """A micro-batch forward: the packed vector for the next stage, or the loss."""
+        made = self._vector(1 if self._step.last else self._outgoing.size)
         try:
             if self.failure is None:
-                given = {**self._incoming.unpack(received), **self._micros[index].given}
-                made = self._step.forward(given)
+                given = {**self._incoming.views(self._memory(received)), **self._micros[index].given}
+                into = {} if self._step.last else self._outgoing.views(self._memory(made))
+                found = self._step.forward(given, into=into)
                 if self._step.last:
-                    loss = float(np.reshape(made[self._step.loss], -1)[0])
+                    loss = float(np.reshape(found[self._step.loss], -1)[0])
                     # a mean over nothing (all labels ignored) is not a number, and counts nothing
                     self._losses[index] = loss if self._micros[index].weight else 0.0
-                    return np.array([self._losses[index]], np.float32)
-                return self._outgoing.pack({**given, **made})
+                    made.fill_(self._losses[index])
         except Exception as error:
             self.failure = error
-        return np.zeros(1 if self._step.last else self._outgoing.size, np.float32)
+            made.zero_()
+        return made
 
-    def run_backward(self, received: np.ndarray, index: int, arriving: np.ndarray) -> np.ndarray:
+    def run_backward(self, received: torch.Tensor, index: int, arriving: torch.Tensor) -> torch.Tensor:
         """A micro-batch backward: the packed gradient for the stage before."""
+        passed = self._vector(self._incoming.size)
         try:
             if self.failure is None and self._micros[index].weight:
-                given = {**self._incoming.unpack(received), **self._micros[index].given}
+                given = {**self._incoming.views(self._memory(received)), **self._micros[index].given}
+                cotangents: dict[str, Any] = {}
                 if self._step.last:
                     shape = self._step.loss_shape
-                    cotangents = {self._step.loss: np.full(shape, arriving[0], np.float32)}
+                    cotangents = {self._step.loss: np.full(shape, float(arriving[0]), np.float32)}
                 else:
-                    cotangents = self._outgoing.unpack(arriving)
-                return self._incoming.pack(self._step.backward(given, cotangents))
+                    cotangents = dict(self._outgoing.views(self._memory(arriving)))
+                self._step.backward(given, cotangents, into=self._incoming.views(self._memory(passed)))
         except Exception as error:
             self.failure = error
-        return np.zeros(self._incoming.size, np.float32)
+            passed.zero_()
+        return passed
+
+    def _vector(self, size: int) -> torch.Tensor:
+        return torch.zeros(size, device=self._place)
+
+    def _memory(self, vector: torch.Tensor) -> Tensor:
+        """The memory of a vector of torch's, for sessions to read and write in place."""
+        if not self._in_place:
+            return HostTensor(vector.numpy())
+        if vector.is_cuda:  # what torch does with it has to be done
+            torch.cuda.current_stream(vector.device).synchronize()
+        device = self._step.device
+        return DeviceTensor(device, vector, vector.data_ptr(), tuple(vector.shape), np.dtype(np.float32))
 
     def _probe(self, micro: Micro) -> tuple[Layout, Layout] | None:
         """Learn the shapes that cross the cuts by one forward pass; None where a stage failed."""
