@@ -196,11 +196,9 @@ def _build_step(
     reset = op.input(RESET, ir.DataType.BOOL, [1])
     if seed is not None:
         graph.inputs.append(seed)
-    results = []
-    for (value, derivative), buffer in zip(gradients.items(), buffers):
-        out = op.Where(reset, derivative, op.Add(buffer, derivative))
+    results = _accumulated(op, gradients, buffers, reset)
+    for value, out in zip(gradients, results):
         _name_output(op, out, f"{value.name}{OUT}", value)
-        results.append(out)
     recompute_activations(op, forward, recompute, results=results)
     for statistic in statistics:
         _name_output(
@@ -217,6 +215,38 @@ def _build_step(
         return None
     model.metadata_props[contract.SCALE] = scale.name or ""
     return scale.name
+
+
+def _accumulated(
+    op: DifferentiableBuilder, gradients: dict[ir.Value, ir.Value], buffers: list[ir.Value], reset: ir.Value
+) -> list[ir.Value]:
+    """reset ? gradient : buffer + gradient for each; at once for those that are pieces of one vector.
+
+    Batch norms' gradients are such pieces: 75 nodes less of a ResNet-18's 670.
+    """
+
+    def accumulate(gradient: ir.Value, buffer: ir.Value) -> ir.Value:
+        return op.Where(reset, gradient, op.Add(buffer, gradient))
+
+    made: dict[int, ir.Value] = {}
+    places: dict[ir.Value, list[int]] = {}
+    for place, gradient in enumerate(gradients.values()):
+        places.setdefault(gradient, []).append(place)
+    for split in dict.fromkeys(gradient.producer() for gradient in places):
+        if split is None or split.op_type != "Split" or split.graph is not op.graph or len(split.inputs) != 2:
+            continue
+        vector, lengths = split.inputs
+        if vector is None or lengths is None or op.rank(vector) != 1:
+            continue
+        if any(len(places.get(piece, ())) != 1 or piece.uses() for piece in split.outputs):
+            continue
+        order = [places[piece][0] for piece in split.outputs]
+        joined = accumulate(vector, op.Concat(*(buffers[place] for place in order), axis=0))
+        made.update(zip(order, op.Split(joined, lengths, axis=0, outputs=len(order))))
+    return [
+        made[place] if place in made else accumulate(gradient, buffers[place])
+        for place, gradient in enumerate(gradients.values())
+    ]
 
 
 def _start(op: DifferentiableBuilder, loss: ir.Value, scale: ir.Value | None) -> ir.Value:

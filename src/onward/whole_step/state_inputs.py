@@ -12,7 +12,7 @@ import onnx_ir as ir
 
 from onward import contract
 from onward.checkpoint.portable import StatePart, StateTensor, aligned
-from onward.contract import OUT
+from onward.contract import OUT, RESET
 from onward.errors import ModelError
 from onward.whole_step.update_units import Unit
 
@@ -35,6 +35,11 @@ def take_results(
     """The gradient of each trainable and the next value of each statistic; they are outputs no longer."""
     gradients: dict[str, ir.Value] = {}
     following: dict[str, ir.Value] = {}
+    for node in graph:  # vectors that are accumulated as one
+        flag, gradient, *_ = (*node.inputs, None, None)
+        chooses = node.op_type == "Where" and flag is not None and flag.name == RESET
+        if chooses and gradient is not None and not node.outputs[0].is_graph_output():
+            ir.convenience.replace_all_uses_with(node.outputs[0], gradient)
     for output in list(graph.outputs):
         name = output.name or ""
         statistic, parameter = name.removesuffix(contract.NEXT), name.removesuffix(OUT)
@@ -46,6 +51,8 @@ def take_results(
             graph.outputs.remove(output)
             node = output.producer()
             gradient = node.inputs[1] if node is not None and node.op_type == "Where" else None
+            if node is not None and node.op_type == "Split":
+                gradient = output
             if gradient is None:
                 raise ModelError(f"the training model computes '{name}' in a way that is not known")
             # what is computed again may wait for it

@@ -52,16 +52,18 @@ export function specializeReset(bytes) {
     const nodes = graph.filter((field) => field.number === GRAPH.node).map((field) => readNode(bytes, field));
     const chosen = nodes.filter((node) => node.type === "Where" && node.inputs[0] === "lazy_reset_grad");
     const adders = new Set(chosen.map((node) => node.inputs[2]));
+    const isBuffer = (/** @type {string} */ name) => name.endsWith("_grad.accumulation.buffer");
     const parts = [];
     for (const field of graph) {
       if (field.number === GRAPH.valueInfo) continue; // some describe what is gone
       if (field.number === GRAPH.input) {
         const { name } = readValue(bytes, field);
-        if (name === "lazy_reset_grad" || name.endsWith("_grad.accumulation.buffer")) continue;
+        if (name === "lazy_reset_grad" || isBuffer(name)) continue;
       }
       if (field.number === GRAPH.node) {
         const node = readNode(bytes, field);
         if (node.type === "Add" && adders.has(node.outputs[0])) continue;
+        if (node.type === "Concat" && node.inputs.every(isBuffer)) continue; // of vectors that are added as one
         if (node.type === "Where" && node.inputs[0] === "lazy_reset_grad") {
           parts.push(chunk(GRAPH.node, join([
             text(1, node.inputs[1]), text(2, node.outputs[0]), text(4, "Identity"),

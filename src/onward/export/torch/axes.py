@@ -58,6 +58,8 @@ def _fresh(
     for axis, size in sizes.items():
         tiled = tiled.index_select(axis, torch.arange(size, device=tiled.device) % tiled.size(axis))
     tiled = tiled.clone()
+    if tiled.is_meta:  # a shape alone
+        return tiled
     if tiled.dim() == 1 and _descends(example):  # lengths of packed sequences have to
         return tiled.sort(descending=True).values
     if tiled.numel() == 0 or not shuffle or bool(((example == 0) | (example == 1)).all()):

@@ -16,7 +16,13 @@ import onnx_ir as ir
 
 from onward.graph.builder import Builder
 
-__all__ = ["Statistic", "count_per_channel", "make_statistics_explicit", "separate_statistics"]
+__all__ = [
+    "Statistic",
+    "count_per_channel",
+    "make_statistics_explicit",
+    "separate_statistics",
+    "side_by_side",
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,6 +137,29 @@ def count_per_channel(op: Builder, x: ir.Value) -> ir.Value:
     return count
 
 
+def side_by_side(op: Builder, counts: Sequence[ir.Value]) -> ir.Value:
+    """Scalars as one vector; in one product where all are multiples of one size: 14 nodes less of a ResNet-18's."""
+    found = []
+    for count in counts:
+        cast = count.producer()
+        product = (
+            None
+            if cast is None or cast.op_type != "Cast" or not cast.inputs[0]
+            else cast.inputs[0].producer()
+        )
+        if cast is None or product is None or product.op_type != "Mul":
+            break
+        size, times = product.inputs
+        number = None if times is None else op.const_value(times)
+        if size is None or number is None or number.ndim or op.rank(size):
+            break
+        found.append((size, int(number)))
+    if len(found) == len(counts) > 1 and len({id(size) for size, _ in found}) == 1:
+        numbers = op.constant(np.asarray([number for _, number in found], np.int64))
+        return op.Cast(op.Mul(found[0][0], numbers), to=op.dtype(counts[0]))
+    return op.Concat(*(op.Reshape(count, [1]) for count in counts), axis=0)
+
+
 def _input_axis(op: Builder, symbol: str) -> tuple[ir.Value, int] | None:
     """An input of the graph and the axis of it that has the size of this name."""
     for value in op.graph.inputs:
@@ -180,7 +209,7 @@ def _followings(op: Builder, moves: Sequence[_Move]) -> list[Statistic]:
         counts = list(dict.fromkeys(move.count for move in group if move.count is not None))
         share: ir.Value = op.constant(np.asarray([1.0 - momentum], kind.numpy()))
         if counts:
-            n = op.Concat(*(op.Reshape(count, [1]) for count in counts), axis=0)
+            n = side_by_side(op, counts)
             unbiased = op.Div(n, op.Max(op.Sub(n, 1.0), 1.0))
             shares = op.Concat(share, op.Mul(unbiased, 1.0 - momentum), axis=0)
             places = [0 if move.count is None else 1 + counts.index(move.count) for move in group]
@@ -255,6 +284,8 @@ def _part(op: Builder, vector: ir.Value, start: int, end: int) -> ir.Value:
     inputs = [] if node is None else [value for value in node.inputs if value is not None]
     if node is not None and node.op_type in _ELEMENTWISE:
         return op.node(node.op_type, [_part(op, value, start, end) for value in inputs])[0]
+    if node is not None and node.op_type == "Cast":
+        return op.Cast(_part(op, inputs[0], start, end), to=op.dtype(vector))
     if node is not None and node.op_type == "Concat":
         at = 0
         for value in inputs:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import onnx
 
-from onward.contract import BUFFER, OUT, RESET
+from onward.contract import BUFFER, RESET
 from onward.errors import MAKE_ARTIFACTS, ModelError
 
 __all__ = ["FIRST_SCALE", "specialize_reset"]
 
+# What is made of buffers before the choice: their sum with gradients, and one vector of several of them.
+_SUMS = frozenset({"Add", "Concat"})
 # Where the scale of a loss in float16 begins.
 FIRST_SCALE = 65536.0
 
@@ -27,19 +29,23 @@ def specialize_reset(model: onnx.ModelProto, *, reset: bool, keep_shapes: bool =
     graph = special.graph
     renamed: dict[str, str] = {}
     drop: set[int] = set()
-    adders = {node.output[0]: index for index, node in enumerate(graph.node) if node.op_type == "Add"}
+    places = {node.output[0]: index for index, node in enumerate(graph.node) if node.op_type in _SUMS}
     for index, node in enumerate(graph.node):
-        if node.op_type != "Where" or node.input[0] != RESET or not node.output[0].endswith(OUT):
+        if node.op_type != "Where" or node.input[0] != RESET:
             continue
         _, gradient, accumulated = node.input
-        if accumulated not in adders:
+        if accumulated not in places:
             raise ModelError(
                 f"the training model does not add up '{accumulated}', as one of generate_artifacts does: make it again",
                 hint=MAKE_ARTIFACTS,
             )
         drop.add(index)
         if reset:
-            drop.add(adders[accumulated])
+            drop.add(places[accumulated])
+            # buffers of several vectors are joined before they are added
+            drop.update(
+                places[n] for n in graph.node[places[accumulated]].input if n in places and n != gradient
+            )
             renamed[gradient] = node.output[0] if gradient not in renamed else renamed[gradient]
             if renamed[gradient] != node.output[0]:  # two parameters share one gradient
                 graph.node.append(onnx.helper.make_node("Identity", [renamed[gradient]], [node.output[0]]))
