@@ -48,6 +48,9 @@ BUFFERS = "onward.buffers"  # buffers of the module that are in the file
 EXPORT = "onward.export"  # how a model was exported
 HEAD = "onward.head"  # what replacing the last layer did
 LORA = "onward.lora"  # on a node: which adapter it belongs to
+CONV_WEIGHT = (
+    "onward.conv_weight"  # on a node that computes a convolution's weight gradient: of what, and how
+)
 TRAINED = "onward.trained"  # of an inference model: that its weights come from training
 
 # ---- metadata of the portable step: see docs/portable.md --------------------------------------------------

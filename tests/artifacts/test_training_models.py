@@ -132,3 +132,33 @@ def output_shape(network: nn.Module, batch: torch.Tensor) -> torch.Size:
     """The shape of the output, found without touching the running statistics."""
     with torch.no_grad():
         return copy.deepcopy(network)(batch).shape
+
+
+def test_gradients_of_batch_norms_accumulate_as_one_vector(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    layers = [
+        nn.Conv2d(3, 4, 1),
+        *(part for _ in range(5) for part in (nn.BatchNorm2d(4), nn.Conv2d(4, 4, 1))),
+    ]
+    network = nn.Sequential(*layers, nn.Flatten(), nn.Linear(36, 3))
+    artifacts_of(network, torch.randn(6, 3, 3, 3), tmp_path)
+    training = onnx.load(tmp_path / "training_model.onnx")
+    trainable = sum(1 for _ in network.parameters())
+    assert sum(node.op_type == "Where" for node in training.graph.node) == trainable - 10 + 1
+    module = module_of(tmp_path)
+    batches = [np.random.default_rng(i).normal(size=(6, 3, 3, 3)).astype(np.float32) for i in range(2)]
+    target = np.ones((6, 3), np.float32)
+
+    def gradients() -> dict[str, np.ndarray]:
+        return {name: p.grad.copy() for name, p in module._state.parameters if p.requires_grad}
+
+    for x in batches:
+        module(x, target)
+    together, apart = gradients(), []
+    for x in batches:
+        module.lazy_reset_grad()
+        module(x, target)
+        apart.append(gradients())
+    for name, total in together.items():
+        np.testing.assert_allclose(total, apart[0][name] + apart[1][name], rtol=1e-5, atol=1e-6)
+    assert np.abs(together["1.weight"]).max() > 1e-4

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from onward.errors import ExportError, ParityError
 from onward.export import from_torch
+from onward.export.torch import probe
 
 
 class Net(nn.Module):
@@ -214,3 +215,41 @@ def test_inputs_tried_keep_what_rows_must_agree_on() -> None:
     proto = from_torch(Counting(), torch.tensor([[5, 6, 7, 8, 2], [3, 4, 9, 1, 2]]))
     dims = proto.graph.input[0].type.tensor_type.shape.dim
     assert [dim.dim_param for dim in dims] == ["batch", "sequence"]
+
+
+class _Looks(nn.Module):
+    """Takes any size, but looks at its numbers."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 2 if float(x.abs().sum()) >= 0 else x
+
+
+class _Keeps(nn.Module):
+    """Keeps something that it made from the first input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.seen = nn.BatchNorm2d(3), None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen = x.mean() if self.seen is None else self.seen
+        return self.norm(x) + self.seen
+
+
+@pytest.mark.parametrize(
+    "network",
+    [nn.Sequential(nn.Conv2d(3, 4, 3, stride=2), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4 * 31 * 31, 2)),
+     nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.AdaptiveAvgPool2d(1)), nn.MaxPool2d(2),
+     _Looks(), _Keeps()],
+    ids=["fixed size", "any size", "pool", "looks", "keeps"],
+)  # fmt: skip
+def test_sizes_that_may_change_are_the_same_without_running(
+    network: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = (torch.randn(2, 3, 64, 64),)  # so large that shapes alone are worked out first
+    quick = probe.make_plan(network, x, {}, None, None, "auto")
+    assert all(not tensor.is_meta for tensor in [*network.parameters(), *network.buffers()])
+    monkeypatch.setattr(probe, "_MANY", 1 << 40)
+    slow = probe.make_plan(network, x, {}, None, None, "auto")
+    assert quick.groups == slow.groups and quick.groups
+    assert quick.output_axes == slow.output_axes

@@ -14,7 +14,7 @@ import onnx
 import pytest
 
 from onward.artifacts import LossType, OptimType, generate_artifacts
-from onward.graph.forms.conv_weights import NOTE
+from onward.contract import CONV_WEIGHT
 from onward.graph.passes.conv_forms import Convolution, form_model, noted_convolutions
 from onward.runtime import autotune
 from onward.runtime.sessions import make_session
@@ -233,7 +233,7 @@ def test_untuned_modules_write_nothing(folder: Path, cache: Path) -> None:
 def test_notes_that_do_not_fit_are_passed_over(folder: Path) -> None:
     model = onnx.load(folder / "training_model.onnx")
     shapes = {"x": (4, 3, 8, 8), "labels": (4,)}
-    noted = [entry for node in model.graph.node for entry in node.metadata_props if entry.key == NOTE]
+    noted = [entry for node in model.graph.node for entry in node.metadata_props if entry.key == CONV_WEIGHT]
     assert len(noted) == 3
     whole = json.loads(noted[0].value)
     noted[0].value = json.dumps({**whole, "weight": [10**9, 3, 3, 3]})

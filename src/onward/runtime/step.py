@@ -18,7 +18,7 @@ from onward.contract import BUFFER, OUT, SEED
 from onward.errors import ModelError
 from onward.graph.passes.batch_norm import expand_batch_norm
 from onward.graph.passes.device_forms import prefer_device_forms
-from onward.graph.passes.known_shapes import specialize_shapes
+from onward.graph.passes.known_shapes import leaves_images_open, specialize_shapes
 from onward.graph.passes.row_gradients import scatter_in_place
 from onward.graph.passes.specialize import specialize_reset
 from onward.graph.passes.static_masks import simplify_static_masks
@@ -61,8 +61,8 @@ class Step(Protocol):
 class TrainingStep:
     """The training model, specialized for overwriting and (when first needed) for accumulating gradients.
 
-    On a device and with `tune` (see `autotune`), also for the shapes of the batch: the sessions of the last few
-    shapes are cached, other shapes run in one session for all shapes.
+    On a device, with `tune` (see `autotune`), and where the file leaves the sizes of images open, also for the shapes
+    of the batch: the sessions of the last few shapes are cached, other shapes run in one session for all shapes.
     """
 
     is_whole = True  # runs all of the training model: its update may join it in one graph
@@ -80,7 +80,8 @@ class TrainingStep:
         self.signature = read_signature(self._model, self._path, "training")
         self._device, self._options = device, options
         self._tune = tune if device.memory == "host" else None
-        self._specializes = device.memory == "device" or self._tune is not None
+        self._fits = device.memory == "host" and leaves_images_open(self._model)
+        self._specializes = device.memory == "device" or self._tune is not None or self._fits
         self._bound: dict[bool, Bound] = {}
         self._by_shape: OrderedDict[tuple, Bound] = OrderedDict()
         self._seen: Counter[tuple] = Counter()
@@ -171,8 +172,8 @@ class TrainingStep:
         self, *, reset: bool, shapes: dict[str, tuple[int, ...]] | None = None
     ) -> tuple[onnx.ModelProto, dict[str, str] | None]:
         """The training model as a session gets it, and the gradients of which it writes some rows only."""
-        tune = self._tune if shapes is not None else None
-        model, rows = specialize_reset(self._model, reset=reset, keep_shapes=tune is not None), None
+        tune, fits = (self._tune, self._fits) if shapes is not None else (None, False)
+        model, rows = specialize_reset(self._model, reset=reset, keep_shapes=fits or tune is not None), None
         if self._device.memory == "host":
             rows = scatter_in_place(model)
         if self._device.memory == "device":
@@ -180,6 +181,12 @@ class TrainingStep:
         if shapes is not None:
             known = {name: tuple(shape) for name, shape in shapes.items()}
             known |= {f"{n}{BUFFER}": known[n] for n in self.signature.input_gradients}
+            if fits:
+                from onward.graph.passes.conv_forms import (
+                    fit_forms,  # graph libraries: only where they are needed
+                )
+
+                fit_forms(model, known)
             if tune is not None:
                 tune(model, known, self._options)
             specialize_shapes(model, known)

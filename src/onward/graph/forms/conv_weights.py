@@ -13,12 +13,10 @@ import json
 import numpy as np
 import onnx_ir as ir
 
+from onward.contract import CONV_WEIGHT
 from onward.graph.forms.windows import Sizes, Window, cut, padded, spatial, tap_slice
 
-__all__ = ["FORMS", "NOTE", "Product", "possible_forms", "weight_gradient"]
-
-# The key of the note on a node that computes a weight's gradient.
-NOTE = "onward.conv_weight"
+__all__ = ["FORMS", "Product", "possible_forms", "weight_formulation", "weight_gradient"]
 
 # Places up to which a list of all that the taps of all windows read is made, when a session is made: 1 MB.
 _MOST_PLACES = 1 << 17
@@ -54,7 +52,7 @@ def weight_gradient(op, product: Product) -> ir.Value:
             "x": product.x.name, "dy": product.dy.name, "weight": shape, "group": product.group, "form": form,
             "strides": window.strides.tolist(), "dilations": window.dilations.tolist(), "pads": window.static_pads,
         }  # fmt: skip
-        node.metadata_props[NOTE] = json.dumps(note)
+        node.metadata_props[CONV_WEIGHT] = json.dumps(note)
     return result
 
 

@@ -1,7 +1,8 @@
 """Exchanges the formulation of weight gradients of convolutions, for shapes that are known.
 
 `noted_convolutions` finds them by the notes that the gradient rule leaves; `form_model` is one of them alone, to be
-timed; `use_forms` puts chosen ones in place. Sums are added up in another order, nothing else changes.
+timed; `use_forms` puts chosen ones in place, `fit_forms` those of the rule, where it did not know the sizes. Sums are
+added up in another order, nothing else changes.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from onward.contract import OPSET
+from onward.contract import CONV_WEIGHT, OPSET
 from onward.errors import LimitError
 from onward.graph.builder import Builder
 from onward.graph.dialect.lower import lower
-from onward.graph.forms.conv_weights import FORMS, NOTE, Product, possible_forms
+from onward.graph.forms.conv_weights import FORMS, Product, possible_forms, weight_formulation
 from onward.graph.forms.windows import Window
 from onward.graph.passes.finish import finish
 from onward.graph.passes.known_shapes import resolve_symbols
@@ -26,7 +27,7 @@ from onward.reading import parse_json
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-__all__ = ["Convolution", "form_model", "noted_convolutions", "use_forms"]
+__all__ = ["Convolution", "fit_forms", "form_model", "noted_convolutions", "use_forms"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,11 +67,23 @@ def noted_convolutions(
     }
     found = {}
     for place, node in enumerate(graph.node):
-        note = next((entry.value for entry in node.metadata_props if entry.key == NOTE), None)
+        note = next((entry.value for entry in node.metadata_props if entry.key == CONV_WEIGHT), None)
         made = None if note is None else _read(note, dims)
         if made is not None and {made[1], made[2]} <= floats and _agrees(made[0], dims, node.output[0]):
             found[place] = made
     return found
+
+
+def fit_forms(model: onnx.ModelProto, shapes: Mapping[str, Sequence[int]]) -> int:
+    """Formulate weight gradients as the rule does for sizes that are known; how many were exchanged."""
+    chosen = {}
+    for place, (convolution, x, dy) in noted_convolutions(model, shapes).items():
+        op, product = _product(convolution, OPSET)
+        form = weight_formulation(op, product)
+        if form != convolution.form:
+            chosen[place] = (convolution, x, dy, form)
+    use_forms(model, chosen)
+    return len(chosen)
 
 
 def _read(note: str, dims: Mapping[str, tuple[int, ...]]) -> tuple[Convolution, str, str] | None:
@@ -102,19 +115,23 @@ def _agrees(convolution: Convolution, dims: Mapping[str, tuple[int, ...]], outpu
 
 def form_model(convolution: Convolution, form: str | None, opset: int) -> tuple[onnx.ModelProto, list[str]]:
     """A model of x and dy that computes dw in a form (default: the rule's), and all forms that are possible."""
+    op, product = _product(convolution, opset)
+    graph, result = op.graph, FORMS[form or convolution.form](op, product)
+    result.name = "dw"
+    graph.outputs.append(result)
+    graph.inputs.remove(product.w)
+    model = lower(finish(ir.Model(graph, ir_version=10)), opset)
+    return ir.to_proto(model), possible_forms(op, product)
+
+
+def _product(convolution: Convolution, opset: int) -> tuple[Builder, Product]:
+    """The product as the rule sees it, in a graph of its own."""
     c = convolution
-    graph = ir.Graph([], [], nodes=[], opset_imports={"": max(opset, OPSET)}, name="conv_weight")
-    op = Builder(graph)
+    op = Builder(ir.Graph([], [], nodes=[], opset_imports={"": max(opset, OPSET)}, name="conv_weight"))
     x, w, dy = (op.input(n, ir.DataType.FLOAT, s) for n, s in (("x", c.x), ("w", c.weight), ("dy", c.dy)))
     rank = len(c.strides)
     vectors = (c.weight[2:], c.strides, c.dilations, c.pads[:rank], c.pads[rank:])
-    product = Product(x, w, dy, Window(*(np.asarray(v, np.int64) for v in vectors)), c.group)
-    result = FORMS[form or c.form](op, product)
-    result.name = "dw"
-    graph.outputs.append(result)
-    graph.inputs.remove(w)
-    model = lower(finish(ir.Model(graph, ir_version=10)), opset)
-    return ir.to_proto(model), possible_forms(op, product)
+    return op, Product(x, w, dy, Window(*(np.asarray(v, np.int64) for v in vectors)), c.group)
 
 
 def use_forms(model: onnx.ModelProto, chosen: Mapping[int, tuple[Convolution, str, str, str]]) -> None:

@@ -8,14 +8,19 @@ new batch shape.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 import onnx
 
+from onward.contract import CONV_WEIGHT
+from onward.errors import LimitError
 from onward.graph.compute import COMPUTABLE, compute
+from onward.graph.shapes.dims import number_of
+from onward.reading import parse_json
 
-__all__ = ["resolve_symbols", "specialize_shapes"]
+__all__ = ["leaves_images_open", "resolve_symbols", "specialize_shapes"]
 
 # Numbers up to which a tensor may be a list of sizes or places.
 _SMALL = 1 << 14
@@ -50,6 +55,20 @@ def specialize_shapes(model: onnx.ModelProto, shapes: Mapping[str, Sequence[int]
     del graph.value_info[:]
 
 
+def leaves_images_open(model: onnx.ModelProto) -> bool:
+    """Whether a convolution's weight gradient was formulated without knowing the sizes of its images."""
+    graph = model.graph
+    read = set()
+    for note in (e.value for node in graph.node for e in node.metadata_props if e.key == CONV_WEIGHT):
+        with suppress(ValueError, LimitError):  # one that is damaged says nothing
+            read.add(str(parse_json(note).get("x")))
+    return any(
+        value.name in read
+        and any(not dim.HasField("dim_value") for dim in value.type.tensor_type.shape.dim[2:])
+        for value in [*graph.value_info, *graph.input]
+    )
+
+
 def resolve_symbols(graph: onnx.GraphProto, shapes: Mapping[str, Sequence[int]]) -> dict[str, _Dims]:
     """Write numbers into what the file says of shapes, for inputs of these; returns the shapes that are known."""
     symbols = _set_inputs(graph, shapes)
@@ -82,17 +101,12 @@ def _set_inputs(graph: onnx.GraphProto, shapes: Mapping[str, Sequence[int]]) -> 
 
 
 def _replace_symbols(value: onnx.ValueInfoProto, symbols: Mapping[str, int]) -> None:
-    """Put numbers in the place of symbols and products of them, like 2*batch*length."""
+    """Put numbers in the place of symbols and of what is computed of them, like 2*batch*length."""
     for dim in value.type.tensor_type.shape.dim:
         if not dim.dim_param:
             continue
-        size = 1
-        for part in dim.dim_param.split("*"):
-            factor = int(part) if part.isdigit() else symbols.get(part)
-            if factor is None:
-                break
-            size *= factor
-        else:
+        size = number_of(dim.dim_param, symbols)
+        if size is not None:
             dim.dim_value = size
 
 

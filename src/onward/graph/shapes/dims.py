@@ -2,11 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
-import onnx_ir as ir
+if TYPE_CHECKING:
+    import onnx_ir as ir
 
-__all__ = ["Dim", "add", "broadcast", "dims_of", "div", "equal", "mul", "product", "quotient", "sub"]
+__all__ = [
+    "Dim",
+    "add",
+    "broadcast",
+    "dims_of",
+    "div",
+    "equal",
+    "mul",
+    "number_of",
+    "product",
+    "quotient",
+    "sub",
+    "windows",
+]
 
 # A number, a name (or a product of names and a number, like "2*batch*sequence"), or unknown.
 Dim = int | str | None
@@ -88,6 +104,40 @@ def div(a: Dim, b: Dim) -> Dim:
     if isinstance(a, int) and isinstance(b, int):
         return int(a / b) if b else None
     return a if b == 1 else quotient(a, b)
+
+
+def windows(size: Dim, margin: int, stride: int) -> Dim:
+    """floor((size + margin) / stride) + 1: as many windows as fit, the margin being padding less a window's reach.
+
+    Two layers whose windows fit equally often have results of one name.
+    """
+    if isinstance(size, int):
+        return (size + margin) // stride + 1
+    if stride == 1 and margin == -1:
+        return size
+    if size is None or "*" in size:
+        return None
+    return f"({size}{margin:+d})/{stride}+1"
+
+
+_WINDOWS = re.compile(r"\((.+)([+-]\d+)\)/(\d+)\+1")
+
+
+def number_of(name: str, sizes: Mapping[str, int]) -> int | None:
+    """The number that a name stands for, which may be a product or one of `windows`; None where it is not known."""
+    if name in sizes:
+        return sizes[name]
+    found = _WINDOWS.fullmatch(name)
+    if found is not None:
+        inner, stride = number_of(found[1], sizes), int(found[3])
+        return None if inner is None or not stride else (inner + int(found[2])) // stride + 1
+    total = 1
+    for part in name.split("*"):
+        factor = int(part) if part.isdigit() else sizes.get(part)
+        if factor is None:
+            return None
+        total *= factor
+    return total
 
 
 def equal(a: Dim, b: Dim) -> Dim:

@@ -13,7 +13,19 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import onnx_ir as ir
 
-from onward.graph.shapes.dims import Dim, add, broadcast, dims_of, div, equal, mul, product, quotient, sub
+from onward.graph.shapes.dims import (
+    Dim,
+    add,
+    broadcast,
+    dims_of,
+    div,
+    equal,
+    mul,
+    product,
+    quotient,
+    sub,
+    windows,
+)
 
 __all__ = ["Symbols"]
 
@@ -314,6 +326,38 @@ def _padded(symbols: Symbols, node: ir.Node) -> Sequence[Dim] | None:
     return dims
 
 
+def _slid(symbols: Symbols, node: ir.Node) -> Sequence[Dim] | None:
+    """Spatial sizes of a convolution or pooling, by name where the input has names."""
+    x = node.inputs[0]
+    if x is None or x.shape is None or node.attributes.get_int("ceil_mode", 0):
+        return None
+    have, count = dims_of(x.shape), x.shape.rank() - 2
+    kernel: Sequence[Dim] = list(node.attributes.get_ints("kernel_shape", []) or [])
+    if (
+        not kernel
+        and node.op_type == "Conv"
+        and node.inputs[1] is not None
+        and node.inputs[1].shape is not None
+    ):
+        kernel = dims_of(node.inputs[1].shape)[2:]
+    pads = list(node.attributes.get_ints("pads", []) or [0] * 2 * count)
+    strides, dilations = (
+        list(node.attributes.get_ints(name, []) or [1] * count) for name in ("strides", "dilations")
+    )
+    fixed = node.attributes.get_string("auto_pad", "NOTSET") in ("NOTSET", "VALID")
+    if not fixed or len(kernel) != count or len(pads) != 2 * count:
+        return None
+    dims: list[Dim] = [have[0], None]
+    for axis in range(count):
+        size = kernel[axis]
+        if not isinstance(size, int) or isinstance(have[2 + axis], int):
+            dims.append(None)
+            continue
+        margin = pads[axis] + pads[count + axis] - (size - 1) * dilations[axis] - 1
+        dims.append(windows(have[2 + axis], margin, strides[axis]))
+    return dims
+
+
 def _many(dim: Dim) -> bool:
     return isinstance(dim, int) and dim > 1
 
@@ -325,4 +369,8 @@ _SHAPED: dict[str, Callable[[Symbols, ir.Node], Sequence[Dim] | None]] = {
     "Range": _counted,
     "Slice": _sliced,
     "Pad": _padded,
+    "Conv": _slid,
+    "MaxPool": _slid,
+    "AveragePool": _slid,
+    "LpPool": _slid,
 }
