@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnx.parser
+import onnxruntime
 import pytest
 
 from checkpoint.samples import encoded, sample
@@ -204,3 +206,53 @@ def test_constants_in_a_second_file_are_read(
         np.testing.assert_allclose(found[way]["answer"], loss, rtol=0, atol=1e-6)
     assert 'pass it, externalData: { "constants.data"' in found["neither"]["message"]
     assert "only a file beside the model is read" in found["elsewhere"]["message"]
+
+
+def test_norms_whose_gradients_accumulate_as_one_vector(tmp_path: Path) -> None:
+    program = shutil.which("node")
+    if program is None:
+        pytest.skip("needs Node.js (https://nodejs.org)")
+    norms = "\n".join(
+        f"a{i + 1}, m{i}, v{i} = BatchNormalization <training_mode = 1> (a{i}, s{i}, b{i}, mean{i}, var{i})"
+        for i in range(5)
+    )
+    model = onnx.parser.parse_model(
+        '<ir_version: 10, opset_import: ["": 18]> net (float[n, 4] a0) => (float[n, 4] a5) {' + norms + "}"
+    )
+    for i in range(5):
+        for name, number in ((f"s{i}", 1), (f"b{i}", 0), (f"mean{i}", 0), (f"var{i}", 1)):
+            array = np.full(4, number, np.float32)
+            model.graph.initializer.append(onnx.numpy_helper.from_array(array, name))
+    trained = [f"{kind}{i}" for i in range(5) for kind in "sb"]
+    frozen = [f"{kind}{i}" for i in range(5) for kind in ("mean", "var")]
+    generate_artifacts(
+        model,
+        requires_grad=trained,
+        frozen_params=frozen,
+        loss=LossType.MSELoss,
+        artifact_directory=tmp_path,
+    )
+    file, special = tmp_path / "training_model.onnx", tmp_path / "special.onnx"
+    assert sum(node.op_type == "Where" for node in onnx.load(file).graph.node) == 1
+    script = (
+        "import fs from 'node:fs'; const { specializeReset } = await import(process.argv[1]);"
+        "fs.writeFileSync(process.argv[3], specializeReset(new Uint8Array(fs.readFileSync(process.argv[2]))))"
+    )
+    place = (WEB / "src" / "runtime" / "protobuf.js").as_uri()
+    words = [program, "--input-type=module", "-e", script, place, str(file), str(special)]
+    subprocess.run(words, check=True, capture_output=True)
+    made = onnx.load(special)
+    onnx.checker.check_model(made)  # nothing reads a buffer that is gone
+    assert not [v.name for v in made.graph.input if "accumulation" in v.name or v.name == "lazy_reset_grad"]
+    x, target = np.random.default_rng(0).normal(size=(2, 6, 4)).astype(np.float32)
+    session = onnxruntime.InferenceSession(special)
+    state = CheckpointState.load_checkpoint(tmp_path / "checkpoint")
+    module = Module(file, state)
+    feeds = {name: np.asarray(p.data) for name, p in state.parameters}
+    module(x, target)
+    names = [v.name for v in session.get_outputs() if v.name.endswith("accumulation.out")]
+    found = session.run(names, {**feeds, **dict(zip(module.input_names(), (x, target)))})
+    assert len(names) == len(trained)
+    for name, gradient in zip(names, found):
+        own = state.parameters[name.removesuffix("_grad.accumulation.out")].grad
+        np.testing.assert_allclose(gradient, own, rtol=1e-6, atol=1e-7)
