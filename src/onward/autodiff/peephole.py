@@ -245,12 +245,12 @@ def _scale_together(
     moved: dict[ir.Value, ir.Value | None] = {}
     for group in groups.values():
         nodes = list(group.values())
-        numbers = list(dict.fromkeys(node.inputs[1] for node in nodes))
+        numbers = list(dict.fromkeys(count for node in nodes if (count := node.inputs[1]) is not None))
         lengths = [length for node in nodes if (length := op.static_dim(node.outputs[0], 0)) is not None]
         if not _SEVERAL <= len(nodes) == len(lengths):
             continue
         table = side_by_side(op, numbers)
-        places = np.repeat(np.asarray([numbers.index(node.inputs[1]) for node in nodes], np.int32), lengths)
+        places = np.repeat(np.asarray([numbers.index(n) for node in nodes if (n := node.inputs[1])], np.int32), lengths)
         scaled = op.Mul(op.Concat(*(node.inputs[0] for node in nodes), axis=0), op.Gather(table, places))
         pieces = op.Split(scaled, np.asarray(lengths, np.int64), axis=0, outputs=len(nodes))
         moved.update(zip(group, pieces))

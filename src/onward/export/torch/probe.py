@@ -119,17 +119,21 @@ def _groups(
     """The dynamic axes; found without computing where that is possible, and then tried at other sizes together."""
     if dynamic_axes is None:
         return []
-    find = axes.find_groups if isinstance(dynamic_axes, str) else axes.declared_groups
-    given = () if isinstance(dynamic_axes, str) else (dynamic_axes,)
+
+    def find(leaves: Sequence[Leaf], run: axes.Run) -> list[AxisGroup]:
+        if isinstance(dynamic_axes, str):
+            return axes.find_groups(leaves, run)
+        return axes.declared_groups(leaves, dynamic_axes, run)
+
     if shapes is None:
-        return find(leaves, *given, run)
+        return find(leaves, run)
     with suppress(Exception):  # whatever it is, the module itself says it better below
-        groups = find(_empty(leaves), *given, shapes)
+        groups = find(_empty(leaves), shapes)
         for index in range(2):
             sizes = {dim: group.others[index] for group in groups for dim in group.dims}
             run(axes.fresh_inputs(leaves, sizes, seed=index))
         return groups
-    return find(leaves, *given, run)
+    return find(leaves, run)
 
 
 def _shapes_only(
