@@ -250,7 +250,9 @@ def _scale_together(
         if not _SEVERAL <= len(nodes) == len(lengths):
             continue
         table = side_by_side(op, numbers)
-        places = np.repeat(np.asarray([numbers.index(n) for node in nodes if (n := node.inputs[1])], np.int32), lengths)
+        places = np.repeat(
+            np.asarray([numbers.index(n) for node in nodes if (n := node.inputs[1])], np.int32), lengths
+        )
         scaled = op.Mul(op.Concat(*(node.inputs[0] for node in nodes), axis=0), op.Gather(table, places))
         pieces = op.Split(scaled, np.asarray(lengths, np.int64), axis=0, outputs=len(nodes))
         moved.update(zip(group, pieces))
