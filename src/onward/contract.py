@@ -7,6 +7,7 @@ add a new one instead, and keep reading the old. `model_metadata` reads what sta
 from __future__ import annotations
 
 OPSET = 21  # in which graphs are built: older files are raised to it, and files for older runtimes lowered from it
+EXPORT_OPSET = 18  # the default of exports from PyTorch and Hugging Face
 
 # ---- inputs and outputs of a training model, as onnxruntime-training names them ----------------------------
 

@@ -149,7 +149,7 @@ def test_no_pair_of_products_in_the_written_file_passes_16_bits(
     name: str, scheme: str, tmp_path: Path
 ) -> None:
     path = tmp_path / "small.onnx"
-    quantize(LAYERS[name].SerializeToString(), scheme, output=path)
+    quantize(LAYERS[name].SerializeToString(), scheme, path=path)
     model = load_model(path)
     products = integer_products(model)
     assert all(p.lowest >= -(2**15) and p.highest < 2**15 for p in products), products

@@ -275,7 +275,7 @@ def test_a_model_over_the_limit_of_one_file_goes_beside_its_weights(
 ) -> None:
     monkeypatch.setattr(tracing, "ONE_FILE", 1000)
     pair = tiny_pair("bert", "pooling")
-    with pytest.raises(ExportError, match="do not fit in bytes; pass output="):
+    with pytest.raises(ExportError, match="do not fit in bytes; pass path="):
         from_transformers(pair, "pooling")
     from_transformers(pair, "pooling", tmp_path / "model.onnx")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model.onnx", "model.onnx.data"]
@@ -290,7 +290,7 @@ def test_a_model_to_train_over_the_limit_goes_beside_its_weights(
     whole = from_transformers(pair, "text-classification", training=True, opset=18)
     assert isinstance(whole, bytes)
     monkeypatch.setattr(tracing, "ONE_FILE", 1000)
-    with pytest.raises(ExportError, match="do not fit in bytes; pass output="):
+    with pytest.raises(ExportError, match="do not fit in bytes; pass path="):
         from_transformers(pair, "text-classification", training=True)
     from_transformers(pair, "text-classification", tmp_path / "m", opset=18, training=True)
     assert {"model.onnx", "model.onnx.data", "onward.json"} <= {

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 __all__ = [
+    "AccumulationOption",
     "ClipNormOption",
     "DataOption",
     "LabelOption",
@@ -18,6 +19,15 @@ __all__ = [
     "WarmupOption",
 ]
 
+AccumulationOption = Annotated[
+    int,
+    typer.Option(
+        "--gradient-accumulation-steps",
+        "--accumulation",
+        min=1,
+        help="Batches whose gradients make one update.",
+    ),
+]
 WarmupOption = Annotated[
     float | None,
     typer.Option(

@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from onward.renamed import renamed_arguments
+
 if TYPE_CHECKING:
     from onward.api.module import NonFinitePolicy
     from onward.api.optimizer import Optimizer
@@ -74,7 +76,7 @@ class RunnerSettings:
     cuts: Sequence[str | Sequence[str]] | None = None
     stages: Mapping[str, int] | None = None
     micro_batches: int | None = None
-    schedule: Literal["1f1b", "gpipe"] = "1f1b"
+    pipeline_schedule: Literal["1f1b", "gpipe"] = "1f1b"
 
     checkpoint_directory: PathLike | None = None
     checkpoint_every: int = 100
@@ -132,10 +134,12 @@ class RunnerSettings:
                 )
 
 
+RunnerSettings.__init__ = renamed_arguments(schedule="pipeline_schedule")(RunnerSettings.__init__)
+
 _CHOICES: dict[str, tuple] = {
     "statistics": ("average", "rank0"),
     "loss_reduction": ("mean", "sum"),
-    "schedule": ("1f1b", "gpipe"),
+    "pipeline_schedule": ("1f1b", "gpipe"),
     "backend": ("gloo", "nccl", None),
     "on_nonfinite": ("raise", "skip", "ignore"),
 }

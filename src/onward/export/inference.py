@@ -6,7 +6,6 @@ import dataclasses
 import os
 import shutil
 import tempfile
-import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -24,6 +23,7 @@ from onward.export.quantize.static import STATIC, quantize_static
 from onward.graph.load import load_model
 from onward.graph.prune import prune
 from onward.graph.save import write_model
+from onward.renamed import renamed_arguments
 from onward.runtime.devices import Device, DeviceLike, find_device
 from onward.runtime.inference_model import inference_model, place_files
 from onward.runtime.sessions import open_session
@@ -49,6 +49,7 @@ class InferenceExport:
         return "\n".join(lines)
 
 
+@renamed_arguments(quantize_to="quantize")
 def for_inference(
     eval_model: str | os.PathLike[str] | bytes | onnx.ModelProto,
     state: CheckpointState | CheckpointData | str | os.PathLike[str],
@@ -63,7 +64,6 @@ def for_inference(
     opset: int | None = None,
     metadata: Mapping[str, str] | None = None,
     device: DeviceLike = "cpu",
-    quantize_to: bool | str | None = None,
 ) -> InferenceExport:
     """Export a trained model for inference, and check that its outputs equal the evaluation model's.
 
@@ -74,7 +74,7 @@ def for_inference(
     reported, not judged. `external_data` puts the weights into a file of their own; `opset`
     writes the model in an older one, where its operators have the same meaning there. `metadata` is written into
     the file besides: the names of its classes, say. The check compares the written model on `device` with the
-    evaluation model on the CPU. `quantize_to` is the old name of `quantize`.
+    evaluation model on the CPU.
 
     >>> written = for_inference("out/eval_model.onnx", "out/checkpoint", ["scores"], "model.onnx")
     >>> written.parity.passed
@@ -83,9 +83,6 @@ def for_inference(
     data = _data(state)
     chosen = find_device(device)
     target = Path(path)
-    if quantize_to is not None:
-        warnings.warn("for_inference(quantize_to=…) is now quantize=…", DeprecationWarning, stacklevel=2)
-        quantize = quantize_to
     scheme = STATIC if quantize == STATIC else scheme_name(quantize)
     if scheme == STATIC and inputs is None:
         raise ExportError(f"{STATIC} needs samples of the data to find ranges on: pass inputs=…")
@@ -130,7 +127,7 @@ def _quantize(
             assert feeds is not None
             quantize_static(whole, feeds, path)
         else:
-            quantize(str(whole), scheme, output=path)
+            quantize(str(whole), scheme, path=path)
         if external:
             smaller = load_model(path.read_bytes())
             path.unlink()

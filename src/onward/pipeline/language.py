@@ -142,7 +142,7 @@ def _card_of_strangers(folder: Path) -> dict[str, Any]:
                 raise ModelError(f"'{path}': not valid JSON ({error})") from error
     if not settings:
         raise ModelError(
-            f"'{folder}': neither {CARD} nor config.json; export with from_transformers(…, output=folder)",
+            f"'{folder}': neither {CARD} nor config.json; export with from_transformers(…, path=folder)",
             hint="make the folder with: onward export MODEL --task text-generation --output FOLDER",
         )
     called = settings.get("architectures") or []

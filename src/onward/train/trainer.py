@@ -22,6 +22,7 @@ from onward.api.optimizer import Optimizer
 from onward.api.state import CheckpointState
 from onward.checkpoint import store
 from onward.errors import MAKE_ARTIFACTS, ModelError, NonFiniteError, OnwardError
+from onward.renamed import renamed_arguments
 from onward.runtime.environment import environment
 from onward.runtime.sessions import read_model
 from onward.runtime.step import EvaluationStep
@@ -64,7 +65,7 @@ class Trainer:
     (a loader that shuffles by itself does not). `schedule` is "constant", "linear", "cosine",
     "step", "one-cycle", "polynomial", or a function of (optimizer, total steps) that returns a scheduler;
     `warmup` is a number of steps, or a fraction of them if below 1. `gradient_accumulation_steps` is the number of
-    batches whose gradients are accumulated for one update (`accumulation` is its old name). `metrics` are names or
+    batches whose gradients are accumulated for one update. `metrics` are names or
     functions: see `onward.train.metrics`.
 
     Artifacts of a pretrained model record defaults for fine-tuning: a low `learning_rate`, `warmup` and `clip_norm`.
@@ -80,6 +81,7 @@ class Trainer:
     8
     """
 
+    @renamed_arguments(accumulation="gradient_accumulation_steps")
     def __init__(
         self,
         artifacts: str | os.PathLike[str] | Artifacts,
@@ -99,15 +101,7 @@ class Trainer:
         keep: int = 2,
         progress: bool = True,
         prefix: str = "",
-        accumulation: int | None = None,
     ) -> None:
-        if accumulation is not None:
-            warnings.warn(
-                "Trainer(accumulation=…) is now gradient_accumulation_steps=…",
-                DeprecationWarning,
-                stacklevel=2,
-            )
-            gradient_accumulation_steps = accumulation
         counts = {"gradient_accumulation_steps": gradient_accumulation_steps, "keep": keep}
         for name, value in counts.items():
             if value < 1:

@@ -78,12 +78,15 @@ def distributed(
             "--learning-rate",
             "--lr",
             min=0,
-            help="The highest one. Default: the artifacts' setting, or 0.001.",
+            help="The highest learning rate. Default: the artifacts' setting, or 0.001.",
         ),
     ] = None,
     warmup: WarmupOption = None,
     clip_norm: ClipNormOption = None,
-    accumulation: Annotated[int, typer.Option(min=1, help="Batches per update.")] = 1,
+    accumulation: Annotated[
+        int,
+        typer.Option("--gradient-accumulation-steps", "--accumulation", min=1, help="Batches per update."),
+    ] = 1,
     shard_optimizer: Annotated[
         bool,
         typer.Option("--shard-optimizer", help="Keep only a share of the optimizer state on each process."),

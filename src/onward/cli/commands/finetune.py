@@ -74,14 +74,24 @@ def finetune(
         list[str] | None,
         typer.Option("--augment", metavar="NAME[=HOW]", help="Images: flip, crop, colour, mixup."),
     ] = None,
-    accumulation: Annotated[int, typer.Option(min=1, help="Steps whose gradients make one update.")] = 1,
+    accumulation: Annotated[
+        int,
+        typer.Option(
+            "--gradient-accumulation-steps",
+            "--accumulation",
+            min=1,
+            help="Steps whose gradients make one update.",
+        ),
+    ] = 1,
     max_length: Annotated[
         int | None, typer.Option(min=2, help="Tokens of a text that are read; a language model: 512.")
     ] = None,
     packing: Annotated[
         bool, typer.Option("--packing", help="Put short examples behind one another.")
     ] = False,
-    learning_rate: Annotated[float | None, typer.Option("--lr", min=0, help="The learning rate.")] = None,
+    learning_rate: Annotated[
+        float | None, typer.Option("--learning-rate", "--lr", min=0, help="The highest learning rate.")
+    ] = None,
     hold_out: Annotated[
         float | None,
         typer.Option(min=0.0, max=0.9, help="The share to evaluate on; 0.2, a language model 0."),

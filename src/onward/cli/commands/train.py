@@ -97,10 +97,13 @@ def train(
         ),
     ] = None,
     schedule: Annotated[
-        ScheduleChoice, typer.Option(help="The course of the learning rate.")
+        ScheduleChoice, typer.Option(help="The learning-rate schedule.")
     ] = ScheduleChoice.CONSTANT,
     warmup: WarmupOption = None,
-    accumulation: Annotated[int, typer.Option(min=1, help="Batches per update.")] = 1,
+    accumulation: Annotated[
+        int,
+        typer.Option("--gradient-accumulation-steps", "--accumulation", min=1, help="Batches per update."),
+    ] = 1,
     clip_norm: ClipNormOption = None,
     metric: Annotated[
         list[MetricChoice] | None, typer.Option("--metric", "-m", help="Compute when evaluating.")

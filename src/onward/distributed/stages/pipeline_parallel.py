@@ -162,7 +162,7 @@ class PipelineParallel:
         owned = [n for n in self._step.signature.trainable if blueprint.owner[n] == grid.stage]
         self.optimizer: Optimizer = _StageOptimizer(settings.optimizer_model, self.module, self._pipe, owned)
         self._order = (list(data.trainable), list(data.frozen))
-        self._flow = Flow(self._step, self._pipe, schedule=settings.schedule)
+        self._flow = Flow(self._step, self._pipe, schedule=settings.pipeline_schedule)
 
     @property
     def input_names(self) -> Sequence[str]:

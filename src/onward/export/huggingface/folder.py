@@ -90,7 +90,7 @@ def read_card(folder: Path) -> dict[str, Any]:
     path = folder / CARD
     if not path.is_file():
         raise ExportError(
-            f"'{folder}': no {CARD}; export with from_transformers(…, output=folder)", hint=MAKE_FOLDER
+            f"'{folder}': no {CARD}; export with from_transformers(…, path=folder)", hint=MAKE_FOLDER
         )
     try:
         card = read_json(path)

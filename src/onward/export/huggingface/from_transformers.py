@@ -19,6 +19,7 @@ import numpy as np
 import onnx
 
 from onward import contract
+from onward.contract import EXPORT_OPSET
 from onward.errors import ExportError
 from onward.export.huggingface import trace
 from onward.export.huggingface.cards import describe
@@ -31,6 +32,7 @@ from onward.export.quantize.quantizer import measure, scheme_name
 from onward.export.quantize.quantizer import quantize as quantize_model
 from onward.graph.gate import read_proto
 from onward.model_metadata import read_names
+from onward.renamed import renamed_arguments
 
 if TYPE_CHECKING:
     from onward.export.huggingface.traceable import Traceable
@@ -38,12 +40,13 @@ if TYPE_CHECKING:
 __all__ = ["HFOnnx", "artifacts_from_transformers", "from_transformers"]
 
 
+@renamed_arguments(output="path")
 def from_transformers(
     model: Any,
     task: str = "default",
-    output: str | PathLike[str] | None = None,
+    path: str | PathLike[str] | None = None,
     quantize: bool | str = False,
-    opset: int = 14,
+    opset: int = EXPORT_OPSET,
     *,
     training: bool = False,
     pooling: str | None = None,
@@ -54,7 +57,7 @@ def from_transformers(
 ) -> bytes | Path:
     """Export a model id, a folder or a (model, tokenizer) tuple to ONNX, checked against torch.
 
-    `output` is a file when it ends in `.onnx`, else a folder with the model, its tokenizer and `onward.json`,
+    `path` is a file when it ends in `.onnx`, else a folder with the model, its tokenizer and `onward.json`,
     which `onward.load` loads; without it the model is returned as bytes. `task="auto"` reads the task
     from the configuration. `pooling` ("mean", "cls", "max", or several joined by "+") and `normalize`
     override a sentence-transformers folder's own settings. `training=True` gives a forward model for
@@ -70,7 +73,7 @@ def from_transformers(
     if training and scheme:
         raise ValueError("a model to train cannot be quantized: quantize its inference export instead")
     trace.check_opset(opset)
-    if output is None:
+    if path is None:
         source = load_source(model, task, pooling=pooling, normalize=normalize)
         exported = _export(
             source, scheme=scheme, opset=opset, training=training, check=check, rtol=rtol, atol=atol
@@ -80,16 +83,16 @@ def from_transformers(
         small = exported.model if scheme is None else quantize_model(exported.model, scheme)
         assert isinstance(small, bytes)
         return small
-    target = Path(output)
+    target = Path(path)
     with staged(target) as stage:
         source = load_source(model, task, pooling=pooling, normalize=normalize)
         single = target.suffix == ".onnx"
         if single or training:
-            path = stage / (target.name if single else MODEL)
+            file = stage / (target.name if single else MODEL)
             whole = _export(
-                source, path, scheme=scheme, opset=opset, training=training, check=check, rtol=rtol, atol=atol
+                source, file, scheme=scheme, opset=opset, training=training, check=check, rtol=rtol, atol=atol
             )
-            exported = {path.name: whole}
+            exported = {file.name: whole}
         else:
             exported = _export_parts(source, scheme=scheme, opset=opset, check=check, rtol=rtol, atol=atol)
         for name, part in exported.items():
@@ -106,7 +109,7 @@ def artifacts_from_transformers(
     *,
     loss: Any = None,
     optimizer: Any = None,
-    opset: int = 18,
+    opset: int = EXPORT_OPSET,
     requires_grad: Sequence[str] | None = None,
     frozen_params: Sequence[str] | None = None,
     labels: Sequence[str] | None = None,
@@ -192,7 +195,7 @@ class HFOnnx:
             exported = from_transformers(path, task, output, quantize, opset)
             return exported if isinstance(exported, bytes) else fspath(exported)
         # Other endings mean a folder to from_transformers, and a file here.
-        target = Path(output)
+        target = Path(path)
         exported = from_transformers(path, task, None, quantize, opset)
         assert isinstance(exported, bytes)
         with staged(target, single=True) as stage:
@@ -318,7 +321,7 @@ def _graph_of(model: onnx.ModelProto | Path) -> onnx.ModelProto:
 
 def _too_large(source: Source) -> ExportError:
     return ExportError(
-        f"{source.origin}: over 2 GB of weights do not fit in bytes; pass output=… to write a file "
+        f"{source.origin}: over 2 GB of weights do not fit in bytes; pass path=… to write a file "
         "with its weights beside it"
     )
 
@@ -336,7 +339,7 @@ def _write_model(exported: _Exported, scheme: str | None, path: Path) -> None:
     onnx.save(model, path, save_as_external_data=True, location=f"{path.name}.data")
     if scheme is not None:
         large = path.rename(path.with_name(f"float32-{path.name}"))
-        quantize_model(large, scheme, output=path)
+        quantize_model(large, scheme, path=path)
         large.unlink()
 
 

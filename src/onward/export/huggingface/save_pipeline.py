@@ -19,6 +19,7 @@ from onward.export.huggingface.folder import CARD, MAKE_FOLDER, MODEL, PIPELINE,
 from onward.export.inference import InferenceExport, for_inference
 from onward.export.quantize.quantizer import scheme_name
 from onward.graph.gate import read_proto
+from onward.renamed import renamed_arguments
 
 if TYPE_CHECKING:
     from onward.api.state import CheckpointState
@@ -27,10 +28,11 @@ if TYPE_CHECKING:
 __all__ = ["save_pipeline"]
 
 
+@renamed_arguments(folder="directory")
 def save_pipeline(
     artifacts: str | os.PathLike[str],
     state: CheckpointState | CheckpointData | str | os.PathLike[str],
-    folder: str | os.PathLike[str],
+    directory: str | os.PathLike[str],
     *,
     quantize: bool | str = False,
     inputs: Mapping[str, np.ndarray] | None = None,
@@ -60,7 +62,7 @@ def save_pipeline(
     card = read_card(source / PIPELINE)
     sample = card.pop("sample", None)
     feeds = inputs if inputs is not None else _arrays(sample)
-    with staged(Path(folder), single=False) as stage:
+    with staged(Path(directory), single=False) as stage:
         exported = for_inference(
             _eval_model(source),
             state,
@@ -75,7 +77,7 @@ def save_pipeline(
             if file.name != CARD and file.is_file():
                 shutil.copyfile(file, stage / file.name)
         write_card(_finished(card, exported, scheme, stage / MODEL), stage)
-    return InferenceExport(Path(folder) / MODEL, exported.size, exported.parity, exported.quantization)
+    return InferenceExport(Path(directory) / MODEL, exported.size, exported.parity, exported.quantization)
 
 
 def _eval_model(directory: Path) -> Path:

@@ -29,6 +29,7 @@ from onward.graph.dialect import saturation
 from onward.graph.gate import read_with_data
 from onward.graph.load import load_model
 from onward.graph.save import write_model
+from onward.renamed import renamed_arguments
 from onward.runtime import processor
 from onward.runtime.sessions import open_session
 
@@ -129,23 +130,24 @@ def scheme_name(quantize: bool | str | None) -> str | None:
     raise ValueError(f"unknown quantization {quantize!r}{hint} Known: {', '.join(SCHEMES)}")
 
 
+@renamed_arguments(output="path")
 def quantize(
     model: bytes | str | PathLike[str],
     scheme: str = "int8",
     *,
-    output: str | PathLike[str] | None = None,
+    path: str | PathLike[str] | None = None,
     reduce_range: bool = True,
     block_size: int = 32,
     exclude: Iterable[str] = (),
 ) -> bytes | Path:
-    """Quantize a model given as bytes or as a file; return bytes, or write `output` and return its path.
+    """Quantize a model given as bytes or as a file; return bytes, or write `path` and return its path.
 
     `reduce_range` keeps int8 weights small enough that every CPU computes the same products. Without it they use
     the whole range: right only where all CPUs have 8-bit dot products (AVX-VNNI, AVX512-VNNI, AMX, ARM);
     on others products saturate, without an error. `block_size` is the number of weights that share one scale
     in the weight-only schemes. `exclude` names nodes to leave alone.
 
-    >>> quantize("model.onnx", "int8", output="model-int8.onnx").name
+    >>> quantize("model.onnx", "int8", path="model-int8.onnx").name
     'model-int8.onnx'
     """
     name = scheme_name(scheme)
@@ -162,11 +164,11 @@ def quantize(
     # The quantizers leave notes of their own in the metadata, or lose what was there: keep the model's.
     del result.metadata_props[:]
     onnx.helper.set_model_props(result, metadata)
-    if output is None:
+    if path is None:
         if result.ByteSize() > _ONE_FILE:
-            raise ModelError("the quantized model is over 2 GB and does not fit in bytes: pass output=…")
+            raise ModelError("the quantized model is over 2 GB and does not fit in bytes: pass path=…")
         return result.SerializeToString(deterministic=True)
-    return _save(result, Path(output))
+    return _save(result, Path(path))
 
 
 def measure(

@@ -21,6 +21,7 @@ import onnx
 import torch
 
 from onward import contract
+from onward.contract import EXPORT_OPSET
 from onward.errors import ExportError, ParityError
 from onward.export import parity
 from onward.export.torch import assemble, modules
@@ -45,7 +46,7 @@ def from_torch(
     *,
     kwargs: Mapping[str, Any] | None = None,
     training: bool | torch.onnx.TrainingMode = True,
-    opset: int = 18,
+    opset: int = EXPORT_OPSET,
     input_names: Sequence[str] | None = None,
     output_names: Sequence[str] | None = None,
     dynamic_axes: DynamicAxes | Literal["auto"] | None = "auto",
