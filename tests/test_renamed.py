@@ -7,6 +7,8 @@ import warnings
 import pytest
 from typer.main import get_command
 
+from onward import checkpoint
+from onward.autodiff import registry
 from onward.cli.app import app
 from onward.distributed.settings import RunnerSettings
 from onward.export.huggingface.from_transformers import from_transformers
@@ -47,6 +49,13 @@ def test_an_old_name_is_the_new_argument():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert write("m", path="p") == write("m", "p") == ("m", "p")
+
+
+def test_old_names_of_a_module_warn():
+    with pytest.warns(DeprecationWarning, match="UncheckedCheckpointWarning"):
+        assert checkpoint.UnsealedCheckpointWarning is checkpoint.UncheckedCheckpointWarning
+    with pytest.warns(DeprecationWarning, match="gradient_rule"):
+        assert registry.gradient is registry.gradient_rule
 
 
 @pytest.mark.parametrize("command", ["train", "distributed", "finetune"])

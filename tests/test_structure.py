@@ -12,7 +12,7 @@ from pathlib import Path
 
 SOURCE = Path(__file__).parent.parent / "src"
 
-# Base names that several modules have because they are about the same thing on different shelves.
+# Base names that several modules have because they are about the same thing in different packages.
 SHARED_NAMES = {
     "artifacts": "the package and its command",
     "check": "the gradient check and the command that runs it",
@@ -25,7 +25,7 @@ SHARED_NAMES = {
     "finetune": "the function and its command",
     "forms": "ways to write an operation: for all passes, and for gradients alone",
     "head": "a new last layer: the public function, and the pass over a graph",
-    "load": "loading a model: as a graph, or as a pipeline that answers",
+    "load": "loading a model: as a graph, or as a pipeline for inference",
     "lora": "adapters: the public functions, the pass over a graph, and the command",
     "loss": "losses as blocks, and gradients of ONNX's loss operators",
     "optim": "optimizers, and the same as blocks",

@@ -154,7 +154,7 @@ def honest() -> bytes:
     return f.finish(f.module(f.offsets([tensor]), f.offsets([])))
 
 
-@pytest.mark.filterwarnings("ignore::onward.checkpoint.UnsealedCheckpointWarning")
+@pytest.mark.filterwarnings("ignore::onward.checkpoint.UncheckedCheckpointWarning")
 def test_the_forge_can_make_an_honest_file(tmp_path):
     (tmp_path / "c").write_bytes(honest())
     assert load(tmp_path / "c").trainable["t"].tolist() == [0.0] * 4
@@ -233,7 +233,7 @@ def test_a_pipe_in_place_of_a_checkpoint_does_not_block(tmp_path):
         load(tmp_path / "c")
 
 
-@pytest.mark.filterwarnings("ignore::onward.checkpoint.UnsealedCheckpointWarning")
+@pytest.mark.filterwarnings("ignore::onward.checkpoint.UncheckedCheckpointWarning")
 def test_honest_external_data_loads(tmp_path):
     (tmp_path / "c").write_bytes(external_file([0, 64]))
     (tmp_path / "c.data").write_bytes(bytes(128))

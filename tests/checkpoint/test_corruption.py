@@ -106,7 +106,7 @@ def test_the_verifier_stands_alone_when_the_checksum_was_forged(kind):
     assert "refused" in outcomes
 
 
-@pytest.mark.filterwarnings("ignore::onward.checkpoint.UnsealedCheckpointWarning")
+@pytest.mark.filterwarnings("ignore::onward.checkpoint.UncheckedCheckpointWarning")
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize("name", ["original.ckpt", "original_external.ckpt"])
 def test_files_without_checksum_are_refused_or_have_sound_structure(name, kind, tmp_path):

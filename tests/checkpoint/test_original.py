@@ -11,14 +11,14 @@ import pytest
 from onnxruntime.tools.ort_format_model.ort_flatbuffers_py.fbs.Checkpoint import Checkpoint
 
 from checkpoint.samples import encoded, fingerprint, sample
-from onward.checkpoint import CheckpointData, NominalTensor, UnsealedCheckpointWarning, load, save
+from onward.checkpoint import CheckpointData, NominalTensor, UncheckedCheckpointWarning, load, save
 from onward.checkpoint.content import code_of, dtype_of
 from onward.errors import CheckpointError
 
 FIXTURES = Path(__file__).parent / "fixtures"
 SHAPES = {"fc1.weight": (6, 5), "fc1.bias": (6,), "fc2.weight": (3, 6), "fc2.bias": (3,)}
 
-pytestmark = pytest.mark.filterwarnings("ignore::onward.checkpoint.UnsealedCheckpointWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::onward.checkpoint.UncheckedCheckpointWarning")
 
 
 def stock_tensor(tensor, data: bytes = b"") -> tuple:
@@ -131,7 +131,7 @@ def test_the_originals_nominal_file_is_read():
 
 
 def test_a_file_without_checksum_warns_until_it_is_saved_again(tmp_path, recwarn):
-    with pytest.warns(UnsealedCheckpointWarning, match="no checksum"):
+    with pytest.warns(UncheckedCheckpointWarning, match="no checksum"):
         data = load(FIXTURES / "original.ckpt")
     save(data, tmp_path / "again")
     recwarn.clear()

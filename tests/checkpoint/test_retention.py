@@ -75,7 +75,7 @@ def test_versions_are_kept_without_hard_links(tmp_path, monkeypatch):
     assert names(tmp_path) == ["c", "c.1"]
 
 
-@pytest.mark.filterwarnings("ignore::onward.checkpoint.UnsealedCheckpointWarning")
+@pytest.mark.filterwarnings("ignore::onward.checkpoint.UncheckedCheckpointWarning")
 def test_a_replaced_file_of_the_original_is_kept_with_its_values(tmp_path):
     for suffix in ("", ".data"):
         shutil.copy(FIXTURES / f"original_external.ckpt{suffix}", tmp_path / f"c{suffix}")
@@ -85,7 +85,7 @@ def test_a_replaced_file_of_the_original_is_kept_with_its_values(tmp_path):
     assert names(tmp_path) == ["c", "c.1", "c.1.data"]
 
 
-@pytest.mark.filterwarnings("ignore::onward.checkpoint.UnsealedCheckpointWarning")
+@pytest.mark.filterwarnings("ignore::onward.checkpoint.UncheckedCheckpointWarning")
 @pytest.mark.parametrize("threshold", [1 << 30, 0], ids=["inside", "outside"])
 def test_the_second_file_of_a_replaced_checkpoint_goes_with_it(threshold, tmp_path):
     for suffix in ("", ".data"):

@@ -58,7 +58,7 @@ ANSWERS: dict[str, tuple[str, list[str], set[str], list[str]]] = {
         "inspect model.onnx", ["inputs", "[batch, 4]", "Gemm"], {"kind", "inputs", "outputs", "operators"}, [],
     ),
     "inspect artifacts": (
-        "inspect artifacts", ["training_model", "sealed, digest verified"], {"kind", "models", "checkpoint"}, [],
+        "inspect artifacts", ["training_model", "checksum verified"], {"kind", "models", "checkpoint"}, [],
     ),
     "inspect a run": ("inspect run", ["checkpoints", "epochs"], {"kind", "options", "checkpoints", "epochs"}, []),
     "inspect a checkpoint": (

@@ -176,9 +176,9 @@ def test_inspect_knows_what_it_sees(trained: Path, run: Any) -> None:
     assert found["model.onnx"]["operators"] == {"Gemm": 2, "Relu": 1}
     assert {p["name"]: p["shape"] for p in found["model.onnx"]["parameters"]}["w1"] == [16, 4]
     assert found["artifacts"]["models"]["training_model"]["role"] == "training"
-    assert found["run/best"]["integrity"] == "sealed, digest verified"
+    assert found["run/best"]["integrity"] == "checksum verified"
     assert all(p["trainable"] for p in found["run/best"]["parameters"])
-    assert [c["integrity"] for c in found["run"]["checkpoints"]] == ["sealed, digest verified"] * 3
+    assert [c["integrity"] for c in found["run"]["checkpoints"]] == ["checksum verified"] * 3
 
 
 def test_inspect_writes_a_page(trained: Path, run: Any) -> None:
@@ -268,11 +268,11 @@ def test_convert_goes_to_a_state_file_and_back(trained: Path, run: Any) -> None:
     )
 
 
-def test_convert_seals_checkpoints_of_the_original(place: Path, run: Any) -> None:
+def test_convert_adds_a_checksum_to_checkpoints_of_the_original(place: Path, run: Any) -> None:
     original = Path(__file__).parents[1] / "checkpoint" / "fixtures" / "original.ckpt"
     run("convert", original, "ours")
-    assert run("inspect", original, "--json").json["integrity"].startswith("no seal")
-    assert run("inspect", "ours", "--json").json["integrity"] == "sealed, digest verified"
+    assert run("inspect", original, "--json").json["integrity"].startswith("no checksum")
+    assert run("inspect", "ours", "--json").json["integrity"] == "checksum verified"
 
 
 def test_adapters_are_trained_extracted_and_merged(place: Path, run: Any) -> None:

@@ -58,13 +58,13 @@ def test_a_prefix_is_kept(place: Path, run: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["adamw", "adamw-later"])
-def test_its_checkpoints_become_sealed_ones_and_safetensors(place: Path, run: Any, name: str) -> None:
+def test_its_checkpoints_get_a_checksum_and_safetensors(place: Path, run: Any, name: str) -> None:
     source = ORIGINAL / name / "checkpoint"
     run("convert", source, "ours")
     run("convert", source, "weights.safetensors")
     run("convert", "weights.safetensors", "again", "--into", "ours")
-    assert run("inspect", source, "--json").json["integrity"].startswith("no seal")
-    assert run("inspect", "ours", "--json").json["integrity"] == "sealed, digest verified"
+    assert run("inspect", source, "--json").json["integrity"].startswith("no checksum")
+    assert run("inspect", "ours", "--json").json["integrity"] == "checksum verified"
     one, two = checkpoint.load("ours"), checkpoint.load("again")
     assert one.parameters().keys() == two.parameters().keys() == {"w1", "b1", "w2", "b2"}
     for parameter, array in one.parameters().items():

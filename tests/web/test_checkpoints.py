@@ -50,7 +50,7 @@ def test_tensors_behind_the_flatbuffer_are_read(harness: Browser) -> None:
 @pytest.mark.parametrize("name", ["original.ckpt", "original_nominal.ckpt"])
 def test_files_of_the_original_are_read(harness: Browser, name: str) -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", checkpoint.UnsealedCheckpointWarning)
+        warnings.simplefilter("ignore", checkpoint.UncheckedCheckpointWarning)
         original = checkpoint.load(FIXTURES / name)
     again = checkpoint.decode(resave(harness, (FIXTURES / name).read_bytes()))
     assert fingerprint(again) == fingerprint(original)

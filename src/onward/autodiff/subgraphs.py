@@ -20,6 +20,7 @@ from onward.graph.shapes.bodies import describe, infer_node
 
 __all__ = [
     "Drawn",
+    "active_values",
     "argument",
     "bind",
     "body_builder",
@@ -32,7 +33,6 @@ __all__ = [
     "random_values",
     "refuse_random",
     "sequence_like",
-    "turning_values",
     "used",
 ]
 
@@ -187,7 +187,7 @@ def differentiate_body(
     return found
 
 
-def turning_values(
+def active_values(
     body: ir.Graph,
     states: Sequence[tuple[ir.Value, ir.Value]],
     *,

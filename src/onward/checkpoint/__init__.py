@@ -1,6 +1,8 @@
 """Checkpoints: content (`state`), binary format (`codec`, SPEC.md), files (`store`), safetensors (`interchange`)."""
 
-from onward.checkpoint.codec import UnsealedCheckpointWarning, decode, encode
+import warnings
+
+from onward.checkpoint.codec import UncheckedCheckpointWarning, decode, encode
 from onward.checkpoint.content import CheckpointData, NominalTensor, OptimizerGroup, check_property
 from onward.checkpoint.interchange import from_safetensors, to_safetensors
 from onward.checkpoint.portable import from_portable, is_portable, to_portable
@@ -20,7 +22,7 @@ __all__ = [
     "NominalTensor",
     "OptimizerGroup",
     "SkippedCheckpointWarning",
-    "UnsealedCheckpointWarning",
+    "UncheckedCheckpointWarning",
     "check_property",
     "decode",
     "encode",
@@ -35,3 +37,14 @@ __all__ = [
     "to_portable",
     "to_safetensors",
 ]
+
+
+def __getattr__(name: str) -> object:
+    if name == "UnsealedCheckpointWarning":
+        warnings.warn(
+            "onward.checkpoint.UnsealedCheckpointWarning is now UncheckedCheckpointWarning",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        return UncheckedCheckpointWarning
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

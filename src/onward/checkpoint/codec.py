@@ -39,7 +39,7 @@ __all__ = [
     "Entry",
     "Group",
     "Plan",
-    "UnsealedCheckpointWarning",
+    "UncheckedCheckpointWarning",
     "arrays",
     "build_metadata",
     "decode",
@@ -48,7 +48,7 @@ __all__ = [
     "little_endian_bytes",
     "native_array",
     "open_layout",
-    "warn_unsealed",
+    "warn_unchecked",
 ]
 
 
@@ -206,7 +206,7 @@ _EXTERNAL_MINIMUM = 64  # smaller tensors stay inside, as in the original
 _LIMIT = 2**31 - 4096  # FlatBuffer offsets are 32 bits; readers in C++ refuse from 2 GiB
 
 
-class UnsealedCheckpointWarning(UserWarning):
+class UncheckedCheckpointWarning(UserWarning):
     """A checkpoint without integrity trailer was loaded: its structure was checked, its values cannot be."""
 
 
@@ -241,7 +241,7 @@ def encode(
     _write_region(out, (e for e in plan.parameters() + plan.state() if not e.external), prefixed=True)
     _pad_to(out, len(metadata) + plan.inline_size)
     _write_region(out, (e for e in plan.parameters() + plan.state() if e.external), prefixed=False)
-    return out.seal()
+    return out.write_trailer()
 
 
 def decode(
@@ -255,7 +255,7 @@ def decode(
     `data` is the content of the second file that the original writes for large models. Everything is verified
     before it is used; anything wrong raises `CheckpointError`. `path` is for messages.
     """
-    payload, layout, sealed = open_layout(memoryview(buffer).cast("B"), path=path)
+    payload, layout, has_trailer = open_layout(memoryview(buffer).cast("B"), path=path)
     if layout.data_beside:
         if data is None:
             raise CheckpointError(
@@ -263,31 +263,31 @@ def decode(
             )
         verify_external(layout, len(data), path=path)
     result = arrays(layout, payload, data, path=path)
-    if not sealed:
-        warn_unsealed(path)
+    if not has_trailer:
+        warn_unchecked(path)
     return result
 
 
 def open_layout(buffer: memoryview, *, path: str) -> tuple[memoryview, Layout, bool]:
     """Check trailer and structure; return the payload, its layout and whether there is a trailer."""
-    sealed = integrity.unseal(buffer, path=path)
-    layout = layout_of(buffer, sealed=sealed, path=path)
-    return buffer[: len(buffer) - integrity.TRAILER_SIZE] if sealed else buffer, layout, sealed
+    has_trailer = integrity.check_trailer(buffer, path=path)
+    layout = layout_of(buffer, has_trailer=has_trailer, path=path)
+    return buffer[: len(buffer) - integrity.TRAILER_SIZE] if has_trailer else buffer, layout, has_trailer
 
 
-def warn_unsealed(path: str) -> None:
+def warn_unchecked(path: str) -> None:
     """Warn that a file without a checksum was loaded."""
     warnings.warn(
         f"checkpoint '{path}' has no checksum (Onward did not write it): its structure is sound, "
         "but damaged values would go unnoticed; save it again with Onward to protect it",
-        UnsealedCheckpointWarning,
+        UncheckedCheckpointWarning,
         stacklevel=3,
     )
 
 
-def layout_of(buffer: memoryview, *, sealed: bool, path: str) -> Layout:
-    """Verify the structure of a checkpoint whose trailer, if it is `sealed`, has been checked."""
-    payload = buffer[: len(buffer) - integrity.TRAILER_SIZE] if sealed else buffer
+def layout_of(buffer: memoryview, *, has_trailer: bool, path: str) -> Layout:
+    """Verify the structure of a checkpoint whose trailer, if it `has_trailer`, has been checked."""
+    payload = buffer[: len(buffer) - integrity.TRAILER_SIZE] if has_trailer else buffer
     flags = integrity.block_flags(payload, path=path) or 0
     return verify(payload, path=path, data_in_file=bool(flags & integrity.DATA_IN_FILE))
 

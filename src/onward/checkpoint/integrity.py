@@ -30,7 +30,7 @@ __all__ = [
     "block_flags",
     "check_digest",
     "check_length",
-    "unseal",
+    "check_trailer",
 ]
 
 BLOCK_SIZE = 64  # keeps the alignment of everything behind it
@@ -106,7 +106,7 @@ class HashingWriter:
         self._waiting, self._size_waiting = [], 0
         return self._sha.digest()
 
-    def seal(self) -> bytes:
+    def write_trailer(self) -> bytes:
         """Write the trailer, which nothing may follow, and return its digest."""
         head = _TRAILER_HEAD.pack(MAGIC, self.length)
         self._waiting.append(memoryview(head))
@@ -178,7 +178,7 @@ def check_digest(found: bytes, expected: bytes, size: int, *, path: str) -> None
         )
 
 
-def unseal(buffer: memoryview, *, path: str) -> bool:
+def check_trailer(buffer: memoryview, *, path: str) -> bool:
     """Return whether there is a trailer, after checking it; raise if it is wrong or missing but promised."""
     promised = block_flags(buffer, path=path) is not None
     size = len(buffer)

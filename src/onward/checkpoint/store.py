@@ -71,35 +71,35 @@ def load(path: str | os.PathLike[str] | bytes | bytearray | memoryview) -> Check
                 view = read_all(file, size).data
         except OSError as error:
             raise CheckpointError(name, error.strerror or str(error)) from error
-    payload, layout, sealed = codec.open_layout(view, path=name)
+    payload, layout, has_trailer = codec.open_layout(view, path=name)
     if layout.data_beside and not isinstance(path, str | os.PathLike):
         raise CheckpointError(name, "its values lie in a file beside it: pass the path")
     data = _read_beside(layout, name).data if layout.data_beside else None
     result = codec.arrays(layout, payload, data, path=name)
-    if not sealed:
-        codec.warn_unsealed(name)
+    if not has_trailer:
+        codec.warn_unchecked(name)
     return result
 
 
 def check_file(path: str | os.PathLike[str], *, digest: bytes | None = None) -> tuple[Layout, bool]:
-    """Verify a file as `load` would, without taking memory for it; return its layout and if it is sealed.
+    """Verify a file as `load` would, without taking memory for it; return its layout and if it has a trailer.
 
-    With `digest` the file must be sealed with exactly that one, and its bytes are known to be right.
+    With `digest` the file must have a trailer with exactly that one, and its bytes are known to be right.
     """
     name = os.fspath(path)
     try:
         with open_regular(name) as file:
             size = _plausible_size(file, name)
-            sealed = _check_trailer(file, size, name, digest)
+            has_trailer = _check_trailer(file, size, name, digest)
         # The pages were just read, so looking at the few that hold structure does not touch the disk again.
         mapped = np.memmap(name, np.uint8, mode="r", shape=(size,)).data
-        layout = codec.layout_of(mapped, sealed=sealed, path=name)
+        layout = codec.layout_of(mapped, has_trailer=has_trailer, path=name)
         if layout.data_beside:
             with _open_beside(name) as beside:
                 _check_beside(layout, os.fstat(beside.fileno()), name)
     except OSError as error:
         raise CheckpointError(name, error.strerror or str(error)) from error
-    return layout, sealed
+    return layout, has_trailer
 
 
 def data_path(path: str | os.PathLike[str]) -> Path:
@@ -117,7 +117,9 @@ def _plausible_size(file: IO[bytes], path: str) -> int:
         )
     if integrity.block_flags(memoryview(head), path=path) is None:
         if size >= _FLATBUFFER_LIMIT:
-            raise CheckpointError(path, f"{size} bytes are more than a checkpoint without seal can have")
+            raise CheckpointError(
+                path, f"{size} bytes are more than a checkpoint without a checksum can have"
+            )
     else:
         file.seek(max(size - integrity.TRAILER_SIZE, 0))
         integrity.check_length(file.read(integrity.TRAILER_SIZE), size, path=path)
@@ -129,8 +131,8 @@ def _check_trailer(file: IO[bytes], size: int, path: str, digest: bytes | None) 
     """Hash a file in pieces and compare; return whether it has a trailer."""
     file.seek(max(size - integrity.TRAILER_SIZE, 0))
     tail = file.read(integrity.TRAILER_SIZE)
-    sealed = integrity.check_length(tail, size, path=path, required=digest is not None)
-    if not sealed:
+    has_trailer = integrity.check_length(tail, size, path=path, required=digest is not None)
+    if not has_trailer:
         return False
     if digest is not None:
         integrity.check_digest(digest, tail[-integrity.DIGEST_SIZE :], size, path=path)

@@ -31,5 +31,5 @@ def advice(model: Path, loss: LossChoice, loss_input: Sequence[str] = ()) -> str
     if maker is None or maker.op_type != operator or maker.domain not in ("", "ai.onnx"):
         return None
     remark = f"'{read}' comes out of a {operator}, and {loss} takes {wanted}"
-    mend = "use --loss cross-entropy" if loss is LossChoice.NLL else "add"
-    return f"{remark}: {mend} --loss-input {maker.input[0]}"
+    fix = "use --loss cross-entropy" if loss is LossChoice.NLL else "add"
+    return f"{remark}: {fix} --loss-input {maker.input[0]}"

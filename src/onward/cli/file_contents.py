@@ -76,7 +76,7 @@ def describe_checkpoint(path: Path) -> dict[str, Any]:
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
         data = checkpoint.from_portable(path) if checkpoint.is_portable(path) else checkpoint.load(path)
-    sealed = not any(issubclass(w.category, checkpoint.UnsealedCheckpointWarning) for w in heard)
+    has_trailer = not any(issubclass(w.category, checkpoint.UncheckedCheckpointWarning) for w in heard)
     parameters = [
         _array(name, array, trains)
         for tensors, trains in ((data.trainable, True), (data.frozen, False))
@@ -86,9 +86,9 @@ def describe_checkpoint(path: Path) -> dict[str, Any]:
         "kind": "checkpoint",
         "path": str(path),
         "bytes": path.stat().st_size,
-        "integrity": "sealed, digest verified"
-        if sealed
-        else "no seal (another program wrote it); structure verified",
+        "integrity": "checksum verified"
+        if has_trailer
+        else "no checksum (another program wrote it); structure verified",
         "nominal": data.nominal,
         "parameters": parameters,
         "optimizer": [

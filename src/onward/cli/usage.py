@@ -25,7 +25,7 @@ _CHOICE = re.compile(r"(?P<before>.*?)(?P<given>'[^']*') is not one of (?P<known
 
 
 class Commands(TyperGroup):
-    """The commands of the app, which answer wrong usage in one line."""
+    """The commands of the app; wrong usage is reported in one line."""
 
     def main(
         self, args: Sequence[str] | None = None, *more: Any, standalone_mode: bool = True, **named: Any

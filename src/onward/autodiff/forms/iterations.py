@@ -38,7 +38,7 @@ class Iterations:
         sources |= {value for value in captured_values(self.node) if value in varying}
         results = zip(self.node.outputs, [*self.leaving, *self.emitted])
         targets = {inner for outer, inner in results if outer in mattering}
-        return subgraphs.turning_values(self.body, self.states, sources=sources, targets=targets)
+        return subgraphs.active_values(self.body, self.states, sources=sources, targets=targets)
 
 
 def read_loop(node: ir.Node) -> Iterations:

@@ -20,8 +20,8 @@ from onward.graph.shapes.bodies import describe
 
 
 def _loop_bodies(node, varying, mattering):
-    turns = read_loop(node)
-    return [(turns.body, *turns.activity(varying, mattering))]
+    parts = read_loop(node)
+    return [(parts.body, *parts.activity(varying, mattering))]
 
 
 @gradient_rule("Loop", bodies=_loop_bodies)
@@ -29,43 +29,43 @@ def loop(op, node, *dys):
     """sₜ₊₁, eₜ = f(t, sₜ, c)   ⇒   from the last iteration to the first:
     dsₜ, δc = f'ᵀ(t, sₜ, c)·(dsₜ₊₁, deₜ),   dc = Σ δc
     """
-    turns = read_loop(node)
+    parts = read_loop(node)
     arriving = {value for value, dy in zip(node.outputs, dys) if dy is not None}
-    sources, targets = turns.activity(op.active, arriving)
-    live = [i for i, (a, b) in enumerate(turns.states) if a in sources and b in targets]
+    sources, targets = parts.activity(op.active, arriving)
+    live = [i for i, (a, b) in enumerate(parts.states) if a in sources and b in targets]
     captured = [value for value in captured_values(node) if value in sources]
 
     inner = subgraphs.body_builder(op, "body")
     number = inner.input(f"{op.scope}/number", ir.DataType.INT64, [])
     going = inner.input(f"{op.scope}/going", ir.DataType.BOOL, [])
-    ds = {i: subgraphs.body_input(inner, turns.entering[i], "ds") for i in live}
+    ds = {i: subgraphs.body_input(inner, parts.entering[i], "ds") for i in live}
     sums = [subgraphs.body_input(inner, value, "sum") for value in captured]
 
-    turn = subgraphs.argument(inner, turns.body.inputs[0], "turn")
-    begins = {value: subgraphs.argument(inner, value, "begin") for value in turns.entering}
-    kept = {d: subgraphs.argument(inner, d.like, "kept") for d in subgraphs.random_values(turns.body)}
+    iteration = subgraphs.argument(inner, parts.body.inputs[0], "iteration")
+    begins = {value: subgraphs.argument(inner, value, "begin") for value in parts.entering}
+    kept = {d: subgraphs.argument(inner, d.like, "kept") for d in subgraphs.random_values(parts.body)}
     true = op.constant(np.asarray(True), name="true")
-    results = subgraphs.inline(inner, turns.body, [turn, true, *begins.values()], given=kept)
-    outcome = results[1 : 1 + len(turns.leaving)]
-    arrived = {i: dy for i, dy in enumerate(dys[len(turns.leaving) :]) if dy is not None}
-    de = {i: subgraphs.argument(inner, turns.emitted[i], "de") for i in arrived}
+    results = subgraphs.inline(inner, parts.body, [iteration, true, *begins.values()], given=kept)
+    outcome = results[1 : 1 + len(parts.leaving)]
+    arrived = {i: dy for i, dy in enumerate(dys[len(parts.leaving) :]) if dy is not None}
+    de = {i: subgraphs.argument(inner, parts.emitted[i], "de") for i in arrived}
     found = subgraphs.differentiate_body(
         inner,
         [(outcome[i], ds[i]) for i in live]
-        + [(results[1 + len(turns.leaving) + i], dy) for i, dy in de.items()],
-        [*(begins[turns.entering[i]] for i in live), *captured],
+        + [(results[1 + len(parts.leaving) + i], dy) for i, dy in de.items()],
+        [*(begins[parts.entering[i]] for i in live), *captured],
     )
-    likes = [turns.entering[i] for i in live] + captured
-    before = [found[begins[turns.entering[i]]] for i in live]
+    likes = [parts.entering[i] for i in live] + captured
+    before = [found[begins[parts.entering[i]]] for i in live]
     added = [_added(inner, total, found[value]) for value, total in zip(captured, sums)]
     subgraphs.close(inner, [going, *before, *added], [going, *likes])
 
     keep = subgraphs.used({**begins, **kept})
-    trips, record = saved_from_loop(op, turns, list(keep))
+    trips, record = saved_from_loop(op, parts, list(keep))
     with inner.inserting_first():
-        if keep or subgraphs.used({"turn": turn, **de}):
+        if keep or subgraphs.used({"iteration": iteration, **de}):
             now = inner.Sub(op.Sub(trips, 1), number)
-            subgraphs.bind(turn, now)
+            subgraphs.bind(iteration, now)
             for key, placeholder in keep.items():
                 piece = record[key].at(inner, now)
                 describe(piece, placeholder.type, placeholder.shape)
@@ -76,14 +76,14 @@ def loop(op, node, *dys):
                 subgraphs.bind(placeholder, piece)
     first = [zeros(op, node.outputs[i]) if dys[i] is None else dys[i] for i in live]
     first += [zeros(op, value) for value in captured]
-    outer = [turns.initial[i] for i in live] + captured
+    outer = [parts.initial[i] for i in live] + captured
     gradients = subgraphs.emit(op, "Loop", [trips, None, *first], {"body": inner}, likes=outer)
     return subgraphs.by_value(op, outer, gradients)
 
 
 def _scan_bodies(node, varying, mattering):
-    turns = read_scan(node)
-    return [(turns.body, *turns.activity(varying, mattering))]
+    parts = read_scan(node)
+    return [(parts.body, *parts.activity(varying, mattering))]
 
 
 @gradient_rule("Scan", bodies=_scan_bodies)
@@ -91,60 +91,60 @@ def scan(op, node, *dys):
     """sₜ₊₁, eₜ = f(sₜ, xₜ, c)   ⇒   from the last iteration to the first:
     dsₜ, dxₜ, δc = f'ᵀ(sₜ, xₜ, c)·(dsₜ₊₁, deₜ),   dc = Σ δc
     """
-    turns = read_scan(node)
+    parts = read_scan(node)
     arriving = {value for value, dy in zip(node.outputs, dys) if dy is not None}
-    sources, targets = turns.activity(op.active, arriving)
-    live = [i for i, (a, b) in enumerate(turns.states) if a in sources and b in targets]
-    sliced = [i for i, value in enumerate(turns.slices) if value in sources]
+    sources, targets = parts.activity(op.active, arriving)
+    live = [i for i, (a, b) in enumerate(parts.states) if a in sources and b in targets]
+    sliced = [i for i, value in enumerate(parts.slices) if value in sources]
     captured = [value for value in captured_values(node) if value in sources]
-    count = len(turns.leaving)
+    count = len(parts.leaving)
 
     inner = subgraphs.body_builder(op, "body")
-    ds = {i: subgraphs.body_input(inner, turns.entering[i], "ds") for i in live}
+    ds = {i: subgraphs.body_input(inner, parts.entering[i], "ds") for i in live}
     sums = [subgraphs.body_input(inner, value, "sum") for value in captured]
-    begins = {value: subgraphs.argument(inner, value, "begin") for value in turns.entering}
-    pieces = {value: subgraphs.argument(inner, value, "x") for value in turns.slices}
-    kept = {d: subgraphs.argument(inner, d.like, "kept") for d in subgraphs.random_values(turns.body)}
-    results = subgraphs.inline(inner, turns.body, [*begins.values(), *pieces.values()], given=kept)
+    begins = {value: subgraphs.argument(inner, value, "begin") for value in parts.entering}
+    pieces = {value: subgraphs.argument(inner, value, "x") for value in parts.slices}
+    kept = {d: subgraphs.argument(inner, d.like, "kept") for d in subgraphs.random_values(parts.body)}
+    results = subgraphs.inline(inner, parts.body, [*begins.values(), *pieces.values()], given=kept)
     de = {
         i: subgraphs.argument(inner, value, "de")
-        for i, value in enumerate(turns.emitted)
+        for i, value in enumerate(parts.emitted)
         if dys[count + i] is not None
     }
     found = subgraphs.differentiate_body(
         inner,
         [(results[i], ds[i]) for i in live] + [(results[count + i], dy) for i, dy in de.items()],
         [
-            *(begins[turns.entering[i]] for i in live),
-            *(pieces[turns.slices[i]] for i in sliced),
+            *(begins[parts.entering[i]] for i in live),
+            *(pieces[parts.slices[i]] for i in sliced),
             *captured,
         ],
     )
-    before = [found[begins[turns.entering[i]]] for i in live]
+    before = [found[begins[parts.entering[i]]] for i in live]
     added = [_added(inner, total, found[value]) for value, total in zip(captured, sums)]
-    dx = {i: found[pieces[turns.slices[i]]] for i in sliced}
+    dx = {i: found[pieces[parts.slices[i]]] for i in sliced}
     dx = {i: value for i, value in dx.items() if value is not None}
     subgraphs.close(
         inner,
         [*before, *added, *dx.values()],
-        [*(turns.entering[i] for i in live), *captured, *(turns.slices[i] for i in dx)],
+        [*(parts.entering[i] for i in live), *captured, *(parts.slices[i] for i in dx)],
     )
 
     # Scan inputs of the backward node: (value, placeholder in the body, axis, direction in the forward node).
-    axes_in, ways_in = layout(node, "input", len(turns.slices))
-    axes_out, ways_out = layout(node, "output", len(turns.emitted))
+    axes_in, ways_in = layout(node, "input", len(parts.slices))
+    axes_out, ways_out = layout(node, "output", len(parts.emitted))
     walked = [
-        (turns.scanned[i], pieces[turns.slices[i]], axes_in[i], ways_in[i]) for i in range(len(turns.slices))
+        (parts.scanned[i], pieces[parts.slices[i]], axes_in[i], ways_in[i]) for i in range(len(parts.slices))
     ]
     walked += [(dys[count + i], dy, axes_out[i], ways_out[i]) for i, dy in de.items()]
     keep = subgraphs.used({**begins, **kept})
-    walked += [(value, keep[key], 0, 0) for key, value in saved_from_scan(op, turns, list(keep)).items()]
+    walked += [(value, keep[key], 0, 0) for key, value in saved_from_scan(op, parts, list(keep)).items()]
     used = [row for row in walked if subgraphs.used({0: row[1]})]
     used = used or walked[:1]  # a Scan needs an input that sets the number of iterations
     inner.add_inputs([placeholder for _, placeholder, _, _ in used])
     first = [zeros(op, node.outputs[i]) if dys[i] is None else dys[i] for i in live]
     first += [zeros(op, value) for value in captured]
-    outer = [turns.initial[i] for i in live] + captured + [turns.scanned[i] for i in dx]
+    outer = [parts.initial[i] for i in live] + captured + [parts.scanned[i] for i in dx]
     gradients = subgraphs.emit(
         op,
         "Scan",

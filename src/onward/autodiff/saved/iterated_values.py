@@ -30,13 +30,15 @@ class Record:
     kept: ir.Value
     lengths: ir.Value | None = None
 
-    def at(self, op, turn: ir.Value) -> ir.Value:
+    def at(self, op, iteration: ir.Value) -> ir.Value:
         """The value in one iteration."""
         if self.lengths is not None:
             ends = op.CumSum(self.lengths, np.asarray(0, np.int64), exclusive=1)
-            return part_of(op, self.kept, op.Gather(ends, turn), op.Gather(self.lengths, turn))
+            return part_of(op, self.kept, op.Gather(ends, iteration), op.Gather(self.lengths, iteration))
         return (
-            op.SequenceAt(self.kept, turn) if is_sequence(self.kept) else op.Gather(self.kept, turn, axis=0)
+            op.SequenceAt(self.kept, iteration)
+            if is_sequence(self.kept)
+            else op.Gather(self.kept, iteration, axis=0)
         )
 
 
@@ -104,11 +106,11 @@ def saved_from_loop(op, loop: Iterations, keys: Sequence[Key]) -> tuple[ir.Value
     def compute() -> list[ir.Value]:
         # Sequences must be states, and states come before scan outputs: add a second loop.
         place = {key: _value(op, key) for key in keys}
-        turns = loop
+        read = loop
         if again:
-            turns, places = _without_scan_outputs(op, loop)
+            read, places = _without_scan_outputs(op, loop)
             place = {key: places[value] for key, value in place.items()}
-        trips, found = _record(op, turns, list(place.values()))
+        trips, found = _record(op, read, list(place.values()))
         return [trips, *(part for record in found for part in _parts(record))]
 
     expected = [_expected(op, like) for like in likes]

@@ -81,7 +81,7 @@ def _checkpoint(source: Path, target: Path, *, into: Path | None, freeze: list[s
         )
     with warnings.catch_warnings():
         # onnxruntime-training's checkpoints have no checksum: a conversion adds one
-        warnings.simplefilter("ignore", checkpoint.UnsealedCheckpointWarning)
+        warnings.simplefilter("ignore", checkpoint.UncheckedCheckpointWarning)
         if source.suffix == ".safetensors":
             base = None if into is None else _load(into)
             data = checkpoint.from_safetensors(source, into=base, frozen=freeze)
@@ -126,7 +126,7 @@ def _artifacts(output: Output, source: Path, target: Path, prefix: str) -> dict[
         )
         raise CommandError(f"'{source}' lacks {' and '.join(missing)}", hint)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", checkpoint.UnsealedCheckpointWarning)
+        warnings.simplefilter("ignore", checkpoint.UncheckedCheckpointWarning)
         data = checkpoint.load(state)
     if data.nominal:
         raise CommandError(f"'{state}' is nominal: it has no values", "convert the full checkpoint")

@@ -50,7 +50,7 @@ class StageModel:
 
 @dataclasses.dataclass(frozen=True)
 class Blueprint:
-    """All stages. `parameters` has names by stage; `owner` the one stage that answers for a parameter."""
+    """All stages. `parameters` has names by stage; `owner` the one stage that updates a parameter."""
 
     signature: Signature
     training: list[StageModel]

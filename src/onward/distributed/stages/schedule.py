@@ -77,7 +77,7 @@ def key_of(micros: Sequence[Micro]) -> tuple:
 
 
 class Flow:
-    """The traffic of one stage with its neighbours."""
+    """Runs the micro-batches of one stage, and sends and receives what crosses its cuts."""
 
     def __init__(
         self, step: StageStep, pipe: TorchCommunicator, *, schedule: Literal["1f1b", "gpipe"]

@@ -255,7 +255,7 @@ def _export(
 def _export_parts(
     source: Source, *, scheme: str | None, opset: int, check: bool, rtol: float, atol: float
 ) -> dict[str, _Exported]:
-    """The graphs of a folder by file name: one, or those of a model that answers in several."""
+    """The graphs of a folder by file name: one, or several where a model is exported in parts."""
     with adapt(source) as traceable:
         parts = {MODEL: traceable} if traceable.parts is None else traceable.parts()
         return {

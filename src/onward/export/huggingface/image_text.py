@@ -1,6 +1,6 @@
 """Models that compare images with texts, such as CLIP, as one traceable module with both inputs.
 
-Knows how they are called and what they answer. Images and texts have batches of their own, except in training,
+Knows their inputs and outputs. Images and texts have batches of their own, except in training,
 where they come in pairs.
 """
 

@@ -59,7 +59,7 @@ def _rows(traceable: Traceable) -> int:
 
 
 def _outputs(traceable: Traceable) -> dict[str, Tensor]:
-    """What the model answers to its example: labels are shaped like it."""
+    """The model's outputs for its example: labels are shaped like them."""
     with torch.no_grad():
         return dict(zip(traceable.outputs, traceable.module(*traceable.example.values())))
 

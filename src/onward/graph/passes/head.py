@@ -373,7 +373,7 @@ def _swap(graph: ir.Graph, old: ir.Node, new: ir.Node) -> ir.Node:
 
 
 def _scores_first(graph: ir.Graph, made: NewHead, notes: list[str]) -> None:
-    """The output with the scores comes first, as the loss and all that answers take it."""
+    """The output with the scores comes first: the loss and inference read the first output."""
     index = next(i for i, value in enumerate(graph.outputs) if value.name == made.output)
     if index == 0:
         return
