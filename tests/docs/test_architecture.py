@@ -99,5 +99,5 @@ def test_a_step_takes_the_drawn_way(tmp_path: Path) -> None:
     assert [name for a, b, name in calls if (a, b) == ("api", "runtime") and name == "run"] == ["run"] * 8
     building = {"autodiff", "losses", "optim", "onnxblock", "artifacts"}
     assert not [call for call in calls if call[1] in building]
-    # the update's scalars (bias corrections) are computed by the compiled form in graph.passes.scalars: nothing is built
+    # graph.passes.scalars computes the scalars of the update (bias corrections): nothing is built
     assert {name for _, b, name in calls if b == "graph"} <= {"to_single", "run"}
