@@ -1,7 +1,7 @@
 """Peephole optimizations of a finished backward graph: small rewrites of neighbouring nodes.
 
 Optimizations that depend on a node's neighbours are here, so that rules see one node only. Each states its gain:
-the time of a step by one thread on the CPU provider (medians of 30 to 460 interleaved pairs with and without it), and nodes.
+the time of a step by one thread on the CPU provider, medians of 30 to 460 interleaved pairs, and nodes.
 Nodes are changed in place, so that values keep their identity; dead nodes are removed when the graph is finished.
 """
 
