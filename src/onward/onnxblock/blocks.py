@@ -11,7 +11,7 @@ import onnx_ir as ir
 
 from onward.onnxblock.base import Block
 from onward.onnxblock.context import current_model
-from onward.onnxblock.emit import add_input, emit, find_type
+from onward.onnxblock.emit import emit, find_type
 from onward.optim.update_rules import total_norm
 
 if TYPE_CHECKING:
@@ -250,9 +250,3 @@ class Linear(Block):
             lambda op, x, *w: op.Gemm(x, *w, alpha=self._alpha, beta=self._beta, transB=1),
             scope=prefix,
         )[0]
-
-
-def new_label(name: str, dtype: int, dims: Sequence[int | str | None]) -> str:
-    """Add an input for labels or targets."""
-    add_input(ir.Value(name=name, type=ir.TensorType(ir.DataType(dtype)), shape=ir.Shape(dims)))
-    return name

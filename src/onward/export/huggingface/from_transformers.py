@@ -195,7 +195,7 @@ class HFOnnx:
             exported = from_transformers(path, task, output, quantize, opset)
             return exported if isinstance(exported, bytes) else fspath(exported)
         # Other endings mean a folder to from_transformers, and a file here.
-        target = Path(path)
+        target = Path(output)
         exported = from_transformers(path, task, None, quantize, opset)
         assert isinstance(exported, bytes)
         with staged(target, single=True) as stage:
