@@ -1,4 +1,4 @@
-"""Checkpoints: content (`state`), binary format (`codec`, SPEC.md), files (`store`), safetensors (`interchange`)."""
+"""Checkpoints: content (`content`), binary format (`codec`, SPEC.md), files (`store`), safetensors (`interchange`)."""
 
 import warnings
 

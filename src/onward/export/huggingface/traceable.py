@@ -140,7 +140,7 @@ def setting(model: Any, name: str, default: Any) -> Any:
 
 
 def output_of(source: Source, answer: Any, name: str) -> Tensor:
-    """One tensor of a model's answer, or an error that says what it gives instead."""
+    """One tensor of a model's output, or an error that says what it gives instead."""
     aliases = {"logits": ("logits", "prediction_logits"), "waveform": ("waveform", "audio_values")}
     for key in aliases.get(name, (name,)):
         if key in answer:

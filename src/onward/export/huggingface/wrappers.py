@@ -117,7 +117,7 @@ def _text(source: Source, model: Any) -> Traceable:
 
 
 def _outputs(source: Source, adapter: Adapter) -> Callable[[Any, Tensor | None], Sequence[Tensor]]:
-    """From the model's answer to the task's tensors."""
+    """From the model's output to the task's tensors."""
     if "embeddings" in source.task.outputs:
         head = pooling_head(source.pooling)
         # The head's own layers, if it has any, are parameters of the export like the model's.

@@ -162,7 +162,7 @@ def _constants(graph: onnx.GraphProto) -> dict[str, np.ndarray]:
 
 
 def neutralised(model: onnx.ModelProto) -> onnx.ModelProto:
-    """A copy without randomness, to compare with torch run without randomness (`neutral.Neutral`)."""
+    """A copy without randomness, to compare with torch run without randomness (`no_randomness`)."""
     copy = onnx.ModelProto()
     copy.CopyFrom(model)
     for graph in graphs(copy.graph):
