@@ -1,4 +1,4 @@
-"""How much a file from elsewhere may ask for, in one place.
+"""How much an untrusted file may ask for, in one place.
 
 A small file can describe a large computation: functions that call each other, views over one file, a constant
 that doubles with each node. Whoever reads such a file compares what it asks for with these limits before memory

@@ -1,4 +1,4 @@
-"""Files from elsewhere, read within limits: regular files only, no more bytes than allowed, JSON that is not deep.
+"""Untrusted files, read within limits: regular files only, no more bytes than allowed, JSON that is not deep.
 
 A path may name a device, a pipe or a file of many gigabytes, and a file may change while it is read. What is
 returned is at most as long as the limit says. Knows nothing of what the bytes mean, JSON apart.
@@ -53,7 +53,7 @@ def read_json(path: str | os.PathLike[str], kind: type[Kind] = dict) -> Kind:
 
 
 def parse_json(text: str, kind: type[Kind] = dict) -> Kind:
-    """A JSON document from elsewhere; a `ValueError` where it is none, too deep, or of another kind.
+    """An untrusted JSON document; a `ValueError` where it is none, too deep, or of another kind.
 
     >>> parse_json('{"epochs": 3}')
     {'epochs': 3}

@@ -1,6 +1,6 @@
 """The server: parameters that all clients start from, and the checked, weighted mean of what they send back.
 
-An update comes from elsewhere: names, shapes, types and the model's digest must be the server's, numbers finite, and
+An update is untrusted: names, shapes, types and the model's digest must be the server's, numbers finite, and
 the share of each client bounded. What is wrong with one update rejects that update, not the round.
 """
 

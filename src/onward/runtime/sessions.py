@@ -89,7 +89,7 @@ def open_session(
     options: ort.SessionOptions | None = None,
     what: str = "model",
 ) -> ort.InferenceSession:
-    """A session of a model from elsewhere, which passes the gate first; its options are left as they are."""
+    """A session of an untrusted model, which is checked first; its options are left as they are."""
     read_proto(source, what=what)
     if isinstance(source, onnx.ModelProto):
         source = source.SerializeToString()
