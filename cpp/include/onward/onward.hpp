@@ -1210,6 +1210,22 @@ class Module {
     }
   }
 
+  /// Unmark the pieces of the gradients, of so many numbers, that lie within a table and have no row of a step in them.
+  void MarkRows(std::vector<uint8_t>& pieces, size_t size) const {
+    for (const auto& table : rows_) {
+      const size_t begin = static_cast<size_t>(table.part->offset - begin_) / sizeof(float);
+      const size_t end = begin + static_cast<size_t>(table.part->bytes) / sizeof(float);
+      const auto count = static_cast<size_t>(std::max<int64_t>(table.part->dims[0], 1));
+      const size_t width = (end - begin) / count, first = (begin + size - 1) / size, last = end / size;
+      if (table.unknown || width == 0 || first >= last) continue;
+      std::fill(pieces.begin() + static_cast<ptrdiff_t>(first), pieces.begin() + static_cast<ptrdiff_t>(last), uint8_t{0});
+      for (const int64_t row : table.written) {
+        const size_t at = begin + (static_cast<size_t>(row < 0 ? row + table.part->dims[0] : row)) * width;
+        for (size_t piece = at / size; piece <= (at + width - 1) / size; ++piece) pieces[piece] = 1;
+      }
+    }
+  }
+
   void KeepRows(const std::vector<Ort::Value>& outputs) {
     for (auto& table : rows_) {
       const Ort::Value& rows = outputs[table.place];
@@ -1592,6 +1608,7 @@ class Optimizer {
     if (form != "elementwise" && form != "whole")
       throw ModelError("'" + path.string() + "' has an update of an unknown form: '" + form + "'");
     elementwise_ = form == "elementwise";
+    pieces_ = (count_ + kPiece - 1) / kPiece;
     step_value_ = Scalar(&step_);
     scale_value_ = Scalar(&scale_);
     rate_value_ = Scalar(&single_);
@@ -1601,7 +1618,6 @@ class Optimizer {
     }
     FindSlots(path);
     FindRuns(parameters, path);
-    pieces_ = (count_ + kPiece - 1) / kPiece;
     block_ = std::min(std::max(count_ / 8 / kPiece * kPiece, kLeast), kMost);
     awake_.assign(pieces_, 0);
     for (const auto& [name, offset] : slots_) {
@@ -1617,6 +1633,11 @@ class Optimizer {
   Ort::Value Scalar(Number* place) const {
     const int64_t one = 1;
     return Ort::Value::CreateTensor<Number>(module_->host_, place, 1, &one, 1);
+  }
+
+  Ort::Value Row(float* place, size_t size) const {
+    const std::array<int64_t, 2> dims = {1, static_cast<int64_t>(size)};
+    return Ort::Value::CreateTensor<float>(module_->host_, place, size, dims.data(), dims.size());
   }
 
   /// Where the state of the optimizer begins, by slot: laid out as the parameters are.
@@ -1683,7 +1704,6 @@ class Optimizer {
     std::array<float, 9> numbers{}, zeros{};
     for (size_t i = 0; i < numbers.size(); ++i) numbers[i] = static_cast<float>(i) * 0.5f - 2.0f;
     const auto before = numbers;
-    const int64_t size = static_cast<int64_t>(numbers.size());
     Setting setting;
     setting.rate = 0.1f;
     setting.rate_value = Scalar(&setting.rate);
@@ -1692,7 +1712,7 @@ class Optimizer {
       step_ = step;
       Bound bound = Bind([&](const std::string& name) {
         float* place = name == "parameter" ? numbers.data() : zeros.data();
-        return Ort::Value::CreateTensor<float>(module_->host_, place, numbers.size(), &size, 1);
+        return Row(place, numbers.size());
       }, setting);
       Execute(bound);
       if (numbers != before || std::any_of(zeros.begin(), zeros.end(), [](float x) { return x != 0.0f; })) return false;
@@ -1734,26 +1754,52 @@ class Optimizer {
     }
   }
 
-  /// Σg² of all gradients; notes which pieces have one.
+  /// Σg² of all gradients; notes which pieces have one. What no step wrote since the last reset is zero: left out.
   double Look() {
     const auto* numbers = reinterpret_cast<const float*>(module_->gradients_.get());
+    written_.assign(pieces_, 1);
+    module_->MarkRows(written_, kPiece);
     double total = 0;
-    for (size_t begin = 0; begin < count_; begin += kPiece) {
-      const size_t end = std::min(begin + kPiece, count_);
-      std::array<double, 8> sums{};
-      size_t i = begin;
-      for (; i + sums.size() <= end; i += sums.size())
-        for (size_t lane = 0; lane < sums.size(); ++lane) {
-          const double number = static_cast<double>(numbers[i + lane]);
-          sums[lane] += number * number;
-        }
-      double sum = 0;
-      for (; i < end; ++i) sum += static_cast<double>(numbers[i]) * static_cast<double>(numbers[i]);
-      for (const double lane : sums) sum += lane;
-      if (elementwise_ && sum != 0.0) awake_[begin / kPiece] = 1;
+    for (size_t piece = 0; piece < pieces_; ++piece) {
+      if (!written_[piece]) continue;
+      const size_t begin = piece * kPiece, size = std::min(kPiece, count_ - begin);
+      const double sum = SumOfSquares(numbers + begin, size);
+      if (elementwise_ && !awake_[piece] && (sum != 0.0 || HasBits(numbers + begin, size))) awake_[piece] = 1;
       total += sum;
     }
     return total;
+  }
+
+  /// In float32, which is twice as fast, or in double where that overflows.
+  static double SumOfSquares(const float* numbers, size_t size) {
+    const auto single = static_cast<double>(SumIn<float>(numbers, size));
+    return std::isfinite(single) ? single : SumIn<double>(numbers, size);
+  }
+
+  template <typename Number>
+  static Number SumIn(const float* numbers, size_t size) {
+    std::array<Number, 8> sums{};
+    size_t i = 0;
+    for (; i + sums.size() <= size; i += sums.size())
+      for (size_t lane = 0; lane < sums.size(); ++lane) {
+        const auto number = static_cast<Number>(numbers[i + lane]);
+        sums[lane] += number * number;
+      }
+    Number sum = 0;
+    for (; i < size; ++i) sum += static_cast<Number>(numbers[i]) * static_cast<Number>(numbers[i]);
+    for (const Number lane : sums) sum += lane;
+    return sum;
+  }
+
+  /// Whether a number is other than 0, however small its square is.
+  static bool HasBits(const float* numbers, size_t size) {
+    uint32_t bits = 0;
+    for (size_t i = 0; i < size; ++i) {
+      uint32_t own = 0;
+      std::memcpy(&own, numbers + i, sizeof(own));
+      bits |= own;
+    }
+    return bits != 0;
   }
 
   void UpdatePieces() {
@@ -1775,12 +1821,11 @@ class Optimizer {
     auto found = bound_.find({begin, end});
     if (found == bound_.end()) {
       if (bound_.size() > 4096) bound_.clear();  // stretches change while pieces wake
-      const auto size = static_cast<int64_t>(end - begin);
       const auto place = [&](const std::string& name) {
         auto* start = reinterpret_cast<float*>(name == "gradient"    ? module_->gradients_.get()
                                                : name == "parameter" ? state_->At(module_->begin_)
                                                                      : state_->At(slots_.at(name)));
-        return Ort::Value::CreateTensor<float>(module_->host_, start + begin, end - begin, &size, 1);
+        return Row(start + begin, end - begin);
       };
       found = bound_.emplace(std::make_pair(begin, end), Bind(place, setting)).first;
     }
@@ -1828,7 +1873,7 @@ class Optimizer {
   std::map<std::string, uint64_t> slots_;
   std::vector<std::unique_ptr<Setting>> settings_;
   std::vector<Run> runs_;
-  std::vector<uint8_t> awake_;
+  std::vector<uint8_t> awake_, written_;
   std::map<std::pair<size_t, size_t>, Bound> bound_;
   Bound whole_;
   detail::Memory following_;

@@ -19,6 +19,7 @@ from onward.graph.builder import Builder
 from onward.graph.cleanup import remove_unused
 from onward.graph.passes.finish import finish
 from onward.whole_step.inline_update import InlineOptimizer
+from onward.whole_step.row_rule import over_rows
 from onward.whole_step.state_inputs import take_results
 from onward.whole_step.update_units import Unit, drop_scaling
 
@@ -102,7 +103,7 @@ def _changed_rows(op: Builder, gradient: ir.Value) -> ir.Value | None:
 
 
 def update_step(optimizer: ir.Model, step: ir.Model, layout: StateLayout) -> ir.Model:
-    """The optimizer's rule: over vectors of any length where it is elementwise, else over all tensors at once."""
+    """The optimizer's rule: over rows of any length where it is elementwise, else over all tensors at once."""
     graph = ir.Graph([], [], nodes=[], opset_imports=dict(optimizer.opset_imports), name="update_step")
     op = Builder(graph)
     rate = op.input("learning_rate", ir.DataType.FLOAT, [1])
@@ -111,7 +112,7 @@ def update_step(optimizer: ir.Model, step: ir.Model, layout: StateLayout) -> ir.
     if rule.clip_norm is not None:
         lines.append(("clip_norm", repr(float(rule.clip_norm))))
     if rule.elementwise:
-        model = optimizer.clone()
+        model = over_rows(optimizer)
         for value in list(model.graph.inputs):
             if value.name == "gradient_scale" and rule.clip_norm is None:
                 drop_scaling(value)
