@@ -59,6 +59,7 @@ TRAINED = "onward.trained"  # of an inference model: that its weights come from 
 PORTABLE = "onward.portable"
 BATCH_INPUTS = "onward.batch_inputs"
 RESULTS = "onward.results"
+IN_PLACE = "onward.in_place"  # of a portable step: whether a next state may lie where the state lies
 STATE = "onward.state"
 STATE_DIGEST = "onward.state_digest"
 WEIGHTS_SIZE = "onward.weights_size"

@@ -14,6 +14,8 @@ import onnx_ir as ir
 
 from onward import contract
 from onward.model_metadata import read_table
+from onward.whole_step.row_rule import over_rows
+from onward.whole_step.update_blocks import rests, update_blocks, update_pieces
 from onward.whole_step.update_units import Unit, graft
 
 if TYPE_CHECKING:
@@ -32,11 +34,14 @@ class InlineOptimizer:
     """The optimizer model, to be written out over the tensors of the state."""
 
     def __init__(self, op: Builder, optimizer: ir.Model, *, rate: ir.Value) -> None:
-        self._root, self._optimizer, self._rate = op, optimizer, rate
+        self._root, self._rate = op, rate
         self._options = read_table(optimizer.metadata_props, contract.OPTIMIZER)
         self.sequences = bool(self._options.get("sequences"))
         self.elementwise = not self.sequences and bool(self._options["elementwise"])
+        self._rests: bool | None = None
         self.clip_norm: float | None = self._options.get("clip_norm")
+        scaled = self.clip_norm is not None
+        self._optimizer = over_rows(optimizer, scaled=scaled) if self.elementwise else optimizer
         given = {value.name for value in optimizer.graph.inputs}
         moments = [name for name in _MOMENTS if name in given]
         # as checkpoints name the state, and as the graph does
@@ -84,6 +89,14 @@ class InlineOptimizer:
             return self._by_name(op, units, scalars)
         return [self._elementwise(op, unit, scalars) for unit in units]
 
+    def may_rest(self, name: str) -> bool:
+        """Whether the rule leaves alone what of a parameter has neither a gradient nor state."""
+        if self.clip_norm is not None or self.setting(name)[0] != 0.0:
+            return False
+        if self._rests is None:
+            self._rests = rests(self._optimizer)
+        return self._rests
+
     def setting(self, name: str) -> tuple[float, float]:
         """The weight decay of a parameter, and what the learning rate is multiplied by for it."""
         index = self._groups.get(name)
@@ -100,25 +113,12 @@ class InlineOptimizer:
         assert unit.gradient is not None
         tensors = {"parameter": unit.parameter, "gradient": unit.gradient, **unit.slots}
         kept = ["parameter", *unit.slots]
+        if unit.table is not None:
+            return update_blocks(self._root, op, self._optimizer.graph, unit, scalars)
         if not unit.in_pieces:
-            made = graft(
-                self._root,
-                op,
-                self._optimizer.graph,
-                {**{k: _at_least_1d(op, v) for k, v in tensors.items()}, **scalars},
-            )
+            made = graft(self._root, op, self._optimizer.graph, {**tensors, **scalars})
             return [made[f"{name}{contract.NEXT}"] for name in kept]
-        body = op.subgraph("piece")
-        rows = {k: body.input(k, ir.DataType.FLOAT, unit.shape[1:]) for k in tensors}
-        made = graft(self._root, body, self._optimizer.graph, {**rows, **scalars})
-        for name in kept:
-            made[f"{name}{contract.NEXT}"].dtype, made[f"{name}{contract.NEXT}"].shape = (
-                ir.DataType.FLOAT,
-                ir.Shape(unit.shape[1:]),
-            )
-            body.graph.outputs.append(made[f"{name}{contract.NEXT}"])
-        attributes = {"body": ir.AttrGraph("body", body.graph), "num_scan_inputs": len(tensors)}
-        return list(op.node("Scan", list(tensors.values()), attributes, outputs=len(kept)))
+        return update_pieces(self._root, op, self._optimizer.graph, tensors, scalars, unit.shape[1:])
 
     def _by_name(
         self, op: Builder, units: Sequence[Unit], scalars: dict[str, ir.Value]
@@ -151,7 +151,3 @@ class InlineOptimizer:
 
     def _decay(self, number: float) -> ir.Value:
         return self._root.constant(np.asarray([number], np.float32), name="weight_decay")
-
-
-def _at_least_1d(op: Builder, value: ir.Value) -> ir.Value:
-    return op.Reshape(value, [1]) if value.shape is not None and value.shape.rank() == 0 else value

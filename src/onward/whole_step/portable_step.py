@@ -17,6 +17,7 @@ from onward.checkpoint.portable import StateLayout
 from onward.contract import BUFFER, RESET, SEED
 from onward.graph.builder import Builder
 from onward.graph.cleanup import share_subexpressions
+from onward.graph.nodes import captured_values
 from onward.graph.passes.finish import finish
 from onward.model_metadata import read_labels
 from onward.whole_step.inline_update import InlineOptimizer
@@ -52,7 +53,7 @@ def portable_step(
     op = Builder(graph)
     rule = InlineOptimizer(op, optimizer, rate=op.input("learning_rate", ir.DataType.FLOAT, [1]))
     state = StateInputs(op, inputs)
-    state.add_weights(checkpoint, rule, statistics=following)
+    state.add_weights(checkpoint, rule, statistics=following, gradients=gradients)
     state.add_slots(rule)
     state.add_counters()
     if SEED in inputs:
@@ -61,7 +62,8 @@ def portable_step(
         unit.gradient = joined_gradient(op, unit, gradients)
     judged = [unit.gradient for unit in state.units if unit.gradient is not None]
     good, scale = _judge(op, results[0], judged, list(following.values()), rule.clip_norm)
-    _add_update(op, good, rule, state, scale, following)
+    later = [value for value in results[1:] if value not in _before(good)]
+    _add_update(op, good, rule, state, scale, following, later)
     layout = StateLayout(state.tensors)
     model.metadata_props.update(
         {
@@ -69,6 +71,7 @@ def portable_step(
             contract.PORTABLE: VERSION,
             contract.BATCH_INPUTS: str(batch),
             contract.RESULTS: str(len(results)),
+            contract.IN_PLACE: str(int(rule.elementwise)),
             contract.STATE: layout.text(),
             contract.STATE_DIGEST: layout.digest.hex(),
             contract.WEIGHTS_SIZE: str(layout.weights_size),
@@ -180,6 +183,18 @@ def _if(op: Builder, condition: ir.Value, then: ir.Graph, otherwise: ir.Graph) -
     return op.node("If", [condition], branches, outputs=len(then.outputs))
 
 
+def _before(value: ir.Value) -> set[ir.Value]:
+    """All that a value is computed from."""
+    found, waiting = {value}, [value]
+    while waiting:
+        node = waiting.pop().producer()
+        reads = [] if node is None else [*node.inputs, *captured_values(node)]
+        new = {read for read in reads if read is not None} - found
+        found |= new
+        waiting += new
+    return found
+
+
 # ---- the update --------------------------------------------------------------------------------------
 
 
@@ -190,8 +205,13 @@ def _add_update(
     state: StateInputs,
     scale: ir.Value | None,
     following: Values,
+    later: Sequence[ir.Value],
 ) -> None:
-    """Outputs for the next state: updated where the step is good, else as it was."""
+    """Outputs for the next state: updated where the step is good, else as it was.
+
+    The next state may lie in the memory of the state, so all that reads that comes before: what the update does not
+    need itself (`later`) is passed through.
+    """
     branch, keep = op.subgraph("update"), op.subgraph("keep")
     step = branch.Add(state.optimizer_step, np.int64(1))
     updated = rule.build(branch, state.units, step, scale)
@@ -210,8 +230,17 @@ def _add_update(
             value.type, value.shape = before.type, before.shape
         branch.graph.outputs.append(after)
         keep.graph.outputs.append(same)
+    for value in later:
+        for inner in (branch, keep):
+            inner.graph.outputs.append(inner.Identity(value))
     share_subexpressions(ir.Model(branch.graph, ir_version=10))
-    results = [*_if(op, good, branch.graph, keep.graph), op.Identity(state.seed)]
+    made = _if(op, good, branch.graph, keep.graph)
+    for before, after in zip(later, made[len(pairs) :]):
+        index = next(i for i, value in enumerate(op.graph.outputs) if value is before)
+        after.name, before.name = before.name, op.namer(f"{before.name}.computed")
+        after.type, after.shape = before.type, before.shape
+        op.graph.outputs[index] = after
+    results = [*made[: len(pairs)], op.Identity(state.seed)]
     for before, after in zip([*(before for before, _ in pairs), state.seed], results):
         after.name = op.namer(f"{before.name}{contract.NEXT}")
         after.type, after.shape = before.type, before.shape

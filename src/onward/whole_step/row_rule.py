@@ -11,6 +11,7 @@ import onnx_ir as ir
 
 from onward import contract
 from onward.graph.builder import Builder
+from onward.whole_step.update_units import drop_scaling
 
 __all__ = ["SCALARS", "over_rows"]
 
@@ -18,13 +19,17 @@ __all__ = ["SCALARS", "over_rows"]
 SCALARS = ("learning_rate", "step", "gradient_scale", "weight_decay")
 
 
-def over_rows(optimizer: ir.Model) -> ir.Model:
-    """A copy whose vectors are rows. Nothing is fused that reads `x` as a factor to make `x.next`.
+def over_rows(optimizer: ir.Model, *, scaled: bool) -> ir.Model:
+    """A copy whose vectors are rows; unless `scaled`, without the factor that limits gradients.
 
-    The two may share memory, and a Gemm writes what it adds before it reads its factors.
+    Nothing is fused that reads `x` as a factor to make `x.next`: the two may share memory, and a Gemm writes what it
+    adds before it reads its factors.
     """
     model = optimizer.clone()
     graph = model.graph
+    for value in [value for value in graph.inputs if value.name == "gradient_scale" and not scaled]:
+        drop_scaling(value)
+        graph.inputs.remove(value)
     for value in [*graph.inputs, *graph.outputs]:
         if value.name not in SCALARS and value.shape is not None and value.shape.rank() == 1:
             value.shape = ir.Shape([1, value.shape[0]])
@@ -87,4 +92,3 @@ def _matrix(op: Builder, scalar: ir.Value, *, negative: bool) -> ir.Value:
         number = known.reshape(1, 1)
         return op.constant(-number if negative else number, name="factor")
     return op.Reshape(op.Neg(scalar) if negative else scalar, np.array([1, 1], np.int64))
-

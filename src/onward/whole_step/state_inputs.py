@@ -14,17 +14,19 @@ from onward import contract
 from onward.checkpoint.portable import StatePart, StateTensor, aligned
 from onward.contract import OUT, RESET
 from onward.errors import ModelError
-from onward.whole_step.update_units import Unit
+from onward.whole_step.update_units import Table, Unit
 
 if TYPE_CHECKING:
     from onward.checkpoint.content import CheckpointData
     from onward.graph.builder import Builder
     from onward.whole_step.inline_update import InlineOptimizer
 
-__all__ = ["StateInputs", "clip_scale", "joined_gradient", "take_results"]
+__all__ = ["StateInputs", "added_rows", "clip_scale", "joined_gradient", "take_results"]
 
 # Parameters with more numbers are updated in pieces of about so many, which stay in the processor's caches.
 _LARGE, _PIECE = 1 << 19, 1 << 17
+# What of a table is updated, or left alone, together.
+_BLOCK = 1 << 12
 
 Values = Mapping[str, ir.Value]
 
@@ -62,6 +64,27 @@ def take_results(
     return gradients, following
 
 
+def added_rows(op: Builder, gradient: ir.Value) -> tuple[ir.Value, ir.Value] | None:
+    """The numbers and the values of the rows of a table's gradient, where it is rows added to zeros."""
+    node = gradient.producer()
+    if node is None or node.op_type != "ScatterElements":
+        return None
+    if node.attributes.get_int("axis", 0) != 0 or node.attributes.get_string("reduction", "") != "add":
+        return None
+    base, places = (None if value is None else value.producer() for value in node.inputs[:2])
+    if base is None or places is None or base.op_type != "Expand" or places.op_type != "Expand":
+        return None
+    zero = op.const_value(base.inputs[0]) if base.inputs[0] is not None else None
+    column = places.inputs[0].producer() if places.inputs[0] is not None else None
+    if zero is None or zero.any() or column is None or column.op_type != "Reshape":
+        return None
+    shape = op.const_value(column.inputs[1]) if column.inputs[1] is not None else None
+    numbers, rows = column.inputs[0], node.inputs[2]
+    if shape is None or shape[0] != -1 or (shape[1:] != 1).any() or numbers is None or rows is None:
+        return None
+    return (numbers, rows) if numbers.dtype in (ir.DataType.INT64, ir.DataType.INT32) else None
+
+
 class StateInputs:
     """The inputs of the step that hold the state, in order, and what they are made of."""
 
@@ -71,7 +94,9 @@ class StateInputs:
         self.units: list[Unit] = []
         self.statistics: dict[str, ir.Value] = {}
 
-    def add_weights(self, checkpoint: CheckpointData, rule: InlineOptimizer, *, statistics: Values) -> None:
+    def add_weights(
+        self, checkpoint: CheckpointData, rule: InlineOptimizer, *, statistics: Values, gradients: Values
+    ) -> None:
         """Frozen parameters, batch-norm statistics and trainables; small ones of these in common tensors."""
         for role in ("frozen", "statistic"):
             for name, array in checkpoint.frozen.items():
@@ -83,14 +108,25 @@ class StateInputs:
         shapes = {name: np.asarray(array).shape for name, array in checkpoint.trainable.items()}
         for names in rule.together(shapes):
             if len(names) > 1:
-                self.pack(names, shapes)
-                continue
-            (name,) = names
-            shape = _in_pieces(shapes[name]) if rule.elementwise else None
-            value = self._own(name, "trainable", np.dtype(np.float32), shapes[name], shape)
-            self.units.append(
-                Unit({name: prod(shapes[name])}, shape or shapes[name], value, in_pieces=shape is not None)
-            )
+                self.pack(names, shapes, as_row=rule.elementwise)
+            else:
+                self._add_alone(names[0], shapes[names[0]], rule, gradients.get(names[0]))
+
+    def _add_alone(
+        self, name: str, shape: tuple[int, ...], rule: InlineOptimizer, gradient: ir.Value | None
+    ) -> None:
+        given, table = None, None
+        if rule.elementwise:
+            found = added_rows(self._op, gradient) if gradient is not None and rule.may_rest(name) else None
+            blocks = _in_blocks(shape) if found is not None and len(shape) == 2 else None
+            if found is not None and blocks is not None:
+                given, table = blocks, Table(*found, height=shape[0], width=shape[1])
+            else:
+                given = _in_pieces(shape) or (1, prod(shape))
+        value = self._own(name, "trainable", np.dtype(np.float32), shape, given)
+        in_pieces = given is not None and len(given) == 3 and table is None
+        unit = Unit({name: prod(shape)}, given or shape, value, in_pieces=in_pieces, table=table)
+        self.units.append(unit)
 
     def add_slots(self, rule: InlineOptimizer) -> None:
         """A tensor for each slot of the optimizer and each unit, made of the same parts."""
@@ -172,26 +208,41 @@ class StateInputs:
         return value
 
 
-def _in_pieces(shape: tuple[int, ...]) -> tuple[int, ...] | None:
+def _in_pieces(shape: tuple[int, ...]) -> tuple[int, int, int] | None:
     """A large tensor as rows of about as many numbers as fit the caches, where its size has such a divisor."""
     size = prod(shape)
     if size < _LARGE:
         return None
-    rows = [
-        count for count in range(size // (2 * _PIECE), 2 * size // _PIECE + 1) if count and size % count == 0
+    sizes = _divisors(size, _PIECE // 2, 2 * _PIECE)
+    best = min(sizes, key=lambda own: abs(own - _PIECE), default=None)
+    return None if best is None else (size // best, 1, best)
+
+
+def _in_blocks(shape: tuple[int, ...]) -> tuple[int, int, int] | None:
+    """A table as pieces as above, each of blocks that have at least as many numbers as a row has."""
+    size = prod(shape)
+    if size < _LARGE:
+        return None
+    found = [
+        (size // piece, piece // block, block)
+        for block in _divisors(size, max(_BLOCK // 2, shape[1]), 2 * _BLOCK)
+        for piece in _divisors(size, _PIECE // 2, 2 * _PIECE)
+        if piece % block == 0
     ]
-    return min(((n, size // n) for n in rows), key=lambda s: abs(s[1] - _PIECE), default=None)
+    return min(found, key=lambda s: (abs(s[2] - _BLOCK), abs(s[1] * s[2] - _PIECE)), default=None)
+
+
+def _divisors(size: int, least: int, most: int) -> list[int]:
+    return [own for own in range(least, most + 1) if size % own == 0]
 
 
 def joined_gradient(op: Builder, unit: Unit, gradients: Values) -> ir.Value | None:
     """The gradient of a unit, in the shape in which it is updated."""
     if not unit.packed:
         gradient = gradients.get(unit.names[0])
-        return (
-            op.Reshape(gradient, np.asarray(unit.shape, np.int64))
-            if unit.in_pieces and gradient
-            else gradient
-        )
+        if gradient is None or unit.table is not None or op.static_shape(gradient) == unit.shape:
+            return gradient
+        return op.Reshape(gradient, np.asarray(unit.shape, np.int64))
     leading = list(unit.shape[:-1])
     parts: list[ir.Value] = []
     for name in unit.names:

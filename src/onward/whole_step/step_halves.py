@@ -20,8 +20,8 @@ from onward.graph.cleanup import remove_unused
 from onward.graph.passes.finish import finish
 from onward.whole_step.inline_update import InlineOptimizer
 from onward.whole_step.row_rule import over_rows
-from onward.whole_step.state_inputs import take_results
-from onward.whole_step.update_units import Unit, drop_scaling
+from onward.whole_step.state_inputs import added_rows, take_results
+from onward.whole_step.update_units import Unit
 
 if TYPE_CHECKING:
     from onward.checkpoint.content import CheckpointData
@@ -51,12 +51,12 @@ def gradient_step(training: ir.Model, step: ir.Model, checkpoint: CheckpointData
     finish(model)  # before looking at what reads a gradient
     rows: dict[str, ir.Value] = {}
     for name, gradient in made.items():
-        changed = (
-            _changed_rows(op, gradient) if np.size(np.asarray(checkpoint.trainable[name])) >= _LARGE else None
-        )
+        large = np.size(np.asarray(checkpoint.trainable[name])) >= _LARGE
+        found = added_rows(op, gradient) if large and not gradient.uses() else None
         node = gradient.producer()
-        if changed is None or node is None:
+        if found is None or node is None:
             continue
+        changed, _ = found
         buffer = inputs[f"{name}{BUFFER}"]
         graph.inputs.append(buffer)
         node.replace_input_with(0, buffer)
@@ -81,27 +81,6 @@ def _as_output(op: Builder, value: ir.Value, name: str) -> ir.Value:
     return value
 
 
-def _changed_rows(op: Builder, gradient: ir.Value) -> ir.Value | None:
-    """The numbers of the rows of a table's gradient, where it is rows added to zeros and nothing else reads it."""
-    node = gradient.producer()
-    if node is None or node.op_type != "ScatterElements" or gradient.uses():
-        return None
-    if node.attributes.get_int("axis", 0) != 0 or node.attributes.get_string("reduction", "") != "add":
-        return None
-    base, places = (None if value is None else value.producer() for value in node.inputs[:2])
-    if base is None or places is None or base.op_type != "Expand" or places.op_type != "Expand":
-        return None
-    zero = op.const_value(base.inputs[0]) if base.inputs[0] is not None else None
-    column = places.inputs[0].producer() if places.inputs[0] is not None else None
-    if zero is None or zero.any() or column is None or column.op_type != "Reshape":
-        return None
-    shape = op.const_value(column.inputs[1]) if column.inputs[1] is not None else None
-    numbers = column.inputs[0]
-    if shape is None or shape[0] != -1 or (shape[1:] != 1).any() or numbers is None:
-        return None
-    return numbers if numbers.dtype in (ir.DataType.INT64, ir.DataType.INT32) else None
-
-
 def update_step(optimizer: ir.Model, step: ir.Model, layout: StateLayout) -> ir.Model:
     """The optimizer's rule: over rows of any length where it is elementwise, else over all tensors at once."""
     graph = ir.Graph([], [], nodes=[], opset_imports=dict(optimizer.opset_imports), name="update_step")
@@ -112,11 +91,7 @@ def update_step(optimizer: ir.Model, step: ir.Model, layout: StateLayout) -> ir.
     if rule.clip_norm is not None:
         lines.append(("clip_norm", repr(float(rule.clip_norm))))
     if rule.elementwise:
-        model = over_rows(optimizer)
-        for value in list(model.graph.inputs):
-            if value.name == "gradient_scale" and rule.clip_norm is None:
-                drop_scaling(value)
-                model.graph.inputs.remove(value)
+        model = over_rows(optimizer, scaled=rule.clip_norm is not None)
         for name in [part.name for part, _, _ in layout.parts() if part.role == "trainable"]:
             decay, scale = rule.setting(name)
             lines.append(("parameter", name, repr(float(scale)), repr(float(decay))))

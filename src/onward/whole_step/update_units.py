@@ -11,9 +11,19 @@ import onnx_ir as ir
 if TYPE_CHECKING:
     from onward.graph.builder import Builder
 
-__all__ = ["Unit", "drop_scaling", "graft"]
+__all__ = ["Table", "Unit", "drop_scaling", "graft"]
 
 Values = Mapping[str, ir.Value]
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """A gradient that is rows added to zeros: their numbers, the rows [count, width], and how many there could be."""
+
+    numbers: ir.Value
+    rows: ir.Value
+    height: int
+    width: int
 
 
 @dataclasses.dataclass
@@ -21,6 +31,7 @@ class Unit:
     """Parameters that are updated together: the state's inputs, and the gradient in the same shape.
 
     `packed` are several in one vector or row, with a gap after each that ends before a multiple of 64 bytes.
+    `in_pieces` is a large one, of shape [pieces, 1, size]. With a `table`, it has the shape [pieces, blocks, size].
     """
 
     sizes: dict[str, int]
@@ -30,6 +41,7 @@ class Unit:
     gradient: ir.Value | None = None
     in_pieces: bool = False
     packed: bool = False
+    table: Table | None = None
 
     @property
     def names(self) -> list[str]:
@@ -71,3 +83,5 @@ def drop_scaling(scale: ir.Value) -> None:
         gradient = node.inputs[1 - index]
         assert gradient is not None
         ir.convenience.replace_all_uses_with(node.outputs[0], gradient)
+        assert node.graph is not None
+        node.graph.remove(node, safe=True)
