@@ -37,18 +37,18 @@ def one_thread() -> ort.SessionOptions:
     return options
 
 
-def portable(folder: Path, inputs: dict[str, np.ndarray]) -> Callable[[], object]:
-    """The step with two sets of state tensors that take turns, as the C++ library has them."""
+def portable(folder: Path, inputs: dict[str, np.ndarray], *, in_place: bool) -> Callable[[], object]:
+    """The step in place, or with two sets of state tensors that take turns."""
     layout, file = read_layout(folder / "state.bin"), np.fromfile(folder / "state.bin", np.uint8)
     session = ort.InferenceSession(folder / "train_step.onnx", one_thread())
     given = {**inputs, "learning_rate": np.full(1, 1e-4, np.float32)}
-    sets: list[dict[str, np.ndarray]] = [{}, {}]
+    sets: list[dict[str, np.ndarray]] = [{} for _ in range(1 if in_place else 2)]
     for tensor, offset in zip(layout.tensors, layout.offsets):
         for arrays in sets:
             part = file[offset : offset + tensor.nbytes].copy()
             arrays[tensor.name] = part.view(tensor.dtype).reshape(tensor.shape)
     bindings = []
-    for now, following in (sets, sets[::-1]):
+    for now, following in zip(sets, sets[::-1]):
         binding = session.io_binding()
         for value in session.get_inputs():
             array = now[value.name] if value.name in now else given[value.name]
@@ -108,7 +108,12 @@ def main(names: list[str], driver: str | None) -> None:
             portable=True,
         )
         inputs = dict(np.load(home / "inputs.npz"))
-        uses = {"module": module(home / "portable", inputs), "portable": portable(home / "portable", inputs)}
+        folder = home / "portable"
+        uses = {
+            "module": module(folder, inputs),
+            "in place": portable(folder, inputs, in_place=True),
+            "in turns": portable(folder, inputs, in_place=False),
+        }
         times: dict[str, list[float]] = {use: [] for use in uses}
         small = name == "mlp"
         steps = 20 if small else 1  # a clock's tick is long beside a short step

@@ -358,8 +358,8 @@ def test_evaluation_and_export(driver: Path, tmp_path: Path) -> None:
 
 MISTAKES = {
     "no inputs": "the model takes 2 inputs (x, labels), got 0",
-    "a wrong width": "the step failed on inputs x [2, 5], labels [2]",
-    "a wrong rank": "the step failed on inputs x [4], labels [4]",
+    "a wrong width": "input 'x' has shape [2, 5], the model takes [",
+    "a wrong rank": "input 'x' has shape [4], the model takes [",
     "a wrong type": "input 'x' is int64, the model takes float32",
     "an empty value": "input 'x' is not a tensor",
     "fewer labels": "belong together: axis 0 of the one and axis 0 of the other must have the same size",

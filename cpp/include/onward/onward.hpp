@@ -1276,7 +1276,21 @@ class Module {
         throw Error("input '" + graph.inputs[at] + "' is " + detail::TypeName(type) + ", the model takes " +
                     detail::TypeName(graph.types[at]));
     }
+    for (size_t i = 0; i < count; ++i) CheckShape(graph, graph.batch[i], given[i].GetTensorTypeAndShapeInfo().GetShape());
     for (const auto& labels : graph.labels) CheckLabels(graph, labels, given);
+  }
+
+  static void CheckShape(const Graph& graph, size_t at, const std::vector<int64_t>& shape) {
+    const auto& wanted = graph.dims[at];
+    bool fits = shape.size() == wanted.size();
+    for (size_t i = 0; fits && i < shape.size(); ++i) fits = wanted[i] < 0 || wanted[i] == shape[i];
+    if (fits) return;
+    std::string taken;
+    for (size_t i = 0; i < wanted.size(); ++i) {
+      const std::string& symbol = graph.symbols[at][i];
+      taken += (i ? ", " : "") + (wanted[i] >= 0 ? std::to_string(wanted[i]) : symbol.empty() ? "any" : symbol);
+    }
+    throw Error("input '" + graph.inputs[at] + "' has shape " + detail::Shown(shape) + ", the model takes [" + taken + "]");
   }
 
   void CheckLabels(const Graph& graph, const Labels& labels, const std::vector<Ort::Value>& given) const {
