@@ -1282,6 +1282,7 @@ class Module {
 
   static void CheckShape(const Graph& graph, size_t at, const std::vector<int64_t>& shape) {
     const auto& wanted = graph.dims[at];
+    if (wanted.empty()) return;  // a scalar, or of any rank
     bool fits = shape.size() == wanted.size();
     for (size_t i = 0; fits && i < shape.size(); ++i) fits = wanted[i] < 0 || wanted[i] == shape[i];
     if (fits) return;
