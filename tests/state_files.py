@@ -75,6 +75,10 @@ FORGED = {
     "no name": lambda text: text.replace("trainable\tw\t", "trainable\t\t", 1),
     "no counters": lambda text: text[: text.index("tensor\toptimizer_step")],
     "a counter of another type": lambda text: text.replace("train_step\tint64", "train_step\tfloat64", 1),
+    "a counter of another shape": lambda text: text.replace(
+        "train_step\tint64\t1\t", "train_step\tint64\t\t", 1
+    ),
+    "a rate that is no number": lambda text: text.replace("f:0.1\n", "f:\x1f.1\n", 1),
     "a tensor without parts": lambda text: text.replace("frozen\tscale\t\t64\n", "", 1),
     "a line too short": lambda text: text.replace("tensor\tscale\t", "tensor\t", 1),
     "an empty line": lambda text: text.replace("property", "\nproperty", 1),

@@ -227,6 +227,23 @@ inline std::string Escape(const std::string& plain) {
   return field;
 }
 
+inline bool IsUtf8(std::string_view text) {
+  for (size_t i = 0; i < text.size();) {
+    const auto first = static_cast<uint8_t>(text[i]);
+    const size_t more = first < 0x80 ? 0 : first < 0xc2 ? 4 : first < 0xe0 ? 1 : first < 0xf0 ? 2 : first < 0xf5 ? 3 : 4;
+    if (more == 4 || more >= text.size() - i) return false;
+    for (size_t k = 1; k <= more; ++k)
+      if ((static_cast<uint8_t>(text[i + k]) & 0xc0) != 0x80) return false;
+    const auto second = more > 0 ? static_cast<uint8_t>(text[i + 1]) : uint8_t{0};
+    // the shortest form only, no halves of pairs, nothing past the last character
+    if ((first == 0xe0 && second < 0xa0) || (first == 0xed && second > 0x9f) || (first == 0xf0 && second < 0x90) ||
+        (first == 0xf4 && second > 0x8f))
+      return false;
+    i += 1 + more;
+  }
+  return true;
+}
+
 inline uint64_t Count(const std::string& text) {
   if (text.empty() || text.size() > 18 || text.find_first_not_of("0123456789") != std::string::npos)
     throw Error("'" + text + "' is not a count");
@@ -407,7 +424,7 @@ struct Layout {
     }
     if (counters != 3) throw Error("the counters are not one int64 each");
     for (const auto& tensor : tensors)
-      if (tensor.first == tensor.last || (role(tensor.first) > 3 && tensor.bytes != 8))
+      if (tensor.first == tensor.last || (role(tensor.first) > 3 && tensor.dims != std::vector<int64_t>{1}))
         throw Error("tensor '" + tensor.name + "' does not fit its parts");
   }
 };
@@ -681,6 +698,7 @@ class CheckpointState {
 
   void ReadText(const std::string& text) {
     if (text.empty() || text.back() != '\n') throw Error("the last line has no end");
+    if (!detail::IsUtf8(text)) throw Error("it is not UTF-8");
     bool table = true;
     for (const auto& line : detail::Split(std::string_view(text).substr(0, text.size() - 1), '\n')) {
       const bool property = line.rfind("property\t", 0) == 0;
@@ -694,12 +712,11 @@ class CheckpointState {
       if (fields.size() != 3) throw Error("a value has " + std::to_string(fields.size()) + " fields");
       const std::string name = detail::Unescape(fields[1]), value = detail::Unescape(fields[2]);
       if (name.empty()) throw Error("a value has no name");
+      Property known = ReadValue(value);
       if (property)
-        properties_[name] = ReadValue(value);
-      else if (value.rfind("i:", 0) == 0 || value.rfind("f:", 0) == 0 || value.rfind("s:", 0) == 0)
-        extras_[name] = value;  // kept as it is
+        properties_[name] = std::move(known);
       else
-        throw Error("'" + value + "' is not a value");
+        extras_[name] = value;  // kept as it is
     }
     layout_.Check();
   }
@@ -708,10 +725,13 @@ class CheckpointState {
     const std::string body = value.size() < 2 ? "" : value.substr(2);
     if (value.rfind("s:", 0) == 0) return body;
     if (value.rfind("f:", 0) == 0) return ReadDecimal(body);
-    size_t used = 0;
     if (value.rfind("i:", 0) == 0) {
-      const Property number = static_cast<int64_t>(std::stoll(body, &used));
-      if (used == body.size()) return number;
+      size_t used = 0;
+      try {
+        const Property number = static_cast<int64_t>(std::stoll(body, &used));
+        if (used == body.size()) return number;
+      } catch (const std::logic_error&) {  // no number, or one of more than 64 bits
+      }
     }
     throw Error("'" + value + "' is not a value");
   }
