@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import gc
 import os
 import queue
 import shutil
@@ -176,6 +177,7 @@ def killed_at(event: int, work: Callable[[], object]) -> bool:
     """Do something in a process that kills itself at its so many-th call of the system; whether it got to the end."""
     child = os.fork()
     if child == 0:
+        gc.disable()  # sessions that nobody holds any more would wait for threads, which a fork does not have
         seen = 0
 
         def count(name: str, arguments: tuple) -> None:
