@@ -155,8 +155,13 @@ def _tokenizer(folder: Path, card: Mapping[str, Any]) -> Any:
             f"'{folder}': no tokenizer.json. The model's tokenizer has no fast form; "
             "run the model with onnxruntime and its own tokenizer"
         )
+    settings = card["tokenizer"]
+    for name in ("pad_id", "pad_type_id", "max_length"):
+        number = settings.get(name) or 0
+        if not isinstance(number, int) or not 0 <= number < 2**31:
+            raise ModelError(f"'{folder / CARD}': the tokenizer's {name} is {str(number)[:40]!r}")
     tokenizer = read_tokenizer(path)
-    limit = card["tokenizer"].get("max_length")
+    limit = settings.get("max_length")
     if limit:
         tokenizer.enable_truncation(limit)
     return tokenizer
