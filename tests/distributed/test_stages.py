@@ -17,7 +17,7 @@ from onward.distributed import RunnerSettings
 from onward.distributed.stages.models import Blueprint, StageModel, StageStep, draw_blueprint
 from onward.export import from_torch
 from onward.runtime.devices import Device
-from onward.runtime.memory import ModelMemory
+from onward.runtime.memory import HostTensor, ModelMemory
 
 Arrays = dict[str, np.ndarray]
 
@@ -81,8 +81,9 @@ def test_four_stages_make_the_loss_and_the_gradients_of_the_whole(name, tmp_path
     np.testing.assert_allclose(made[steps[-1].loss], loss, rtol=1e-6)
     arriving = {steps[-1].loss: np.ones_like(made[steps[-1].loss])}
     for step, values in zip(reversed(steps), reversed(received)):
-        passed = step.backward({**values, **given}, arriving)
-        arriving = {name: passed.get(name, np.zeros_like(value)) for name, value in values.items()}
+        passed = {name: HostTensor(np.zeros_like(value, order="C")) for name, value in values.items()}
+        step.backward({**values, **given}, arriving, into=passed)
+        arriving = {name: tensor.array for name, tensor in passed.items()}
         step.commit_statistics()
 
     largest = np.abs(module.memory.gradients.vector).max()
