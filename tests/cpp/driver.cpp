@@ -138,6 +138,8 @@ void Session(char** words) {
     return static_cast<double>(*session.EvalStep(batches[0].values)[0].GetTensorData<float>());
   };
   const double before = evaluated();
+  if (session.InputNames(true) != session.InputNames(false) || session.OutputNames(true) != session.OutputNames(false))
+    throw onward::Error("the names of evaluation are not those of training");
   auto kept = session.ToBuffer(true);
   auto zeros = session.ToBuffer(true);
   std::fill_n(zeros.GetTensorMutableData<float>(), zeros.GetTensorTypeAndShapeInfo().GetElementCount(), 0.0f);

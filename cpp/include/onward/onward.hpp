@@ -903,14 +903,7 @@ class Module {
 
   /// The loss and the additional outputs of the evaluation model: dropout off, batch norm by its statistics.
   std::vector<Ort::Value> EvalStep(const std::vector<Ort::Value>& inputs) {
-    if (!eval_path_)
-      throw ModelError("Eval model was not provided. Cannot evaluate: give Module the eval model.");
-    if (!eval_.session) {
-      Graph graph;
-      graph.Open(*env_, options_, *eval_path_, "eval");
-      eval_ = std::move(graph);
-      BindInputs(eval_);
-    }
+    OpenEval();
     CheckInputs(eval_, inputs);
     for (size_t i = 0; i < inputs.size(); ++i) eval_.feeds[eval_.batch[i]] = inputs[i];
     std::vector<OrtValue*> made(eval_.outputs.size(), nullptr);
@@ -985,15 +978,21 @@ class Module {
     }
   }
 
-  /// The names of the inputs that a step takes, in order.
-  std::vector<std::string> InputNames() const {
+  /// The names of the inputs that a training step, or an evaluation, takes, in order.
+  std::vector<std::string> InputNames(bool training = true) {
+    if (!training) OpenEval();
+    const Graph& graph = training ? step_ : eval_;
     std::vector<std::string> names;
-    for (const size_t at : step_.batch) names.push_back(step_.inputs[at]);
+    for (const size_t at : graph.batch) names.push_back(graph.inputs[at]);
     return names;
   }
 
-  /// The names of what a step returns, the loss first.
-  std::vector<std::string> OutputNames() const {
+  /// The names of what a training step, or an evaluation, returns, the loss first.
+  std::vector<std::string> OutputNames(bool training = true) {
+    if (!training) {
+      OpenEval();
+      return eval_.outputs;
+    }
     std::vector<std::string> names;
     for (size_t i = 0; i < results_; ++i) names.push_back(step_.outputs[made_here_[i]]);
     return names;
@@ -1004,6 +1003,17 @@ class Module {
  private:
   friend class Optimizer;
   friend class LinearLRScheduler;
+
+  void OpenEval() {
+    if (!eval_path_)
+      throw ModelError("Eval model was not provided. Cannot evaluate: give Module the eval model.");
+    if (!eval_.session) {
+      Graph graph;
+      graph.Open(*env_, options_, *eval_path_, "eval");
+      eval_ = std::move(graph);
+      BindInputs(eval_);
+    }
+  }
 
   struct Labels {
     size_t input;
@@ -1987,6 +1997,8 @@ class TrainingSession {
                                  const std::vector<std::string>& graph_output_names) const {
     module_.ExportModelForInferencing(path, graph_output_names);
   }
+  std::vector<std::string> InputNames(bool training) { return module_.InputNames(training); }
+  std::vector<std::string> OutputNames(bool training) { return module_.OutputNames(training); }
   Ort::Value ToBuffer(bool only_trainable) const { return module_.ToBuffer(only_trainable); }
   void FromBuffer(const Ort::Value& buffer, bool only_trainable = true) {
     module_.FromBuffer(buffer, only_trainable);
