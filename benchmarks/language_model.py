@@ -5,7 +5,8 @@
 
 Weights are random, texts are random words, a batch is 1 x 256 tokens, adapters have rank 8 beside the four
 projections of attention. Each engine runs in a process of its own, one after the other, `--rounds` times; the time to
-the first step counts from the start of the process, imports included. Processor time is what to compare on a machine
+the first step counts from the start of the process, imports included; later runs find training models that
+the first one kept. Processor time is what to compare on a machine
 that others use too. Memory is the highest resident size that the
 kernel recorded (VmHWM, Linux): mapped pages of the base are in it. Where peft is not installed, torch's adapters are
 written by hand. Bases are made once and kept in the folder `--base`; the one of 1.1 B is written layer by layer,
@@ -18,6 +19,7 @@ import argparse
 import itertools
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -52,12 +54,16 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--engines", nargs="*", help="some of: float32 int4 torch")
     parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--threads", type=int, help="of each engine; as many as there are processors")
+    parser.add_argument("--recompute", type=float, help="the share of activations that is kept")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.child:
         lines = _texts(SHAPES[asked.shape]["vocab_size"], asked.steps)
-        run = _torch if asked.child == "torch" else _onward
-        print(json.dumps(run(asked.base / asked.child, lines)))
+        _limit_threads(asked.threads)
+        folder = asked.base / asked.child
+        made = _torch(folder, lines) if asked.child == "torch" else _onward(folder, lines, asked.recompute)
+        print(json.dumps(made))
         return
     folder = asked.base / asked.shape
     make_bases(asked.shape, folder)
@@ -65,38 +71,49 @@ def main() -> None:
     rows: dict[str, list[dict[str, float]]] = {engine: [] for engine in asked.engines or default}
     for _ in range(asked.rounds):
         for engine, found in rows.items():
-            found.append(_measured(asked.shape, folder, engine, asked.steps))
+            found.append(_measured(asked, folder, engine, again=bool(found)))
             print(engine, found[-1], file=sys.stderr, flush=True)
-    columns = ("first", "first cpu", "step", "step cpu", "peak", "disk")
+    columns = ("first", "first cpu", "step", "step cpu", "peak", "own", "disk")
     print(
-        "| engine | first step, s | of processors | step, s | of processors | peak memory, MB | base on disk, MB |"
+        "| engine | first step, s | in later runs | of processors | step, s | of processors | peak memory, MB "
+        "| without mapped files | base on disk, MB |"
     )
-    print("|---|---|---|---|---|---|---|")
+    print("|---|---|---|---|---|---|---|---|---|")
     for engine, found in rows.items():
-        values = [statistics.median(row[name] for row in found) for name in columns]
+        values = [statistics.median(row[name] for row in found[1:] or found) for name in columns]
+        values.insert(0, found[0]["first"])
         print(f"| {engine} | " + " | ".join(f"{value:.4g}" for value in values) + " |")
 
 
-def _measured(shape: str, folder: Path, engine: str, steps: int) -> dict[str, float]:
-    command = [
-        sys.executable,
-        __file__,
-        shape,
-        "--base",
-        str(folder),
-        "--child",
-        engine,
-        "--steps",
-        str(steps),
-    ]
-    started = time.time()
-    done = subprocess.run(
-        command, capture_output=True, text=True, env={**os.environ, "ONWARD_STARTED": str(started)}
-    )
+def _measured(asked: argparse.Namespace, folder: Path, engine: str, *, again: bool) -> dict[str, float]:
+    command = [sys.executable, __file__, asked.shape, "--base", str(folder), "--child", engine]
+    for name in ("steps", "threads", "recompute"):
+        if getattr(asked, name) is not None:
+            command += [f"--{name}", str(getattr(asked, name))]
+    cache = folder / f"cache-{engine}"
+    if not again:
+        shutil.rmtree(cache, ignore_errors=True)
+    environment = {**os.environ, "ONWARD_STARTED": str(time.time()), "ONWARD_CACHE": str(cache)}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
     if done.returncode:
         raise SystemExit(done.stderr)
     disk = sum(path.stat().st_size for path in (folder / engine).rglob("*") if path.is_file())
     return {**json.loads(done.stdout.splitlines()[-1]), "disk": disk / 1e6}
+
+
+def _limit_threads(count: int | None) -> None:
+    """Give every session that is made from here on as many threads."""
+    if not count:
+        return
+    import onnxruntime as ort
+
+    class Options(ort.SessionOptions):
+        def __init__(self) -> None:
+            super().__init__()
+            self.intra_op_num_threads = count  # pyright: ignore[reportAttributeAccessIssue]
+
+    ort.SessionOptions = Options  # pyright: ignore[reportPrivateImportUsage]
+    os.environ["OMP_NUM_THREADS"] = str(count)
 
 
 def _report(times: list[tuple[float, float]], started: float) -> dict[str, float]:
@@ -112,7 +129,14 @@ def _report(times: list[tuple[float, float]], started: float) -> dict[str, float
         "step": wall,
         "step cpu": busy,
         "peak": peak / 1e3,
+        "own": _own_memory() / 1e3,
     }
+
+
+def _own_memory() -> int:
+    """Kilobytes that no file backs, at the end of the run."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
 
 
 def _texts(vocabulary: int, count: int) -> list[str]:
@@ -123,7 +147,7 @@ def _texts(vocabulary: int, count: int) -> list[str]:
     ]
 
 
-def _onward(folder: Path, texts: list[str]) -> dict[str, float]:
+def _onward(folder: Path, texts: list[str], recompute: float | None) -> dict[str, float]:
     import onward
     from onward.train.callbacks import Callback
 
@@ -135,7 +159,7 @@ def _onward(folder: Path, texts: list[str]) -> dict[str, float]:
 
     lines = [{"text": text} for text in texts]
     onward.finetune(
-        folder, lines, hold_out=0.0, max_length=LENGTH, progress=False, callbacks=[Clock()],
+        folder, lines, hold_out=0.0, max_length=LENGTH, progress=False, callbacks=[Clock()], recompute=recompute,
         lora=onward.lora.LoRA(rank=RANK, alpha=16.0, targets="attention"),
     )  # fmt: skip
     return _report(times, float(os.environ["ONWARD_STARTED"]))

@@ -8,6 +8,7 @@ names of such files. Beside it lie `config.json` and `tokenizer.json`.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -16,15 +17,28 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper
 
-__all__ = ["write_base"]
+__all__ = ["Form", "write_base"]
 
 BLOCK = 32
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """What published bases differ in: float16, bits of a weight, zero points, one product for queries, keys and
+    values, and rotary embedding in nodes of its own, with `position_ids` as an input."""
+
+    half: bool = False
+    bits: int = 4
+    zeros: bool = False
+    packed: bool = False
+    rotary_apart: bool = False
 
 
 class _Writer:
     """Nodes and tensors of a model whose tensors lie in one file."""
 
-    def __init__(self, folder: Path, name: str, seed: int) -> None:
+    def __init__(self, folder: Path, name: str, seed: int, form: Form) -> None:
+        self.form, self.kind = form, np.float16 if form.half else np.float32
         self.folder, self.location = folder, f"{name}_data"
         self.file = open(folder / self.location, "wb")  # noqa: SIM115 - closed in `save`
         self.random = np.random.default_rng(seed)
@@ -53,37 +67,46 @@ class _Writer:
         return name
 
     def product(self, x: str, place: str, rows: int, columns: int) -> str:
-        """x·wᵀ with w [rows, columns] in 4 bits"""
+        """x·wᵀ with w [rows, columns] in a few bits"""
         weight = place.strip("/").replace("/", ".") + ".weight"
         blocks = columns // BLOCK
-        packed = self.random.integers(0, 256, (rows, blocks, BLOCK // 2), np.uint8)
-        scales = np.full(rows * blocks, 0.2 / np.sqrt(columns), np.float32)
-        inputs = [x, self.tensor(f"{weight}_Q4", packed), self.tensor(f"{weight}_scales", scales)]
-        sizes = {"K": columns, "N": rows, "bits": 4, "block_size": BLOCK, "accuracy_level": 4}
-        return self.node("MatMulNBits", inputs, f"{place}_Q4", **sizes)[0]
+        bits = self.form.bits
+        packed = self.random.integers(0, 256, (rows, blocks, BLOCK * bits // 8), np.uint8)
+        scales = np.full(rows * blocks, 3.2 / 2**bits / np.sqrt(columns), self.kind)
+        inputs = [x, self.tensor(f"{weight}_Q{bits}", packed), self.tensor(f"{weight}_scales", scales)]
+        if self.form.zeros:
+            zeros = self.random.integers(100, 160, (rows, -(-blocks * bits // 8)), np.uint8)
+            inputs.append(self.tensor(f"{weight}_zero_points", zeros))
+        sizes = {"K": columns, "N": rows, "bits": bits, "block_size": BLOCK, "accuracy_level": 4}
+        return self.node("MatMulNBits", inputs, f"{place}_Q{bits}", **sizes)[0]
 
 
-_FUSED = {"MatMulNBits", "GroupQueryAttention", "SkipSimplifiedLayerNormalization"}
+_FUSED = {"MatMulNBits", "GroupQueryAttention", "SkipSimplifiedLayerNormalization", "RotaryEmbedding"}
 
 
 def write_base(
-    folder: Path, sizes: dict[str, int], tokenizer: Any, *, name: str = "model.onnx", seed: int = 0
-) -> None:
+    folder: Path, sizes: dict[str, int], tokenizer: Any, *, name: str = "model.onnx", seed: int = 0,
+    form: Form | None = None,
+) -> None:  # fmt: skip
     """Write the model with its configuration and tokenizer; `sizes` has the names of a Llama configuration."""
     folder.mkdir(parents=True, exist_ok=True)
+    form = form or Form()
     width, inner, words = sizes["hidden_size"], sizes["intermediate_size"], sizes["vocab_size"]
     heads, stored = sizes["num_attention_heads"], sizes["num_key_value_heads"]
     size = width // heads
-    model = _Writer(folder, name, seed)
+    model = _Writer(folder, name, seed, form)
+    kind = TensorProto.FLOAT16 if form.half else TensorProto.FLOAT
     inputs = [("input_ids", TensorProto.INT64, ["batch_size", "sequence_length"])]
     inputs.append(("attention_mask", TensorProto.INT64, ["batch_size", "total_sequence_length"]))
-    outputs = [("logits", TensorProto.FLOAT, ["batch_size", "sequence_length", words])]
+    if form.rotary_apart:
+        inputs.append(("position_ids", TensorProto.INT64, ["batch_size", "sequence_length"]))
+    outputs = [("logits", kind, ["batch_size", "sequence_length", words])]
     lengths, total = _lengths(model)
     angles = np.outer(np.arange(sizes["max_position_embeddings"]), 10000.0 ** (-np.arange(0, size, 2) / size))
     cos, sin = (
-        model.tensor(f"{kind}_cache", getattr(np, kind)(angles).astype(np.float32)) for kind in ("cos", "sin")
+        model.tensor(f"{turn}_cache", getattr(np, turn)(angles).astype(model.kind)) for turn in ("cos", "sin")
     )
-    table = (model.random.standard_normal((words, width), np.float32) * 0.02).astype(np.float32)
+    table = (model.random.standard_normal((words, width), np.float32) * 0.02).astype(model.kind)
     x = model.node(
         "Gather", [model.tensor("model.embed_tokens.weight", table), "input_ids"], "/model/embed_tokens"
     )[0]
@@ -92,23 +115,36 @@ def write_base(
     for layer in range(sizes["num_hidden_layers"]):
         at = f"/model/layers.{layer}"
         x, skip = _norm(model, x, skip, f"{at}/input_layernorm", width)
-        parts = [
-            model.product(x, f"{at}/attn/{which}_proj/MatMul", count * size, width)
-            for which, count in (("q", heads), ("k", stored), ("v", stored))
-        ]
-        past = [f"past_key_values.{layer}.{kind}" for kind in ("key", "value")]
+        if form.packed:
+            parts = [
+                model.product(x, f"{at}/attn/qkv_proj/MatMul", (heads + 2 * stored) * size, width),
+                "",
+                "",
+            ]
+        else:
+            parts = [
+                model.product(x, f"{at}/attn/{which}_proj/MatMul", count * size, width)
+                for which, count in (("q", heads), ("k", stored), ("v", stored))
+            ]
+        if form.rotary_apart:
+            for index, which in enumerate("qk"):
+                turned = f"{at}/attn/{which}_rotary/RotaryEmbedding"
+                parts[index] = model.node(
+                    "RotaryEmbedding", [parts[index], "position_ids", cos, sin], turned, interleaved=0
+                )[0]
+        past = [f"past_key_values.{layer}.{part}" for part in ("key", "value")]
         cache = ["batch_size", stored, "past_sequence_length", size]
-        inputs += [(given, TensorProto.FLOAT, cache) for given in past]
+        inputs += [(given, kind, cache) for given in past]
         whole = ["batch_size", stored, "total_sequence_length", size]
-        outputs += [(f"present.{layer}.{kind}", TensorProto.FLOAT, whole) for kind in ("key", "value")]
+        outputs += [(f"present.{layer}.{part}", kind, whole) for part in ("key", "value")]
         attended = f"{at}/attn/GroupQueryAttention/output_0"
         model.nodes.append(
             helper.make_node(
                 "GroupQueryAttention",
-                [*parts, *past, lengths, total, cos, sin],
+                [*parts, *past, lengths, total, *(() if form.rotary_apart else (cos, sin))],
                 [attended, *(made for made, _, _ in outputs[-2:])],
                 f"{at}/attn/GroupQueryAttention", domain="com.microsoft", num_heads=heads, kv_num_heads=stored,
-                scale=size**-0.5, do_rotary=1, rotary_interleaved=0, local_window_size=-1,
+                scale=size**-0.5, do_rotary=int(not form.rotary_apart), rotary_interleaved=0, local_window_size=-1,
             )
         )  # fmt: skip
         x = model.product(attended, f"{at}/attn/o_proj/MatMul", width, heads * size)
@@ -127,7 +163,7 @@ def write_base(
     x, _ = _norm(model, x, skip, f"/model/layers.{sizes['num_hidden_layers']}/final_norm_layernorm", width)
     logits = model.product(x, "/lm_head/MatMul", words, width)
     model.nodes[-1].output[0] = "logits"
-    assert logits == "/lm_head/MatMul_Q4/output_0"
+    assert logits == f"/lm_head/MatMul_Q{form.bits}/output_0"
     _save(model, folder / name, inputs, outputs)
     settings = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "eos_token_id": 0, **sizes}
     (folder / "config.json").write_text(json.dumps(settings), encoding="utf-8")
@@ -148,7 +184,7 @@ def _lengths(model: _Writer) -> tuple[str, str]:
 
 def _norm(model: _Writer, x: str, skip: str, at: str, width: int) -> tuple[str, str]:
     """The normalized sum of x and the skip connection, and that sum."""
-    scale = model.tensor(at.strip("/").replace("/", ".") + ".weight", np.ones(width, np.float32))
+    scale = model.tensor(at.strip("/").replace("/", ".") + ".weight", np.ones(width, model.kind))
     if not skip:
         return model.node(
             "SimplifiedLayerNormalization", [x, scale], f"{at}/LayerNorm", axis=-1, epsilon=1e-5, stash_type=1

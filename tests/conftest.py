@@ -22,6 +22,19 @@ import pytest
 # Several tests run at a time: threads of torch that wait for one another took most of the time of small models.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What is kept for later runs lies in a folder of this run, not in the user's."""
+    before = os.environ.get("ONWARD_CACHE")
+    os.environ["ONWARD_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+    yield
+    if before is None:
+        del os.environ["ONWARD_CACHE"]
+    else:
+        os.environ["ONWARD_CACHE"] = before
+
+
 # How long a process may run that a test itself starts; those of fixtures live as long as the fixture.
 DEADLINE = float(os.environ.get("ONWARD_TEST_DEADLINE", "300"))
 

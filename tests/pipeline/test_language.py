@@ -17,10 +17,12 @@ from export.huggingface_types import tiny_of
 from onward.data.conversations import IGNORED, Batches, Example, encode_lines, pack
 from onward.errors import DataError, ModelError, OnwardError
 from onward.export import from_transformers
+from onward.graph.builder import Builder
+from onward.graph.passes.separate_examples import separate_examples
 from onward.lora import LoRA
 from onward.pipeline import load as load_any
 from onward.pipeline.chat import read_template
-from onward.pipeline.language import _artifacts, _open, finetune_language_model, load_adapters
+from onward.pipeline.language import _artifacts, _open, _prepare, finetune_language_model, load_adapters
 from onward.train.trainer import Trainer
 
 LINES = [
@@ -238,6 +240,86 @@ def test_examples_are_packed_and_batched_by_length() -> None:
     seen = [int(row.sum()) for batch in data for row in batch["attention_mask"]]
     assert sorted(seen) == [2, 3, 4, 5, 9]
     assert all(batch["input_ids"].shape[1] % 16 == 0 for batch in data)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_packed_examples_do_not_see_each_other(base: Any, tmp_path: Path, kind: str) -> None:
+    """Losses and gradients of a packed row are those of its examples alone, with rotary and learned positions."""
+    folder = base[0]
+    if kind != "llama":
+        folder = tmp_path / "base"
+        from_transformers(tiny_of(kind, "text-generation"), "text-generation", folder, opset=18)
+    lora = LoRA(rank=4, alpha=8.0, targets="attention")
+    opened, _, files = _prepare(folder, lora, slices=2, recompute=None, packing=True)
+    assert {"segment_ids"} <= set(opened.inputs) and "position_ids" in opened.inputs
+    examples = encode_lines(LINES, opened.tokenizer, None, end=5, max_length=32, vocabulary=opened.vocabulary)
+    (row,) = pack(examples, 64)
+    assert len(row.parts()) == len(LINES)
+    data = Batches([row], 1, pad=0, inputs=opened.inputs)
+    trainer = Trainer(files, progress=False)
+    random = np.random.default_rng(0)
+    for parameter in trainer.state.parameters:
+        trainer.state.parameters[parameter.name].data = random.normal(0, 0.1, parameter.data.shape).astype(
+            np.float32
+        )
+
+    def step(example: Example) -> tuple[float, dict[str, np.ndarray]]:
+        loss = float(np.asarray(trainer.module(*data.batch([example]).values())))
+        gradients = {p.name: np.array(p.grad) for p in trainer.state.parameters}
+        trainer.module.lazy_reset_grad()
+        return loss, gradients
+
+    together, gradients = step(row)
+    alone = [(*step(part), part.counted()) for part in row.parts()]
+    total = sum(count for *_, count in alone)
+    assert together == pytest.approx(sum(loss * count for loss, _, count in alone) / total, rel=1e-5)
+    for name, gradient in gradients.items():
+        expected = sum(parts[name] * count for _, parts, count in alone) / total
+        np.testing.assert_allclose(gradient, expected, atol=1e-4 * np.abs(expected).max(), err_msg=name)
+    # without marks the second example sees the first
+    seen = step(Example(row.ids, row.labels))[0]
+    assert abs(seen - together) > 1e-3 * together
+
+
+def test_packing_a_model_whose_tokens_meet_elsewhere_is_refused(
+    base: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def through(model: Any) -> None:
+        separate_examples(model)
+        op = Builder(model.graph)
+        for node in [node for node in model.graph if node.op_type == "Softmax"]:
+            op.before = node
+            node.replace_input_with(0, node.inputs[0].producer().inputs[1])  # as if one attention were missed
+
+    monkeypatch.setattr("onward.pipeline.language.separate_examples", through)
+    with pytest.raises(ModelError, match="packing changes this model's loss"):
+        finetune_language_model(base[0], LINES, lora=LORA, packing=True, progress=False)
+
+
+def test_training_models_are_kept_for_the_next_run(
+    base: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ONWARD_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("onward.pipeline.language._WORTH_KEEPING", 0.0)
+    folder = tmp_path / "base"
+    shutil.copytree(base[0], folder)
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+
+    def run() -> list[float]:
+        options: Any = {"lora": LORA, "epochs": 2, "batch_size": 2, "learning_rate": 1e-2, "progress": False}
+        return [row["loss"] for row in finetune_language_model(folder, LINES, **options).history.steps]
+
+    first = run()
+    (kept,) = (tmp_path / "cache" / "language").iterdir()
+    with monkeypatch.context() as patch:
+        patch.setattr("onward.pipeline.language._open", None)  # nothing is made again
+        assert run() == first
+    (kept / "training.onnx").write_bytes(b"damaged")
+    assert run() == first
+    (folder / "model.onnx").write_bytes(before["model.onnx"])  # another file, though the same bytes
+    assert run() == first
+    assert len(list((tmp_path / "cache" / "language").iterdir())) == 2
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
 
 def test_a_conversation_is_answered_and_streamed(base: Any) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
+import onnx
 import onnx_ir as ir
 import onnxruntime as ort
 import pytest
@@ -27,22 +29,33 @@ SIZES = {
 }  # fmt: skip
 
 
-def test_a_ready_made_base_trains_and_writes(tmp_path: Path) -> None:
-    ready_made.write_base(tmp_path / "base", SIZES, language_model.words(96))
+@pytest.mark.parametrize(
+    "form",
+    [
+        ready_made.Form(),
+        ready_made.Form(half=True, zeros=True, packed=True),
+        ready_made.Form(bits=8, rotary_apart=True),
+    ],
+    ids=["4 bits", "float16, zero points, one product", "8 bits, rotary apart"],
+)
+def test_a_ready_made_base_trains_and_writes(tmp_path: Path, form: ready_made.Form) -> None:
+    ready_made.write_base(tmp_path / "base", SIZES, language_model.words(96), form=form)
     before = {path.name: path.read_bytes() for path in (tmp_path / "base").iterdir()}
     session = ort.InferenceSession(tmp_path / "base" / "model.onnx", providers=["CPUExecutionProvider"])
     ids = np.asarray([[5, 6, 7, 8, 9, 10]])
     feeds = {"input_ids": ids, "attention_mask": np.ones_like(ids)}
+    if form.rotary_apart:
+        feeds["position_ids"] = np.arange(6)[None]
     for value in session.get_inputs():
         if value.name.startswith("past_key_values."):
-            feeds[value.name] = np.zeros((1, 2, 0, 16), np.float32)
-    logits = torch.tensor(np.asarray(session.run(["logits"], feeds)[0]))
+            feeds[value.name] = np.zeros((1, 2, 0, 16), np.float16 if form.half else np.float32)
+    logits = torch.tensor(np.asarray(session.run(["logits"], feeds)[0], np.float32))
     expected = torch.nn.functional.cross_entropy(logits[0, :-1], torch.tensor(ids[0, 1:]))
     opened = _open(tmp_path / "base")
     trainer = Trainer(
-        _artifacts(opened, LoRA(rank=4, targets=["*q_proj*"]), slices=3, recompute=None), progress=False
+        _artifacts(opened, LoRA(rank=4, targets=["*attn.q*"]), slices=3, recompute=None), progress=False
     )
-    given = {"input_ids": ids, "attention_mask": np.ones_like(ids), "labels": ids}
+    given = {**feeds, "labels": ids}
     loss = trainer.module(*[given[name] for name in trainer.module.input_names()])
     # the runtime multiplies 4-bit weights with inputs of 8 bits, training with floats
     assert float(np.asarray(loss)) == pytest.approx(float(expected), rel=0.02)
@@ -52,6 +65,13 @@ def test_a_ready_made_base_trains_and_writes(tmp_path: Path) -> None:
     )
     assert result.history.epochs[-1]["loss"] < 0.1 * result.history.epochs[0]["loss"]
     assert load(result.export(tmp_path / "out"))("w9 w8", max_new_tokens=4).split() == ["w7", "w6"]
+    # packed weights are multiplied as they are, and not dequantized for each token
+    kinds = Counter(node.op_type for node in onnx.load(tmp_path / "out" / "model.onnx").graph.node)
+    assert (
+        kinds["MatMulNBits"] == (5 if form.packed else 7) * 2 + 1
+        and not kinds["DequantizeLinear"]
+        and kinds["GroupQueryAttention"] == 2
+    )
     assert {path.name: path.read_bytes() for path in (tmp_path / "base").iterdir()} == before
 
 

@@ -241,8 +241,12 @@ def build_artifacts(
     batch_norm: BatchNorm = None,
     precision: Precision = "fp32",
     metadata: Mapping[str, str] | None = None,
+    normalized: bool = False,
 ) -> Artifacts:
-    """Build the artifacts of a forward model in memory; arguments as for `generate_artifacts`."""
+    """Build the artifacts of a forward model in memory; arguments as for `generate_artifacts`.
+
+    `normalized` says that the model is what `normalize` returned, and may be changed: it is not converted again.
+    """
     _check_precision(precision, portable=portable)
     add_loss = _chosen_loss(loss)
     rule = _chosen_optimizer(optimizer)
@@ -253,10 +257,10 @@ def build_artifacts(
         )
     if custom_op_library is not None and not Path(custom_op_library).exists():
         raise ModelError(f"Custom op library path {custom_op_library} does not exist.")
-    loaded = load_model(_source(model))
+    loaded = model if normalized and isinstance(model, ir.Model) else load_model(_source(model))
     own = loaded.graph.opset_imports.get("", loaded.graph.opset_imports.get("ai.onnx", OPSET))
     vectors = constant_vectors(loaded)
-    prepared = normalize(loaded)
+    prepared = loaded if normalized else normalize(loaded)
     adapters = [] if lora is None else add_adapters(prepared, lora)
     given = set(prepared.graph.initializers)
     prepared.metadata_props.update({contract.LOSS_NAME: _loss_name(loss), **(metadata or {})})

@@ -7,6 +7,7 @@ do; nothing of models.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,10 +29,20 @@ Render = Callable[..., str]
 
 @dataclass(frozen=True)
 class Example:
-    """Token ids and, for each, what is to be said there: the same id, or -100."""
+    """Token ids and, for each, what is to be said there: the same id, or -100; and where each of several begins."""
 
     ids: list[int]
     labels: list[int]
+    starts: tuple[int, ...] = (0,)
+
+    def parts(self) -> list[Example]:
+        """The examples that were put behind one another."""
+        edges = [*self.starts, len(self.ids)]
+        return [Example(self.ids[a:b], self.labels[a:b]) for a, b in itertools.pairwise(edges)]
+
+    def counted(self) -> int:
+        """How many labels the loss counts: the first token's is never one."""
+        return sum(label != IGNORED for label in self.labels[1:])
 
 
 def read_lines(path: Path) -> list[Mapping[str, Any]]:
@@ -155,17 +166,18 @@ def pack(examples: Sequence[Example], length: int) -> list[Example]:
 
     The first token of each is no label: nothing before it says what it should be.
     """
-    packed: list[tuple[list[int], list[int]]] = []
+    packed: list[tuple[list[int], list[int], list[int]]] = []
     for example in sorted(examples, key=lambda example: -len(example.ids)):
         labels = [IGNORED, *example.labels[1:]]
-        for ids, marks in packed:
+        for ids, marks, starts in packed:
             if len(ids) + len(example.ids) <= length:
+                starts.append(len(ids))
                 ids += example.ids
                 marks += labels
                 break
         else:
-            packed.append((list(example.ids), labels))
-    return [Example(ids, labels) for ids, labels in packed]
+            packed.append((list(example.ids), labels, [0]))
+    return [Example(ids, labels, tuple(starts)) for ids, labels, starts in packed]
 
 
 class Batches:
@@ -200,17 +212,21 @@ class Batches:
         if self._shuffle:
             self._random.shuffle(groups)  # type: ignore[arg-type]
         for group in groups:
-            yield self._batch([self._examples[index] for index in group])
+            yield self.batch([self._examples[index] for index in group])
 
-    def _batch(self, chosen: Sequence[Example]) -> dict[str, np.ndarray]:
+    def batch(self, chosen: Sequence[Example]) -> dict[str, np.ndarray]:
+        """Some examples as the model takes them."""
         longest = max(len(example.ids) for example in chosen)
         width = -(-longest // _STEP) * _STEP
         ids = np.full((len(chosen), width), self._pad, np.int64)
         labels = np.full((len(chosen), width), IGNORED, np.int64)
-        mask = np.zeros((len(chosen), width), np.int64)
+        mask, segments = np.zeros((2, len(chosen), width), np.int64)
+        positions = np.tile(np.arange(width), (len(chosen), 1))
         for row, example in enumerate(chosen):
             size = len(example.ids)
             ids[row, :size], labels[row, :size], mask[row, :size] = example.ids, example.labels, 1
-        columns = np.broadcast_to(np.arange(width), ids.shape)
-        batch = {"input_ids": ids, "attention_mask": mask, "position_ids": np.ascontiguousarray(columns)}
+            for start in example.starts:
+                segments[row, start:size] += 1
+                positions[row, start:] = np.arange(width - start)
+        batch = {"input_ids": ids, "attention_mask": mask, "position_ids": positions, "segment_ids": segments}
         return {**{name: batch[name] for name in self._inputs}, "labels": labels}

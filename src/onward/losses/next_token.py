@@ -140,6 +140,8 @@ def _words(op: Builder, weight: ir.Value, low: int, high: int, *, by_rows: bool)
     if by_rows and made is not None and made.op_type == "DequantizeLinear" and _is_by_row(made):
         parts = [None if value is None else _rows(op, value, low, high) for value in made.inputs]
         return op.node("DequantizeLinear", parts, dict(made.attributes))[0]
+    if by_rows and made is not None and made.op_type == "Cast" and made.inputs[0] is not None:
+        return op.Cast(_rows(op, made.inputs[0], low, high), to=op.dtype(weight))
     return _rows(op, weight, low, high) if by_rows else op.Slice(weight, *_bounds(low, high), [1])
 
 

@@ -49,6 +49,8 @@ __all__ = ["FineTuned", "finetune"]
 
 _LABEL = InputSpec("labels", np.dtype(np.int64), (None,))
 _CLASSIFYING = ("cross-entropy", "nll")
+# options of language models alone
+_LANGUAGE_OPTIONS = ("packing", "gradient_accumulation_steps", "recompute", "warmup", "clip_norm", "slices")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,6 +151,7 @@ def finetune(
     device: DeviceLike = "cpu",
     seed: int = 0,
     progress: bool = True,
+    **language: Any,
 ) -> FineTuned:
     """Fine-tune a pretrained model on your own classes and data.
 
@@ -167,7 +170,8 @@ def finetune(
     >>> result.export("mine.onnx")  # doctest: +SKIP
 
     The folder of a language model is trained with LoRA on JSON lines of conversations, prompts or texts instead, and
-    the result is a `LanguageModel`: see `onward.pipeline.language.finetune_language_model`.
+    the result is a `LanguageModel`: see `onward.pipeline.language.finetune_language_model`, whose other options
+    (`packing`, `gradient_accumulation_steps`, `recompute` …) are taken here too.
     """
     if isinstance(model, str | os.PathLike) and Path(model).is_dir():
         if learning_rate == "auto":
@@ -175,13 +179,18 @@ def finetune(
                 "learning_rate='auto' is for classifiers; give a language model a number, such as 2e-4"
             )
         rate = 2e-4 if learning_rate is None else float(learning_rate)
-        language: Any = finetune_language_model(
+        unknown = sorted(set(language) - set(_LANGUAGE_OPTIONS))
+        if unknown:
+            raise TypeError(f"unknown option {', '.join(unknown)}. Known: {', '.join(_LANGUAGE_OPTIONS)}")
+        trained: Any = finetune_language_model(
             model, data, eval_data=eval_data, hold_out=0.0 if eval_data is not None else hold_out, lora=lora,
             epochs=epochs, batch_size=batch_size or 1, max_length=max_length or 512, schedule=schedule,
             callbacks=callbacks, output_directory=output_directory, seed=seed, progress=progress,
-            learning_rate=rate, device=device,
+            learning_rate=rate, device=device, **language,
         )  # fmt: skip
-        return language
+        return trained
+    if language:
+        raise TypeError(f"{', '.join(sorted(language))}: an option of language models, or of nothing")
     if output_directory is not None and any(Path(output_directory).glob("checkpoint-*")):
         raise OnwardError(
             f"'{output_directory}' has an earlier run: choose another output_directory, or remove it"

@@ -10,6 +10,7 @@ import dataclasses
 import math
 import os
 import shutil
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,15 +28,20 @@ from onward.export.huggingface.folder import CARD, MODEL, read_card, staged, wri
 from onward.graph.builder import Builder
 from onward.graph.cleanup import remove_unused
 from onward.graph.dialect.normalize import normalize
+from onward.graph.gc_paused import gc_paused
 from onward.graph.load import load_model
 from onward.graph.passes.late_weights import dequantize_late
 from onward.graph.passes.lora import LoRA, add_adapters, merge_adapters
+from onward.graph.passes.separate_examples import separate_examples
 from onward.graph.passes.sizes import rename_sizes, settle_sizes
+from onward.graph.passes.widen_halves import compute_in_float32, has_halves
 from onward.graph.save import initializer_bytes, write_model
 from onward.lora import load_peft, save_peft
 from onward.losses.next_token import next_token_loss, without_surrogate
 from onward.pipeline.chat import read_template
+from onward.pipeline.kept_models import digest_of, find_models, keep_models
 from onward.reading import read_json
+from onward.train.artifact_set import ArtifactFiles, find_artifacts
 from onward.train.history import History
 from onward.train.trainer import Trainer
 
@@ -47,6 +53,10 @@ __all__ = ["LanguageModel", "finetune_language_model", "load_adapters", "open_la
 _PAST = "past_key_values."
 # bytes of weights from which on they are written to a file of their own
 _MAPPED = 128 * 2**20
+# seconds of making the training models from which on they are kept for the next run
+_WORTH_KEEPING = 2.0
+# how much the loss of examples in one row may differ from theirs alone: rounding
+_SAME_LOSS = 1e-3
 _TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "c_attn", "query_key_value", "qkv_proj", "query", "value")
 
 
@@ -77,8 +87,11 @@ class LanguageModel:
             raise ModelError(
                 f"'{target}' is the base's own folder: choose another, so that the base stays as it is"
             )
-        model = normalize(load_model(_model_file(self.folder), apart=True))
-        named = add_adapters(model, self.lora)
+        model = load_model(_model_file(self.folder), apart=True)
+        # a ready-made base keeps the runtime's own products with packed weights, which are the faster ones
+        if scheme is not None or not any(node.op_type == "MatMulNBits" for node in model.graph):
+            model = normalize(model, owned=True)
+        named = add_adapters(model, dataclasses.replace(self.lora, dropout=0.0))
         if set(named) != set(self.adapters):
             raise ModelError(f"'{self.folder}' is not the base that these adapters were trained beside")
         for name, value in self.adapters.items():
@@ -110,10 +123,14 @@ class LanguageModel:
 class _Base:
     folder: Path
     card: Mapping[str, Any]
-    model: ir.Model
     inputs: list[str]
     tokenizer: Any
     vocabulary: int
+
+
+@dataclasses.dataclass(frozen=True)
+class _OpenBase(_Base):
+    model: ir.Model
 
 
 def open_language_model(folder: str | os.PathLike[str]) -> Mapping[str, Any]:
@@ -224,18 +241,18 @@ def finetune_language_model(
     `folder` is what `from_transformers(…, "text-generation", folder)` wrote, or a ready-made export with
     `tokenizer.json` and `config.json` beside it; its weights may be float32, int8 or 4-bit, and stay so. `data` is
     a JSON lines file: `{"messages": […]}`, `{"prompt", "completion"}` or `{"text"}`. The loss counts what the model
-    is to say: the assistant's turns and the completions. `packing` puts short examples behind one another.
+    is to say: the assistant's turns and the completions. `packing` puts short examples behind
+    one another in a row; each attends to itself alone.
     `slices` is in how many parts the vocabulary's scores are computed. Adapters are rank 8 beside the projections
     of attention, unless `lora` says otherwise; its `targets="attention"` means the same ones.
 
     >>> result = finetune_language_model("smollm", "chat.jsonl", epochs=2)  # doctest: +SKIP
     >>> result.export("assistant", quantize="int8")  # doctest: +SKIP
     """
-    base = _open(Path(folder))
-    chosen = lora or LoRA(rank=8, alpha=16.0, targets="attention")
-    if chosen.targets == "attention":
-        chosen = dataclasses.replace(chosen, targets=_default_targets(base.model))
-    made = _artifacts(base, chosen, slices=slices, recompute=recompute)
+    base, chosen, made = _prepare(
+        Path(folder), lora or LoRA(rank=8, alpha=16.0, targets="attention"),
+        slices=slices, recompute=recompute, packing=packing,
+    )  # fmt: skip
     options = {"max_length": _longest(base, max_length)}
     examples = _examples(base, data, **options)
     held = _examples(base, eval_data, **options) if eval_data is not None else []
@@ -256,6 +273,8 @@ def finetune_language_model(
         device=device,
     )  # fmt: skip
     batches = Batches(examples, batch_size, pad=pad, inputs=base.inputs, seed=seed)
+    if packing:
+        _require_apart(trainer, batches, examples)
     evaluation = Batches(held, batch_size, pad=pad, inputs=base.inputs, shuffle=False) if held else None
     history = trainer.fit(batches, evaluation, epochs=epochs)
     metrics = {}
@@ -267,10 +286,63 @@ def finetune_language_model(
     return LanguageModel(base.folder, base.card, chosen, adapters, history, metrics)
 
 
-def _open(folder: Path) -> _Base:
+def _require_apart(trainer: Trainer, batches: Batches, examples: Sequence[Example]) -> None:
+    """Compare the loss of one packed row with those of its examples alone: they must not have seen each other."""
+    several = [example for example in examples if len(example.starts) > 1]
+    if not several:
+        return
+    row = min(several, key=lambda example: len(example.ids))
+
+    def loss(example: Example) -> float:
+        return float(np.asarray(trainer.module(*batches.batch([example]).values())).reshape(()))
+
+    trainer.module.eval()
+    together = loss(row)
+    alone = [(loss(part), part.counted()) for part in row.parts() if part.counted()]
+    trainer.module.train()
+    expected = sum(value * count for value, count in alone) / sum(count for _, count in alone)
+    if not math.isclose(together, expected, rel_tol=_SAME_LOSS):
+        raise ModelError(
+            f"packing changes this model's loss from {expected:.5g} to {together:.5g}: its tokens meet in other ways "
+            "than attention, or its positions cannot begin anew",
+            hint="train without packing",
+        )
+
+
+@gc_paused()
+def _prepare(
+    folder: Path, lora: LoRA, *, slices: int, recompute: Any, packing: bool
+) -> tuple[_Base, LoRA, ArtifactFiles]:
+    """The base, the adapters' settings and the training models, which are kept for the next run."""
+    key = digest_of(_model_file(folder), lora, slices, recompute, packing) if folder.is_dir() else None
+    kept = None if key is None else find_models(key, folder)
+    if kept is not None:
+        base = _Base(
+            folder, open_language_model(folder), kept.facts["inputs"], read_tokenizer(folder / "tokenizer.json"), kept.facts["words"]
+        )
+        return base, dataclasses.replace(lora, targets=kept.facts["targets"]), kept.files
+    started = time.monotonic()
+    opened = _open(folder)
+    if lora.targets == "attention":
+        lora = dataclasses.replace(lora, targets=_default_targets(opened.model))
+    if packing:
+        separate_examples(opened.model)
+        names = [value.name or "" for value in opened.model.graph.inputs]
+        opened = dataclasses.replace(opened, inputs=names)
+    files = find_artifacts(_artifacts(opened, lora, slices=slices, recompute=recompute))
+    if key is not None and time.monotonic() - started > _WORTH_KEEPING:
+        facts = {"inputs": opened.inputs, "words": opened.vocabulary, "targets": lora.targets}
+        keep_models(key, files, facts, folder)
+    return opened, lora, files
+
+
+def _open(folder: Path) -> _OpenBase:
     card = open_language_model(folder)
     tokenizer = read_tokenizer(folder / "tokenizer.json")
-    model = without_past(normalize(load_model(_model_file(folder), apart=True)))
+    loaded = load_model(_model_file(folder), apart=True)
+    if has_halves(loaded):
+        compute_in_float32(loaded)
+    model = without_past(normalize(loaded, owned=True))
     rename_sizes(model, _same_sizes(model))
     settle_sizes(model)
     names = [value.name or "" for value in model.graph.inputs]
@@ -284,7 +356,7 @@ def _open(folder: Path) -> _Base:
     words = None if logits is None or logits.shape is None else logits.shape[-1]
     if not isinstance(words, int):
         raise ModelError(f"'{folder}': the model has no output 'logits' over a known vocabulary")
-    return _Base(folder, card, model, names, tokenizer, words)
+    return _OpenBase(folder, card, names, tokenizer, words, model)
 
 
 def without_past(model: ir.Model) -> ir.Model:
@@ -351,7 +423,7 @@ def _default_targets(model: ir.Model) -> list[str]:
     return found or ["*"]
 
 
-def _artifacts(base: _Base, lora: LoRA, *, slices: int, recompute: Any) -> Artifacts:
+def _artifacts(base: _OpenBase, lora: LoRA, *, slices: int, recompute: Any) -> Artifacts:
     model = base.model
     adapters = add_adapters(model, lora)
     graph = model.graph
@@ -371,7 +443,9 @@ def _artifacts(base: _Base, lora: LoRA, *, slices: int, recompute: Any) -> Artif
     graph.outputs.clear()
     graph.outputs.append(loss)
     remove_unused(model)
-    made = build_artifacts(model, requires_grad=adapters, optimizer=OptimType.AdamW, recompute=recompute)
+    made = build_artifacts(
+        model, requires_grad=adapters, optimizer=OptimType.AdamW, recompute=recompute, normalized=True
+    )
     without_surrogate(made.evaluation)
     remove_unused(made.evaluation)
     for part in (made.training, made.evaluation):
@@ -422,6 +496,6 @@ def load_adapters(folder: str | os.PathLike[str], adapters: str | os.PathLike[st
     """
     path = Path(folder)
     card = open_language_model(path)
-    model = normalize(load_model(_model_file(path), apart=True))
+    model = normalize(load_model(_model_file(path), apart=True), owned=True)
     lora, values = load_peft(adapters, list(model.graph.initializers))
     return LanguageModel(path, card, lora, values, History(), {})

@@ -13,10 +13,8 @@ import hashlib
 import json
 import os
 import platform
-import sys
 import tempfile
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -24,6 +22,7 @@ import onnxruntime as ort
 
 from onward.errors import LimitError, ModelError
 from onward.reading import parse_json
+from onward.runtime.cache import cache_folder
 from onward.runtime.environment import processors
 from onward.runtime.processor import instruction_sets, name_of_processor
 from onward.runtime.sessions import make_session
@@ -35,11 +34,11 @@ if TYPE_CHECKING:
 
     from onward.graph.passes.conv_forms import Convolution
 
-__all__ = ["cache_folder", "tune", "wanted"]
+__all__ = ["tune", "wanted"]
 
 # Changes whenever a form is written in another way, so that old times do not count.
 _FORMS = 1
-_SWITCH, _FOLDER = "ONWARD_AUTOTUNE", "ONWARD_CACHE"
+_SWITCH = "ONWARD_AUTOTUNE"
 # A form must take less than this part of the time of the rule's.
 _CLEARLY = 0.9
 # Runs of each form, and seconds after which no more begin for one shape.
@@ -135,23 +134,6 @@ class _Timed:
 
 
 # ---- the table -----------------------------------------------------------------------------------------
-
-
-def cache_folder() -> Path | None:
-    """Where Onward keeps what it measured: $ONWARD_CACHE, or the system's folder for caches; None without a home."""
-    if os.environ.get(_FOLDER):
-        return Path(os.environ[_FOLDER])
-    try:
-        home = Path.home()
-    except RuntimeError:
-        return None
-    if sys.platform == "win32":
-        base = Path(os.environ.get("LOCALAPPDATA") or home / "AppData" / "Local")
-    elif sys.platform == "darwin":
-        base = home / "Library" / "Caches"
-    else:
-        base = Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache")
-    return base / "onward"
 
 
 def _machine(options: ort.SessionOptions | None, opset: int) -> dict[str, str | int]:

@@ -17,6 +17,7 @@ from onward import contract
 from onward.errors import MAKE_ARTIFACTS, DeviceError, ModelError
 from onward.graph.gate import ProtoSource, read_proto
 from onward.run_limits import run_limited
+from onward.runtime.cache import OptimizedGraph
 from onward.runtime.devices import CPU, Device
 
 __all__ = [
@@ -125,17 +126,21 @@ def make_session(
     device = device or Device("cpu")
     source = model.SerializeToString() if isinstance(model, onnx.ModelProto) else model
     chosen: Any = options or ort.SessionOptions()
+    many = isinstance(model, onnx.ModelProto) and len(model.graph.node) > _MANY
+    kept = OptimizedGraph(source) if many and options is None and device.provider == CPU else None
     if options is None:
         chosen.log_severity_level = 4  # what went wrong is in the error, where names are escaped
         # planning one block for all activations saved no time and cost a fifth to a quarter more memory
         chosen.enable_mem_pattern = False
         # looking for a buffer of the same shape for each value takes the square of their number: 20 s for a decoder
         # of 30 layers; the arena gives out freed memory as well
-        chosen.enable_mem_reuse = not (isinstance(model, onnx.ModelProto) and len(model.graph.node) > _MANY)
+        chosen.enable_mem_reuse = not many
     if not isinstance(model, onnx.ModelProto) or _reads(model) > _LARGE:
         _rest_between_runs(chosen)
     try:
         providers = device.providers(capture=capture)
+        if kept is not None:
+            return _open_kept(kept, source, chosen, providers)
         session = ort.InferenceSession(
             source,
             chosen,
@@ -153,6 +158,31 @@ def make_session(
             "see what it printed above, and `onward doctor`"
         )
     return session
+
+
+def _open_kept(
+    kept: OptimizedGraph, source: bytes, options: Any, providers: Sequence[Any]
+) -> ort.InferenceSession:
+    """A session of a large graph: as an earlier one optimized it, or optimized now and kept."""
+    ready = kept.read()
+    if ready is not None:
+        level = options.graph_optimization_level
+        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+        try:
+            return ort.InferenceSession(ready, options, providers=list(providers))
+        except Exception:  # not what this runtime wrote: make it again
+            options.graph_optimization_level = level
+    try:
+        place = kept.stage()
+        if place is not None:
+            options.optimized_model_filepath = place
+        session = ort.InferenceSession(
+            source, options, providers=list(providers), disabled_optimizers=unwanted_fusions(providers)
+        )
+        kept.keep()
+        return session
+    finally:
+        kept.clean()
 
 
 def _advice(model: onnx.ModelProto | bytes | str, device: Device, error: Exception) -> str:

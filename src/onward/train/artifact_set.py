@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from onward.artifacts.generate import Artifacts
     from onward.checkpoint.content import CheckpointData
 
-__all__ = ["ArtifactFiles", "find_artifacts"]
+__all__ = ["ArtifactFiles", "about", "find_artifacts"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,8 +61,12 @@ class ArtifactFiles:
         )
 
 
-def find_artifacts(artifacts: str | os.PathLike[str] | Artifacts, prefix: str = "") -> ArtifactFiles:
+def find_artifacts(
+    artifacts: str | os.PathLike[str] | Artifacts | ArtifactFiles, prefix: str = ""
+) -> ArtifactFiles:
     """What `generate_artifacts` wrote into a directory, or `build_artifacts` returned."""
+    if isinstance(artifacts, ArtifactFiles):
+        return artifacts
     if not isinstance(artifacts, str | os.PathLike):
         return _in_memory(artifacts)
     directory = Path(artifacts)
@@ -87,7 +91,7 @@ def find_artifacts(artifacts: str | os.PathLike[str] | Artifacts, prefix: str = 
         evaluation=evaluation if evaluation.is_file() else None,
         optimizer=optimizer if optimizer.is_file() else None,
         state=state,
-        **_about(
+        **about(
             read_model(training, "training"),
             read_model(optimizer, "optimizer") if optimizer.is_file() else None,
         ),
@@ -117,18 +121,19 @@ def _in_memory(artifacts: Artifacts) -> ArtifactFiles:
         evaluation=proto(artifacts.evaluation),
         optimizer=optimizer,
         state=artifacts.checkpoint,
-        **_about(training.proto if isinstance(training, ModelBeside) else training, optimizer),
+        **about(training.proto if isinstance(training, ModelBeside) else training, optimizer),
     )
 
 
-def _about(model: onnx.ModelProto, optimizer: onnx.ModelProto | None) -> dict[str, Any]:
-    about = {entry.key: entry.value for entry in model.metadata_props}
+def about(model: onnx.ModelProto, optimizer: onnx.ModelProto | None) -> dict[str, Any]:
+    """What the models say of themselves: outputs, classes, loss and optimizer, and how to train on."""
+    own = {entry.key: entry.value for entry in model.metadata_props}
     rule = {} if optimizer is None else {entry.key: entry.value for entry in optimizer.metadata_props}
-    words = {"loss": about.get(contract.LOSS_NAME, ""), "optimizer": _optimizer_name(rule)}
-    defaults = read_table(about, contract.DEFAULTS)
+    words = {"loss": own.get(contract.LOSS_NAME, ""), "optimizer": _optimizer_name(rule)}
+    defaults = read_table(own, contract.DEFAULTS)
     return {
-        "outputs": read_names(about, contract.OUTPUTS),
-        "classes": read_names(about, contract.CLASSES) if contract.CLASSES in about else None,
+        "outputs": read_names(own, contract.OUTPUTS),
+        "classes": read_names(own, contract.CLASSES) if contract.CLASSES in own else None,
         "about": {name: value for name, value in words.items() if value},
         "defaults": {
             name: float(value)

@@ -84,7 +84,7 @@ class Trainer:
     @renamed_arguments(accumulation="gradient_accumulation_steps")
     def __init__(
         self,
-        artifacts: str | os.PathLike[str] | Artifacts,
+        artifacts: str | os.PathLike[str] | Artifacts | ArtifactFiles,
         *,
         output_directory: str | os.PathLike[str] | None = None,
         learning_rate: float | Literal["auto"] | None = None,

@@ -87,7 +87,7 @@ def finetune(
         int | None, typer.Option(min=2, help="Tokens of a text that are read; a language model: 512.")
     ] = None,
     packing: Annotated[
-        bool, typer.Option("--packing", help="Put short examples behind one another.")
+        bool, typer.Option("--packing", help="Put short examples into one row; they do not see each other.")
     ] = False,
     learning_rate: Annotated[
         float | None, typer.Option("--learning-rate", "--lr", min=0, help="The highest learning rate.")

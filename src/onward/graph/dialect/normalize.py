@@ -163,10 +163,13 @@ def _types_fit(node: ir.Node, schema: onnx.defs.OpSchema) -> bool:
     return True
 
 
-def normalize(source: ModelSource, *, base_dir: str | os.PathLike[str] | None = None) -> ir.Model:
+def normalize(
+    source: ModelSource, *, base_dir: str | os.PathLike[str] | None = None, owned: bool = False
+) -> ir.Model:
     """Load a model and convert it to Onward's dialect: opset 21, or later where a type in use is newer.
 
-    `base_dir` is where external data of bytes or a ModelProto lies; a path brings its own.
+    `base_dir` is where external data of bytes or a ModelProto lies; a path brings its own. `owned` says that a
+    model which `load_model` returned may be changed: no copy of it is made.
 
     >>> import onnx.parser
     >>> old = onnx.parser.parse_model(
@@ -176,7 +179,8 @@ def normalize(source: ModelSource, *, base_dir: str | os.PathLike[str] | None = 
     >>> model.graph.opset_imports[""], [len(node.inputs) for node in model.graph]
     (21, [2])
     """
-    model = load_model(source, base_dir=base_dir)
+    owned = owned and isinstance(source, ir.Model)
+    model = source if owned else load_model(source, base_dir=base_dir)  # type: ignore[assignment]
     try:
         return _normalize(model)
     except (OnwardError, MemoryError):

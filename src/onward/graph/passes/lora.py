@@ -30,6 +30,7 @@ __all__ = ["LoRA", "add_adapters", "merge_adapters"]
 _NOTE = contract.LORA
 # what may stand between a stored weight and the product that reads it
 _PATH = frozenset({"Transpose", "Identity", "Cast", "DequantizeLinear", "Slice", "Reshape", "Sub"})
+_PACKED = "MatMulNBits"
 _SUFFIX = re.compile(r"(_quantized|_as_\dbit|_(DQ_)?[Qq]\d+\w*)+$")
 
 
@@ -67,7 +68,8 @@ class _Product:
 def add_adapters(model: ir.Model, lora: LoRA) -> list[str]:
     """Add adapters to the targeted products, in place; returns the names of the new parameters.
 
-    The model must be in the dialect. B starts at zero, so that outputs do not change at first.
+    The model must be in the dialect, or have its weights in onnxruntime's packed products. B starts at zero, so that
+    outputs do not change at first.
     """
     op = Builder(model.graph)
     found = [(inner, product) for inner, graph in _graphs(op, model.graph) for product in _products(graph)]
@@ -130,6 +132,9 @@ def _successors(graphs: Iterable[ir.Graph]) -> dict[ir.Node, ir.Node | None]:
 
 def _products(graph: ir.Graph) -> Iterator[_Product]:
     for node in list(graph):
+        if node.domain == "com.microsoft" and node.op_type == _PACKED and _stored(node.inputs[1]) is not None:
+            yield _packed_product(node)
+            continue
         if node.domain != "" or node.op_type not in ("MatMul", "Gemm", "Conv") or len(node.inputs) < 2:
             continue
         operand = node.inputs[1]
@@ -150,6 +155,14 @@ def _products(graph: ir.Graph) -> Iterator[_Product]:
             if node.op_type == "Gemm" and node.attributes.get_int("transB", 0):
                 inputs, outputs = outputs, inputs
         yield _Product(node, weight, _SUFFIX.sub("", weight.name or ""), inputs, outputs)
+
+
+def _packed_product(node: ir.Node) -> _Product:
+    """onnxruntime's product with a weight of a few bits, in a model that is not in the dialect."""
+    weight = _stored(node.inputs[1])
+    assert weight is not None
+    sizes = node.attributes.get_int("K", 0), node.attributes.get_int("N", 0)
+    return _Product(node, weight, _SUFFIX.sub("", weight.name or ""), *sizes)
 
 
 def _stored(value: ir.Value | None) -> ir.Value | None:
@@ -178,7 +191,7 @@ def _ones(product: _Product) -> tuple[int, ...]:
     """The kernel's spatial dimensions, all of size 1."""
     operand = product.node.inputs[1]
     assert operand is not None and operand.shape is not None
-    return (1,) * (operand.shape.rank() - 2)
+    return (1,) * (operand.shape.rank() - 2) if product.node.op_type == "Conv" else ()
 
 
 def _parameters(op: Builder, product: _Product, lora: LoRA) -> tuple[ir.Value, ir.Value]:
@@ -208,7 +221,9 @@ def _attach(op: Builder, product: _Product, a: ir.Value, b: ir.Value, lora: LoRA
     op.scope = f"{node.name or node.op_type}/lora"
     x = node.inputs[0]
     assert x is not None
-    dtype = op.dtype(x)
+    scales = node.inputs[2] if node.op_type == _PACKED else None
+    dtype = op.dtype(x if scales is None else scales)
+    x.dtype, result.dtype = x.dtype or dtype, result.dtype or dtype
     if dtype != ir.DataType.FLOAT:
         x = op.Cast(x, to=ir.DataType.FLOAT)
     if lora.dropout:
@@ -260,6 +275,8 @@ def _merge(root: Builder, op: Builder, total: ir.Node, dequantize: bool) -> list
             "export it for inferencing first, which puts the parameters inside"
         )
     a, b = (tensor.reshape(tensor.shape[:2]).astype(np.float64) for tensor in tensors if tensor is not None)
+    if node.op_type == _PACKED:
+        return []
     operand = node.inputs[1]
     delta = note["scale"] * (b @ a)  # [out, in]
     if node.op_type == "MatMul" or (node.op_type == "Gemm" and not node.attributes.get_int("transB", 0)):

@@ -1,0 +1,80 @@
+"""Keeps examples that share a row apart: a token attends to its own example alone, and positions begin anew in each.
+
+Works on a decoder in the dialect that has no cache: every softmax over [batch, heads, sequence, sequence] hides what
+belongs to another example, by an input that numbers the examples of each row. Positions that are counted from the
+attention mask come from an input instead; rotary and relative ones need nothing, as only differences count. Whether
+that was all through which tokens meet, the caller finds by comparing losses.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+
+from onward.errors import ModelError
+from onward.graph.builder import Builder
+
+__all__ = ["POSITIONS", "SEGMENTS", "separate_examples"]
+
+SEGMENTS, POSITIONS = "segment_ids", "position_ids"
+# Low enough that its exponential is zero, and far from where sums with a mask would overflow.
+_HIDDEN = -1e30
+
+
+def separate_examples(model: ir.Model) -> None:
+    """Add the input `segment_ids`, and `position_ids` where positions are counted from the mask, in place."""
+    graph = model.graph
+    ids = next((value for value in graph.inputs if value.name == "input_ids"), None)
+    scores = [node for node in graph if node.op_type == "Softmax" and _is_attention(node)]
+    if ids is None or ids.shape is None or not scores:
+        raise ModelError(
+            "packing needs a decoder whose tokens meet in attention alone, and no attention was found in this one",
+            hint="train without packing",
+        )
+    op = Builder(graph)
+    segments = _input(op, SEGMENTS, ids)
+    op.before = next(iter(graph))
+    same = op.Equal(op.Unsqueeze(segments, [1, 3]), op.Unsqueeze(segments, [1, 2]))
+    for node in scores:
+        op.before = node
+        given = node.inputs[0]
+        assert given is not None
+        node.replace_input_with(0, op.Where(same, given, op.constant_like(_HIDDEN, given)))
+    for node in [node for node in graph if node.op_type == "CumSum" and _counts_mask(node)]:
+        op.before = node
+        known = next((value for value in graph.inputs if value.name == POSITIONS), None)
+        positions = _input(op, POSITIONS, ids) if known is None else known
+        counted = op.Add(positions, np.int64(1))
+        kind = node.outputs[0].dtype
+        if kind is not None and kind != ir.DataType.INT64:
+            counted = op.Cast(counted, to=kind)
+        ir.convenience.replace_all_uses_with(node.outputs[0], counted)
+        graph.remove(node, safe=True)
+    op.before = None
+
+
+def _input(op: Builder, name: str, like: ir.Value) -> ir.Value:
+    assert like.shape is not None
+    return op.input(name, ir.DataType.INT64, like.shape)
+
+
+def _is_attention(node: ir.Node) -> bool:
+    """Whether a softmax is over as many keys as there are queries, a number that is known when the model runs."""
+    value = node.inputs[0]
+    if value is None or value.shape is None or value.shape.rank() != 4:
+        return False
+    queries, keys = value.shape[2], value.shape[3]
+    return (
+        isinstance(queries, ir.SymbolicDim)
+        and queries == keys
+        and node.attributes.get_int("axis", -1) in (-1, 3)
+    )
+
+
+def _counts_mask(node: ir.Node) -> bool:
+    value = node.inputs[0]
+    while value is not None and (made := value.producer()) is not None:
+        if made.op_type not in ("Cast", "Identity"):
+            return False
+        value = made.inputs[0]
+    return value is not None and value.is_graph_input() and value.name == "attention_mask"
