@@ -547,6 +547,22 @@ def _forecast(pipeline: Pipeline, inputs: Any) -> np.ndarray:
     return future if past.ndim == 3 else future[0]
 
 
+def _arrays(pipeline: Pipeline, inputs: Any) -> np.ndarray:
+    """The model's output for arrays by name, or for one array where it takes one; numbers become its own types."""
+    names = [value.name for value in pipeline.session.get_inputs()]
+    given = dict(inputs) if isinstance(inputs, Mapping) else {names[0]: inputs}
+    if set(given) != set(names):
+        raise TypeError(
+            f"task {pipeline.task!r} takes the arrays {', '.join(names)}; given: {', '.join(given)}"
+        )
+    kinds = {value.name: value.type for value in pipeline.session.get_inputs()}
+    feed = {
+        name: np.asarray(array, np.int64 if kinds[name] == "tensor(int64)" else np.float32)
+        for name, array in given.items()
+    }
+    return next(iter(pipeline.run(feed).values()))
+
+
 def _signal(pipeline: Pipeline, item: Any) -> dict[str, np.ndarray]:
     name = next(iter(pipeline.card["inputs"]))
     settings = pipeline.card.get("processor")
@@ -584,4 +600,5 @@ ANSWERS: Mapping[str, Callable[..., Any]] = {
     "forecast": _forecast,
     "zero-shot image": _zero_shot_image,
     "zero-shot detect": _zero_shot_detect,
+    "arrays": _arrays,
 }

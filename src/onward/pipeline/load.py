@@ -90,6 +90,7 @@ class Pipeline:
     - multiple-choice: `pipeline(text, choices)`; sentence-similarity: `pipeline(text, others)` gives scores
     - audio-frame-classification: labels per frame; audio-xvector: a speaker's embedding
     - time-series-forecasting: the forecast as an array
+    - denoising, vae-encoder and -decoder: an array for arrays by name, `{"sample": …, "timestep": …}`
     """
 
     session: Any

@@ -18,7 +18,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from onward.errors import ExportError
-from onward.export.huggingface.tasks import Task, detect, task_for, task_named
+from onward.export.huggingface.diffusion import as_part, is_diffusers, is_diffusers_folder, read_part
+from onward.export.huggingface.tasks import TASKS, Task, detect, task_for, task_named
 from onward.reading import read_json
 
 __all__ = ["POOLING_MODES", "Dense", "Pooling", "Source", "load_source"]
@@ -91,16 +92,20 @@ def load_source(
     names = _label_names(labels)
     if isinstance(model, (tuple, list)):
         source = _from_tuple(model, task, names)
+    elif isinstance(model, (str, PathLike)) and is_diffusers_folder(fspath(model)):
+        source = _from_diffusers(read_part(fspath(model), TASKS[task].name if task in TASKS else task), task)
     elif isinstance(model, (str, PathLike)):
         source = _from_folder(fspath(model), task, names)
+    elif is_diffusers(model):
+        source = _from_diffusers(model, task, borrowed=True)
     elif hasattr(model, "tokenizer") and hasattr(model, "encode") and hasattr(model, "__getitem__"):
         source = _from_sentence_transformer(model, task)
     elif hasattr(model, "pretrained_cfg") and hasattr(model, "forward"):
         source = _from_timm(model, task)
     else:
         raise TypeError(
-            "expected a model id, a folder, a (model, tokenizer) tuple, a SentenceTransformer or a timm model, "
-            f"got {type(model).__name__}. "
+            "expected a model id, a folder, a (model, tokenizer) tuple, a SentenceTransformer, a timm or a "
+            f"diffusers model, got {type(model).__name__}. "
             "A bare model has no tokenizer: pass (model, tokenizer)"
         )
     settings = source.pooling
@@ -424,6 +429,13 @@ class _Classifier(nn.Module):
 
     def forward(self, pixel_values: Tensor, return_dict: bool = True) -> dict[str, Tensor]:
         return {"logits": self._forward(pixel_values)}
+
+
+def _from_diffusers(model: Any, task: str, *, borrowed: bool = False) -> Source:
+    """A network of diffusers, or half of an autoencoder."""
+    part, name = as_part(model, TASKS[task].name if task in TASKS else task)
+    found = task_named(name)
+    return Source(model=part, task=found, called=name, origin=type(model).__name__, borrowed=borrowed)
 
 
 def _from_timm(model: Any, task: str) -> Source:

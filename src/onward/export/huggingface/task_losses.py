@@ -228,6 +228,16 @@ def _picture(source: Source, traceable: Traceable) -> tuple[_Labels, _Loss]:
     return {"labels": (traceable.outputs["reconstruction"], example)}, loss
 
 
+def _noise(source: Source, traceable: Traceable) -> tuple[_Labels, _Loss]:
+    """The mean squared error of the noise that a network sees in a sample."""
+    example = _outputs(traceable)["out_sample"] + 0.1
+
+    def loss(outputs: _Outputs, batch: Mapping[str, Tensor]) -> Tensor:
+        return F.mse_loss(outputs["out_sample"], batch["labels"])
+
+    return {"labels": (traceable.outputs["out_sample"], example)}, loss
+
+
 def _values(source: Source, traceable: Traceable) -> tuple[_Labels, _Loss]:
     """The mean squared error of a forecast."""
     if getattr(source.model.config, "loss", "mse") not in ("mse", None):
@@ -420,6 +430,7 @@ LOSSES: Mapping[str, Callable[[Source, Traceable], tuple[_Labels, _Loss]]] = {
     "patches": _patches,
     "picture": _picture,
     "values": _values,
+    "noise": _noise,
     "boxes": _boxes,
     "focal boxes": _focal_boxes,
     "masks": _masks,

@@ -314,6 +314,18 @@ _TABLE = (
         kind="image and text",
         suffixes=("OwlViTForObjectDetection", "Owlv2ForObjectDetection"),
     ),
+    Task(
+        "denoising",
+        (),
+        {"out_sample": {0: "batch", 2: "height", 3: "width"}},
+        "denoiser",
+        "arrays",
+        "noise",
+        kind="arrays",
+        aliases=("unet",),
+    ),
+    Task("vae-encoder", (), {"latent_parameters": _PICTURE}, "autoencoder", "arrays", kind="arrays"),
+    Task("vae-decoder", (), {"sample": _PICTURE}, "autoencoder", "arrays", kind="arrays"),
 )
 
 TASKS: Mapping[str, Task] = {name: task for task in _TABLE for name in (task.name, *task.aliases)}

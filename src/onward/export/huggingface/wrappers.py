@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from onward.errors import ExportError
 from onward.export.huggingface import image_audio, image_text, text_to_audio
+from onward.export.huggingface.diffusion import autoencoder, denoiser
 from onward.export.huggingface.encoder_decoder import encoder_decoder
 from onward.export.huggingface.experts import traceable_experts
 from onward.export.huggingface.generation import generation
@@ -180,6 +181,8 @@ _WRAPPERS: Mapping[str, Callable[[Source, Any], Traceable]] = {
     "series": image_audio.series,
     "queries": image_text.queries,
     "waveform": text_to_audio.text_to_audio,
+    "denoiser": denoiser,
+    "autoencoder": autoencoder,
 }
 
 
