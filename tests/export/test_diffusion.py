@@ -124,3 +124,13 @@ def test_a_unet_trains_on_noise(tmp_path: Path) -> None:
 def test_an_autoencoder_needs_to_know_which_half(task: str, message: str) -> None:
     with pytest.raises(ExportError, match=message):
         from_transformers(coder(), task)
+
+
+def test_a_task_of_diffusers_is_for_its_networks(tmp_path: Path) -> None:
+    with pytest.raises(ExportError, match="is for a network of diffusers"):
+        from_transformers(tmp_path, "unet")
+    (tmp_path / "model_index.json").write_text("{}")
+    with pytest.raises(ExportError, match="holds a whole pipeline"):
+        from_transformers(tmp_path, "auto")
+    with pytest.raises(ExportError, match=r"no config\.json"):
+        from_transformers(tmp_path, "unet")

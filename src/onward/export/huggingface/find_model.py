@@ -90,14 +90,19 @@ def load_source(
     if task != "auto":
         task_named(task)
     names = _label_names(labels)
+    folder = fspath(model) if isinstance(model, (str, PathLike)) else None
+    of_diffusers = is_diffusers(model) if folder is None else is_diffusers_folder(folder)
+    if task in TASKS and TASKS[task].kind == "arrays" and not of_diffusers:
+        raise ExportError(
+            f"task {task!r} is for a network of diffusers or a folder of one, not for {model!s:.80}"
+        )
     if isinstance(model, (tuple, list)):
         source = _from_tuple(model, task, names)
-    elif isinstance(model, (str, PathLike)) and is_diffusers_folder(fspath(model)):
-        source = _from_diffusers(read_part(fspath(model), TASKS[task].name if task in TASKS else task), task)
-    elif isinstance(model, (str, PathLike)):
-        source = _from_folder(fspath(model), task, names)
-    elif is_diffusers(model):
-        source = _from_diffusers(model, task, borrowed=True)
+    elif of_diffusers:
+        part = model if folder is None else read_part(folder, TASKS[task].name if task in TASKS else task)
+        source = _from_diffusers(part, task, borrowed=folder is None)
+    elif folder is not None:
+        source = _from_folder(folder, task, names)
     elif hasattr(model, "tokenizer") and hasattr(model, "encode") and hasattr(model, "__getitem__"):
         source = _from_sentence_transformer(model, task)
     elif hasattr(model, "pretrained_cfg") and hasattr(model, "forward"):
