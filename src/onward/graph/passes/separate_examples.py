@@ -1,6 +1,6 @@
 """Keeps examples that share a row apart: a token attends to its own example alone, and positions begin anew in each.
 
-Works on a decoder in the dialect that has no cache: every softmax over [batch, heads, sequence, sequence] hides what
+Works on a decoder in the dialect that has no cache: every softmax over [batch, heads, queries, keys] hides what
 belongs to another example, by an input that numbers the examples of each row. Positions that are counted from the
 attention mask come from an input instead; rotary and relative ones need nothing, as only differences count. Whether
 that was all through which tokens meet, the caller finds by comparing losses.
@@ -59,16 +59,15 @@ def _input(op: Builder, name: str, like: ir.Value) -> ir.Value:
 
 
 def _is_attention(node: ir.Node) -> bool:
-    """Whether a softmax is over as many keys as there are queries, a number that is known when the model runs."""
+    """Whether a softmax is over keys of which the number is known only when the model runs, for each of the queries.
+
+    There are as many as queries where there is no cache, though inference may have found another name for them.
+    """
     value = node.inputs[0]
     if value is None or value.shape is None or value.shape.rank() != 4:
         return False
-    queries, keys = value.shape[2], value.shape[3]
-    return (
-        isinstance(queries, ir.SymbolicDim)
-        and queries == keys
-        and node.attributes.get_int("axis", -1) in (-1, 3)
-    )
+    by_key = node.attributes.get_int("axis", -1) in (-1, 3)
+    return by_key and all(isinstance(size, ir.SymbolicDim) for size in value.shape[2:])
 
 
 def _counts_mask(node: ir.Node) -> bool:
