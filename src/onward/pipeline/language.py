@@ -318,7 +318,11 @@ def _prepare(
     kept = None if key is None else find_models(key, folder)
     if kept is not None:
         base = _Base(
-            folder, open_language_model(folder), kept.facts["inputs"], read_tokenizer(folder / "tokenizer.json"), kept.facts["words"]
+            folder,
+            open_language_model(folder),
+            kept.facts["inputs"],
+            read_tokenizer(folder / "tokenizer.json"),
+            kept.facts["words"],
         )
         return base, dataclasses.replace(lora, targets=kept.facts["targets"]), kept.files
     started = time.monotonic()

@@ -169,7 +169,7 @@ def _open_kept(
         level = options.graph_optimization_level
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
         try:
-            return ort.InferenceSession(ready, options, providers=list(providers))
+            return ort.InferenceSession(ready, options, providers=list(providers), enable_fallback=0)
         except Exception:  # not what this runtime wrote: make it again
             options.graph_optimization_level = level
     try:
@@ -177,7 +177,11 @@ def _open_kept(
         if place is not None:
             options.optimized_model_filepath = place
         session = ort.InferenceSession(
-            source, options, providers=list(providers), disabled_optimizers=unwanted_fusions(providers)
+            source,
+            options,
+            providers=list(providers),
+            disabled_optimizers=unwanted_fusions(providers),
+            enable_fallback=0,
         )
         kept.keep()
         return session
