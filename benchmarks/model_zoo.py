@@ -439,6 +439,8 @@ _IMAGES = [
 _OWN: dict[str, dict[str, Any]] = {
     "codegen": {"num_attention_heads": 4, "n_head": 4, "hidden_size": 64, "n_embd": 64, "rotary_dim": 8},
     "esm": {"vocab_size": 60, "pad_token_id": 0, "mask_token_id": 59},
+    # positions are rescaled at random in training
+    "dinov3_vit": {"pos_embed_rescale": None, "pos_embed_shift": None, "pos_embed_jitter": None},
 }
 
 

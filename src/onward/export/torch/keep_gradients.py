@@ -27,6 +27,7 @@ _MODE = "onward_gradients_on"
 
 _backend: Any = torch._C
 _jit: Any = torch.jit
+_run_backward: Any = torch.autograd.graph._engine_run_backward
 _original_apply: Any = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
 
 
@@ -179,7 +180,8 @@ def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
 
     Where backward is the derivative of forward, that is all. Where it multiplies what arrives by numbers m
     (straight-through estimators, clipped or reversed gradients, surrogates), y = f(x) is written as
-    stop(f(x)) + s − stop(s) with s = x·stop(m): the same y, and dy·m for x.
+    stop(f(x)) + s − stop(s) with s = x·stop(m): the same y, and dy·m for x. Any other backward that is linear in
+    what arrives is written by its transpose: see `_by_transpose`.
     """
     if _backend._get_tracing_state() is None:
         return _original_apply(cls, *args, **kwargs)
@@ -187,10 +189,12 @@ def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         kind, slopes = _classify(cls, args)
     if kind == "plain":
         return _forward(cls, args)[0]
+    if kind == "linear":
+        return _by_transpose(cls, args)
     if kind != "scaled":
         raise ExportError(
             f"{_place(cls)} has a backward pass of its own that an ONNX model cannot say, called {calling_line()}: "
-            "it is neither the derivative of its forward pass nor a multiple of what arrives, element by element. "
+            "it is not linear in what arrives, or not made of torch's differentiable operators. "
             "Compute the forward pass with torch's operators instead"
         )
     out, context = _forward(cls, args)
@@ -202,6 +206,49 @@ def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         passed = x if slope == 1.0 else x * factors[place].detach()
         result = result + (passed - passed.detach())
     return result
+
+
+def _by_transpose(cls: Any, args: Sequence[Any]) -> Any:
+    """A Function whose backward B is linear: y = stop(f(x)) + Bᵀ·(x − stop(x)), whose gradient for x is B(dy).
+
+    Bᵀ·v is the derivative of ⟨B(u), v⟩ with respect to u. The second term is zero and there for its gradient alone.
+    """
+    out, context = _forward(cls, args)
+    single = not isinstance(out, tuple)
+    outs = [out] if single else list(out)
+    real = [place for place, o in enumerate(outs) if _is_float(o)]
+    results = [o.detach() if _is_float(o) else o for o in outs]
+    with torch.enable_grad():
+        arriving = [torch.zeros_like(results[place]).requires_grad_() for place in real]
+        given = [arriving[real.index(place)] if place in real else None for place in range(len(outs))]
+        factors = _backward(cls)(context, *given)
+        factors = factors if isinstance(factors, tuple) else (factors,)
+        used = [
+            (x, factor) for x, factor in zip(args, factors) if _is_float(factor) and factor.requires_grad
+        ]
+        # not `autograd.grad`, which compares shapes first, and those are values in a trace
+        tangents = _run_backward(
+            tuple(factor for _, factor in used),
+            tuple(x - x.detach() for x, _ in used),
+            False,
+            False,
+            tuple(arriving),
+            allow_unreachable=True,
+            accumulate_grad=False,
+        )
+    for place, tangent in zip(real, tangents):
+        if tangent is not None:
+            results[place] = results[place] + tangent
+    return results[0] if single else tuple(results)
+
+
+def _is_float(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and x.is_floating_point()
+
+
+def _backward(cls: Any) -> Callable[..., Any]:
+    """A Function's backward, without the decorator that forbids to differentiate it."""
+    return getattr(cls.backward, "__wrapped__", cls.backward)
 
 
 @contextmanager
@@ -260,17 +307,48 @@ def _classify(cls: Any, args: Sequence[Any]) -> tuple[str, dict[int, float | Non
             return "plain", {}
     except Exception:  # forward need not work with gradients on: that is what its backward is for
         pass
+    linear = "linear" if _is_linear(cls, args, outs) else "other"
     if len(outs) > 1 or isinstance(out, tuple):
-        return "other", {}
+        return linear, {}
     ones = torch.autograd.grad(outs, leaves, [torch.ones_like(outs[0])], allow_unused=True)
     slopes: dict[int, float | None] = {}
     for place, gradient, factor in zip(real, got, ones):
         if gradient is None or factor is None:
             continue
         if gradient.shape != outs[0].shape or not _close(gradient, arriving[0] * factor):
-            return "other", {}
+            return linear, {}
         slopes[place] = 1.0 if bool((factor == 1).all()) else None
     return "scaled", slopes
+
+
+def _is_linear(cls: Any, args: Sequence[Any], outs: Sequence[torch.Tensor]) -> bool:
+    """Whether backward is B with B(2a − b) = 2B(a) − B(b), in operators that torch can differentiate."""
+    plain = [a.detach().clone() if isinstance(a, torch.Tensor) else a for a in args]
+    with torch.no_grad():
+        out, context = _forward(cls, plain)
+    places = [_is_float(o) for o in (out if isinstance(out, tuple) else (out,))]
+    generator = torch.Generator().manual_seed(1)
+
+    def back(arriving: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+        left = iter(arriving)
+        got = _backward(cls)(context, *(next(left) if real else None for real in places))
+        return list(got) if isinstance(got, tuple) else [got]
+
+    try:
+        a, b = ([torch.randn(o.shape, generator=generator).to(o) for o in outs] for _ in range(2))
+        leaves = [x.requires_grad_() for x in a]
+        first = back(leaves)
+        second, both = back(b), back([2 * x.detach() - y for x, y in zip(a, b)])
+        reached = [g for g in first if isinstance(g, torch.Tensor)]
+        if not reached or not all(g.requires_grad or not g.any() for g in reached):
+            return False
+        return all(
+            (f is None and s is None) or _close(t, 2 * f.detach() - s)
+            for f, s, t in zip(first, second, both)
+            if f is not None
+        )
+    except Exception:  # saved results, kernels without a derivative
+        return False
 
 
 def _close(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:

@@ -5,6 +5,7 @@ The ONNX counterparts of torch's random functions are in `assemble.neutralised`,
 
 from __future__ import annotations
 
+import math
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -98,11 +99,24 @@ def _bernoulli(drawn: torch.Tensor, args: Any, kwargs: Any) -> torch.Tensor:
     return drawn.copy_((torch.as_tensor(p) >= 0.5).to(drawn.dtype).expand_as(drawn))
 
 
+def _between(drawn: torch.Tensor, args: Any, kwargs: Any) -> torch.Tensor:
+    bound = dict(zip(("self", "from", "to"), args)) | kwargs
+    low, high = bound.get("from", 0.0), bound.get("to", 1.0)
+    return drawn.fill_(low + (high - low) / 2)
+
+
 _DRAWS: dict[str, Callable[[torch.Tensor, Any, Any], torch.Tensor]] = {
     "rand": lambda drawn, args, kwargs: drawn.fill_(0.5),
     "rand_like": lambda drawn, args, kwargs: drawn.fill_(0.5),
     "randn": lambda drawn, args, kwargs: drawn.zero_(),
     "randn_like": lambda drawn, args, kwargs: drawn.zero_(),
+    "uniform_": _between,
+    "normal_": lambda drawn, args, kwargs: drawn.fill_(
+        kwargs.get("mean", args[1] if len(args) > 1 else 0.0)
+    ),
+    "exponential_": lambda drawn, args, kwargs: drawn.fill_(
+        math.log(2) / kwargs.get("lambd", args[1] if len(args) > 1 else 1.0)
+    ),
     "bernoulli": _bernoulli,
     "bernoulli_": lambda drawn, args, kwargs: drawn.fill_(float(args[1] >= 0.5)) if len(args) > 1 else drawn,
 }

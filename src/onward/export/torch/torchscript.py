@@ -91,7 +91,7 @@ def _silent() -> Iterator[None]:
 def _translations(opset: int, more: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
     """Operators that the tracer does not know or writes wrongly, for as long as we trace."""
     registry: Any = torch.onnx
-    table = {"aten::diff": _diff, "aten::cumsum": _cumsum, "aten::scatter_reduce": _scatter_reduce, **more}
+    table = {**_OWN, **more}
     for name, translation in table.items():
         registry.register_custom_op_symbolic(name, translation, opset)
     try:
@@ -157,3 +157,46 @@ def _scatter_reduce(g: Any, x: Any, dim: Any, index: Any, source: Any, reduce: A
         return total
     count = scatter(full(1.0 if kept else 0.0, x), full(1.0, source), "add")
     return g.op("Div", total, g.op("Max", count, g.op("Constant", value_t=torch.tensor(1.0, dtype=dtype))))
+
+
+def _drawn(g: Any, x: Any, kind: str, **numbers: float) -> Any:
+    symbolic: Any = torch.onnx.symbolic_helper  # type: ignore[reportPrivateImportUsage]
+    dtype = symbolic._try_get_scalar_type(x)
+    attributes = {f"{name}_f": value for name, value in numbers.items()}
+    return g.op(kind, x, dtype_i=dtype.onnx_type(), **attributes).setType(x.type())
+
+
+def _uniform(g: Any, x: Any, low: Any, high: Any, generator: Any = None) -> Any:
+    """`x.uniform_(low, high)`"""
+    symbolic: Any = torch.onnx.symbolic_helper  # type: ignore[reportPrivateImportUsage]
+    bounds = {"low": symbolic._parse_arg(low, "f"), "high": symbolic._parse_arg(high, "f")}
+    return _drawn(g, x, "RandomUniformLike", **bounds)
+
+
+def _normal(g: Any, x: Any, mean: Any, std: Any, generator: Any = None) -> Any:
+    """`x.normal_(mean, std)`"""
+    symbolic: Any = torch.onnx.symbolic_helper  # type: ignore[reportPrivateImportUsage]
+    numbers = {"mean": symbolic._parse_arg(mean, "f"), "scale": symbolic._parse_arg(std, "f")}
+    return _drawn(g, x, "RandomNormalLike", **numbers)
+
+
+def _exponential(g: Any, x: Any, rate: Any, generator: Any = None) -> Any:
+    """`x.exponential_(rate)`: −ln(1 − u)/rate"""
+    symbolic: Any = torch.onnx.symbolic_helper  # type: ignore[reportPrivateImportUsage]
+    dtype = symbolic._try_get_scalar_type(x).dtype()
+
+    def number(value: float) -> Any:
+        return g.op("Constant", value_t=torch.tensor(value, dtype=dtype))
+
+    rest = g.op("Sub", number(1.0), _drawn(g, x, "RandomUniformLike", low=0.0, high=1.0))
+    return g.op("Div", g.op("Log", rest), number(-symbolic._parse_arg(rate, "f"))).setType(x.type())
+
+
+_OWN: dict[str, Callable[..., Any]] = {
+    "aten::cumsum": _cumsum,
+    "aten::diff": _diff,
+    "aten::exponential": _exponential,
+    "aten::normal": _normal,
+    "aten::scatter_reduce": _scatter_reduce,
+    "aten::uniform": _uniform,
+}
