@@ -432,7 +432,20 @@ _IMAGES = [
     "mobilenet_v2",
     "mobilevit",
     "swiftformer",
+    "bit",
+    "detr",
+    "resnet",
+    "regnet",
+    "convnext",
+    "convnextv2",
+    "swin",
+    "segformer",
+    "poolformer",
+    "focalnet",
+    "cvt",
 ]
+# Networks whose changed graphs must be refused too.
+_CHANGED = frozenset({"mobilenet_v1", "mobilenet_v2", "bit", "detr"})
 
 
 # Sizes that a type needs otherwise.
@@ -440,6 +453,24 @@ _OWN: dict[str, dict[str, Any]] = {
     "codegen": {"num_attention_heads": 4, "n_head": 4, "hidden_size": 64, "n_embd": 64, "rotary_dim": 8},
     "esm": {"vocab_size": 60, "pad_token_id": 0, "mask_token_id": 59},
     # positions are rescaled at random in training
+    "bit": {"embedding_size": 16, "hidden_sizes": [16, 32], "depths": [1, 1], "num_groups": 4},
+    "resnet": {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1]},
+    "regnet": {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "groups_width": 4},
+    **{
+        kind: {"depths": [1] * 4, "hidden_sizes": [8, 8, 16, 16], "drop_path_rate": 0.0, "patch_size": 4}
+        for kind in ("convnext", "convnextv2", "segformer", "poolformer")
+    },
+    "swin": {"embed_dim": 8, "depths": [1, 1], "num_heads": [2, 2], "window_size": 2, "drop_path_rate": 0.0},
+    "focalnet": dict(
+        embed_dim=8, depths=[1, 1], hidden_sizes=[8, 16], focal_levels=[1, 1], focal_windows=[3, 3], patch_size=4,
+        drop_path_rate=0.0,
+    ),  # fmt: skip
+    "cvt": {
+        "embed_dim": [8, 16, 16],
+        "num_heads": [1, 2, 2],
+        "depth": [1, 1, 1],
+        "drop_path_rate": [0.0] * 3,
+    },
     "dinov3_vit": {"pos_embed_rescale": None, "pos_embed_shift": None, "pos_embed_jitter": None},
 }
 
@@ -463,8 +494,14 @@ def _transformer(kind: str, inputs: str) -> tuple[nn.Module, tuple[Any, ...], di
         for name, value in _SMALL.items()
         if getattr(default, name, None) is not None and not isinstance(getattr(default, name), (list, tuple))
     }
-    config = cls(**{**sizes, **_OWN.get(kind, {})})
+    own = dict(_OWN.get(kind, {}))
+    if kind == "detr":
+        backbone = transformers.ResNetConfig(**_OWN["resnet"], out_features=["stage2"])
+        own |= {"use_timm_backbone": False, "backbone": None, "backbone_config": backbone, "num_queries": 5}
+    config = cls(**{**sizes, **own})
     model = _without_dropout(transformers.AutoModel.from_config(config))
+    if kind in _CHANGED:
+        model = _certain(model)
     ids = torch.randint(3, 50, (2, 8))
     if inputs == "pictures":
         return model, (), {"pixel_values": torch.randn(2, 3, 32, 32)}
@@ -539,7 +576,12 @@ def entries() -> list[Entry]:
     for kinds, inputs in ((_TEXT, "text"), (_PAIRS, "pairs"), (_IMAGES, "pictures")):
         for kind in kinds:
             found.append(
-                Entry(kind, "transformers", lambda kind=kind, inputs=inputs: _transformer(kind, inputs))
+                Entry(
+                    kind,
+                    "transformers",
+                    lambda kind=kind, inputs=inputs: _transformer(kind, inputs),
+                    changes=kind in _CHANGED,
+                )
             )
     found.sort(key=lambda entry: entry.name in _LIKE_ANOTHER)
     for package, names, make in (("torchvision", _TORCHVISION, _torchvision), ("timm", _TIMM, _timm)):

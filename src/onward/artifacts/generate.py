@@ -27,7 +27,7 @@ from onward.checkpoint.content import CheckpointData, NominalTensor
 from onward.contract import OPSET
 from onward.errors import ModelError
 from onward.graph.builder import Builder
-from onward.graph.dialect.lower import OLDEST_OUTPUT, lower
+from onward.graph.dialect.lower import lower
 from onward.graph.dialect.normalize import normalize
 from onward.graph.gc_paused import gc_paused
 from onward.graph.load import ModelSource, load_model
@@ -52,6 +52,8 @@ __all__ = ["ActivationBudget", "Artifacts", "LossType", "OptimType", "build_arti
 _log = logging.getLogger("onward")
 # what protobuf can hold
 _LARGEST_PROTO = 2**31 - 1
+# Models of this opset and later keep theirs. The forms that older ones need are slower: only on request.
+_KEPT = 13
 
 
 @runtime_checkable
@@ -381,17 +383,21 @@ def _record_defaults(
 
 def _in_opset(models: _Models, *, own: int, asked: int | None) -> _Models:
     """The models in the opset asked for, or in the given model's own where all of them have a form in it."""
-    training, evaluation, *optional = models
+    current = models[0].graph.opset_imports[""]
     target = own if asked is None else asked
-    if asked is None and not OLDEST_OUTPUT <= target < training.graph.opset_imports[""]:
+    if asked is None and not _KEPT <= target < current:
         return models
     try:
-        optimizer, step, gradients, update = (model and lower(model, target) for model in optional)
-        return lower(training, target), lower(evaluation, target), optimizer, step, gradients, update
+        training, evaluation, *rest = (
+            model and lower(model, target, at_any_cost=asked is not None) for model in models
+        )
+        assert training is not None and evaluation is not None
+        optimizer, step, gradients, update = rest
+        return training, evaluation, optimizer, step, gradients, update
     except ModelError as error:
         if asked is not None:
             raise
-        _log.info("artifacts are in opset %d: %s", training.graph.opset_imports[""], error)
+        _log.info("artifacts are in opset %d: %s", current, error)
         return models
 
 

@@ -1,13 +1,13 @@
 """Converts a model to an older opset, where every node has the same meaning there.
 
-Most operators have only gained types since; some gained attributes that are at their defaults here, or take as
-inputs what were attributes. Any other difference is an error, and all are reported at once. Opset 13 is the oldest:
-below it Softmax has another meaning.
+Operators that the older opset lacks are first written in those that it has (`older_forms`). Most others have only
+gained types since; some gained attributes that are at their defaults here, or take as inputs what were attributes.
+Any other difference is an error, and all are reported at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import onnx
@@ -15,30 +15,43 @@ import onnx_ir as ir
 
 from onward.errors import ModelError
 from onward.graph.builder import Builder
+from onward.graph.dialect.older_forms import older_form
 from onward.graph.dialect.pads import all_pads
+from onward.graph.dialect.rewrite import Expansion, rewrite
 from onward.graph.nodes import subgraphs_of
+from onward.graph.shapes.model import infer_shapes
 
 __all__ = ["OLDEST_OUTPUT", "lower"]
 
-OLDEST_OUTPUT = 13
+OLDEST_OUTPUT = 7
 
 # Between the version given and opset 21 these gained types and attributes only.
 _SAME_SINCE = {
-    **dict.fromkeys(("Add", "Sub", "Mul", "Div", "Relu", "Equal", "Where", "Pow", "CumSum", "Flatten"), 7),
-    **dict.fromkeys(("Identity", "Size", "Transpose", "Reshape", "Shape", "Cast", "Constant"), 1),
-    **dict.fromkeys(("ConstantOfShape", "IsNaN", "IsInf", "LeakyRelu", "PRelu"), 6),
-    **dict.fromkeys(("If", "Loop", "Scan", "GreaterOrEqual", "LessOrEqual", "OptionalHasElement"), 11),
-    **dict.fromkeys(("Squeeze", "Unsqueeze", "Split", "Pad", "OptionalGetElement"), 11),
-    **dict.fromkeys(("DequantizeLinear", "QuantizeLinear", "ScatterND", "ScatterElements"), 13),
-    **dict.fromkeys(("LSTM", "GRU", "RNN"), 7),
-    **dict.fromkeys(("BatchNormalization", "CastLike"), 14),
-    **dict.fromkeys(("ReduceMax", "ReduceMin"), 18),
-    "AveragePool": 11,
+    **dict.fromkeys(("Add", "Sub", "Mul", "Div", "Equal", "Pow", "CumSum", "Greater", "Less"), 7),
+    **dict.fromkeys(("Identity", "Size", "Transpose", "Reshape", "Shape", "Cast", "Constant", "Tile"), 1),
+    **dict.fromkeys(
+        ("Abs", "Ceil", "Exp", "Floor", "Log", "Neg", "Reciprocal", "Sigmoid", "Sqrt", "Tanh"), 6
+    ),
+    **dict.fromkeys(("Relu", "LeakyRelu", "Conv", "ConvTranspose", "LRN", "MatMul", "Gather", "Concat"), 1),
+    **dict.fromkeys(("ArgMax", "ArgMin", "DepthToSpace", "SpaceToDepth", "Flatten"), 1),
+    **dict.fromkeys(("Gemm", "PRelu", "AveragePool"), 7),
+    **dict.fromkeys(("Max", "Min", "Sum", "Mean", "Expand", "MaxPool"), 8),
+    **dict.fromkeys(("ConstantOfShape", "IsNaN", "Where", "Erf", "Sign", "NonZero", "OneHot", "Compress"), 9),
+    **dict.fromkeys(("MaxUnpool", "MeanVarianceNormalization"), 9),
+    **dict.fromkeys(("IsInf", "Mod", "NonMaxSuppression"), 10),
+    **dict.fromkeys(("GreaterOrEqual", "LessOrEqual", "OptionalHasElement", "OptionalGetElement"), 11),
+    **dict.fromkeys(("Scan",), 9),
+    **dict.fromkeys(("If", "Loop", "Softmax", "LogSoftmax", "Hardmax"), 1),
+    **dict.fromkeys(("GatherElements", "ScatterND", "ScatterElements", "GatherND", "Clip"), 11),
+    **dict.fromkeys(("NegativeLogLikelihoodLoss", "SoftmaxCrossEntropyLoss", "Dropout"), 12),
+    **dict.fromkeys(("LSTM", "GRU", "RNN", "BatchNormalization"), 7),
+    "LpPool": 11,
+    "CastLike": 14,
 }
 _REDUCTIONS = frozenset(
     {
         *("ReduceL1", "ReduceL2", "ReduceLogSum", "ReduceLogSumExp", "ReduceMax", "ReduceMean", "ReduceMin"),
-        *("ReduceProd", "ReduceSumSquare"),
+        *("ReduceProd", "ReduceSum", "ReduceSumSquare"),
     }
 )
 
@@ -47,17 +60,22 @@ class _Different(Exception):
     """Why a node cannot be written in the older opset."""
 
 
-def lower(model: ir.Model, opset: int) -> ir.Model:
-    """A copy of a model in an older opset; raises an error that names every node that cannot be converted."""
+def lower(model: ir.Model, opset: int, *, at_any_cost: bool = True) -> ir.Model:
+    """A copy of a model in an older opset; raises an error that names every node that cannot be converted.
+
+    Without `at_any_cost`, operators stay whole: one that the older opset lacks (Gelu, LayerNormalization) is an error
+    rather than many older ones, which run more slowly.
+    """
     current = model.graph.opset_imports[""]
     if opset == current:
         return model
     if not OLDEST_OUTPUT <= opset < current:
         raise ModelError(f"opset {opset} cannot be made: choose one from {OLDEST_OUTPUT} to {current}")
     copy = model.clone()
+    rewritten = _write_in_older(copy, current, opset, at_any_cost)
     op = Builder(copy.graph)
     op.opset = opset
-    problems = [
+    problems = rewritten + [
         f"  {node.op_type:<24} node '{node.name}': {problem}"
         for builder, node in _nodes(op, copy.graph)
         if (problem := _lower_node(builder, node, current, opset))
@@ -74,7 +92,44 @@ def lower(model: ir.Model, opset: int) -> ir.Model:
         if "" in graph.opset_imports:
             graph.opset_imports[""] = opset
     _drop_unread(copy.graph)
+    # of the same age: whoever needs an older opset has an older runtime. Before 4, initializers were inputs too.
+    copy.ir_version = max(4, _ir_version(opset))
     return copy
+
+
+def _ir_version(opset: int) -> int:
+    return onnx.helper.find_min_ir_version_for([onnx.helper.make_opsetid("", opset)])
+
+
+# Operators whose older form runs as fast.
+_AS_FAST = frozenset({"CastLike", "ScatterElements", "Shape"})
+
+
+def _write_in_older(model: ir.Model, current: int, opset: int, at_any_cost: bool) -> list[str]:
+    """Replace what the older opset lacks by what it has; returns what could not be."""
+    problems: dict[ir.Node, str] = {}
+
+    def lookup(node: ir.Node) -> Expansion | None:
+        form = older_form(node, opset) if at_any_cost or node.op_type in _AS_FAST else None
+        if form is None or node in problems:
+            return None
+
+        def checked(op: Builder, node: ir.Node) -> ir.Value | Sequence[ir.Value | None]:
+            try:
+                return form(op, node)
+            except ModelError as error:
+                problems[node] = f"  {node.op_type:<24} node '{node.name}': {error}"
+                raise
+
+        return checked
+
+    while True:  # a form may be written in what needs one itself
+        try:
+            if not rewrite(model, lookup, opset=current, infer=infer_shapes):
+                return list(problems.values())
+        except ModelError:
+            if not problems:
+                raise
 
 
 def _drop_unread(graph: ir.Graph) -> None:
@@ -99,10 +154,8 @@ def _lower_node(op: Builder, node: ir.Node, current: int, opset: int) -> str | N
         return None
     newer = onnx.defs.get_schema(node.op_type, current, "")
     op.before, op.scope = node, node.name or ""
-    if node.op_type == "CastLike" and opset < 15:
-        _replace(op, node, op.Cast(node.inputs[0], to=op.dtype(node.outputs[0])))
-        op.before, op.scope = None, ""
-        return None
+    if node.op_type == "Resize" and opset < 10:
+        return _upsample(op, node)
     try:
         older = onnx.defs.get_schema(node.op_type, opset, "")
     except onnx.defs.SchemaError:
@@ -111,10 +164,12 @@ def _lower_node(op: Builder, node: ir.Node, current: int, opset: int) -> str | N
         if newer.since_version != older.since_version:
             if rewritten := _REWRITES.get(node.op_type):
                 rewritten(op, node, older.since_version)
-            elif node.op_type in _REDUCTIONS and older.since_version < 18:
+            elif node.op_type in _REDUCTIONS and "axes" in older.attributes:
                 _axes_to_attribute(op, node)
             elif older.since_version < _SAME_SINCE.get(node.op_type, current + 1):
                 return f"changed its meaning in opset {newer.since_version}"
+        if opset < 11:
+            _count_from_the_start(op, node)
         _drop_defaults(node, newer, older)
         _check_types(node, older)
     except _Different as problem:
@@ -175,30 +230,178 @@ def _axes_to_attribute(op: Builder, node: ir.Node) -> None:
         node.attributes["axes"] = ir.AttrInt64s("axes", [int(axis) for axis in numbers.reshape(-1)])
 
 
+def _count_from_the_start(op: Builder, node: ir.Node) -> None:
+    """Axes were not negative before opset 11."""
+    if node.op_type in ("Unsqueeze", "Squeeze") or (
+        node.op_type not in _BY_RESULT and (node.inputs == () or node.inputs[0] is None)
+    ):
+        return  # done where they became attributes
+    for name in ("axis", "axes"):
+        value = None if name not in node.attributes else node.attributes[name].value
+        numbers = [value] if isinstance(value, int) else list(value or ())
+        if all(number >= 0 for number in numbers):
+            continue
+        counted = node.outputs[0] if node.op_type in _BY_RESULT else node.inputs[0]
+        assert counted is not None
+        rank = op.rank(counted)
+        numbers = [int(number) % rank for number in numbers]
+        if isinstance(value, int):
+            node.attributes[name] = ir.AttrInt64(name, numbers[0])
+        else:
+            node.attributes[name] = ir.AttrInt64s(name, numbers)
+
+
+# Their axes are those of the result.
+_BY_RESULT = frozenset({"OneHot", "Unsqueeze"})
+
+
 def _extreme(op: Builder, node: ir.Node, since: int) -> None:
     if since < 18:
         _axes_to_attribute(op, node)
 
 
-def _shape(op: Builder, node: ir.Node, since: int) -> None:
-    """Shape of some axes was a slice of the shape before opset 15."""
-    if since >= 15 or ("start" not in node.attributes and "end" not in node.attributes):
+def _squeeze(op: Builder, node: ir.Node, since: int) -> None:
+    """Axes were an attribute before opset 13."""
+    if since >= 13:
         return
-    start, end = node.attributes.get_int("start", 0), node.attributes.get_int("end", None)
-    for name in ("start", "end"):
-        node.attributes.pop(name, None)
-    if start == 0 and end is None:
+    axes = node.inputs[1] if len(node.inputs) > 1 else None
+    numbers = op.const_value(axes)
+    if axes is not None and numbers is None:
+        raise _Different("its axes are known at run time only")
+    if numbers is not None:
+        counted = node.outputs[0] if node.op_type == "Unsqueeze" else node.inputs[0]
+        assert counted is not None
+        places = [int(axis) % op.rank(counted) if axis < 0 else int(axis) for axis in numbers.reshape(-1)]
+        node.attributes["axes"] = ir.AttrInt64s("axes", places)
+    node.resize_inputs(1)
+
+
+def _known(op: Builder, node: ir.Node, index: int, what: str) -> list[int] | None:
+    """The numbers of an input that was an attribute; None where it is not given."""
+    value = node.inputs[index] if index < len(node.inputs) else None
+    if value is None:
+        return None
+    numbers = op.const_value(value)
+    if numbers is None:
+        raise _Different(f"its {what} are known at run time only")
+    return [int(number) for number in numbers.reshape(-1)]
+
+
+def _slice(op: Builder, node: ir.Node, since: int) -> None:
+    """Starts and ends were attributes before opset 10."""
+    if since >= 10:
         return
-    whole = op.Shape(node.inputs[0])
-    stop = np.iinfo(np.int64).max if end is None else end
-    part = op.Slice(whole, np.asarray([start]), np.asarray([stop], np.int64), np.asarray([0]))
-    _replace(op, node, part)
+    starts, ends, axes, steps = (
+        _known(op, node, index + 1, what) for index, what in enumerate(("starts", "ends", "axes", "steps"))
+    )
+    assert starts is not None and ends is not None
+    if any(step != 1 for step in steps or ()):
+        raise _Different("has steps, which are newer")
+    x = node.inputs[0]
+    if axes is not None and any(axis < 0 for axis in axes):
+        assert x is not None
+        axes = [axis % op.rank(x) for axis in axes]
+    node.resize_inputs(1)
+    for name, numbers in (("starts", starts), ("ends", ends), ("axes", axes)):
+        if numbers is not None:
+            node.attributes[name] = ir.AttrInt64s(name, numbers)
+
+
+def _clip(op: Builder, node: ir.Node, since: int) -> None:
+    """Bounds were attributes before opset 11; those known at run time have a form of their own."""
+    if since >= 11:
+        return
+    for index, name in ((1, "min"), (2, "max")):
+        value = op.const_value(node.inputs[index]) if index < len(node.inputs) else None
+        if value is not None:
+            node.attributes[name] = ir.AttrFloat32(name, float(value))
+    node.resize_inputs(1)
+
+
+def _top_k(op: Builder, node: ir.Node, since: int) -> None:
+    """How many was an attribute before opset 10; which end, and whether in order, are newer than that."""
+    if since < 10:
+        numbers = _known(op, node, 1, "numbers of results")
+        assert numbers is not None
+        node.attributes["k"] = ir.AttrInt64("k", numbers[0])
+        node.resize_inputs(1)
+    if since < 11:
+        node.attributes.pop("sorted", None)
+
+
+def _reshape(op: Builder, node: ir.Node, since: int) -> None:
+    shape = op.const_value(node.inputs[1])
+    if since < 14 and shape is not None and (shape != 0).all():
+        node.attributes.pop("allowzero", None)
+
+
+def _resize(op: Builder, node: ir.Node, since: int) -> None:
+    """Regions and scales had to be given before opset 13; only scales from the corner were known before 11."""
+    mode = node.attributes.get_string("coordinate_transformation_mode", "half_pixel")
+    if since < 19 and mode == "half_pixel_symmetric":
+        raise _Different("half_pixel_symmetric is newer")
+    if since < 11:
+        _require_from_the_corner(op, node)
+        node.resize_inputs(3)
+        scales = node.inputs[2]
+        node.resize_inputs(2)
+        node.replace_input_with(1, scales)
+        for name in list(node.attributes):
+            if name != "mode":
+                del node.attributes[name]
+    elif since < 13:
+        node.resize_inputs(max(3, len(node.inputs)))
+        for index in (1, 2):
+            if node.inputs[index] is None:
+                node.replace_input_with(index, op.constant(np.zeros(0, np.float32), name="none"))
+
+
+def _require_from_the_corner(op: Builder, node: ir.Node) -> None:
+    mode = node.attributes.get_string("mode", "nearest")
+    where = node.attributes.get_string("coordinate_transformation_mode", "half_pixel")
+    nearest = node.attributes.get_string("nearest_mode", "round_prefer_floor")
+    if mode == "cubic" or where != "asymmetric" or (mode == "nearest" and nearest != "floor"):
+        raise _Different(f"{mode} from {where} coordinates is newer")
+    if len(node.inputs) < 3 or node.inputs[2] is None:
+        raise _Different("resizes to given sizes, which is newer")
+
+
+def _upsample(op: Builder, node: ir.Node) -> str | None:
+    """Upsample until opset 9: scales from the corner, an attribute before 9."""
+    try:
+        _require_from_the_corner(op, node)
+        scales = op.const_value(node.inputs[2])
+        mode = {"mode": node.attributes.get_string("mode", "nearest")}
+        if op.opset < 9:
+            if scales is None:
+                raise _Different("its scales are known at run time only")
+            numbers = [float(number) for number in scales.reshape(-1)]
+            made = op.node("Upsample", [node.inputs[0]], {**mode, "scales": numbers})
+        else:
+            made = op.node("Upsample", [node.inputs[0], node.inputs[2]], mode)
+    except _Different as problem:
+        return str(problem)
+    finally:
+        op.before, op.scope = None, ""
+    _replace(op, node, made[0])
+    return None
+
+
+def _quantize(op: Builder, node: ir.Node, since: int) -> None:
+    scale = node.inputs[1]
+    if since < 13 and (scale is None or scale.shape is None or any(size != 1 for size in scale.shape)):
+        raise _Different("has a scale for each channel, which is newer")
+    if since < 13:
+        node.attributes.pop("axis", None)
 
 
 def _split(op: Builder, node: ir.Node, since: int) -> None:
     """The number of outputs says how many equal parts there are; before opset 18 all had to be equal."""
     if len(node.inputs) > 1 and node.inputs[1] is not None:
         node.attributes.pop("num_outputs", None)
+        if since < 13:
+            node.attributes["split"] = ir.AttrInt64s("split", _known(op, node, 1, "sizes") or [])
+            node.resize_inputs(1)
         return
     x = node.inputs[0]
     size = None if x is None or x.shape is None else x.shape[node.attributes.get_int("axis", 0)]
@@ -211,36 +414,35 @@ def _pad(op: Builder, node: ir.Node, since: int) -> None:
     """Pads named all axes before opset 18."""
     if since < 19 and node.attributes.get_string("mode", "constant") == "wrap":
         raise _Different("wraps around, which is newer")
-    if since >= 18 or len(node.inputs) < 4 or node.inputs[3] is None:
-        if since < 18:
-            node.resize_inputs(min(len(node.inputs), 3))
+    if since >= 18:
         return
-    pads = all_pads(op, node)
-    if pads is None:
-        raise _Different("its padded axes are known at run time only")
-    node.replace_input_with(1, pads)
-    node.resize_inputs(3)
+    if len(node.inputs) > 3 and node.inputs[3] is not None:
+        pads = all_pads(op, node)
+        if pads is None:
+            raise _Different("its padded axes are known at run time only")
+        node.replace_input_with(1, pads)
+    node.resize_inputs(min(len(node.inputs), 3))
+    if since < 11:
+        _pads_to_attribute(op, node)
+
+
+def _pads_to_attribute(op: Builder, node: ir.Node) -> None:
+    value = node.inputs[2] if len(node.inputs) > 2 else None
+    number = op.const_value(value)
+    if value is not None and number is None:
+        raise _Different("the number that it pads with is known at run time only")
+    node.attributes["pads"] = ir.AttrInt64s("pads", _known(op, node, 1, "pads") or [])
+    node.attributes["value"] = ir.AttrFloat32("value", 0.0 if number is None else float(number))
+    node.resize_inputs(1)
 
 
 def _scatter(op: Builder, node: ir.Node, since: int) -> None:
     reduction = node.attributes.get_string("reduction", "none")
-    if reduction == "add" and since < 16 and node.op_type == "ScatterElements":
-        _scatter_sum(op, node)
-    elif reduction != "none" and (since < 16 or (since < 18 and reduction in ("min", "max"))):
-        raise _Different(f"reduces by {reduction}, which is newer")
+    if reduction != "none" and (since < 16 or (since < 18 and reduction in ("min", "max"))):
+        what = "adds up what falls on the same place" if reduction == "add" else f"reduces by {reduction}"
+        raise _Different(f"{what}, which is newer")
     if since < 16:
         node.attributes.pop("reduction", None)
-
-
-def _scatter_sum(op: Builder, node: ir.Node) -> None:
-    """Where each row gets one number, adding is scattering the sum with what is there."""
-    data, indices, updates = node.inputs
-    assert data is not None and indices is not None and updates is not None
-    axis = node.attributes.get_int("axis", 0)
-    if op.static_dim(indices, axis) != 1:
-        raise _Different("adds up what falls on the same place, which is newer")
-    there = op.GatherElements(data, indices, axis=axis)
-    node.replace_input_with(2, op.Add(there, updates))
 
 
 def _average_pool(op: Builder, node: ir.Node, since: int) -> None:
@@ -260,8 +462,16 @@ def _replace(op: Builder, node: ir.Node, value: ir.Value) -> None:
 _REWRITES: dict[str, Callable[[Builder, ir.Node, int], None]] = {
     "ReduceMax": _extreme,
     "ReduceMin": _extreme,
-    "Shape": _shape,
     "Split": _split,
+    "Squeeze": _squeeze,
+    "Unsqueeze": _squeeze,
+    "Slice": _slice,
+    "Clip": _clip,
+    "TopK": _top_k,
+    "Reshape": _reshape,
+    "Resize": _resize,
+    "QuantizeLinear": _quantize,
+    "DequantizeLinear": _quantize,
     "Pad": _pad,
     "ScatterND": _scatter,
     "ScatterElements": _scatter,

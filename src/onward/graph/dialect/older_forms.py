@@ -1,0 +1,456 @@
+"""Operators written in those of an older opset, in the dialect's own spelling.
+
+One table: operator, the opset that first has it (or has it with the meaning or the types in use), and the function
+that builds it from older ones. `lower` applies it before it changes how operators are spelled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import onnx_ir as ir
+
+from onward.errors import ModelError
+from onward.graph.nodes import attribute, given, wanted
+
+if TYPE_CHECKING:
+    from onward.graph.builder import Builder
+    from onward.graph.dialect.rewrite import Expansion
+
+__all__ = ["older_form"]
+
+# operator → (the opset from which on it can stay, whether a node needs the rewrite before that, the rewrite)
+_TABLE: dict[str, list[tuple[int, Callable[[ir.Node], bool], Expansion]]] = {}
+_FLOATS = (ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+
+
+def older_form(node: ir.Node, opset: int) -> Expansion | None:
+    """The rewrite of a node that this opset does not have; None where it has it, or nothing is known."""
+    if node.domain != "":
+        return None
+    for since, applies, expansion in _TABLE.get(node.op_type, ()):
+        if opset < since and applies(node):
+            return expansion
+    return None
+
+
+def _before(
+    since: int, *op_types: str, where: Callable[[ir.Node], bool] = lambda node: True
+) -> Callable[[Expansion], Expansion]:
+    def register(expansion: Expansion) -> Expansion:
+        for op_type in op_types:
+            _TABLE.setdefault(op_type, []).append((since, where, expansion))
+        return expansion
+
+    return register
+
+
+def _dtype(node: ir.Node, index: int = 0) -> ir.DataType | None:
+    value = given(node, index)
+    return None if value is None else value.dtype
+
+
+def _x(node: ir.Node, index: int = 0) -> ir.Value:
+    value = given(node, index)
+    if value is None:
+        raise ModelError(f"input {index} is missing")
+    return value
+
+
+# ---- activations ----------------------------------------------------------------------------------------
+
+
+@_before(20, "Gelu")
+def _gelu(op: Builder, node: ir.Node) -> ir.Value:
+    """x/2·(1 + erf(x/√2)), or x/2·(1 + tanh(√(2/π)·(x + 0.044715·x³)))"""
+    x = _x(node)
+    if attribute(node, "approximate", "none") == "tanh":
+        cube = op.Mul(op.Mul(op.Mul(x, x), x), 0.044715)
+        inner = op.Tanh(op.Mul(op.Add(x, cube), float(np.sqrt(2 / np.pi))))
+    else:
+        inner = op.Erf(op.Mul(x, float(np.sqrt(0.5))))
+    return op.Mul(op.Mul(x, 0.5), op.Add(inner, 1.0))
+
+
+@_before(14, "HardSwish")
+def _hard_swish(op: Builder, node: ir.Node) -> ir.Value:
+    return op.Mul(_x(node), op.HardSigmoid(_x(node), alpha=1 / 6, beta=0.5))
+
+
+@_before(18, "Mish")
+def _mish(op: Builder, node: ir.Node) -> ir.Value:
+    return op.Mul(_x(node), op.Tanh(op.Softplus(_x(node))))
+
+
+@_before(12, "Celu")
+def _celu(op: Builder, node: ir.Node) -> ir.Value:
+    """α·elu(x/α)"""
+    alpha = attribute(node, "alpha", 1.0)
+    return op.Mul(op.Elu(op.Div(_x(node), alpha)), alpha)
+
+
+# ---- normalization --------------------------------------------------------------------------------------
+
+
+@_before(17, "LayerNormalization")
+def _layer_normalization(op: Builder, node: ir.Node) -> Sequence[ir.Value | None]:
+    """y = (x − mean)/√(var + ε)·scale + bias, over the axes from `axis` on"""
+    x, rank = _x(node), op.rank(_x(node))
+    axes = list(range(attribute(node, "axis", -1) % rank, rank))
+    stash = ir.DataType(attribute(node, "stash_type", 1))
+    wide = x if op.dtype(x) == stash else op.Cast(x, to=stash.value)
+    mean = op.ReduceMean(wide, axes, keepdims=1)
+    centred = op.Sub(wide, mean)
+    var = op.ReduceMean(op.Mul(centred, centred), axes, keepdims=1)
+    inverse = op.Reciprocal(op.Sqrt(op.Add(var, attribute(node, "epsilon", 1e-5))))
+    normal = op.Mul(centred, inverse)
+    if op.dtype(x) != stash:
+        normal = op.Cast(normal, to=op.dtype(x).value)
+    y = op.Mul(normal, _x(node, 1))
+    bias = given(node, 2)
+    return [y if bias is None else op.Add(y, bias), mean, inverse]
+
+
+@_before(21, "GroupNormalization")
+def _group_normalization(op: Builder, node: ir.Node) -> ir.Value:
+    """Instance normalization of the groups as channels, then a scale and a bias of each channel."""
+    x, scale, bias = _x(node), _x(node, 1), _x(node, 2)
+    groups, rank = attribute(node, "num_groups"), op.rank(x)
+    rows = op.Reshape(x, np.asarray([0, groups, -1], np.int64))
+    ones, zeros = np.ones(groups, op.dtype(x).numpy()), np.zeros(groups, op.dtype(x).numpy())
+    normal = op.InstanceNormalization(rows, ones, zeros, epsilon=attribute(node, "epsilon", 1e-5))
+    normal = op.Reshape(normal, op.shape(x))
+    shape = np.asarray([-1] + [1] * (rank - 2), np.int64)
+    return op.Add(op.Mul(normal, op.Reshape(scale, shape)), op.Reshape(bias, shape))
+
+
+@_before(14, "BatchNormalization", where=lambda node: attribute(node, "training_mode", 0) == 1)
+def _batch_normalization(op: Builder, node: ir.Node) -> Sequence[ir.Value | None]:
+    """The batch's mean and variance, inference mode with them, and momentum·before + (1 − momentum)·batch"""
+    x, scale, bias, old_mean, old_var = (_x(node, index) for index in range(5))
+    axes = [axis for axis in range(op.rank(x)) if axis != 1]
+    kept = op.ReduceMean(x, axes, keepdims=1)
+    centred = op.Sub(x, kept)
+    mean = op.ReduceMean(x, axes, keepdims=0)
+    var = op.ReduceMean(op.Mul(centred, centred), axes, keepdims=0)
+    y = op.BatchNormalization(x, scale, bias, mean, var, epsilon=attribute(node, "epsilon", 1e-5))
+    momentum = attribute(node, "momentum", 0.9)
+    made: list[ir.Value | None] = [y]
+    for index, old, new in ((1, old_mean, mean), (2, old_var, var)):
+        if wanted(node, index):
+            made.append(op.Add(op.Mul(old, momentum), op.Mul(new, 1.0 - momentum)))
+        else:
+            made.append(None)
+    return made
+
+
+# ---- comparisons and choices ----------------------------------------------------------------------------
+
+
+@_before(12, "GreaterOrEqual", "LessOrEqual")
+def _or_equal(op: Builder, node: ir.Node) -> ir.Value:
+    a, b = _x(node), _x(node, 1)
+    strict = op.Greater(a, b) if node.op_type == "GreaterOrEqual" else op.Less(a, b)
+    return op.Or(strict, op.Equal(a, b))
+
+
+@_before(11, "Equal", where=lambda node: _dtype(node) in _FLOATS)
+def _equal(op: Builder, node: ir.Node) -> ir.Value:
+    """Neither less nor greater, and no NaN."""
+    a, b = _x(node), _x(node, 1)
+    apart = op.Or(op.Less(a, b), op.Greater(a, b))
+    return op.Not(op.Or(apart, op.Or(op.IsNaN(a), op.IsNaN(b))))
+
+
+@_before(12, "Max", "Min", where=lambda node: _dtype(node) not in _FLOATS)
+def _extreme_of_integers(op: Builder, node: ir.Node) -> ir.Value:
+    result = _x(node)
+    for index in range(1, len(node.inputs)):
+        other = _x(node, index)
+        first = op.Greater(result, other) if node.op_type == "Max" else op.Less(result, other)
+        result = op.Where(first, result, other)
+    return result
+
+
+def _one_condition(node: ir.Node) -> bool:
+    """Whether one truth value decides between two tensors of the result's shape."""
+    condition, result = given(node, 0), node.outputs[0].shape
+    shape = None if condition is None else condition.shape
+    if shape is None or result is None or any(size != 1 for size in shape):
+        return False
+    return all(value is not None and value.shape == result for value in node.inputs[1:3])
+
+
+@_before(9, "Where", where=_one_condition)
+def _where(op: Builder, node: ir.Node) -> ir.Value:
+    yes, no = op.subgraph("yes"), op.subgraph("no")
+    yes.graph.outputs.append(yes.Identity(_x(node, 1)))
+    no.graph.outputs.append(no.Identity(_x(node, 2)))
+    return op.If(_x(node, 0), then_branch=yes.graph, else_branch=no.graph)
+
+
+@_before(9, "Sign")
+def _sign(op: Builder, node: ir.Node) -> ir.Value:
+    x, kind = _x(node), op.dtype(_x(node)).value
+    zero = op.constant_like(0, x)
+    return op.Sub(op.Cast(op.Greater(x, zero), to=kind), op.Cast(op.Less(x, zero), to=kind))
+
+
+# ---- shapes ---------------------------------------------------------------------------------------------
+
+
+@_before(
+    15, "Shape", where=lambda node: attribute(node, "start", 0) != 0 or attribute(node, "end") is not None
+)
+def _shape(op: Builder, node: ir.Node) -> ir.Value:
+    """Shape of some axes was a slice of the shape."""
+    x, start, end = _x(node), attribute(node, "start", 0), attribute(node, "end")
+    stop = np.iinfo(np.int64).max if end is None else end
+    if x.shape is not None:  # Slice of old opsets takes no negative numbers past the beginning
+        rank = x.shape.rank()
+        start, stop, _ = slice(start, end).indices(rank)
+        stop = max(start, stop)
+    return op.Slice(op.Shape(x), np.asarray([start]), np.asarray([stop], np.int64), np.asarray([0]))
+
+
+@_before(9, "ConstantOfShape")
+def _constant_of_shape(op: Builder, node: ir.Node) -> ir.Value:
+    tensor = attribute(node, "value")
+    number = np.zeros(1, np.float32) if tensor is None else tensor.numpy()
+    return op.Expand(op.constant(number.reshape(())), _x(node))
+
+
+@_before(15, "CastLike")
+def _cast_like(op: Builder, node: ir.Node) -> ir.Value:
+    return op.Cast(_x(node), to=op.dtype(node.outputs[0]).value)
+
+
+@_before(11, "Range", where=lambda node: _dtype(node) in (ir.DataType.INT64, ir.DataType.INT32))
+def _range(op: Builder, node: ir.Node) -> ir.Value:
+    """start + delta·(0, 1, …): the places of the non-zeros of as many ones"""
+    start, limit, delta = (op.Cast(_x(node, index), to=ir.DataType.INT64.value) for index in range(3))
+    known = op.const_value(_x(node, 2))
+    one = op.constant(np.asarray(1, np.int64))
+    if known is not None and int(known) == 1:
+        count = op.Sub(limit, start)
+    else:  # rounded up, for steps of either sign
+        ahead = op.Sub(limit, start)
+        floor = op.Div(ahead, delta)
+        rest = op.Not(op.Equal(op.Mul(floor, delta), ahead))
+        count = op.Add(floor, op.Cast(rest, to=ir.DataType.INT64.value))
+    count = op.Where(op.Less(count, op.constant(np.asarray(0, np.int64))), op.Sub(one, one), count)
+    ones = op.ConstantOfShape(op.Reshape(count, [1]), value=ir.tensor(np.ones(1, np.float32)))
+    places = op.Squeeze(op.NonZero(ones), [0])
+    result = op.Add(start, op.Mul(places, delta))
+    kind = op.dtype(_x(node))
+    return result if kind == ir.DataType.INT64 else op.Cast(result, to=kind.value)
+
+
+@_before(14, "Trilu")
+def _trilu(op: Builder, node: ir.Node) -> ir.Value:
+    """Where the column is not before (upper) or not after (lower) the row plus k."""
+    x, k = _x(node), given(node, 1)
+    zero, one = np.asarray(0, np.int64), np.asarray(1, np.int64)
+    row, column = (op.Range(zero, op.Squeeze(op.dim(x, axis), [0]), one) for axis in (-2, -1))
+    row = op.Unsqueeze(row, [1])
+    row = row if k is None else op.Add(row, k)
+    column = op.Unsqueeze(column, [0])
+    upper = attribute(node, "upper", 1)
+    kept = op.GreaterOrEqual(column, row) if upper else op.LessOrEqual(column, row)
+    return op.Where(kept, x, op.constant_like(0, x))
+
+
+# ---- sums, choices by index -----------------------------------------------------------------------------
+
+
+@_before(11, "CumSum")
+def _cum_sum(op: Builder, node: ir.Node) -> ir.Value:
+    x, axis = _x(node), op.const_value(given(node, 1))
+    if axis is None:
+        raise ModelError("its axis is known at run time only")
+    rank = op.rank(x)
+    place = int(axis.reshape(())) % rank
+    rest = None if x.shape is None else ir.Shape([d for i, d in enumerate(x.shape) if i != place])
+    body = op.subgraph("sum")
+    so_far, term = body.input("so_far", x.dtype, rest), body.input("term", x.dtype, rest)
+    total = body.Add(so_far, term)
+    seen = body.Identity(so_far if attribute(node, "exclusive", 0) else total)
+    body.graph.outputs.extend([total, seen])
+    shape = op.Concat(*[op.dim(x, i) for i in range(rank) if i != place], axis=0) if rank > 1 else None
+    zero = op.constant_like(0, x)
+    backwards = attribute(node, "reverse", 0)
+    _, result = op.Scan(
+        zero if shape is None else op.Expand(zero, shape),
+        x,
+        body=body.graph,
+        num_scan_inputs=1,
+        scan_input_axes=[place],
+        scan_output_axes=[place],
+        scan_input_directions=[backwards],
+        scan_output_directions=[backwards],
+        outputs=2,
+    )
+    return result
+
+
+def _one_a_row(node: ir.Node) -> bool:
+    indices = given(node, 1)
+    axis = attribute(node, "axis", 0)
+    return indices is not None and indices.shape is not None and indices.shape[axis] == 1
+
+
+def _mask(op: Builder, x: ir.Value, indices: ir.Value, axis: int) -> ir.Value:
+    """True at the one place of each row that the indices name; negative ones count from the end."""
+    size = op.dim(x, axis)
+    wide = op.Cast(op.Squeeze(indices, [axis]), to=ir.DataType.INT64.value)
+    wide = op.Where(op.Less(wide, op.constant(np.asarray(0, np.int64))), op.Add(wide, size), wide)
+    marks = op.OneHot(wide, size, op.constant(np.asarray([0, 1], np.int64)), axis=axis)
+    return op.Cast(marks, to=ir.DataType.BOOL.value)
+
+
+@_before(11, "GatherElements", where=_one_a_row)
+def _gather_elements(op: Builder, node: ir.Node) -> ir.Value:
+    """One element of each row: the row without the others, summed."""
+    x, indices = _x(node), _x(node, 1)
+    axis = attribute(node, "axis", 0) % op.rank(x)
+    chosen = op.Where(_mask(op, x, indices, axis), x, op.constant_like(0, x))
+    return op.ReduceSum(chosen, [axis], keepdims=1)
+
+
+@_before(
+    16, "ScatterElements",
+    where=lambda node: attribute(node, "reduction", "none") == "add" and _one_a_row(node),
+)  # fmt: skip
+def _scatter_add(op: Builder, node: ir.Node) -> ir.Value:
+    """Where each row gets one number, adding is scattering the sum with what is there."""
+    x, indices, updates = _x(node), _x(node, 1), _x(node, 2)
+    axis = attribute(node, "axis", 0)
+    there = op.GatherElements(x, indices, axis=axis)
+    return op.ScatterElements(x, indices, op.Add(there, updates), axis=axis)
+
+
+@_before(11, "ScatterElements")
+def _scatter_elements(op: Builder, node: ir.Node) -> ir.Value:
+    """One element of each row replaced."""
+    x, indices, updates = _x(node), _x(node, 1), _x(node, 2)
+    if attribute(node, "reduction", "none") != "none" or not _one_a_row(node):
+        raise ModelError("replaces several elements of a row, which is newer")
+    axis = attribute(node, "axis", 0) % op.rank(x)
+    return op.Where(_mask(op, x, indices, axis), updates, x)
+
+
+# ---- the same operator with another meaning or other types ----------------------------------------------
+
+
+def _not_last(node: ir.Node) -> bool:
+    x = given(node, 0)
+    axis = attribute(node, "axis", -1)
+    return x is None or x.shape is None or axis % max(x.shape.rank(), 1) != x.shape.rank() - 1
+
+
+@_before(13, "Softmax", "LogSoftmax", "Hardmax", where=_not_last)
+def _softmax(op: Builder, node: ir.Node) -> ir.Value:
+    """Until opset 12 the axes from `axis` on were one: the same only for the last."""
+    x, rank = _x(node), op.rank(_x(node))
+    if rank == 0:
+        raise ModelError("of a single number means something else there")
+    axis = attribute(node, "axis", -1) % rank
+    order = [i for i in range(rank) if i != axis] + [axis]
+    last = op.node(node.op_type, [op.Transpose(x, perm=order)], {"axis": rank - 1})[0]
+    return op.Transpose(last, perm=[order.index(i) for i in range(rank)])
+
+
+@_before(12, "Dropout")
+def _dropout(op: Builder, node: ir.Node) -> ir.Value | Sequence[ir.Value | None]:
+    training = given(node, 2)
+    known = np.asarray(False) if training is None else op.const_value(training)
+    if known is None or bool(known):
+        raise ModelError("drops at random, which is newer")
+    if not wanted(node, 1):
+        return [_x(node)]
+    return [_x(node), op.Expand(np.ones((1,), np.bool_), op.shape(_x(node)))]
+
+
+@_before(12, "Pow", where=lambda node: _dtype(node) != _dtype(node, 1))
+def _pow(op: Builder, node: ir.Node) -> ir.Value:
+    return op.Pow(_x(node), op.Cast(_x(node, 1), to=op.dtype(_x(node)).value))
+
+
+def _bounds_unknown(node: ir.Node) -> bool:
+    bounds = [value for value in node.inputs[1:] if value is not None]
+    return any(value.is_graph_input() or value.const_value is None for value in bounds)
+
+
+@_before(12, "Clip", where=lambda node: _dtype(node) not in _FLOATS)
+@_before(11, "Clip", where=_bounds_unknown)
+def _clip(op: Builder, node: ir.Node) -> ir.Value:
+    x, low, high = _x(node), given(node, 1), given(node, 2)
+    x = x if low is None else op.Max(x, low)
+    x = x if high is None else op.Min(x, high)
+    return op.Identity(x) if low is None and high is None else x
+
+
+@_before(11, "TopK", where=lambda node: attribute(node, "largest", 1) == 0)
+def _smallest(op: Builder, node: ir.Node) -> Sequence[ir.Value]:
+    """The smallest are the largest of −x."""
+    axis = attribute(node, "axis", -1)
+    values, places = op.TopK(op.Neg(_x(node)), _x(node, 1), axis=axis, outputs=2)
+    return [op.Neg(values), places]
+
+
+@_before(11, "Gemm", where=lambda node: given(node, 2) is None)
+def _gemm(op: Builder, node: ir.Node) -> Sequence[ir.Value]:
+    zero = op.constant(np.zeros(1, op.dtype(_x(node)).numpy()))
+    return op.node("Gemm", [_x(node), _x(node, 1), zero], dict(node.attributes))
+
+
+@_before(8, "Sum", "Mean")
+def _sum(op: Builder, node: ir.Node) -> ir.Value:
+    total = _x(node)
+    for index in range(1, len(node.inputs)):
+        total = op.Add(total, _x(node, index))
+    if node.op_type == "Mean":
+        return op.Div(total, op.constant_like(len(node.inputs), total))
+    return total if len(node.inputs) > 1 else op.Identity(total)
+
+
+# ---- losses ---------------------------------------------------------------------------------------------
+
+
+@_before(12, "NegativeLogLikelihoodLoss")
+def _nll(op: Builder, node: ir.Node) -> ir.Value:
+    return _nll_of(op, node, _x(node))
+
+
+@_before(12, "SoftmaxCrossEntropyLoss")
+def _cross_entropy(op: Builder, node: ir.Node) -> Sequence[ir.Value]:
+    logs = op.LogSoftmax(_x(node), axis=1)
+    return [_nll_of(op, node, logs), logs]
+
+
+def _nll_of(op: Builder, node: ir.Node, x: ir.Value) -> ir.Value:
+    """−w[t]·x[t] of each row, without those whose class is ignored; their sum, or their mean by weight."""
+    target, weight, ignored = _x(node, 1), given(node, 2), attribute(node, "ignore_index")
+    target = op.Cast(target, to=ir.DataType.INT64.value)
+    zero = op.constant_like(0, x)
+    skip = None
+    if ignored is not None:
+        skip = op.Equal(target, np.asarray(ignored, np.int64))
+        target = op.Where(skip, np.asarray(0, np.int64), target)
+    picked = op.Neg(op.Squeeze(op.GatherElements(x, op.Unsqueeze(target, [1]), axis=1), [1]))
+    factors = None if weight is None else op.Gather(weight, target, axis=0)
+    if factors is None and skip is not None:
+        factors = op.Expand(op.constant_like(1, x), op.shape(picked))
+    if skip is not None:
+        picked, factors = op.Where(skip, zero, picked), op.Where(skip, zero, factors)
+    loss = picked if factors is None else op.Mul(picked, factors)
+    reduction = attribute(node, "reduction", "mean")
+    if reduction == "none":
+        return loss
+    if reduction == "sum":
+        return op.ReduceSum(loss, keepdims=0)
+    if factors is None:
+        return op.ReduceMean(loss, keepdims=0)
+    return op.Div(op.ReduceSum(loss, keepdims=0), op.ReduceSum(factors, keepdims=0))
