@@ -461,10 +461,15 @@ _OWN: dict[str, dict[str, Any]] = {
         for kind in ("convnext", "convnextv2", "segformer", "poolformer")
     },
     "swin": {"embed_dim": 8, "depths": [1, 1], "num_heads": [2, 2], "window_size": 2, "drop_path_rate": 0.0},
-    "focalnet": dict(
-        embed_dim=8, depths=[1, 1], hidden_sizes=[8, 16], focal_levels=[1, 1], focal_windows=[3, 3], patch_size=4,
-        drop_path_rate=0.0,
-    ),  # fmt: skip
+    "focalnet": {
+        "embed_dim": 8,
+        "depths": [1, 1],
+        "hidden_sizes": [8, 16],
+        "focal_levels": [1, 1],
+        "focal_windows": [3, 3],
+        "patch_size": 4,
+        "drop_path_rate": 0.0,
+    },
     "cvt": {
         "embed_dim": [8, 16, 16],
         "num_heads": [1, 2, 2],

@@ -9,6 +9,8 @@ import onnx
 import onnx_ir as ir
 
 __all__ = [
+    "ACTIVE",
+    "DROPOUT",
     "GRADIENT",
     "MASKED",
     "RANDOM",
@@ -78,6 +80,8 @@ def wanted(node: ir.Node, index: int) -> bool:
 # A node's metadata in a model that is to be differentiated: an Identity marked so passes no gradient on, and rows of a
 # Softmax marked so may be NaN, in whose place the model puts something else.
 GRADIENT, STOP, MASKED = "onward.gradient", "stop", "masked rows"
+# The same of a Dropout before opset 12, which has no input that says so: it drops when the model trains.
+DROPOUT, ACTIVE = "onward.dropout", "active"
 
 
 def stops_gradient(node: ir.Node) -> bool:

@@ -14,16 +14,20 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import torch
 from onnx import TensorProto, helper, numpy_helper
 
-from onward.errors import ExportError
-from onward.graph.nodes import GRADIENT, STOP
+from onward.errors import ExportError, ModelError
+from onward.graph.dialect.lower import lower
+from onward.graph.dialect.normalize import normalize
+from onward.graph.nodes import ACTIVE, DROPOUT, GRADIENT, STOP
 
 __all__ = [
     "active_dropouts",
     "attach",
     "checkable_target",
+    "converted",
     "mark_stops",
     "neutralised",
     "record",
@@ -110,9 +114,15 @@ def take_parameters(
 def repair_dropout(model: onnx.ModelProto) -> None:
     """Give a Dropout without training_mode input one that is true: absent means false, so nothing drops.
 
-    Exporters write the two-input form for attention dropout, and only where the rate is not zero.
+    Exporters write the two-input form for attention dropout, and only where the rate is not zero. Before opset 12
+    there is no such input: a mark says that the node is of a model in training mode.
     """
+    old = next(entry.version for entry in model.opset_import if not entry.domain) < 12
     for graph in graphs(model.graph):
+        for node in graph.node:
+            if old and node.op_type == "Dropout" and _ratio(node) > 0:
+                node.metadata_props.add(key=DROPOUT, value=ACTIVE)
+                model.ir_version = max(model.ir_version, 10)  # the first in which nodes have metadata
         bare = [n for n in graph.node if n.op_type == "Dropout" and len([i for i in n.input if i]) == 2]
         if bare:
             name = "dropout.training_mode"
@@ -123,6 +133,10 @@ def repair_dropout(model: onnx.ModelProto) -> None:
             for node in bare:
                 del node.input[2:]
                 node.input.append(name)
+
+
+def _ratio(node: onnx.NodeProto) -> float:
+    return next((attribute.f for attribute in node.attribute if attribute.name == "ratio"), 0.5)
 
 
 def mark_stops(model: onnx.ModelProto) -> None:
@@ -142,11 +156,12 @@ def mark_stops(model: onnx.ModelProto) -> None:
 
 
 def active_dropouts(model: onnx.ModelProto) -> int:
-    """How many Dropout nodes have a training_mode that is, or may be, true."""
+    """How many Dropout nodes have a training_mode that is, or may be, true, or a mark that says so."""
     count = 0
     for graph in graphs(model.graph):
         constants = _constants(graph)
         for node in graph.node:
+            count += any((entry.key, entry.value) == (DROPOUT, ACTIVE) for entry in node.metadata_props)
             if node.op_type == "Dropout" and len(node.input) > 2 and node.input[2]:
                 mode = constants.get(node.input[2])
                 count += mode is None or bool(mode)
@@ -197,6 +212,28 @@ def _neutral(node: onnx.NodeProto) -> list[onnx.NodeProto]:
             helper.make_node("Cast", [out + ".drawn"], [out], to=attributes.get("dtype", TensorProto.FLOAT)),
         ]
     return [node]
+
+
+def converted(model: onnx.ModelProto, weights: Mapping[str, torch.Tensor], opset: int) -> onnx.ModelProto:
+    """The graph in an older opset; `ModelError` names the operators that have no form there."""
+    if opset < 14 and any(_trains(node) for graph in graphs(model.graph) for node in graph.node):
+        raise ModelError(
+            f"BatchNormalization in training mode has no form in opset {opset} that keeps its running statistics"
+        )
+    whole = onnx.ModelProto()
+    whole.CopyFrom(model)
+    attach(whole, weights)
+    proto = ir.to_proto(lower(normalize(whole), opset))
+    kept = [tensor for tensor in proto.graph.initializer if tensor.name not in weights]
+    del proto.graph.initializer[:]
+    proto.graph.initializer.extend(kept)
+    return proto
+
+
+def _trains(node: onnx.NodeProto) -> bool:
+    return node.op_type == "BatchNormalization" and any(
+        attribute.name == "training_mode" and attribute.i for attribute in node.attribute
+    )
 
 
 def set_axes(

@@ -22,7 +22,7 @@ import torch
 
 from onward import contract
 from onward.contract import EXPORT_OPSET
-from onward.errors import ExportError, ParityError
+from onward.errors import ExportError, ModelError, ParityError
 from onward.export import parity
 from onward.export.torch import assemble, modules
 from onward.export.torch.check_gradient import check_gradient
@@ -68,7 +68,8 @@ def from_torch(
     With `check`, outputs are compared with torch's on fresh inputs at other sizes, without dropout, and for
     training (`check="gradient"`) one backward pass with torch autograd; `ParityError` shows what differs, and
     nothing is written. `check="outputs"` skips gradients. `detach`, `no_grad`, `padding_idx` and straight-through
-    functions are kept: gradients stop in the exported model where they stop in the module.
+    functions are kept: gradients stop in the exported model where they stop in the module. `opset` is 7 to 22; where
+    the tracer has no form for an old one, a newer export is converted, and what cannot be is named.
 
     >>> import torch
     >>> proto = from_torch(torch.nn.Linear(4, 2), torch.randn(3, 4))
@@ -101,12 +102,13 @@ def from_torch(
             for place in plan.decisions
         ]
 
-        def attempt(chosen: Exporter) -> _Exported:
+        def attempt(chosen: Exporter, traced: int = opset) -> _Exported:
             return _export(
                 plan,
                 values,
                 exporter=chosen,
                 opset=opset,
+                traced=traced,
                 training=training,
                 fold=not training and chosen == "torchscript" and not external_data_needed,
                 auto_axes=dynamic_axes == "auto",
@@ -118,17 +120,8 @@ def from_torch(
         if exporter != "auto":
             made = attempt(exporter)
         else:
-            try:
-                made = attempt("torchscript")
-            except (ExportError, ParityError) as error:
-                if opset not in _opsets("dynamo"):
-                    raise
-                try:
-                    made = attempt("dynamo")
-                except Exception:  # what the first one said is nearer to what users write
-                    raise error from None
-                reason = str(error).splitlines()[0]
-                said.append(f"exported through torch.export, because the tracer cannot: {reason}")
+            made, note = _first_that_works(attempt, opset)
+            said += note
         properties = _properties(
             bare, made.plan.names, list(made.weights), training=training, exporter=made.exporter
         )
@@ -156,6 +149,37 @@ def from_torch(
     return target
 
 
+def _first_that_works(attempt: Callable[..., _Exported], opset: int) -> tuple[_Exported, list[str]]:
+    """The tracer at this opset, or at a newer one from which the graph is converted, or torch.export."""
+    newer = max(opset, EXPORT_OPSET)
+    reason: Exception | None = None
+    conversion = ""
+    for exporter, traced, through in (
+        ("torchscript", opset, ""),
+        ("torchscript", newer, f"exported at opset {newer} and converted"),
+        ("dynamo", newer, "exported through torch.export"),
+    ):
+        if reason is not None and (
+            traced not in _opsets(exporter) or (exporter, traced) == ("torchscript", opset)
+        ):
+            continue
+        try:
+            made = attempt(exporter, traced)
+        except (ExportError, ParityError) as error:
+            reason = reason or error
+        except ModelError as error:  # what the opset asked for lacks
+            conversion = conversion or f"\nA newer export cannot be converted either: {error}"
+        except Exception:
+            if reason is None:
+                raise
+        else:
+            why = "" if reason is None else str(reason).splitlines()[0]
+            return made, [f"{through}, because the tracer cannot: {why}"] if through else []
+    assert reason is not None
+    # what the first one said is nearer to what users write
+    raise (type(reason)(f"{reason}{conversion}") if conversion else reason) from None
+
+
 @dataclass(frozen=True)
 class _Exported:
     """A graph, its weights, what is left of the plan, and why its gradient was not compared, if it was not."""
@@ -173,6 +197,7 @@ def _export(
     *,
     exporter: Exporter,
     opset: int,
+    traced: int,
     training: bool,
     fold: bool,
     auto_axes: bool,
@@ -185,9 +210,10 @@ def _export(
     rtol, atol = tolerances
 
     def export(plan: Plan) -> tuple[onnx.ModelProto, dict[str, torch.Tensor]]:
-        proto, used = _graph(trace, plan, opset=opset, training=training)
+        proto, used = _graph(trace, plan, opset=traced, training=training)
         by_clean = {clean: values[raw] for raw, clean in plan.names.items()}
-        return proto, {name: by_clean[name] for name in used}
+        weights = {name: by_clean[name] for name in used}
+        return (proto if traced == opset else assemble.converted(proto, weights, opset)), weights
 
     try:
         proto, weights = export(plan)

@@ -223,9 +223,7 @@ def _by_transpose(cls: Any, args: Sequence[Any]) -> Any:
         given = [arriving[real.index(place)] if place in real else None for place in range(len(outs))]
         factors = _backward(cls)(context, *given)
         factors = factors if isinstance(factors, tuple) else (factors,)
-        used = [
-            (x, factor) for x, factor in zip(args, factors) if _is_float(factor) and factor.requires_grad
-        ]
+        used = [(x, factor) for x, factor in zip(args, factors) if _is_float(factor) and factor.requires_grad]
         # not `autograd.grad`, which compares shapes first, and those are values in a trace
         tangents = _run_backward(
             tuple(factor for _, factor in used),

@@ -111,9 +111,7 @@ _DRAWS: dict[str, Callable[[torch.Tensor, Any, Any], torch.Tensor]] = {
     "randn": lambda drawn, args, kwargs: drawn.zero_(),
     "randn_like": lambda drawn, args, kwargs: drawn.zero_(),
     "uniform_": _between,
-    "normal_": lambda drawn, args, kwargs: drawn.fill_(
-        kwargs.get("mean", args[1] if len(args) > 1 else 0.0)
-    ),
+    "normal_": lambda drawn, args, kwargs: drawn.fill_(kwargs.get("mean", args[1] if len(args) > 1 else 0.0)),
     "exponential_": lambda drawn, args, kwargs: drawn.fill_(
         math.log(2) / kwargs.get("lambd", args[1] if len(args) > 1 else 1.0)
     ),

@@ -75,10 +75,10 @@ def lower(model: ir.Model, opset: int, *, at_any_cost: bool = True) -> ir.Model:
     rewritten = _write_in_older(copy, current, opset, at_any_cost)
     op = Builder(copy.graph)
     op.opset = opset
-    problems = rewritten + [
+    problems = list(rewritten.values()) + [
         f"  {node.op_type:<24} node '{node.name}': {problem}"
         for builder, node in _nodes(op, copy.graph)
-        if (problem := _lower_node(builder, node, current, opset))
+        if node not in rewritten and (problem := _lower_node(builder, node, current, opset))
     ]
     if problems:
         more = f"\n  and {len(problems) - 8} more" if len(problems) > 8 else ""
@@ -105,7 +105,7 @@ def _ir_version(opset: int) -> int:
 _AS_FAST = frozenset({"CastLike", "ScatterElements", "Shape"})
 
 
-def _write_in_older(model: ir.Model, current: int, opset: int, at_any_cost: bool) -> list[str]:
+def _write_in_older(model: ir.Model, current: int, opset: int, at_any_cost: bool) -> dict[ir.Node, str]:
     """Replace what the older opset lacks by what it has; returns what could not be."""
     problems: dict[ir.Node, str] = {}
 
@@ -126,7 +126,7 @@ def _write_in_older(model: ir.Model, current: int, opset: int, at_any_cost: bool
     while True:  # a form may be written in what needs one itself
         try:
             if not rewrite(model, lookup, opset=current, infer=infer_shapes):
-                return list(problems.values())
+                return problems
         except ModelError:
             if not problems:
                 raise
@@ -152,10 +152,12 @@ def _lower_node(op: Builder, node: ir.Node, current: int, opset: int) -> str | N
     """Rewrite a node where it needs it; the reason where it cannot be done."""
     if node.domain != "":
         return None
-    newer = onnx.defs.get_schema(node.op_type, current, "")
+    newer = onnx.defs.get_schema(node.op_type, current, "")  # before the node may get an older name
     op.before, op.scope = node, node.name or ""
     if node.op_type == "Resize" and opset < 10:
         return _upsample(op, node)
+    if node.op_type == "ScatterElements" and 9 <= opset < 11:
+        node.op_type = "Scatter"
     try:
         older = onnx.defs.get_schema(node.op_type, opset, "")
     except onnx.defs.SchemaError:
@@ -330,8 +332,9 @@ def _top_k(op: Builder, node: ir.Node, since: int) -> None:
 
 
 def _reshape(op: Builder, node: ir.Node, since: int) -> None:
+    """A zero meant "as before" always until opset 13, and since then by default: it matters to empty tensors alone."""
     shape = op.const_value(node.inputs[1])
-    if since < 14 and shape is not None and (shape != 0).all():
+    if since < 14 and (shape is None or (shape != 0).all()):
         node.attributes.pop("allowzero", None)
 
 
@@ -475,5 +478,6 @@ _REWRITES: dict[str, Callable[[Builder, ir.Node, int], None]] = {
     "Pad": _pad,
     "ScatterND": _scatter,
     "ScatterElements": _scatter,
+    "Scatter": _scatter,
     "AveragePool": _average_pool,
 }

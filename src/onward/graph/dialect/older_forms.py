@@ -175,12 +175,11 @@ def _extreme_of_integers(op: Builder, node: ir.Node) -> ir.Value:
 
 
 def _one_condition(node: ir.Node) -> bool:
-    """Whether one truth value decides between two tensors of the result's shape."""
-    condition, result = given(node, 0), node.outputs[0].shape
-    shape = None if condition is None else condition.shape
-    if shape is None or result is None or any(size != 1 for size in shape):
+    """Whether one truth value decides between two tensors of the same shape, which is that of the result."""
+    condition, a, b = (None if value is None else value.shape for value in node.inputs)
+    if condition is None or a is None or b is None or any(size != 1 for size in condition):
         return False
-    return all(value is not None and value.shape == result for value in node.inputs[1:3])
+    return a == b and a.rank() >= condition.rank()
 
 
 @_before(9, "Where", where=_one_condition)
@@ -331,14 +330,137 @@ def _scatter_add(op: Builder, node: ir.Node) -> ir.Value:
     return op.ScatterElements(x, indices, op.Add(there, updates), axis=axis)
 
 
-@_before(11, "ScatterElements")
-def _scatter_elements(op: Builder, node: ir.Node) -> ir.Value:
-    """One element of each row replaced."""
+def _adds_flat(node: ir.Node) -> bool:
+    if attribute(node, "reduction", "none") != "add":
+        return False
+    x, indices = given(node, 0), given(node, 1)
+    return node.op_type == "ScatterElements" or (
+        x is not None
+        and x.shape is not None
+        and x.shape.rank() == 1
+        and indices is not None
+        and indices.shape is not None
+        and indices.shape[-1] == 1
+    )
+
+
+@_before(16, "ScatterElements", "ScatterND", where=_adds_flat)
+def _scatter_sum(op: Builder, node: ir.Node) -> ir.Value:
+    """Rounds of plain scattering, until nothing is left: of those that fall on one place, each round adds one.
+
+    Every update writes its own number to its place; who reads it back again has won the round. Losers, and who is
+    done, write to one place more, after the end. There are as many rounds as updates of the busiest place.
+    """
     x, indices, updates = _x(node), _x(node, 1), _x(node, 2)
-    if attribute(node, "reduction", "none") != "none" or not _one_a_row(node):
-        raise ModelError("replaces several elements of a row, which is newer")
+    int64, minus = ir.DataType.INT64.value, np.asarray([-1], np.int64)
+    size = op.Reshape(op.Size(x), [1])
+    place = op.Cast(op.Reshape(indices, minus), to=int64)
     axis = attribute(node, "axis", 0) % op.rank(x)
-    return op.Where(_mask(op, x, indices, axis), updates, x)
+    zero, one = np.asarray(0, np.int64), np.asarray(1, np.int64)
+    if op.rank(x) > 1:
+        length = op.dim(x, axis)
+        wide = op.Cast(indices, to=int64)
+        wide = op.Where(op.Less(wide, zero), op.Add(wide, length), wide)
+        numbers = op.Reshape(op.Range(zero, op.Squeeze(size, [0]), one), op.shape(x))
+        place = op.Reshape(op.GatherElements(numbers, wide, axis=axis), minus)
+    else:
+        place = op.Where(op.Less(place, zero), op.Add(place, size), place)
+    values = op.Reshape(updates, minus)
+    own = op.Range(zero, op.Squeeze(op.Shape(place), [0]), one)
+    more = op.Add(size, np.asarray([1], np.int64))
+    start = op.Concat(op.Reshape(x, minus), op.constant(np.zeros(1, op.dtype(x).numpy())), axis=0)
+    left = op.Expand(op.constant(np.ones(1, np.bool_)), op.Shape(place))
+    body = op.subgraph("round")
+    body.input("number", ir.DataType.INT64, [])
+    body.input("going", ir.DataType.BOOL, [])
+    so_far = body.input("so_far", x.dtype, [None])
+    waiting = body.input("waiting", ir.DataType.BOOL, [None])
+    aim = body.Where(waiting, place, size)
+    blank = body.ConstantOfShape(more, value=ir.tensor(np.zeros(1, np.int64)))
+    seen = body.Gather(body.ScatterElements(blank, aim, own, axis=0), aim, axis=0)
+    won = body.And(waiting, body.Equal(seen, own))
+    nothing = ir.tensor(np.zeros(1, op.dtype(x).numpy()))
+    added = body.ScatterElements(
+        body.ConstantOfShape(more, value=nothing),
+        body.Where(won, place, size),
+        body.Where(won, values, op.constant_like(0, x)),
+        axis=0,
+    )
+    still = body.And(waiting, body.Not(won))
+    busy = body.ReduceMax(body.Cast(still, to=ir.DataType.INT32.value), keepdims=0)
+    body.graph.outputs.extend(
+        [body.Cast(busy, to=ir.DataType.BOOL.value), body.Add(so_far, added), body.Identity(still)]
+    )
+    first = op.Not(op.Equal(op.Squeeze(op.Shape(place), [0]), zero))
+    total, _ = op.Loop(None, first, start, left, body=body.graph, outputs=2)
+    total.shape = ir.Shape([None])
+    return op.Reshape(op.Slice(total, [0], size, [0]), op.shape(x))
+
+
+@_before(10, "Slice", where=lambda node: any(_unknown(node, index) for index in (1, 2)))
+def _slice(op: Builder, node: ir.Node) -> ir.Value:
+    """Starts and ends that are known at run time only: the elements between them, by their numbers."""
+    x, axes, steps = _x(node), given(node, 3), given(node, 4)
+    places, strides = op.const_value(axes), op.const_value(steps)
+    if (axes is not None and places is None) or (steps is not None and strides is None):
+        raise ModelError("its axes or steps are known at run time only")
+    if strides is not None and (strides != 1).any():
+        raise ModelError("has steps, which are newer")
+    one, zero = np.asarray(1, np.int64), np.asarray([0], np.int64)
+    count = op.static_dim(_x(node, 1), 0)
+    if places is None and count is None:
+        raise ModelError("its axes are unknown")
+    numbers = range(count or 0) if places is None else [int(axis) for axis in places.reshape(-1)]
+    for number, axis in enumerate(numbers):
+        size = op.dim(x, axis)
+        ends = []
+        for bounds in (_x(node, 1), _x(node, 2)):
+            end = op.Cast(op.Gather(bounds, np.asarray([number], np.int64)), to=ir.DataType.INT64.value)
+            end = op.Where(op.Less(end, zero), op.Add(end, size), end)
+            end = op.Where(op.Less(end, zero), zero, end)
+            ends.append(op.Squeeze(op.Where(op.Less(size, end), size, end), [0]))
+        x = op.Gather(x, op.Range(ends[0], ends[1], one), axis=axis % op.rank(x))
+    return x
+
+
+def _unknown(node: ir.Node, index: int) -> bool:
+    value = given(node, index)
+    return value is not None and (value.is_graph_input() or value.const_value is None)
+
+
+@_before(18, "Resize", where=lambda node: "axes" in node.attributes)
+def _resize(op: Builder, node: ir.Node) -> Sequence[ir.Value]:
+    """Scales and sizes named all axes."""
+    x = _x(node)
+    rank = op.rank(x)
+    axes = [int(axis) % rank for axis in attribute(node, "axes")]
+    roi, scales, sizes = (given(node, index) for index in (1, 2, 3))
+    if roi is not None:
+        raise ModelError("resizes a region of some axes, which is newer")
+
+    def every(some: ir.Value | None, other: Callable[[int], ir.Value]) -> ir.Value | None:
+        if some is None:
+            return None
+        parts = [
+            op.Gather(some, np.asarray([axes.index(axis)], np.int64)) if axis in axes else other(axis)
+            for axis in range(rank)
+        ]
+        known = op.const_value(some)
+        if known is not None and some is scales:
+            full = np.ones(rank, np.float32)
+            full[axes] = known
+            return op.constant(full)
+        return op.Concat(*parts, axis=0)
+
+    one = np.ones(1, np.float32)
+    whole = [
+        x,
+        None,
+        every(scales, lambda axis: op.constant(one)),
+        every(sizes, lambda axis: op.dim(x, axis)),
+    ]
+    kept = {name: value for name, value in node.attributes.items() if name != "axes"}
+    return op.node("Resize", whole, kept)
 
 
 # ---- the same operator with another meaning or other types ----------------------------------------------
@@ -364,9 +486,10 @@ def _softmax(op: Builder, node: ir.Node) -> ir.Value:
 
 @_before(12, "Dropout")
 def _dropout(op: Builder, node: ir.Node) -> ir.Value | Sequence[ir.Value | None]:
-    training = given(node, 2)
+    training, ratio = given(node, 2), op.const_value(given(node, 1))
     known = np.asarray(False) if training is None else op.const_value(training)
-    if known is None or bool(known):
+    never = ratio is not None and float(ratio) == 0.0
+    if not never and (known is None or bool(known)):
         raise ModelError("drops at random, which is newer")
     if not wanted(node, 1):
         return [_x(node)]
@@ -378,13 +501,8 @@ def _pow(op: Builder, node: ir.Node) -> ir.Value:
     return op.Pow(_x(node), op.Cast(_x(node, 1), to=op.dtype(_x(node)).value))
 
 
-def _bounds_unknown(node: ir.Node) -> bool:
-    bounds = [value for value in node.inputs[1:] if value is not None]
-    return any(value.is_graph_input() or value.const_value is None for value in bounds)
-
-
 @_before(12, "Clip", where=lambda node: _dtype(node) not in _FLOATS)
-@_before(11, "Clip", where=_bounds_unknown)
+@_before(11, "Clip", where=lambda node: _unknown(node, 1) or _unknown(node, 2))
 def _clip(op: Builder, node: ir.Node) -> ir.Value:
     x, low, high = _x(node), given(node, 1), given(node, 2)
     x = x if low is None else op.Max(x, low)

@@ -14,7 +14,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onward.errors import ModelError
-from onward.graph.nodes import attribute, given, wanted
+from onward.graph.nodes import ACTIVE, DROPOUT, attribute, given, wanted
 
 if TYPE_CHECKING:
     from onward.graph.builder import Builder, Operand
@@ -122,9 +122,14 @@ def _top_k(op: Builder, node: ir.Node) -> Sequence[ir.Value]:
 
 @_until(12, "Dropout")
 def _dropout(op: Builder, node: ir.Node) -> Sequence[ir.Value | None]:
-    """Before opset 12 the operator had no training mode: it is the identity."""
+    """Before opset 12 the operator had no training mode: it is the identity, unless an export marked it."""
     x = node.inputs[0]
     assert x is not None
+    if node.metadata_props.get(DROPOUT) == ACTIVE:
+        ratio = op.constant(np.asarray(attribute(node, "ratio", 0.5), np.float32))
+        return op.node(
+            "Dropout", [x, ratio, op.constant(np.asarray(True))], outputs=2 if wanted(node, 1) else 1
+        )
     if not wanted(node, 1):
         return [x]
     mask_type = node.outputs[1].dtype
