@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from onward.errors import ExportError
+from onward.export.torch.missing_functions import MISSING, projected_lstm
 
 __all__ = ["traceable"]
 
@@ -53,10 +54,14 @@ def traceable(model: nn.Module) -> Iterator[None]:
         stack.enter_context(_replaced(torch.Tensor, "unfold", _unfold))
         for owner in (torch, torch.Tensor):
             stack.enter_context(_replaced(owner, "as_strided", _as_strided))
+        for owner, name, function in MISSING:
+            stack.enter_context(_replaced(owner, name, function))
         if any(hasattr(module, "layerdrop") for module in model.modules()):
             stack.enter_context(_replaced(torch, "rand", _rand))
         for module in model.modules():
-            if isinstance(module, nn.RNNBase) and module.dropout > 0 and module.training:
+            if isinstance(module, nn.LSTM) and module.proj_size:
+                stack.enter_context(_forward(module, projected_lstm))
+            elif isinstance(module, nn.RNNBase) and module.dropout > 0 and module.training:
                 stack.enter_context(_forward(module, _layer_by_layer))
             if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is None:
                 stack.enter_context(_forward(module, _batch_statistics))
