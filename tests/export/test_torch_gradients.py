@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from onward import gradient
 from onward.artifacts import LossType, OptimType, generate_artifacts
-from onward.errors import ExportError, ParityError
+from onward.errors import ParityError
 from onward.export import from_torch
 
 
@@ -183,9 +183,8 @@ class Mixing(nn.Module):
         return Summed.apply(self.layer(x))
 
 
-def test_a_backward_pass_that_cannot_be_kept_is_refused_with_its_line() -> None:
-    with pytest.raises(ExportError, match=r"Summed \(.*test_torch_gradients.py:\d+\).*called at .*py:\d+"):
-        from_torch(Mixing(), X)
+def test_a_backward_pass_that_mixes_elements_is_kept() -> None:
+    from_torch(Mixing(), X)  # compares its gradient with torch's
 
 
 class Hooked(Mixing):

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from onward.errors import ExportError
 from onward.export.torch.no_randomness import calling_line
@@ -28,7 +29,12 @@ _MODE = "onward_gradients_on"
 _backend: Any = torch._C
 _jit: Any = torch.jit
 _run_backward: Any = torch.autograd.graph._engine_run_backward
-_original_apply: Any = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
+# What `Function.apply` calls in the end, also where a module has kept `Function.apply` itself under a name of its own.
+_owner: Any = torch.autograd.Function.__mro__[1]
+
+
+def _original_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    return vars(_backend._FunctionBase)["apply"].__get__(None, cls)(*args, **kwargs)
 
 
 @contextmanager
@@ -39,7 +45,7 @@ def keeping_gradients(model: nn.Module) -> Iterator[None]:
         _backend._set_grad_enabled,
         _jit._get_trace_graph,
         torch.utils.checkpoint.checkpoint,
-        vars(torch.autograd.Function).get("apply"),
+        vars(_owner).get("apply"),
     )
 
     def set_grad_enabled(mode: bool) -> Any:
@@ -74,11 +80,11 @@ def keeping_gradients(model: nn.Module) -> Iterator[None]:
             lambda x: x.detach() if _jit.is_tracing() else held.__get__(x), held.__set__
         )  # type: ignore[assignment]
         stack.callback(delattr, torch.Tensor, "data")
-        torch.autograd.Function.apply = classmethod(_apply)  # type: ignore[method-assign,assignment]
+        _owner.apply = classmethod(_apply)
         if apply is None:
-            stack.callback(delattr, torch.autograd.Function, "apply")
+            stack.callback(delattr, _owner, "apply")
         else:
-            stack.callback(setattr, torch.autograd.Function, "apply", apply)
+            stack.callback(setattr, _owner, "apply", apply)
         yield
 
 
@@ -218,7 +224,8 @@ def _by_transpose(cls: Any, args: Sequence[Any]) -> Any:
     outs = [out] if single else list(out)
     real = [place for place, o in enumerate(outs) if _is_float(o)]
     results = [o.detach() if _is_float(o) else o for o in outs]
-    with torch.enable_grad():
+    known = _baked_constants()
+    with torch.enable_grad(), _SingleProducts():
         arriving = [torch.zeros_like(results[place]).requires_grad_() for place in real]
         given = [arriving[real.index(place)] if place in real else None for place in range(len(outs))]
         factors = _backward(cls)(context, *given)
@@ -237,7 +244,45 @@ def _by_transpose(cls: Any, args: Sequence[Any]) -> Any:
     for place, tangent in zip(real, tangents):
         if tangent is not None:
             results[place] = results[place] + tangent
+    if _baked_constants() > known:
+        raise ExportError(
+            f"the backward pass of {_place(cls)}, called {calling_line()}, is made of operators whose derivative keeps "
+            "values of the example: write its products with torch.bmm or torch.mm"
+        )
     return results[0] if single else tuple(results)
+
+
+def _baked_constants() -> int:
+    """How many tensors of real numbers the trace holds as constants: derivatives may keep what it does not follow."""
+    graph = _backend._get_tracing_state().graph()
+    return sum(
+        node.kind() == "prim::Constant"
+        and node.hasAttribute("value")
+        and node.kindOf("value") == "t"
+        and node.t("value").is_floating_point()
+        and node.t("value").dim() > 0
+        for node in graph.nodes()
+    )
+
+
+_PRODUCTS = (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__)
+
+
+class _SingleProducts(TorchFunctionMode):
+    """Products as the one operator that computes them, whose derivative keeps the operands that the trace knows."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in _PRODUCTS:
+            return func(*args, **(kwargs or {}))
+        a, b = args
+        if a.dim() == b.dim() == 2:
+            return torch.mm(a, b)
+        if a.dim() == b.dim() == 3 and a.shape[0] == b.shape[0]:
+            return torch.bmm(a, b)
+        if a.dim() == b.dim() > 3 and a.shape[:-2] == b.shape[:-2]:
+            made = torch.bmm(a.flatten(0, -3), b.flatten(0, -3))
+            return made.reshape(*a.shape[:-1], b.shape[-1])
+        return func(a, b)
 
 
 def _is_float(x: Any) -> bool:

@@ -173,13 +173,6 @@ def _uniform(g: Any, x: Any, low: Any, high: Any, generator: Any = None) -> Any:
     return _drawn(g, x, "RandomUniformLike", **bounds)
 
 
-def _normal(g: Any, x: Any, mean: Any, std: Any, generator: Any = None) -> Any:
-    """`x.normal_(mean, std)`"""
-    symbolic: Any = torch.onnx.symbolic_helper  # type: ignore[reportPrivateImportUsage]
-    numbers = {"mean": symbolic._parse_arg(mean, "f"), "scale": symbolic._parse_arg(std, "f")}
-    return _drawn(g, x, "RandomNormalLike", **numbers)
-
-
 def _exponential(g: Any, x: Any, rate: Any, generator: Any = None) -> Any:
     """`x.exponential_(rate)`: −ln(1 − u)/rate"""
     symbolic: Any = torch.onnx.symbolic_helper  # type: ignore[reportPrivateImportUsage]
@@ -196,7 +189,6 @@ _OWN: dict[str, Callable[..., Any]] = {
     "aten::cumsum": _cumsum,
     "aten::diff": _diff,
     "aten::exponential": _exponential,
-    "aten::normal": _normal,
     "aten::scatter_reduce": _scatter_reduce,
     "aten::uniform": _uniform,
 }

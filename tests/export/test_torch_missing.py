@@ -1,0 +1,226 @@
+"""Functions that torch's exporters lack: outputs and gradients as torch's, checked by the export itself."""
+
+from __future__ import annotations
+
+import onnx
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from onward.errors import ExportError
+from onward.export import from_torch
+
+
+class After(nn.Module):
+    """A function of what a linear layer gives."""
+
+    def __init__(self, function, width: int = 8) -> None:
+        super().__init__()
+        self.first, self.function = nn.Linear(width, width), function
+
+    def forward(self, x):
+        return self.function(self.first(x))
+
+
+def square(x: torch.Tensor) -> torch.Tensor:
+    return x.reshape(-1, 2, 2, 2)
+
+
+FUNCTIONS = {
+    "cumprod": lambda x: x.cumprod(-1),
+    "cumprod of rows": lambda x: torch.cumprod(x, dim=0),
+    "cummax": lambda x: x.cummax(-1).values,
+    "cummin": lambda x: torch.cummin(x, 1)[0],
+    "median": lambda x: x.median(-1).values,
+    "median of all": lambda x: x.median() * x,
+    "kthvalue": lambda x: x.kthvalue(3, -1, keepdim=True).values,
+    "inv": lambda x: torch.linalg.inv(square(x) - 0.5 * torch.ones(2, 2)),
+    "inverse": lambda x: torch.inverse(
+        x.reshape(-1, 1, 8).expand(-1, 8, 8).tril() + 2 * torch.eye(8).flip(0)
+    ),
+    "solve": lambda x: torch.linalg.solve(square(x) + 3 * torch.eye(2), square(x)),
+    "solve of vectors": lambda x: torch.linalg.solve(square(x)[:, 0] + 3 * torch.eye(2), x[:, :2]),
+    "cholesky": lambda x: torch.linalg.cholesky(square(x) @ square(x).mT + torch.eye(2)),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_function_exports_with_torchs_values_and_gradient(name: str) -> None:
+    torch.manual_seed(0)
+    proto = from_torch(After(FUNCTIONS[name]), torch.randn(5, 8))
+    origin = next(entry.value for entry in proto.metadata_props if entry.key == "onward.export")
+    assert "torchscript" in origin
+
+
+def test_a_running_maximum_knows_nan() -> None:
+    from onward.export.torch.missing_functions import MISSING
+
+    ours = {(owner, name): function for owner, name, function in MISSING}
+    x = torch.tensor([[1.0, torch.nan, 3.0, 2.0], [2.0, 2.0, 1.0, 5.0]])
+    for name in ("cummax", "cummin"):
+        expected, got = getattr(torch, name)(x, 1), ours[torch, name](x, 1)
+        torch.testing.assert_close(got.values, expected.values, equal_nan=True)
+        torch.testing.assert_close(got.indices, expected.indices)
+    torch.testing.assert_close(ours[torch, "median"](x, 1).values, torch.median(x, 1).values, equal_nan=True)
+
+
+def test_a_large_inverse_is_refused_with_the_limit() -> None:
+    model = After(lambda x: torch.linalg.inv(torch.diag_embed(x.exp())), width=40)
+    with pytest.raises(ExportError, match="40 x 40 matrices cannot be exported: 32 rows"):
+        from_torch(model, torch.randn(2, 40), exporter="torchscript", check=False)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"bidirectional": True, "num_layers": 2, "batch_first": True}], ids=str
+)
+def test_an_lstm_with_projection(options: dict) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm = nn.LSTM(4, 5, proj_size=3, **options)
+
+        def forward(self, x):
+            out, (h, c) = self.lstm(x)
+            return out, h, c
+
+    with pytest.warns(UserWarning, match="fixes"):
+        proto = from_torch(Net(), torch.randn(4, 3, 4))
+    names = {tensor.name for tensor in proto.graph.initializer}
+    assert {"lstm.weight_hr_l0", "lstm.weight_hh_l0"} <= names
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_ctc_loss_with_lengths_and_repeats(reduction: str) -> None:
+    class Speech(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.last = nn.Linear(4, 5)
+
+        def forward(self, x, targets, frames, lengths):
+            scores = self.last(x).log_softmax(-1)
+            return F.ctc_loss(scores, targets, frames, lengths, reduction=reduction, zero_infinity=True)
+
+    torch.manual_seed(0)
+    targets = torch.tensor([[1, 1, 2], [3, 4, 0], [2, 0, 0]])
+    args = (torch.randn(8, 3, 4), targets, torch.tensor([8, 6, 4]), torch.tensor([3, 2, 1]))
+    proto = from_torch(Speech(), args, dynamic_axes=None)
+    assert proto.graph.output[0].type.tensor_type.elem_type == onnx.TensorProto.FLOAT
+
+
+class Estimate(torch.autograd.Function):
+    """Attention with a backward pass that is no derivative, but linear."""
+
+    @staticmethod
+    def forward(ctx, q, k, v):
+        weights = (q @ k.transpose(-1, -2)).tanh()
+        ctx.save_for_backward(q, k, v, weights)
+        return weights @ v
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dy):
+        q, k, v, weights = ctx.saved_tensors
+        mixed = (dy @ v.transpose(-1, -2)) * weights
+        return mixed @ k, 0.5 * mixed.transpose(-1, -2) @ q, weights.transpose(-1, -2) @ dy
+
+
+class Sorted(torch.autograd.Function):
+    """Two results, one of them of integers."""
+
+    @staticmethod
+    def forward(ctx, x):
+        values, places = x.sort(-1)
+        ctx.save_for_backward(places)
+        ctx.mark_non_differentiable(places)
+        return values, places
+
+    @staticmethod
+    def backward(ctx, dy, _):
+        return 2 * dy.cumsum(-1)
+
+
+class Clipped(torch.autograd.Function):
+    """A backward pass that is not linear."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy / (1 + dy.abs().sum())
+
+
+class Attend(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.Linear(4, 12)
+
+    def forward(self, x):
+        for _ in range(2):
+            x = Estimate.apply(*self.parts(x).chunk(3, -1))
+        return x
+
+
+def test_a_backward_pass_that_is_linear_is_kept() -> None:
+    from_torch(Attend(), torch.randn(2, 3, 4), exporter="torchscript")  # compares gradients with torch's
+
+
+def test_a_backward_pass_of_two_results_is_kept() -> None:
+    from_torch(After(lambda x: Sorted.apply(x)[0].exp()), torch.randn(2, 8), exporter="torchscript")
+
+
+def test_a_backward_pass_that_is_not_linear_is_refused_with_the_line() -> None:
+    said = r"Clipped \(.*test_torch_missing.py:\d+\).*called at .*py:\d+.*not linear in what arrives"
+    with pytest.raises(ExportError, match=said):
+        from_torch(After(Clipped.apply), torch.randn(2, 8), exporter="torchscript")
+
+
+class Draws(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+
+    def forward(self, x):
+        x = self.first(x)
+        scale = torch.empty(1, 8).uniform_(0.5, 1.5)
+        return F.gumbel_softmax(x * scale, tau=0.7)
+
+
+def test_numbers_drawn_in_place_are_drawn_in_the_file_too() -> None:
+    proto = from_torch(Draws(), torch.randn(3, 8))
+    kinds = [node.op_type for node in proto.graph.node]
+    assert kinds.count("RandomUniformLike") == 2
+
+
+@pytest.mark.parametrize("opset", [7, 9, 11, 12, 13])
+def test_every_old_opset_exports_for_training_with_dropout(opset: int) -> None:
+    from onward.artifacts import LossType, build_artifacts
+
+    model = nn.Sequential(nn.Linear(8, 8), nn.Hardswish(), nn.Dropout(0.3), nn.Linear(8, 2))
+    proto = from_torch(model, torch.randn(4, 8), opset=opset)
+    assert [entry.version for entry in proto.opset_import] == [opset]
+    made = build_artifacts(proto, loss=LossType.MSELoss)
+    assert "random_seed" in {value.name for value in made.training.graph.inputs}
+    assert "random_seed" not in {value.name for value in made.evaluation.graph.inputs}
+
+
+def test_what_an_old_opset_cannot_say_is_named() -> None:
+    model = nn.Sequential(nn.Conv2d(1, 2, 1), nn.Upsample(scale_factor=2, mode="bilinear"))
+    with pytest.raises(ExportError, match=r"(?s)cannot be exported at opset 8.*Resize .*half_pixel"):
+        from_torch(model, torch.randn(1, 1, 4, 4), opset=8)
+
+
+def test_an_old_opset_is_reached_through_a_newer_one() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm = nn.LSTM(4, 3, batch_first=True)
+
+        def forward(self, x):
+            return self.lstm(x)[0]
+
+    with pytest.warns(UserWarning, match="exported at opset 18 and converted"):
+        proto = from_torch(Net(), torch.randn(2, 3, 4), opset=8)
+    assert [entry.version for entry in proto.opset_import] == [8]
