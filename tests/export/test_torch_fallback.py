@@ -111,13 +111,6 @@ def test_old_opsets_train_and_infer(opset: int, training: bool) -> None:
     assert proto.opset_import[0].version == opset
 
 
-def test_dropout_before_opset_twelve_is_refused() -> None:
-    net = nn.Sequential(nn.Linear(4, 4), nn.Dropout())
-    with pytest.raises(ExportError, match="told to drop since opset 12"):
-        from_torch(net, torch.randn(3, 4), opset=11)
-    assert from_torch(net, torch.randn(3, 4), opset=12)
-
-
 # ---- decisions -------------------------------------------------------------------------------------
 
 

@@ -386,7 +386,7 @@ def _is_linear(cls: Any, args: Sequence[Any], outs: Sequence[torch.Tensor]) -> b
         if not reached or not all(g.requires_grad or not g.any() for g in reached):
             return False
         return all(
-            (f is None and s is None) or _close(t, 2 * f.detach() - s)
+            s is not None and _close(t, 2 * f.detach() - s)
             for f, s, t in zip(first, second, both)
             if f is not None
         )
