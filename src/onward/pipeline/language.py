@@ -104,7 +104,7 @@ class LanguageModel:
                 write_model(model, stage / MODEL, external=outside)
             else:
                 written = write_model(model, stage / f"float-{MODEL}", external=outside)
-                quantize_model(written[0], scheme, output=stage / MODEL)
+                quantize_model(written[0], scheme, path=stage / MODEL)
                 for path in written:
                     path.unlink()
             for path in _companions(self.folder):

@@ -127,7 +127,7 @@ def make_session(
     source = model.SerializeToString() if isinstance(model, onnx.ModelProto) else model
     chosen: Any = options or ort.SessionOptions()
     many = isinstance(model, onnx.ModelProto) and len(model.graph.node) > _MANY
-    kept = OptimizedGraph(source) if many and options is None and device.provider == CPU else None
+    keeps = many and options is None and device.provider == CPU
     if options is None:
         chosen.log_severity_level = 4  # what went wrong is in the error, where names are escaped
         # planning one block for all activations saved no time and cost a fifth to a quarter more memory
@@ -139,8 +139,8 @@ def make_session(
         _rest_between_runs(chosen)
     try:
         providers = device.providers(capture=capture)
-        if kept is not None:
-            return _open_kept(kept, source, chosen, providers)
+        if keeps and isinstance(source, bytes):
+            return _open_kept(source, chosen, providers)
         session = ort.InferenceSession(
             source,
             chosen,
@@ -160,10 +160,9 @@ def make_session(
     return session
 
 
-def _open_kept(
-    kept: OptimizedGraph, source: bytes, options: Any, providers: Sequence[Any]
-) -> ort.InferenceSession:
+def _open_kept(source: bytes, options: Any, providers: Sequence[Any]) -> ort.InferenceSession:
     """A session of a large graph: as an earlier one optimized it, or optimized now and kept."""
+    kept = OptimizedGraph(source)
     ready = kept.read()
     if ready is not None:
         level = options.graph_optimization_level

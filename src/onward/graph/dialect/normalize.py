@@ -179,8 +179,7 @@ def normalize(
     >>> model.graph.opset_imports[""], [len(node.inputs) for node in model.graph]
     (21, [2])
     """
-    owned = owned and isinstance(source, ir.Model)
-    model = source if owned else load_model(source, base_dir=base_dir)  # type: ignore[assignment]
+    model = source if owned and isinstance(source, ir.Model) else load_model(source, base_dir=base_dir)
     try:
         return _normalize(model)
     except (OnwardError, MemoryError):

@@ -62,6 +62,7 @@ def _widen_stored(graph: ir.Graph, value: ir.Value) -> None:
         wide = _cast(node, result, after=True)
         for user, place in [(user, place) for user, place in result.uses() if user is not wide.producer()]:
             user.replace_input_with(place, wide)
+        assert value.dtype is not None
         result.dtype = value.dtype
         if result.is_graph_output():
             owner = node.graph
