@@ -34,7 +34,7 @@ def test_pages_open(trained: Path, run: Any, tmp_path: Path) -> None:
         titles
     )
     assert report.count("<polyline") >= 4
-    assert "training_model" in shown["artifacts.html"] and "digest verified" in shown["artifacts.html"]
+    assert "training_model" in shown["artifacts.html"] and "checksum verified" in shown["artifacts.html"]
 
 
 def rendered(page: Path, profile: Path) -> str:

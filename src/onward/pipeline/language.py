@@ -200,7 +200,10 @@ def _model_file(folder: Path) -> Path:
     for name in (MODEL, f"onnx/{MODEL}"):
         if (folder / name).is_file():
             return folder / name
-    raise ModelError(f"'{folder}': no {MODEL}")
+    raise ModelError(
+        f"'{folder}': no {MODEL}",
+        hint="make the folder with: onward export MODEL --task text-generation --output FOLDER",
+    )
 
 
 def _companions(folder: Path) -> list[Path]:
@@ -314,12 +317,13 @@ def _prepare(
     folder: Path, lora: LoRA, *, slices: int, recompute: Any, packing: bool
 ) -> tuple[_Base, LoRA, ArtifactFiles]:
     """The base, the adapters' settings and the training models, which are kept for the next run."""
+    card = open_language_model(folder)
     key = digest_of(_model_file(folder), lora, slices, recompute, packing) if folder.is_dir() else None
     kept = None if key is None else find_models(key, folder)
     if kept is not None:
         base = _Base(
             folder,
-            open_language_model(folder),
+            card,
             kept.facts["inputs"],
             read_tokenizer(folder / "tokenizer.json"),
             kept.facts["words"],
