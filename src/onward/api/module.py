@@ -10,7 +10,7 @@ import dataclasses
 import json
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -111,9 +111,10 @@ class Module:
             else EvaluationStep(eval_model_uri, device=self.device, options=session_options)
         )
         self._eval_uri = eval_model_uri
+        given = self._matching(state._data)  # before memory is taken: what a model declares may be anything
         self.memory = ModelMemory(self.signature, self.device, parts=parts)
         self._loaded = not state._data.nominal
-        self._adopt(state._data)
+        self._adopt(given)
         self._check_evaluation()
         if self._evaluation is not None:
             require_one_set("eval", self._evaluation.signature.artifacts_id, self.signature.artifacts_id)
@@ -339,9 +340,9 @@ class Module:
         trainable = self.memory.parameters.spans
         return [name for name in self.signature.parameters if not trainable_only or name in trainable]
 
-    def _adopt(self, data: CheckpointData) -> None:
-        """Move the state's parameters into the buffers that the sessions read."""
-        signature, memory = self.signature, self.memory
+    def _matching(self, data: CheckpointData) -> dict[str, np.ndarray | NominalTensor]:
+        """The state's parameters, which must be those of the training model, in its shapes."""
+        signature = self.signature
         given = {**data.trainable, **data.frozen}
         if signature.loss_scale is not None and isinstance(
             given.get(signature.loss_scale), NominalTensor | None
@@ -353,19 +354,25 @@ class Module:
                 f"the checkpoint lacks {len(missing)} parameters of the training model, "
                 f"for example '{missing[0]}': do they belong together?"
             )
+        for name in signature.parameters:
+            value = given[name]
+            if not isinstance(value, NominalTensor) and tuple(value.shape) != tuple(signature.shapes[name]):
+                raise OnwardError(
+                    f"parameter '{name}' has shape {tuple(value.shape)} in the checkpoint and "
+                    f"{tuple(signature.shapes[name])} in the training model: do they belong together?"
+                )
+        return given
+
+    def _adopt(self, given: Mapping[str, np.ndarray | NominalTensor]) -> None:
+        """Move the state's parameters into the buffers that the sessions read."""
+        signature, memory = self.signature, self.memory
         trained: dict[str, np.ndarray] = {}
         for name in signature.parameters:
             value = given[name]
             if isinstance(value, NominalTensor):
                 if name not in memory.parameters.spans:
                     memory.add_frozen(name, np.zeros(signature.shapes[name], signature.dtypes[name]))
-                continue
-            if tuple(value.shape) != tuple(signature.shapes[name]):
-                raise OnwardError(
-                    f"parameter '{name}' has shape {tuple(value.shape)} in the checkpoint and "
-                    f"{tuple(signature.shapes[name])} in the training model: do they belong together?"
-                )
-            if name in memory.parameters.spans:
+            elif name in memory.parameters.spans:
                 trained[name] = value
             else:
                 memory.add_frozen(name, value)

@@ -87,15 +87,12 @@ def text_settings(path: Path, *, max_length: int | None = None) -> dict[str, Any
         beside = path.parent / "tokenizer_config.json"
         if limit is None and beside.is_file():
             limit = read_json(beside).get("model_max_length")
-    except (ValueError, OSError, AttributeError, TypeError) as error:
+        longest = int(min(limit or _LONGEST, max_length or _LONGEST))
+    except (ValueError, OSError, AttributeError, TypeError, OverflowError) as error:
         raise DataError(
             f"'{path}' is not a tokenizer: {error}", "a tokenizer.json of Hugging Face is needed"
         ) from error
-    return {
-        "tokenizer": path.name,
-        "max_length": int(min(limit or _LONGEST, max_length or _LONGEST)),
-        "pad_id": pad,
-    }
+    return {"tokenizer": path.name, "max_length": longest, "pad_id": pad}
 
 
 def tokenize(

@@ -597,7 +597,13 @@ def _vector(device: Device, count: int, dtype: np.dtype) -> Tensor:
     """A vector of zeros that begins at a cache line."""
     if device.memory == "device":
         return _kept(device, (count,), dtype)
-    raw = np.zeros(count + _ALIGN, dtype)
+    try:
+        raw = np.zeros(count + _ALIGN, dtype)
+    except MemoryError:
+        size = f"{count * dtype.itemsize / 2**30:.1f} GiB"
+        raise DeviceMemoryError(
+            f"the training model's tensors take {size}, which this machine does not have"
+        ) from None
     offset = (-raw.ctypes.data // dtype.itemsize) % _ALIGN
     return HostTensor(raw[offset : offset + count])
 
