@@ -211,6 +211,7 @@ def _build_step(
     model.metadata_props[contract.RANDOM] = json.dumps(SEED if seed is not None else None)
     lower_precision(model, order, precision)
     model.metadata_props[contract.PRECISION] = precision
+    model.metadata_props.pop(contract.SCALE, None)  # what the forward model says of one is not ours
     if scale is None:
         return None
     model.metadata_props[contract.SCALE] = scale.name or ""

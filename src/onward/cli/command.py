@@ -34,6 +34,7 @@ __all__ = ["CommandError", "Output", "command", "examples", "human_size"]
 
 _PANEL = "Common"
 _LIMITS = {field.name for field in dataclasses.fields(limits.Limits)}
+_LONGEST = 4000  # characters of an error that are shown
 Item = TypeVar("Item")
 
 
@@ -144,13 +145,20 @@ class Output:
             print(json.dumps(document, indent=2, default=_plain))
 
     def fail(self, message: str, hint: str, *, label: str = "error: ") -> None:
-        """An error, in one line and a hint."""
+        """An error, in one line and a hint; names from a file may be long, so the middle of a long text goes."""
+        message, hint = _shortened(message), _shortened(hint)
         if self.as_json:
             print(json.dumps({"error": message, "hint": hint}))
             return
         print(f"{label}{printable(message)}", file=sys.stderr)
         if hint:
             print(f"hint: {printable(hint)}", file=sys.stderr)
+
+
+def _shortened(text: str) -> str:
+    if len(text) <= _LONGEST:
+        return text
+    return f"{text[: _LONGEST // 2]} … {text[-_LONGEST // 2 :]}"
 
 
 def command(function: Callable[..., Any]) -> Callable[..., Any]:

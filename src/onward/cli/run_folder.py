@@ -115,7 +115,9 @@ def read_run(folder: Path) -> dict[str, Any]:
     try:
         document = read_json(path)
         document["artifacts"] = (folder / document["artifacts"]).resolve()
-        for name, value in dict(document["options"]).items():
+        if not isinstance(document["options"], dict):
+            raise ValueError("its options are no table")
+        for name, value in document["options"].items():
             _check_option(name, value)
         _check_option("classes", document.get("classes"))
     except (ValueError, KeyError, TypeError, OSError, RuntimeError) as error:

@@ -45,7 +45,7 @@ def specs_of(graph: Any, names: Sequence[str] | None = None) -> list[InputSpec]:
         kind = value.type.tensor_type
         if value.name in constant or not kind.elem_type:
             continue
-        dims = [d.dim_value if d.HasField("dim_value") else None for d in kind.shape.dim]
+        dims = [d.dim_value if d.HasField("dim_value") and d.dim_value >= 0 else None for d in kind.shape.dim]
         specs[value.name] = InputSpec(
             value.name,
             np.dtype(onnx.helper.tensor_dtype_to_np_dtype(kind.elem_type)),

@@ -53,8 +53,13 @@ def read_signature(model: onnx.ModelProto, path: str, role: str) -> Signature:
     trainable = read_names(about, contract.TRAINABLE)
     frozen = read_names(about, contract.FROZEN)
     names = [value.name for value in model.graph.input]
+    scale = about.get(contract.SCALE)
     if role == "training":
         _require_parameters(model, path, trainable, frozen)
+        if scale is not None and scale not in frozen:
+            raise ModelError(
+                f"'{path}' names the loss scale {scale[:40]!r}, which is not one of its parameters"
+            )
     known = {*trainable, *frozen}
     internal = {name for name in names if name.endswith(BUFFER)} | {RESET, SEED}
     inputs = [name for name in names if name not in known and name not in internal]
@@ -88,7 +93,7 @@ def read_signature(model: onnx.ModelProto, path: str, role: str) -> Signature:
         dtypes=dtypes,
         labels=labels,
         same=_shared_axes(model, inputs, [index for index, _, _ in labels]),
-        loss_scale=about.get(contract.SCALE),
+        loss_scale=scale,
         artifacts_id=about.get(contract.ARTIFACTS, ""),
     )
 
