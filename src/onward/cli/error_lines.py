@@ -22,6 +22,7 @@ _FILES = {
     errno.EPERM: ("'{}' may not be read or written", "look at its permissions, or choose another path"),
     errno.EROFS: ("'{}' is on a file system that cannot be written", "choose another path"),
     errno.ENOSPC: ("no space is left for '{}'", "free some, or choose another disk"),
+    errno.EFBIG: ("'{}' would be larger than a file may be here", "raise the limit, or choose another disk"),
     errno.ENAMETOOLONG: ("the name '{}' is too long", "choose a shorter one"),
 }
 _EXTRAS = {

@@ -158,7 +158,7 @@ def _tokenizer(folder: Path, card: Mapping[str, Any]) -> Any:
         )
     settings = card["tokenizer"]
     for name in ("pad_id", "pad_type_id", "max_length"):
-        number = settings.get(name) or 0
+        number = 0 if settings.get(name) is None else settings[name]
         if not isinstance(number, int) or not 0 <= number < 2**31:
             raise ModelError(f"'{folder / CARD}': the tokenizer's {name} is {str(number)[:40]!r}")
     tokenizer = read_tokenizer(path)
@@ -168,9 +168,9 @@ def _tokenizer(folder: Path, card: Mapping[str, Any]) -> Any:
     return tokenizer
 
 
-def _pad(rows: Sequence[Sequence[int]], filler: int, *, left: bool) -> np.ndarray:
+def _pad(rows: Sequence[Sequence[int]], filler: int | None, *, left: bool) -> np.ndarray:
     width = max((len(row) for row in rows), default=0)
-    batch = np.full((len(rows), width), filler, np.int64)
+    batch = np.full((len(rows), width), filler or 0, np.int64)
     for index, row in enumerate(rows):
         batch[index, width - len(row) if left else 0 : width if left else len(row)] = row
     return batch
