@@ -14,6 +14,7 @@ import onnx_ir as ir
 
 from onward.errors import ModelError
 from onward.graph.dialect import attention
+from onward.graph.forms.cumulative import cumulative
 from onward.graph.nodes import attribute, given, wanted
 
 if TYPE_CHECKING:
@@ -267,30 +268,7 @@ def _product_by_case(op: Builder, node: ir.Node, x: ir.Value, place: ir.Value, a
 
 
 def _product_along(op: Builder, node: ir.Node, x: ir.Value, axis: int) -> ir.Value:
-    """A scan that multiplies; the state starts at one and is read before or after the step."""
-    rank = op.rank(x)
-    rest = None if x.shape is None else ir.Shape([d for i, d in enumerate(x.shape) if i != axis])
-    body = op.subgraph("product")
-    so_far = body.input("so_far", x.dtype, rest)
-    factor = body.input("factor", x.dtype, rest)
-    product = body.Mul(so_far, factor)
-    seen = body.Identity(so_far if attribute(node, "exclusive", 0) else product)
-    body.graph.outputs.extend([product, seen])
-    shape = op.Concat(*[op.dim(x, i) for i in range(rank) if i != axis], axis=0) if rank > 1 else None
-    one = op.constant_like(1, x)
-    backwards = attribute(node, "reverse", 0)
-    _, result = op.Scan(
-        one if shape is None else op.Expand(one, shape),
-        x,
-        body=body.graph,
-        num_scan_inputs=1,
-        scan_input_axes=[axis],
-        scan_output_axes=[axis],
-        scan_input_directions=[backwards],
-        scan_output_directions=[backwards],
-        outputs=2,
-    )
-    return result
+    return cumulative(op, node, x, axis, combine="Mul", start=1)
 
 
 @_newer("CausalConvWithState")

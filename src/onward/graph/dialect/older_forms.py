@@ -13,6 +13,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onward.errors import ModelError
+from onward.graph.forms.cumulative import cumulative
 from onward.graph.nodes import attribute, given, wanted
 
 if TYPE_CHECKING:
@@ -269,29 +270,7 @@ def _cum_sum(op: Builder, node: ir.Node) -> ir.Value:
     x, axis = _x(node), op.const_value(given(node, 1))
     if axis is None:
         raise ModelError("its axis is known at run time only")
-    rank = op.rank(x)
-    place = int(axis.reshape(())) % rank
-    rest = None if x.shape is None else ir.Shape([d for i, d in enumerate(x.shape) if i != place])
-    body = op.subgraph("sum")
-    so_far, term = body.input("so_far", x.dtype, rest), body.input("term", x.dtype, rest)
-    total = body.Add(so_far, term)
-    seen = body.Identity(so_far if attribute(node, "exclusive", 0) else total)
-    body.graph.outputs.extend([total, seen])
-    shape = op.Concat(*[op.dim(x, i) for i in range(rank) if i != place], axis=0) if rank > 1 else None
-    zero = op.constant_like(0, x)
-    backwards = attribute(node, "reverse", 0)
-    _, result = op.Scan(
-        zero if shape is None else op.Expand(zero, shape),
-        x,
-        body=body.graph,
-        num_scan_inputs=1,
-        scan_input_axes=[place],
-        scan_output_axes=[place],
-        scan_input_directions=[backwards],
-        scan_output_directions=[backwards],
-        outputs=2,
-    )
-    return result
+    return cumulative(op, node, x, int(axis.reshape(())) % op.rank(x), combine="Add", start=0)
 
 
 def _one_a_row(node: ir.Node) -> bool:
