@@ -29,6 +29,7 @@ import tempfile
 import time
 import traceback
 import warnings
+import wave
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -36,14 +37,20 @@ from typing import Any
 if __name__ == "__main__":
     here = Path(__file__).resolve().parent
     sys.path[:0] = [str(here), str(here.parent)]
+sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 import hostile_files
+import language_model
 import numpy as np
 import onnx
 import onnx.parser
+import pyarrow
+import pyarrow.parquet
+import ready_made
 from hostile_models import MODELS, NotHere, Put
 
 from cli.newcomer import make_data, make_model
+from cli.test_finetune import draw, published
 
 MEMORY = 6 << 30  # of addresses; a process with its libraries has 1 to 2 GB of them
 RESIDENT = 1500 << 20
@@ -221,6 +228,20 @@ def load_folder() -> object:
     return onward.load("folder")("some text")
 
 
+def generate() -> object:
+    import onward
+
+    with onward.limits.override(run_seconds=8, run_bytes=1_000_000_000):
+        return onward.load("language")("w1 w2", max_new_tokens=2)
+
+
+def chat() -> object:
+    import onward
+
+    with onward.limits.override(run_seconds=8, run_bytes=1_000_000_000):
+        return onward.load("language")([{"role": "user", "content": "w1 w2"}], max_new_tokens=2)
+
+
 def write_site() -> object:
     from onward.web import write_site
 
@@ -340,6 +361,18 @@ def places() -> dict[str, tuple[dict[str, Put], list[Entry]]]:
                      "artifacts model.onnx -o out", "export x:y -o out", "infer model.onnx -d data.npz",
                      "distributed artifacts -o out")
     ]  # fmt: skip
+    of_language = [
+        command("finetune language --lora --data chat.jsonl --output out --rank 2", "out"),
+        command("infer language -t w1 --limit run_seconds=8 --limit run_bytes=1000000000"),
+        command("inspect language"), function(generate), function(chat),
+    ]  # fmt: skip
+    of_pictures = [
+        command("finetune images.onnx -d pictures -o out -e 1", "out"),
+        command("artifacts images.onnx --classes pictures -o out", "out"),
+        command("train classes -d pictures -e 1 -o out", "out"), command("infer sorted.onnx -d pictures"),
+        command("infer sorted.onnx -d pictures/red/1.png"),
+    ]  # fmt: skip
+    few_models = _chosen(MODELS, [*SLOW_MODELS, "external", "cut", "onward."])
     on_ranks = [command("distributed artifacts -d data.npz -p 2 -e 1 -o out", "out")]
     return {
         "model.onnx": (MODELS, [*COMMANDS_OF_MODELS, *FUNCTIONS_OF_MODELS]),
@@ -377,6 +410,17 @@ def places() -> dict[str, tuple[dict[str, Put], list[Entry]]]:
         "folder/onward.json": (anything | documents, [function(load_folder), command("inspect folder"),
                                                       command("infer folder -t text")]),
         "folder/model.onnx": (MODELS, [command("infer folder -t text"), command("inspect folder")]),
+        "language/model.onnx": (few_models, of_language),
+        "language/model.onnx_data": (anything, of_language),
+        "language/config.json": (anything | documents, of_language),
+        "language/tokenizer.json": (anything | documents, of_language),
+        "language/tokenizer_config.json": (anything | documents, of_language),
+        "language/generation_config.json": (anything | documents, of_language),
+        "language/chat_template.jinja": (anything | cast.templates(), [of_language[0], of_language[4]]),
+        "chat.jsonl": (anything | cast.conversations(), of_language[:1]),
+        "pictures/red/1.png": (anything | cast.pictures(), of_pictures),
+        "sound.wav": (anything | cast.sounds(), [command("infer heard.onnx -d sound.wav")]),
+        "data.parquet": (anything, of_data("data.parquet")),
         "full-disk": ({"": lambda path: None}, list(writers())),
         "artifacts/training_model.onnx (ranks)": (_chosen(MODELS, SLOW_MODELS), on_ranks),
         "data.npz (ranks)": (_chosen(cast.arrays(), SLOW_ARRAYS), on_ranks),
@@ -421,6 +465,18 @@ def build_world(folder: Path) -> None:
         shutil.copytree(corpus / "peft", "peft", ignore=lambda *_: ["good.json"])
         shutil.copy(corpus / "peft" / "good.json", "peft/adapter_config.json")
         write_encoder(Path("folder"))
+        write_language_model(Path("language"))
+        said = [{"role": "user", "content": "w4"}, {"role": "assistant", "content": "w5"}]
+        lines = [{"prompt": "w1 w2", "completion": "w3"}, {"messages": said}]
+        Path("chat.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines * 3), "utf-8")
+        draw(Path("pictures"), 3)
+        onnx.save(published(), "images.onnx")
+        run("artifacts images.onnx --classes pictures -o classes")
+        run("train classes -d pictures -e 1 -o seen")
+        run("deploy seen sorted.onnx")
+        write_sound(Path("sound.wav"), Path("heard.onnx"))
+        columns = {name: [row[name] for row in rows] for name in ("a", "b", "c", "d", "label")}
+        pyarrow.parquet.write_table(pyarrow.table(columns), "data.parquet")
         Path("evil.py").write_text(
             "import pathlib\npathlib.Path('ran').write_text('')\ndef go(): return []\n"
         )
@@ -446,6 +502,32 @@ def write_encoder(folder: Path) -> None:
         "tokenizer": settings,
     }  # fmt: skip
     (folder / "onward.json").write_text(json.dumps(card), "utf-8")
+
+
+def write_language_model(folder: Path) -> None:
+    """A decoder as publishers write it, with every file that is read beside it."""
+    sizes = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1,
+             "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 32}  # fmt: skip
+    ready_made.write_base(folder, sizes, language_model.words(32))
+    settings = {"eos_token": "</s>", "pad_token": "</s>", "model_max_length": 32}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings), "utf-8")
+    (folder / "generation_config.json").write_text(
+        json.dumps({"eos_token_id": 0, "max_new_tokens": 2}), "utf-8"
+    )
+    template = "{% for message in messages %}{{ message.content }} {% endfor %}"
+    (folder / "chat_template.jinja").write_text(template, "utf-8")
+
+
+def write_sound(sound: Path, model: Path) -> None:
+    """A second of noise, and a model that takes it."""
+    with wave.open(str(sound), "wb") as file:
+        file.setparams((1, 2, 16000, 0, "NONE", ""))
+        file.writeframes(np.random.default_rng(0).integers(-9999, 9999, 16000, dtype=np.int16).tobytes())
+    text = (
+        '<ir_version: 10, opset_import: ["": 18]> net (float[n, 16000] sound) => (float[n, 1] loudness)'
+        "<int64[1] axis = {1}> { square = Mul(sound, sound) loudness = ReduceMean(square, axis) }"
+    )
+    onnx.save(onnx.parser.parse_model(text), model)
 
 
 # ---- one case ----------------------------------------------------------------------------------------------
@@ -653,7 +735,7 @@ def judge(case: Case, ended: Ended) -> list[str]:
         and "--json" not in case.entry.name
     ):
         found.append(f"ERRORS: {ended.stderr[-300:]}")
-    if len(text) > 200_000:
+    if len(text) > 200_000 and "--json" not in case.entry.name:  # for programs: as long as the model
         found.append(f"LONG: {len(text)} characters")
     if ended.code == 0 and "--json" in case.entry.name:
         try:

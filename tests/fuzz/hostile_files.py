@@ -10,6 +10,7 @@ import json
 import os
 import struct
 import zipfile
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,10 @@ import numpy as np
 from hostile_models import CONTROL, Put
 from readers import JSON_WORDS, damage
 
-__all__ = ["anything", "arrays", "documents", "json_lines", "settings", "tables"]
+__all__ = [
+    "anything", "arrays", "conversations", "documents", "json_lines", "pictures", "settings", "sounds", "tables",
+    "templates",
+]  # fmt: skip
 
 
 def content(data: bytes | str) -> Put:
@@ -206,6 +210,109 @@ def json_lines() -> dict[str, Put]:
         "empty": "{}",
     }
     return {name: content(good + line + "\n") for name, line in lines.items()}
+
+
+def conversations() -> dict[str, Put]:
+    """JSON lines of messages, prompts and texts."""
+    good = '{"prompt": "w1 w2", "completion": "w3"}\n' * 4
+    lines = {
+        "deep": '{"messages": ' + "[" * 100_000,
+        "no-role": '{"messages": [{"content": "w1"}]}',
+        "role-of-another-kind": '{"messages": [{"role": ["user"], "content": "w1"}]}',
+        "content-of-another-kind": '{"messages": [{"role": "user", "content": {"a": 1}}]}',
+        "control": '{"messages": [{"role": "\\u001b[2J", "content": "\\u001b[2J"}]}',
+        "surrogate": '{"text": "\\ud800"}',
+        "nothing-to-learn": '{"prompt": "w1", "completion": ""}',
+        "no-assistant": '{"messages": [{"role": "user", "content": "w1"}]}',
+        "unknown-words": '{"text": "nobody knows these"}',
+        "long": '{"text": "' + "w1 " * 100_000 + '"}',
+        "one-long-word": '{"text": "' + "w" * 1_000_000 + '"}',
+        "other-columns": '{"a": 1, "b": 2}',
+        "both": '{"text": "w1", "prompt": "w1", "completion": "w2"}',
+        "tools": '{"messages": [{"role": "assistant", "content": null, "tool_calls": [1]}]}',
+        "number": '{"text": 1e999}',
+        "list": '["w1"]',
+        "null": "null",
+    }
+    alone = {f"{name}-alone": content(line + "\n") for name, line in lines.items()}
+    return alone | {name: content(good + line + "\n") for name, line in lines.items()}
+
+
+def templates() -> dict[str, Put]:
+    """Chat templates."""
+    texts = {
+        "not-closed": "{% for message in messages %}",
+        "no-such-name": "{{ nothing.of.this }}",
+        "python": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "code": "{{ cycler.__init__.__globals__.os.system('touch ran') }}",
+        "format": "{{ '{0.__class__}'.format(messages) }}",
+        "import": "{% import 'evil.py' as evil %}",
+        "include": "{% include '../../etc/passwd' %}",
+        "long": "{{ 'x' * 1000000000 }}",
+        "wide": "{{ '%1000000000d' % 1 }}",
+        "centred": "{{ 'x'.center(10000000000) }}",
+        "range": "{% for a in range(100000000) %}x{% endfor %}",
+        "power": "{{ 9 ** 9 ** 9 }}",
+        "raises": "{{ raise_exception('\x1b[2J') }}",
+        "recursion": "{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}",
+        "deep": "{{ " + "(" * 5000 + ")" * 5000 + " }}",
+        "loops": "{% if 1 %}" * 2000 + "{% endif %}" * 2000,
+        "empty": "",
+        "divide": "{{ 1 // 0 }}",
+        "changes": "{% for m in messages %}{{ m.update({'role': 1}) }}{% endfor %}",
+    }
+    return {name: content(text) for name, text in texts.items()}
+
+
+def pictures() -> dict[str, Put]:
+    """PNG files, and what is called so."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    def png(width: int, height: int, data: bytes = zlib.compress(bytes(64)), extra: bytes = b"") -> bytes:
+        head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+        end = chunk(b"IDAT", data) + chunk(b"IEND", b"")
+        return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + extra + end
+
+    return {
+        "huge": content(png(1 << 30, 1 << 30)),
+        "large": content(png(60_000, 60_000)),
+        "none": content(png(0, 0)),
+        "bomb": content(png(12_000, 12_000, zlib.compress(bytes(36_000 * 12_000 + 12_000)))),
+        "text-bomb": content(png(4, 4, extra=chunk(b"zTXt", b"a\0\0" + zlib.compress(bytes(1 << 28))))),
+        "colour-profile": content(png(4, 4, extra=chunk(b"iCCP", b"a\0\0" + zlib.compress(bytes(1 << 24))))),
+        "gif": content(b"GIF89a" + struct.pack("<HHBBB", 60_000, 60_000, 0, 0, 0) + b";"),
+        "bmp": content(
+            b"BM" + struct.pack("<IHHIIiiHHIIiiII", 54, 0, 0, 54, 40, 9999, -9999, 1, 24, 0, 0, 1, 1, 0, 0)
+        ),
+        "svg": content('<svg xmlns="http://www.w3.org/2000/svg"><image href="file:///etc/passwd"/></svg>'),
+        "postscript": content("%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n(ran) (w) file\n"),
+    }
+
+
+def sounds() -> dict[str, Put]:
+    """WAV files."""
+
+    def wav(channels: int, rate: int, width: int, said: int, data: bytes = bytes(64)) -> bytes:
+        rest = struct.pack(
+            "<HHIIHH", 1, channels, rate, min(rate * channels * width, 2**32 - 1), width, width * 8
+        )
+        body = b"WAVEfmt " + struct.pack("<I", 16) + rest + b"data" + struct.pack("<I", said) + data
+        return b"RIFF" + struct.pack("<I", len(body)) + body
+
+    return {
+        "no-channels": content(wav(0, 16000, 2, 64)),
+        "many-channels": content(wav(65_535, 16000, 1, 64)),
+        "no-rate": content(wav(1, 0, 2, 64)),
+        "fast": content(wav(1, 2**32 - 1, 2, 64)),
+        "slow": content(wav(1, 1, 2, 8000, bytes(8000))),
+        "no-width": content(wav(1, 16000, 0, 64)),
+        "wide": content(wav(1, 16000, 255, 64)),
+        "lies": content(wav(1, 16000, 2, 2**32 - 1)),
+        "nothing": content(wav(1, 16000, 2, 0, b"")),
+        "half-a-sample": content(wav(2, 16000, 2, 63, bytes(63))),
+    }
 
 
 def arrays() -> dict[str, Put]:

@@ -13,12 +13,14 @@ import onnxruntime as ort
 import pytest
 
 from onward.artifacts import OptimType
+from onward.errors import ModelError
 from onward.onnxblock import optim
 from onward.optim import adamw as AdamW
 from onward.optim.optimizer_model import ParameterGroup, optimizer_model
 from onward.runtime.memory import FlatBuffer
 from onward.runtime.optimizers import host as host_update
 from onward.runtime.optimizers import make_updater
+from onward.runtime.optimizers.updater import SCALARS
 from small_models import batch, start, write_classifier
 
 SHAPES = {"a": (7, 9), "b": (5,), "c": (40, 3), "d": (1,)}
@@ -154,3 +156,17 @@ def test_clipping_by_the_norm_of_all_gradients(norm: float, tmp_path: Path) -> N
         np.testing.assert_allclose(
             parameter.data, before[name] - scale * gradients[name], rtol=1e-5, atol=1e-7
         )
+
+
+def test_an_update_that_fails_says_so_and_does_not_count() -> None:
+    model = model_of(AdamW())
+    for value in model.graph.input:
+        if value.name not in SCALARS:
+            value.type.tensor_type.shape.dim[0].dim_value = 3
+    parameters, gradients = make_buffers(3)
+    before = parameters.vector.copy()
+    updater = make_updater(model, parameters, gradients)
+    with pytest.raises(ModelError, match="the optimizer model failed in an update"):
+        updater.run(1.0)
+    assert updater.step == 0
+    np.testing.assert_array_equal(parameters.vector, before)

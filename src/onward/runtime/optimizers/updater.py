@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from onward.errors import OnwardError
-from onward.runtime.memory import FlatBuffer
+from onward.errors import MAKE_ARTIFACTS, DeviceMemoryError, ModelError, OnwardError
+from onward.runtime.memory import FlatBuffer, is_out_of_memory
 
 if TYPE_CHECKING:
     from onward.runtime.memory import Tensor
@@ -50,10 +50,22 @@ class Updater(abc.ABC):
         return self._step.item()
 
     def run(self, gradient_scale: float) -> None:
-        """One update."""
+        """One update; one that fails does not count."""
         self._step[0] += 1
         self._scale[0] = gradient_scale
-        self._apply()
+        try:
+            self._apply()
+        except Exception as error:
+            self._step[0] -= 1
+            if isinstance(error, OnwardError):
+                raise
+            if is_out_of_memory(error):
+                raise DeviceMemoryError(
+                    f"there is too little memory for an update of the parameters: {str(error).splitlines()[0]}"
+                ) from error
+            raise ModelError(
+                f"the optimizer model failed in an update: {error}", hint=MAKE_ARTIFACTS
+            ) from error
 
     def load(self, step: int, slots: Slots) -> None:
         """Load the state of an earlier run."""
