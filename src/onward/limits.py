@@ -34,7 +34,7 @@ class Limits:
     shared_bytes: int = _GIB  # external data that several tensors of a model name again
     value_bytes: int = 16 * _GIB  # one value, by the shape that the model declares
     unpacked_bytes: int = 4 * _GIB  # what a data file grows to when read, counted from 16 times its size
-    text_bytes: int = 64 * _MIB  # a JSON or TOML file
+    text_bytes: int = 64 * _MIB  # a JSON or TOML file, a line of a table
     text_nesting: int = 64  # lists and tables inside each other in JSON and TOML
     check_seconds: int = 300  # the time that `onward check` or a gradient check may take
     check_bytes: int = 8 * _GIB  # the memory that these may take

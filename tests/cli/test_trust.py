@@ -18,6 +18,7 @@ import pytest
 from typer.testing import CliRunner
 
 from onward import limits
+from onward.cli import run_folder
 from onward.cli.app import app
 
 EVIL = "import pathlib\npathlib.Path('ran').write_text('')\ndef go():\n    return []\n"
@@ -96,7 +97,8 @@ def test_the_security_page_has_every_limit() -> None:
 OPTIONS: list[dict[str, Any]] = [
     {"epochs": "many"}, {"epochs": -1}, {"epochs": 2**70}, {"data": "data.npz"}, {"data": [3]},
     {"mapping": {"x": "x"}}, {"prefix": "../"}, {"prefix": 3}, {"label": ["y"]}, {"learning_rate": "NaN"},
-    {"no_shuffle": 1}, {"tensorboard": "\0"},
+    {"no_shuffle": 1}, {"tensorboard": "\0"}, {"normalize": 0.5}, {"device": [["cpu"]]}, {"batch_size": 0},
+    {"crop": "8"}, {"sample_rate": 0}, {"seed": -1}, {"tokenizer": {}}, {"standardize": "yes"},
 ]  # fmt: skip
 
 
@@ -109,6 +111,13 @@ def test_options_of_the_wrong_kind_in_a_run_folder(trained: Path, run: Any) -> N
             assert "run.json' is damaged" in result.stderr or "prefix" in result.stderr, options
             assert len(result.stderr.strip().splitlines()) == 2
         (trained / "run.json").write_bytes(before)
+
+
+def test_every_option_of_a_run_has_a_kind(trained: Path) -> None:
+    options = json.loads((trained / "run.json").read_text(encoding="utf-8"))["options"]
+    for name in options:
+        with pytest.raises(ValueError, match=name):
+            run_folder._check_option(name, object())
 
 
 DOCUMENTS = {
@@ -247,3 +256,12 @@ def test_artifacts_of_the_original_with_external_data_are_converted(place: Path,
         for made in ("near", "far")
     ]
     assert losses[0] == losses[1]
+
+
+def test_a_table_without_an_end_of_line_is_not_read_whole(trained: Path, run: Any) -> None:
+    for name in ("data.csv", "data.jsonl"):
+        with open(name, "wb") as file:
+            file.truncate(80 << 20)
+        said = run("evaluate", "run", "-d", name, code=1).stderr
+        assert "text_bytes" in said and name in said
+        Path(name).unlink()

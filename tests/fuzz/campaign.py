@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import errno
 import functools
 import hashlib
 import json
@@ -727,6 +728,7 @@ def judge(case: Case, ended: Ended) -> list[str]:
         found.append(f"MEMORY: {ended.resident >> 20} MB")
     if error and not OURS & set(error["kinds"]):
         usual = error["own"] and " " in error["text"] and ORDINARY & set(error["kinds"])
+        usual = usual or (case.place == "full-disk" and error["text"].startswith(f"[Errno {errno.EFBIG}]"))
         if not usual and not FILES & set(error["kinds"]):
             found.append(f"RAW {error['kinds'][0]} at {error['where']}: {error['text']}")
     if (

@@ -35,11 +35,15 @@ __all__ = [
 _RUN = "run.json"
 # what run.json may hold, by option; each may be absent or null too
 _TEXTS = frozenset({"data", "eval_data", "mapping", "metric", "augment", "drop"})
-_TEXT = frozenset({"label", "schedule", "best", "prefix", "tensorboard", "artifacts", "directory"})
-_FLAGS = frozenset({"no_shuffle", "shard_optimizer"})
+_TEXT = frozenset(
+    {"label", "schedule", "best", "prefix", "tensorboard", "artifacts", "directory", "device", "normalize",
+     "text_column", "tokenizer", "mlflow", "wandb"}
+)  # fmt: skip
+_FLAGS = frozenset({"no_shuffle", "shard_optimizer", "standardize"})
 _COUNTS = frozenset(
-    {"epochs", "batch_size", "accumulation", "patience", "save_every", "keep", "seed", "stages"}
-)
+    {"epochs", "batch_size", "accumulation", "patience", "save_every", "keep", "stages", "max_length", "resize",
+     "crop", "sample_rate"}
+)  # fmt: skip
 _NUMBERS = frozenset({"hold_out", "learning_rate", "warmup", "clip_norm"})
 
 
@@ -136,8 +140,9 @@ def _check_option(name: str, value: Any) -> None:
         right = isinstance(value, str) and "\0" not in value
     elif name in _FLAGS:
         right = isinstance(value, bool)
-    elif name in _COUNTS:
-        right = isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
+    elif name in _COUNTS or name == "seed":
+        least = 0 if name == "seed" else 1
+        right = isinstance(value, int) and not isinstance(value, bool) and least <= value < 2**63
     elif name in _NUMBERS:
         right = isinstance(value, int | float) and not isinstance(value, bool)
         right = right or (name, value) == ("learning_rate", "auto")

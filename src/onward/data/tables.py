@@ -8,17 +8,17 @@ numbers. Categories and statistics are stored, and used again for inference.
 from __future__ import annotations
 
 import csv
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 import numpy as np
 
 from onward.data.images import number_classes
 from onward.data.preprocessing import Preprocessing
 from onward.errors import DataError, LimitError
-from onward.limits import require
+from onward.limits import current, require
 from onward.reading import parse_json
 
 if TYPE_CHECKING:
@@ -91,7 +91,8 @@ def _read_csv(path: Path) -> dict[str, np.ndarray]:
     try:
         csv.field_size_limit(max(before, min(path.stat().st_size, 2**31 - 1)))  # a cell may be a whole text
         with open(path, newline="", encoding="utf-8-sig") as file:
-            rows = list(csv.reader(file, delimiter="\t" if path.suffix.lower() == ".tsv" else ","))
+            mark = "\t" if path.suffix.lower() == ".tsv" else ","
+            rows = list(csv.reader(_lines(file, path), delimiter=mark))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise DataError(f"cannot read '{path}': {error}", "a CSV file is UTF-8 text with a header") from error
     finally:
@@ -117,7 +118,7 @@ def _read_json_lines(path: Path) -> dict[str, np.ndarray]:
     rows: list[dict[str, Any]] = []
     try:
         with open(path, encoding="utf-8-sig") as file:
-            for number, line in enumerate(file, start=1):
+            for number, line in enumerate(_lines(file, path), start=1):
                 if not line.strip():
                     continue
                 row = parse_json(line, object)
@@ -139,6 +140,14 @@ def _read_json_lines(path: Path) -> dict[str, np.ndarray]:
     if not rows:
         raise DataError(f"'{path}' has no line", 'a line is {"text": "…", "label": …}')
     return {name: _values([row[name] for row in rows], name, path) for name in rows[0]}
+
+
+def _lines(file: TextIO, path: Path) -> Iterator[str]:
+    """The lines of a file, where none is longer than a text may be: a file without an end of line is one line."""
+    most = current().text_bytes
+    while line := file.readline(most + 1):
+        require("text_bytes", len(line), f"'{path}': a line's length")
+        yield line
 
 
 def _read_parquet(path: Path) -> dict[str, np.ndarray]:
