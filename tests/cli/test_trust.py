@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 from onward import limits
 from onward.cli import run_folder
 from onward.cli.app import app
+from onward.cli.commands.distributed import launch
 
 EVIL = "import pathlib\npathlib.Path('ran').write_text('')\ndef go():\n    return []\n"
 ENTRIES = ["evil:go", "evil:go\n", "x=evil:go", "evil.go:go"]
@@ -265,3 +266,10 @@ def test_a_table_without_an_end_of_line_is_not_read_whole(trained: Path, run: An
         said = run("evaluate", "run", "-d", name, code=1).stderr
         assert "text_bytes" in said and name in said
         Path(name).unlink()
+
+
+def test_ranks_import_nothing_from_the_current_folder(evil: Path) -> None:
+    command = [sys.executable, "-c", "import evil"]
+    ended = launch(command, log=Path("log"), quiet=True, look=lambda: None)
+    assert ended.code != 0 and "No module named 'evil'" in Path("log").read_text()
+    assert not Path("ran").exists()

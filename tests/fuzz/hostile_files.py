@@ -279,7 +279,7 @@ def pictures() -> dict[str, Put]:
         "huge": content(png(1 << 30, 1 << 30)),
         "large": content(png(60_000, 60_000)),
         "none": content(png(0, 0)),
-        "bomb": content(png(12_000, 12_000, zlib.compress(bytes(36_000 * 12_000 + 12_000)))),
+        "bomb": content(png(9000, 9000, zlib.compress(bytes(27_000 * 9000 + 9000)))),
         "text-bomb": content(png(4, 4, extra=chunk(b"zTXt", b"a\0\0" + zlib.compress(bytes(1 << 28))))),
         "colour-profile": content(png(4, 4, extra=chunk(b"iCCP", b"a\0\0" + zlib.compress(bytes(1 << 24))))),
         "gif": content(b"GIF89a" + struct.pack("<HHBBB", 60_000, 60_000, 0, 0, 0) + b";"),
