@@ -25,13 +25,16 @@ BLOCK = 32
 @dataclasses.dataclass(frozen=True)
 class Form:
     """What published bases differ in: float16, bits of a weight, zero points, one product for queries, keys and
-    values, and rotary embedding in nodes of its own, with `position_ids` as an input."""
+    values, rotary embedding in nodes of its own, with `position_ids` as an input, one table of a few bits for
+    embeddings and the output layer, and the size at which data goes on in another file."""
 
     half: bool = False
     bits: int = 4
     zeros: bool = False
     packed: bool = False
     rotary_apart: bool = False
+    tied: bool = False
+    part_bytes: int | None = None
 
 
 class _Writer:
@@ -39,7 +42,7 @@ class _Writer:
 
     def __init__(self, folder: Path, name: str, seed: int, form: Form) -> None:
         self.form, self.kind = form, np.float16 if form.half else np.float32
-        self.folder, self.location = folder, f"{name}_data"
+        self.folder, self.location, self.parts = folder, f"{name}_data", 1
         self.file = open(folder / self.location, "wb")  # noqa: SIM115 - closed in `save`
         self.random = np.random.default_rng(seed)
         self.nodes: list[onnx.NodeProto] = []
@@ -54,6 +57,11 @@ class _Writer:
     def tensor(self, name: str, array: np.ndarray) -> str:
         tensor = TensorProto(name=name, dims=array.shape, data_location=TensorProto.EXTERNAL)
         tensor.data_type = helper.np_dtype_to_tensor_dtype(array.dtype)
+        if self.form.part_bytes is not None and self.file.tell() + array.nbytes > self.form.part_bytes:
+            self.file.close()
+            self.location = f"{self.location.removesuffix(f'_{self.parts - 1}')}_{self.parts}"
+            self.parts += 1
+            self.file = open(self.folder / self.location, "wb")  # noqa: SIM115 - closed in `save`
         self.file.write(bytes(-self.file.tell() % 4096))
         entries = {"location": self.location, "offset": str(self.file.tell()), "length": str(array.nbytes)}
         for key, value in entries.items():
@@ -66,22 +74,41 @@ class _Writer:
         self.tensors.append(onnx.numpy_helper.from_array(array, name))
         return name
 
-    def product(self, x: str, place: str, rows: int, columns: int) -> str:
-        """x·wᵀ with w [rows, columns] in a few bits"""
+    def weight(self, place: str, rows: int, columns: int) -> list[str]:
+        """Names of w [rows, columns] in a few bits, its scales and zero points"""
         weight = place.strip("/").replace("/", ".") + ".weight"
         blocks = columns // BLOCK
         bits = self.form.bits
         packed = self.random.integers(0, 256, (rows, blocks, BLOCK * bits // 8), np.uint8)
-        scales = np.full(rows * blocks, 3.2 / 2**bits / np.sqrt(columns), self.kind)
-        inputs = [x, self.tensor(f"{weight}_Q{bits}", packed), self.tensor(f"{weight}_scales", scales)]
+        scales = np.full((rows, blocks), 3.2 / 2**bits / np.sqrt(columns), self.kind)
+        names = [self.tensor(f"{weight}_Q{bits}", packed), self.tensor(f"{weight}_scales", scales)]
         if self.form.zeros:
             zeros = self.random.integers(100, 160, (rows, -(-blocks * bits // 8)), np.uint8)
-            inputs.append(self.tensor(f"{weight}_zero_points", zeros))
+            names.append(self.tensor(f"{weight}_zero_points", zeros))
+        return names
+
+    def product(self, x: str, place: str, rows: int, columns: int, weight: list[str] | None = None) -> str:
+        """x·wᵀ with w [rows, columns] in a few bits"""
+        bits = self.form.bits
+        inputs = [x, *(weight or self.weight(place, rows, columns))]
         sizes = {"K": columns, "N": rows, "bits": bits, "block_size": BLOCK, "accuracy_level": 4}
         return self.node("MatMulNBits", inputs, f"{place}_Q{bits}", **sizes)[0]
 
+    def embedding(self, weight: list[str], rows: int, columns: int) -> str:
+        """Rows of the output layer's weight, as it is stored"""
+        bits, at = self.form.bits, "/model/embed_tokens"
+        shape = self.small(f"{at}/shape", np.asarray([rows, columns * bits // 8], np.int64))
+        table = self.node("Reshape", [weight[0], shape], f"{at}/Reshape")
+        sizes = {"bits": bits, "block_size": BLOCK, "gather_axis": 0, "quantize_axis": 1}
+        return self.node("GatherBlockQuantized", [*table, "input_ids", *weight[1:]], f"{at}/Gather", **sizes)[
+            0
+        ]
 
-_FUSED = {"MatMulNBits", "GroupQueryAttention", "SkipSimplifiedLayerNormalization", "RotaryEmbedding"}
+
+_FUSED = {
+    "MatMulNBits", "GroupQueryAttention", "SkipSimplifiedLayerNormalization", "RotaryEmbedding",
+    "GatherBlockQuantized",
+}  # fmt: skip
 
 
 def write_base(
@@ -106,11 +133,14 @@ def write_base(
     cos, sin = (
         model.tensor(f"{turn}_cache", getattr(np, turn)(angles).astype(model.kind)) for turn in ("cos", "sin")
     )
-    table = (model.random.standard_normal((words, width), np.float32) * 0.02).astype(model.kind)
-    x = model.node(
-        "Gather", [model.tensor("model.embed_tokens.weight", table), "input_ids"], "/model/embed_tokens"
-    )[0]
-    del table
+    output = model.weight("/lm_head/MatMul", words, width) if form.tied else None
+    if output is not None:
+        x = model.embedding(output, words, width)
+    else:
+        table = (model.random.standard_normal((words, width), np.float32) * 0.02).astype(model.kind)
+        name_of_table = model.tensor("model.embed_tokens.weight", table)
+        x = model.node("Gather", [name_of_table, "input_ids"], "/model/embed_tokens")[0]
+        del table
     skip = ""
     for layer in range(sizes["num_hidden_layers"]):
         at = f"/model/layers.{layer}"
@@ -161,7 +191,7 @@ def write_base(
             model.node("Mul", [swish[0], up], f"{at}/mlp/Mul")[0], f"{at}/mlp/down_proj/MatMul", width, inner
         )
     x, _ = _norm(model, x, skip, f"/model/layers.{sizes['num_hidden_layers']}/final_norm_layernorm", width)
-    logits = model.product(x, "/lm_head/MatMul", words, width)
+    logits = model.product(x, "/lm_head/MatMul", words, width, output)
     model.nodes[-1].output[0] = "logits"
     assert logits == f"/lm_head/MatMul_Q{form.bits}/output_0"
     _save(model, folder / name, inputs, outputs)

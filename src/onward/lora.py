@@ -137,6 +137,14 @@ def load_lora(state: _State | CheckpointData, source: CheckpointData | str | os.
     return list(adapters.trainable)
 
 
+def _module(label: str) -> str:
+    """The name of a weight's module in transformers."""
+    module = _MODULE.sub("", label)
+    if module.endswith(".MatMul"):  # model builders name a weight after its node, and attention shorter
+        module = module.removesuffix(".MatMul").replace(".attn.", ".self_attn.")
+    return module
+
+
 def save_peft(
     adapters: Mapping[str, np.ndarray], lora: LoRA, folder: str | os.PathLike[str], *, base: str = ""
 ) -> Path:
@@ -146,7 +154,7 @@ def save_peft(
     tensors, modules = {}, set()
     for name, value in adapters.items():
         label, _, part = name.rpartition(".")
-        module = _MODULE.sub("", label)
+        module = _module(label)
         modules.add(module)
         tensors[f"{_PREFIX}{module}.{'lora_A' if part == 'lora_a' else 'lora_B'}.weight"] = (
             np.ascontiguousarray(value)
@@ -184,14 +192,20 @@ def load_peft(folder: str | os.PathLike[str], weights: Sequence[str]) -> tuple[L
         lora = LoRA(rank=int(settings["r"]), alpha=float(settings["lora_alpha"]), dropout=0.0)
     except (ValueError, KeyError, TypeError, OverflowError) as error:
         raise OnwardError(f"'{path / _CONFIG}': no LoRA settings of peft ({error})") from error
+    if settings.get("use_rslora"):  # scales by alpha / √rank
+        lora = dataclasses.replace(lora, alpha=lora.alpha * lora.rank**0.5)
     unsupported = [
-        name for name in ("use_dora", "use_rslora", "rank_pattern", "alpha_pattern") if settings.get(name)
+        name
+        for name in ("use_dora", "rank_pattern", "alpha_pattern", "modules_to_save")
+        if settings.get(name)
     ]
     if unsupported:
         raise OnwardError(f"'{path / _CONFIG}': {', '.join(unsupported)} has no form here; plain LoRA only")
-    labels = {_MODULE.sub("", label): label for label in weights}
+    labels = {_module(label): label for label in weights}
     values: dict[str, np.ndarray] = {}
     for key, value in from_safetensors(path / _TENSORS).parameters().items():
+        if key.endswith(".base_layer.weight"):  # peft adds the base's own output layer where it is adapted
+            continue
         module, _, rest = key.removeprefix(_PREFIX).partition(".lora_")
         part = _PARTS.get(f"lora_{rest.partition('.')[0]}")
         if part is None:
@@ -201,6 +215,20 @@ def load_peft(folder: str | os.PathLike[str], weights: Sequence[str]) -> tuple[L
                 f"'{path}': adapters of '{module}', which this base does not have: is it another base's?"
             )
         label = re.sub(r"(_quantized|_as_\dbit|_(DQ_)?[Qq]\d+\w*)+$", "", labels[module])
-        values[f"{label}{part}"] = np.asarray(value, np.float32)
+        found = np.asarray(value, np.float32)
+        if found.ndim != 2 or found.shape[0 if part == ".lora_a" else 1] != lora.rank:
+            raise OnwardError(
+                f"'{path}': '{key}' has shape {found.shape}, and {_CONFIG} says rank {lora.rank}: are both of one "
+                "adapter?"
+            )
+        values[f"{label}{part}"] = found
     targets = sorted({name.rpartition(".")[0] for name in values})
+    for label in targets:
+        for part in _ADAPTER:
+            if f"{label}{part}" not in values:
+                raise OnwardError(
+                    f"'{path}': the adapter of '{_module(label)}' has only one of its two matrices"
+                )
+    if not targets:
+        raise OnwardError(f"'{path / _TENSORS}' has no adapters")
     return dataclasses.replace(lora, targets=targets), values

@@ -39,8 +39,8 @@ from onward.federated.update import Update
 from onward.graph.gate import read_proto
 from onward.graph.load import load_model
 from onward.lora import load_peft
+from onward.pipeline.base_folder import open_language_model
 from onward.pipeline.chat import read_template
-from onward.pipeline.language import open_language_model
 from onward.runtime.sessions import open_session
 from onward.train.history import History
 

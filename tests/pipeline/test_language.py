@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import shutil
@@ -10,17 +11,29 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnx_ir as ir
+import onnxruntime as ort
 import pytest
 import torch
+from safetensors.numpy import load_file, save_file
 
 from export.huggingface_types import tiny_of
 from onward.data.conversations import IGNORED, Batches, Example, encode_lines, pack
 from onward.errors import DataError, ModelError, OnwardError
 from onward.export import from_transformers
+from onward.graph.passes.lora import add_adapters
 from onward.lora import LoRA
 from onward.pipeline import load as load_any
 from onward.pipeline.chat import read_template
-from onward.pipeline.language import _artifacts, _open, _prepare, finetune_language_model, load_adapters
+from onward.pipeline.language import (
+    LanguageModel,
+    _artifacts,
+    _open,
+    _prepare,
+    finetune_language_model,
+    load_adapters,
+)
+from onward.train.history import History
 from onward.train.trainer import Trainer
 
 LINES = [
@@ -74,10 +87,14 @@ def batches(folder: Path, lines: Any = LINES, size: int = 2) -> tuple[Any, Batch
 
 
 @pytest.mark.parametrize("slices", [1, 3, 8])
-def test_the_loss_in_slices_and_its_gradients_are_those_of_torch(base: Any, slices: int) -> None:
+@pytest.mark.parametrize("output_layer", [False, True], ids=["attention", "output layer"])
+def test_the_loss_in_slices_and_its_gradients_are_those_of_torch(
+    base: Any, slices: int, output_layer: bool
+) -> None:
     folder, model, _ = base
     opened, data = batches(folder)
-    made = _artifacts(opened, LORA, slices=slices, recompute=None)
+    lora = dataclasses.replace(LORA, targets=["*q_proj*", "*lm_head*"]) if output_layer else LORA
+    made = _artifacts(opened, lora, slices=slices, recompute=None)
     trainer = Trainer(made, progress=False)
     start = {name: np.asarray(value) for name, value in trainer.state.to_data().trainable.items()}
     random = np.random.default_rng(0)
@@ -98,16 +115,18 @@ def test_the_loss_in_slices_and_its_gradients_are_those_of_torch(base: Any, slic
         trainer.module.lazy_reset_grad()
 
 
-def test_scores_never_exist_whole(base: Any) -> None:
+@pytest.mark.parametrize("targets", ["*q_proj*", "*lm_head*"])
+def test_scores_never_exist_whole(base: Any, targets: str) -> None:
     opened, _ = batches(base[0])
     words = opened.vocabulary
-    made = _artifacts(opened, LORA, slices=8, recompute=None)
+    made = _artifacts(opened, dataclasses.replace(LORA, targets=targets), slices=8, recompute=None)
     for model in (made.training, made.evaluation):
         widths = [
             value.shape[-1]
             for node in model.graph
             for value in node.outputs
             if node.op_type not in ("Transpose", "Identity", "Constant")
+            and "lora" not in (node.name or "")
             and value.shape
             and len(value.shape) >= 2
         ]
@@ -117,6 +136,28 @@ def test_scores_never_exist_whole(base: Any) -> None:
         sum(node.op_type in ("MatMul", "Gemm") for node in m.graph) for m in (made.training, made.evaluation)
     ]
     assert products[1] < products[0] / 2
+
+
+def test_positions_without_a_label_are_not_multiplied_with_the_output_layer(base: Any) -> None:
+    opened, data = batches(base[0])
+    made = _artifacts(opened, LORA, slices=2, recompute=None)
+    (places,) = (node for node in made.evaluation.graph if node.op_type == "NonZero")
+    graph = made.evaluation.graph
+    graph.outputs.append(places.outputs[0])
+    trainer = Trainer(_artifacts(batches(base[0])[0], LORA, slices=2, recompute=None), progress=False)
+    values = {name: np.asarray(v) for name, v in trainer.state.to_data().parameters().items()}
+    session = ort.InferenceSession(
+        ir.to_proto(made.evaluation).SerializeToString(), providers=["CPUExecutionProvider"]
+    )
+    every = list(data)
+    for batch in every:
+        needed = {value.name: {**batch, **values}[value.name] for value in session.get_inputs()}
+        loss, rows = session.run(None, needed)
+        assert rows.shape[1] == (batch["labels"][:, 1:] != IGNORED).sum() and np.isfinite(loss)
+    nothing = {**every[0], "labels": np.full_like(every[0]["labels"], IGNORED)}
+    loss = trainer.module(*[nothing[name] for name in [*opened.inputs, "labels"]])
+    assert float(np.asarray(loss)) == 0.0  # no label counts: no loss, no gradient
+    assert all(not np.any(parameter.grad) for _, parameter in trainer.state.parameters)
 
 
 def test_fifty_steps_end_where_torch_ends(base: Any) -> None:
@@ -165,6 +206,75 @@ def test_a_trained_model_writes_with_its_cache_what_torch_writes(base: Any, tmp_
             assert load(tmp_path / where)(prompt, max_new_tokens=8, full_text=True) == expected
     with pytest.raises(ModelError, match="the base's own folder"):
         result.export(folder)
+
+
+def test_a_tied_output_layer_is_adapted_under_its_own_name(tmp_path: Path) -> None:
+    """peft's `lm_head`: the embedding that shares its weight stays as it is."""
+    model, tokenizer = tiny_of("llama", "text-generation", tie_word_embeddings=True)
+    from_transformers((model, tokenizer), "text-generation", tmp_path / "base", opset=18)
+    result = finetune_language_model(
+        tmp_path / "base", LINES, lora=LoRA(rank=2, targets=["*lm_head*"]), epochs=10, learning_rate=3e-2,
+        progress=False,
+    )  # fmt: skip
+    assert set(result.adapters) == {"lm_head.weight.lora_a", "lm_head.weight.lora_b"}
+    result.save_adapters(tmp_path / "adapters")
+    settings = json.loads((tmp_path / "adapters" / "adapter_config.json").read_text())
+    assert settings["target_modules"] == ["lm_head"]
+    load_adapters(tmp_path / "base", tmp_path / "adapters").export(tmp_path / "merged")
+    weight = model.model.embed_tokens.weight.detach()
+    change = 8.0 * result.adapters["lm_head.weight.lora_b"] @ result.adapters["lm_head.weight.lora_a"]
+    with torch.no_grad():
+        model.lm_head.weight = torch.nn.Parameter(weight + torch.tensor(change))
+    for prompt in ("where does the path end", "hello there"):
+        encoded = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
+        ids = model.generate(**encoded, do_sample=False, max_new_tokens=8, pad_token_id=0)[0]
+        expected = tokenizer.decode(ids, skip_special_tokens=True)
+        assert load(tmp_path / "merged")(prompt, max_new_tokens=8, full_text=True) == expected
+
+
+def spoil(folder: Path, **changes: Any) -> None:
+    """Write other settings or tensors into a folder of adapters."""
+    tensors = load_file(folder / "adapter_model.safetensors")
+    path = folder / "adapter_config.json"
+    settings = json.loads(path.read_text()) | changes.get("settings", {})
+    path.write_text(json.dumps(settings))
+    change = changes.get("tensors")
+    if change is not None:
+        save_file(change(tensors), folder / "adapter_model.safetensors")
+    if changes.get("cut"):
+        data = (folder / "adapter_model.safetensors").read_bytes()
+        (folder / "adapter_model.safetensors").write_bytes(data[: len(data) // 2])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"settings": {"r": 8}}, "has shape .*, and adapter_config.json says rank 8"),
+        ({"settings": {"use_dora": True}}, "use_dora has no form here"),
+        ({"settings": {"modules_to_save": ["norm"]}}, "modules_to_save has no form here"),
+        ({"tensors": lambda t: {k: v for k, v in t.items() if "lora_B" not in k}}, "only one of its two matrices"),
+        ({"tensors": lambda t: {k: np.ones((*v.shape[:-1], 4), np.float32) if "lora_A" in k else v
+                                for k, v in t.items()}}, "is it another base's"),
+        ({"tensors": lambda t: {k.replace("q_proj", "p_proj"): v for k, v in t.items()}},
+         "p_proj', which this base does not have"),
+        ({"cut": True}, "adapter_model.safetensors"),
+    ],
+    ids=["rank", "dora", "whole modules", "half a pair", "another width", "another name", "cut short"],
+)  # fmt: skip
+def test_a_wrong_adapter_is_one_clear_error(
+    base: Any, tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    result = LanguageModel(base[0] / "model.onnx", base[0], {}, LORA, adapters_of(base[0]), History(), {})
+    result.save_adapters(tmp_path / "adapters")
+    assert load_adapters(base[0], tmp_path / "adapters").adapters.keys() == result.adapters.keys()
+    spoil(tmp_path / "adapters", **changes)
+    with pytest.raises(OnwardError, match=message):
+        load_adapters(base[0], tmp_path / "adapters")
+
+
+def adapters_of(folder: Path) -> dict[str, np.ndarray]:
+    model = _open(folder).model
+    return {name: model.graph.initializers[name].const_value.numpy() for name in add_adapters(model, LORA)}  # type: ignore[union-attr]
 
 
 def test_adapters_go_to_peft_and_come_back(base: Any, tmp_path: Path) -> None:

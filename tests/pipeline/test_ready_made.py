@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -12,16 +14,26 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 import torch
+from safetensors.numpy import load_file
 
+import onward
+from onward.errors import ModelError
 from onward.lora import LoRA
-from onward.pipeline import load
-from onward.pipeline.language import _artifacts, _open, finetune_language_model
+from onward.pipeline import load as load_any
+from onward.pipeline.base_folder import open_language_model
+from onward.pipeline.language import _artifacts, _open, finetune_language_model, load_adapters
 from onward.train.trainer import Trainer
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import language_model
 import ready_made
+
+
+def load(folder: Path) -> Any:
+    """A folder's pipeline."""
+    return load_any(folder)
+
 
 SIZES = {
     "vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
@@ -35,8 +47,9 @@ SIZES = {
         ready_made.Form(),
         ready_made.Form(half=True, zeros=True, packed=True),
         ready_made.Form(bits=8, rotary_apart=True),
+        ready_made.Form(tied=True, zeros=True, part_bytes=20_000),
     ],
-    ids=["4 bits", "float16, zero points, one product", "8 bits, rotary apart"],
+    ids=["4 bits", "float16, zero points, one product", "8 bits, rotary apart", "tied, several files"],
 )
 def test_a_ready_made_base_trains_and_writes(tmp_path: Path, form: ready_made.Form) -> None:
     ready_made.write_base(tmp_path / "base", SIZES, language_model.words(96), form=form)
@@ -105,3 +118,82 @@ def test_weights_are_dequantized_for_each_product_alone(
     for name, gradient in gradients[0].items():
         assert np.abs(gradient).max() > 0
         np.testing.assert_array_equal(gradient, gradients[1][name])
+
+
+def published(folder: Path, *, name: str = "model_q4.onnx", form: ready_made.Form | None = None) -> Path:
+    """A base as a repository of a hub has it: models in a folder of their own."""
+    ready_made.write_base(folder / "onnx", SIZES, language_model.words(96), form=form, name=name)
+    for beside in ("config.json", "tokenizer.json"):
+        (folder / "onnx" / beside).rename(folder / beside)
+    return folder
+
+
+def test_a_published_folder_is_loaded_and_trained_as_it_is(tmp_path: Path) -> None:
+    folder = published(tmp_path / "base", form=ready_made.Form(tied=True, part_bytes=20_000))
+    lines = [{"prompt": "w9 w8", "completion": " w7 w6"}]
+    prompts = ["w9 w8", "w1 w2 w3 w4"]
+    together = load(folder)(prompts, max_new_tokens=4)
+    # the runtime's attention counts from the first column on: prompts of other lengths are read one by one
+    assert together == [
+        load(folder / "onnx" / "model_q4.onnx")(prompt, max_new_tokens=4) for prompt in prompts
+    ]
+    options: Any = {"epochs": 20, "learning_rate": 1e-2, "progress": False}
+    result = finetune_language_model(folder, lines, **options)
+    assert load(result.export(tmp_path / "out"))("w9 w8", max_new_tokens=4).split() == ["w7", "w6"]
+    ready_made.write_base(tmp_path / "more", SIZES, language_model.words(96), name="model_q4f16.onnx", seed=1)
+    for path in (tmp_path / "more").glob("*.onnx*"):
+        path.rename(folder / "onnx" / path.name)
+    with pytest.raises(ModelError, match=r"several models: onnx/model_q4.onnx, onnx/model_q4f16.onnx"):
+        finetune_language_model(folder, lines, **options)
+    chosen = onward.finetune(folder / "onnx" / "model_q4.onnx", lines, hold_out=0.0, **options)
+    assert chosen.history.steps[0]["loss"] == result.history.steps[0]["loss"]  # type: ignore[union-attr]
+
+
+def test_a_folder_for_onnxruntime_genai_needs_no_other_settings(tmp_path: Path) -> None:
+    ready_made.write_base(tmp_path, SIZES, language_model.words(96), name="decoder.onnx")
+    (tmp_path / "config.json").unlink()
+    settings = {"decoder": {"filename": "decoder.onnx"}, "eos_token_id": [0, 7], "context_length": 64}
+    (tmp_path / "genai_config.json").write_text(json.dumps({"model": {**settings, "type": "llama"}}))
+    card = open_language_model(tmp_path)
+    assert (card["generation"]["eos_ids"], card["tokenizer"]["max_length"]) == ([0, 7], 64)
+    assert isinstance(load(tmp_path)("w9 w8", max_new_tokens=3), str)
+    assert finetune_language_model(tmp_path, [{"text": "w1 w2"}], progress=False).adapters
+
+
+def test_a_file_of_weights_that_was_not_downloaded_is_named(tmp_path: Path) -> None:
+    folder = published(tmp_path, form=ready_made.Form(part_bytes=20_000))
+    (folder / "onnx" / "model_q4.onnx_data_2").unlink()
+    for attempt in (load, lambda f: finetune_language_model(f, [{"text": "w1 w2"}], progress=False)):
+        with pytest.raises(ModelError, match=r"its weights are in model_q4\.onnx_data_2, which is missing"):
+            attempt(folder)
+
+
+def test_queries_keys_and_values_of_one_product_have_adapters_of_their_own(tmp_path: Path) -> None:
+    """As in transformers, where they are three layers: peft's names and shapes, both ways."""
+    ready_made.write_base(
+        tmp_path / "base", SIZES, language_model.words(96), form=ready_made.Form(packed=True)
+    )
+    lora = LoRA(rank=2, targets=["*q_proj*", "*v_proj*"])
+    result = finetune_language_model(
+        tmp_path / "base", [{"text": "w1 w2 w3"}], lora=lora, epochs=5, learning_rate=1e-2, progress=False
+    )
+    result.save_adapters(tmp_path / "adapters")
+    tensors = load_file(tmp_path / "adapters" / "adapter_model.safetensors")
+    at = "base_model.model.model.layers.0.self_attn"
+    shapes = {name: value.shape for name, value in tensors.items() if name.startswith(f"{at}.")}
+    assert shapes == {
+        f"{at}.q_proj.lora_A.weight": (2, 64), f"{at}.q_proj.lora_B.weight": (64, 2),
+        f"{at}.v_proj.lora_A.weight": (2, 64), f"{at}.v_proj.lora_B.weight": (32, 2),
+    }  # fmt: skip
+    assert all(np.abs(value).max() > 0 for value in tensors.values())
+    again = load_adapters(tmp_path / "base", tmp_path / "adapters")
+    one, two = (load(r.export(tmp_path / f"out-{index}")) for index, r in enumerate((result, again)))
+    assert one("w1", max_new_tokens=4) == two("w1", max_new_tokens=4)
+    # the default is one for each too, and a name of the whole product means one for all
+    options: Any = {"epochs": 1, "progress": False}
+    default = finetune_language_model(tmp_path / "base", [{"text": "w1 w2"}], **options)
+    assert sum("_proj.MatMul.weight.lora_a" in name for name in default.adapters) == 2 * 4
+    whole = finetune_language_model(
+        tmp_path / "base", [{"text": "w1 w2"}], lora=LoRA(targets="*qkv_proj*"), **options
+    )
+    assert sum("qkv_proj" in name for name in whole.adapters) == 2 * 2 == len(whole.adapters)

@@ -3,11 +3,13 @@
 With a vocabulary of 50 000 to 150 000 words the scores of a batch are larger than everything else in a step. Here
 they never exist whole: each slice of the output layer is multiplied, reduced to a maximum, a sum of exponentials and
 its part of the gradient of the hidden states, and forgotten. At the end the parts are scaled to the highest maximum
-and added up; the engine takes that gradient as it is. The output layer itself gets none: it must be frozen.
+and added up; the engine takes that gradient as it is. The output layer itself gets none: it must be frozen, but may
+have an adapter beside it.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import math
@@ -17,6 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import onnx_ir as ir
 
+from onward import contract
 from onward.errors import ModelError
 from onward.graph.nodes import GRADIENT, STOP
 from onward.graph.save import external_part
@@ -33,55 +36,29 @@ _SURROGATE = "onward.surrogate"
 def next_token_loss(op: Builder, logits: ir.Value, labels: ir.Value, *, slices: int = 8) -> ir.Value:
     """−log p(next token), the mean over the labels that are not -100
 
-    `logits` [batch, sequence, vocabulary] must come from a product with the output layer's weight; `labels`
-    [batch, sequence] are the input's own ids, which are shifted here.
+    `logits` [batch, sequence, vocabulary] must come from a product with the output layer's weight, with or without an
+    adapter beside it; `labels` [batch, sequence] are the input's own ids, which are shifted here. Only positions
+    whose label counts are multiplied with the output layer.
     """
-    hidden, weight, by_rows = _output_layer(logits)
+    layer = _output_layer(logits)
     vocabulary = op.static_dim(logits, 2)
-    width = op.static_dim(hidden, 2)
+    width = op.static_dim(layer.hidden, 2)
     if vocabulary is None or width is None:
         raise ModelError("the loss of a language model needs an output layer of known size")
-    last = np.asarray([-1], np.int64)
-    one, zero, axis = (np.asarray([n], np.int64) for n in (1, 0, 1))
-    states = op.Reshape(op.Slice(hidden, zero, last, axis), np.asarray([-1, width], np.int64))
+    one, axis = (np.asarray([n], np.int64) for n in (1, 1))
     following = op.Slice(labels, one, np.asarray([np.iinfo(np.int64).max], np.int64), axis)
-    targets = op.Reshape(following, np.asarray([-1], np.int64))
-    counts = op.Not(op.Equal(targets, np.int64(IGNORED)))
-    counted = op.Cast(counts, to=ir.DataType.FLOAT)
-    number = op.Max(op.ReduceSum(counted, keepdims=0), np.float32(1.0))
-    safe = op.Where(counts, targets, np.int64(0))
-    quiet = _stop(op, states)
+    every = op.Reshape(following, np.asarray([-1], np.int64))
+    places = op.Squeeze(op.NonZero(op.Not(op.Equal(every, np.int64(IGNORED)))), [0])
+    targets = op.Gather(every, places, axis=0)
+    count = op.Cast(op.node("Size", [targets])[0], to=ir.DataType.FLOAT)
+    number = op.Max(count, np.float32(1.0))
+    states = _counted(op, layer.hidden, places, width)
     edges = [round(vocabulary * index / slices) for index in range(slices + 1)]
     parts = [(low, high) for low, high in itertools.pairwise(edges) if high > low]
-
-    # Of each slice with scores s: m = max s, Σ exp(s − m), Σ exp(s − m)·w; the target's score and w if it has them
-    maxima, sums, pulls, right, wanted = [], [], [], [], []
-    for low, high in parts:
-        words = _words(op, weight, low, high, by_rows=by_rows)
-        scores = op.MatMul(quiet, op.Transpose(words, perm=[1, 0]) if by_rows else words)
-        top = op.ReduceMax(scores, [1], keepdims=1)
-        shares = op.Exp(op.Sub(scores, top))
-        maxima.append(top)
-        sums.append(op.ReduceSum(shares, [1], keepdims=1))
-        pulls.append(op.MatMul(shares, words if by_rows else op.Transpose(words, perm=[1, 0])))
-        inside = op.And(op.GreaterOrEqual(safe, np.int64(low)), op.Less(safe, np.int64(high)))
-        index = op.Where(inside, op.Sub(safe, np.int64(low)), np.int64(0))
-        inside = op.Unsqueeze(inside, [1])
-        score = op.GatherElements(scores, op.Unsqueeze(index, [1]), axis=1)
-        right.append(op.Where(inside, score, np.float32(0.0)))
-        own = op.Gather(words, index, axis=0 if by_rows else 1)
-        wanted.append(op.Where(inside, own if by_rows else op.Transpose(own, perm=[1, 0]), np.float32(0.0)))
-    highest = maxima[0] if len(parts) == 1 else op.Max(*maxima)
-    factors = [op.Exp(op.Sub(top, highest)) for top in maxima]
-    total = _sum(op, [op.Mul(part, factor) for part, factor in zip(sums, factors)])
-    logs = op.Add(op.Log(total), highest)
-    each = op.Mul(op.Squeeze(op.Sub(logs, _sum(op, right)), [1]), counted)
-    value = op.Div(op.ReduceSum(each, keepdims=0), number)
-    # The gradient of the hidden states: (Σ softmax·w − w of the target) / number
-    mean = op.Div(_sum(op, [op.Mul(part, factor) for part, factor in zip(pulls, factors)]), total)
-    gradient = op.Mul(op.Sub(mean, _sum(op, wanted)), op.Unsqueeze(op.Div(counted, number), [1]))
-    # A number whose value is zero and whose gradient is the one above.
-    product = op.ReduceSum(op.Mul(states, _stop(op, gradient)), keepdims=0)
+    wanted = _Wanted(targets, number, places, parts)
+    value, products = (_frozen if layer.adapter is None else _adapted)(op, layer, states, wanted)
+    # A number whose value is zero and whose gradients are those that were computed.
+    product = _sum(op, products)
     loss = op.Add(_stop(op, value), op.Sub(product, _stop(op, product)))
     made = loss.producer()
     assert made is not None
@@ -89,6 +66,135 @@ def next_token_loss(op: Builder, logits: ir.Value, labels: ir.Value, *, slices: 
     loss.name = op.namer("loss")
     loss.shape = ir.Shape([])
     return loss
+
+
+def _counted(op: Builder, hidden: ir.Value, places: ir.Value, width: int) -> ir.Value:
+    """The rows of hidden states whose next token counts, [rows, width]"""
+    zero, last, axis = (np.asarray([n], np.int64) for n in (0, -1, 1))
+    states = op.Reshape(op.Slice(hidden, zero, last, axis), np.asarray([-1, width], np.int64))
+    rows = op.Gather(states, places, axis=0)
+    rows.shape = ir.Shape([None, width])
+    return rows
+
+
+@dataclasses.dataclass(frozen=True)
+class _Wanted:
+    """The targets that count, [rows], how many they are, where, and the slices of the vocabulary."""
+
+    targets: ir.Value
+    number: ir.Value
+    places: ir.Value
+    parts: Sequence[tuple[int, int]]
+
+
+def _frozen(op: Builder, layer: _Layer, states: ir.Value, wanted: _Wanted) -> tuple[ir.Value, list[ir.Value]]:
+    """The loss, and what has its gradient: each slice is multiplied once"""
+    quiet = _stop(op, states)
+    # Of each slice with scores s: m = max s, Σ exp(s − m), Σ exp(s − m)·w; the target's score and w if it has them
+    maxima, sums, pulls, right, rows = [], [], [], [], []
+    for low, high in wanted.parts:
+        words = _words(op, layer.weight, low, high, by_rows=layer.by_rows)
+        scores = _times(op, quiet, words, turned=layer.by_rows)
+        top = op.ReduceMax(scores, [1], keepdims=1)
+        shares = op.Exp(op.Sub(scores, top))
+        maxima.append(top)
+        sums.append(op.ReduceSum(shares, [1], keepdims=1))
+        pulls.append(_times(op, shares, words, turned=not layer.by_rows))
+        inside, index = _inside(op, wanted.targets, low, high)
+        right.append(_own_score(op, scores, inside, index))
+        own = op.Gather(words, index, axis=0 if layer.by_rows else 1)
+        own = own if layer.by_rows else op.Transpose(own, perm=[1, 0])
+        rows.append(op.Where(op.Unsqueeze(inside, [1]), own, np.float32(0.0)))
+    factors, total, logs = _together(op, maxima, sums)
+    value = _mean(op, logs, right, wanted.number)
+    # The gradient of the hidden states: (Σ softmax·w − w of the target) / number
+    mean = op.Div(_sum(op, [op.Mul(part, factor) for part, factor in zip(pulls, factors)]), total)
+    gradient = op.Div(op.Sub(mean, _sum(op, rows)), wanted.number)
+    return value, [_with_gradient(op, states, gradient)]
+
+
+def _adapted(
+    op: Builder, layer: _Layer, states: ir.Value, wanted: _Wanted
+) -> tuple[ir.Value, list[ir.Value]]:
+    """The same with an adapter beside the output layer: scores are h·wᵀ + u·bᵀ, and b has a gradient too
+
+    That needs the sums of all slices first, so that each slice is multiplied twice; the scores are still never whole.
+    """
+    assert layer.adapter is not None
+    scaled, b = layer.adapter
+    rank = op.static_dim(b, 1)
+    assert rank is not None
+    low_states = _counted(op, scaled, wanted.places, rank)
+    quiet, small, still = (_stop(op, value) for value in (states, low_states, b))
+
+    def scores_of(rows: ir.Value, low: int, high: int) -> tuple[ir.Value, ir.Value, ir.Value]:
+        words = _words(op, layer.weight, low, high, by_rows=layer.by_rows)
+        own = op.Slice(still, *_bounds(low, high), [0])
+        added = _times(op, small, own, turned=True)
+        return op.Add(_times(op, rows, words, turned=layer.by_rows), added), words, own
+
+    maxima, sums, right = [], [], []
+    for low, high in wanted.parts:
+        scores, _, _ = scores_of(quiet, low, high)
+        maxima.append(op.ReduceMax(scores, [1], keepdims=1))
+        sums.append(op.ReduceSum(op.Exp(op.Sub(scores, maxima[-1])), [1], keepdims=1))
+        right.append(_own_score(op, scores, *_inside(op, wanted.targets, low, high)))
+    _, _, logs = _together(op, maxima, sums)
+    value = _mean(op, logs, right, wanted.number)
+    # the second time waits for the sums, and is not merged with the first
+    again = op.Add(quiet, op.Mul(logs, np.float32(0.0)))
+    pulls, low_pulls, changes = [], [], []
+    for low, high in wanted.parts:
+        scores, words, own = scores_of(again, low, high)
+        inside, index = _inside(op, wanted.targets, low, high)
+        hit = op.Unsqueeze(op.Where(inside, np.float32(-1.0), np.float32(0.0)), [1])
+        shares = op.Exp(op.Sub(scores, logs))
+        # softmax − 1 at the target, over the number of targets
+        slopes = op.Div(
+            op.ScatterElements(shares, op.Unsqueeze(index, [1]), hit, axis=1, reduction="add"), wanted.number
+        )
+        pulls.append(_times(op, slopes, words, turned=not layer.by_rows))
+        low_pulls.append(op.MatMul(slopes, own))
+        changes.append(op.MatMul(op.Transpose(slopes, perm=[1, 0]), small))
+    change = changes[0] if len(changes) == 1 else op.Concat(*changes, axis=0)
+    change.shape = b.shape
+    found = [(states, _sum(op, pulls)), (low_states, _sum(op, low_pulls)), (b, change)]
+    return value, [_with_gradient(op, value, gradient) for value, gradient in found]
+
+
+def _together(
+    op: Builder, maxima: Sequence[ir.Value], sums: Sequence[ir.Value]
+) -> tuple[list[ir.Value], ir.Value, ir.Value]:
+    """What scales each slice to the highest maximum, the sum of all exponentials, and the log of it with no scale"""
+    highest = maxima[0] if len(maxima) == 1 else op.Max(*maxima)
+    factors = [op.Exp(op.Sub(top, highest)) for top in maxima]
+    total = _sum(op, [op.Mul(part, factor) for part, factor in zip(sums, factors)])
+    return factors, total, op.Add(op.Log(total), highest)
+
+
+def _times(op: Builder, rows: ir.Value, words: ir.Value, *, turned: bool) -> ir.Value:
+    return op.MatMul(rows, op.Transpose(words, perm=[1, 0]) if turned else words)
+
+
+def _inside(op: Builder, targets: ir.Value, low: int, high: int) -> tuple[ir.Value, ir.Value]:
+    """Whether each target is one of a slice's words, and which"""
+    inside = op.And(op.GreaterOrEqual(targets, np.int64(low)), op.Less(targets, np.int64(high)))
+    return inside, op.Where(inside, op.Sub(targets, np.int64(low)), np.int64(0))
+
+
+def _own_score(op: Builder, scores: ir.Value, inside: ir.Value, index: ir.Value) -> ir.Value:
+    score = op.GatherElements(scores, op.Unsqueeze(index, [1]), axis=1)
+    return op.Where(op.Unsqueeze(inside, [1]), score, np.float32(0.0))
+
+
+def _mean(op: Builder, logs: ir.Value, right: Sequence[ir.Value], number: ir.Value) -> ir.Value:
+    each = op.Squeeze(op.Sub(logs, _sum(op, right)), [1])
+    return op.Div(op.ReduceSum(each, keepdims=0), number)
+
+
+def _with_gradient(op: Builder, value: ir.Value, gradient: ir.Value) -> ir.Value:
+    """A number whose gradient by `value` is `gradient`"""
+    return op.ReduceSum(op.Mul(value, _stop(op, gradient)), keepdims=0)
 
 
 def without_surrogate(model: ir.Model) -> None:
@@ -111,9 +217,30 @@ def _stop(op: Builder, value: ir.Value) -> ir.Value:
     return stopped
 
 
-def _output_layer(logits: ir.Value) -> tuple[ir.Value, ir.Value, bool]:
-    """The hidden states, the weight, and whether its rows (not its columns) are the words."""
+@dataclasses.dataclass(frozen=True)
+class _Layer:
+    """The hidden states, the weight, whether its rows (not its columns) are the words, and its adapter.
+
+    The adapter is what it multiplies its B with, [batch, sequence, rank], and B [vocabulary, rank].
+    """
+
+    hidden: ir.Value
+    weight: ir.Value
+    by_rows: bool
+    adapter: tuple[ir.Value, ir.Value] | None = None
+
+
+def _output_layer(logits: ir.Value) -> _Layer:
     node = logits.producer()
+    if node is not None and contract.LORA in node.metadata_props:
+        base, added = node.inputs
+        assert base is not None and added is not None
+        product = added.producer()
+        assert product is not None and product.inputs[1] is not None
+        turned = product.inputs[1].producer()
+        scaled, b = product.inputs[0], None if turned is None else turned.inputs[0]
+        assert scaled is not None and b is not None
+        return dataclasses.replace(_output_layer(base), adapter=(scaled, b))
     while node is not None and node.op_type in ("Identity", "Cast"):
         before = node.inputs[0]
         node = None if before is None else before.producer()
@@ -127,8 +254,8 @@ def _output_layer(logits: ir.Value) -> tuple[ir.Value, ir.Value, bool]:
     assert hidden is not None and weight is not None
     made = weight.producer()
     if made is not None and made.op_type == "Transpose" and made.inputs[0] is not None:
-        return hidden, made.inputs[0], True
-    return hidden, weight, False
+        return _Layer(hidden, made.inputs[0], by_rows=True)
+    return _Layer(hidden, weight, by_rows=False)
 
 
 def _words(op: Builder, weight: ir.Value, low: int, high: int, *, by_rows: bool) -> ir.Value:

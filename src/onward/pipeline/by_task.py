@@ -284,7 +284,8 @@ def _has_cache(pipeline: Pipeline) -> bool:
 
 def _groups(pipeline: Pipeline, encodings: list[Any]) -> list[list[Any]]:
     """Prompts that are read together: all with a cache, else one by one, as padding would shift positions."""
-    return [encodings] if _has_cache(pipeline) else [[encoding] for encoding in encodings]
+    together = _has_cache(pipeline) and not pipeline.card["generation"].get("alone")
+    return [encodings] if together else [[encoding] for encoding in encodings]
 
 
 def _writer(pipeline: Pipeline, encodings: list[Any], options: Options) -> Writer:

@@ -29,6 +29,7 @@ from onward.export.batch_size import open_if_fixed
 from onward.export.inference import InferenceExport, for_inference
 from onward.graph.gate import read_proto
 from onward.head import replace_head
+from onward.pipeline.base_folder import is_published
 from onward.pipeline.classifier import Classifier
 from onward.pipeline.language import finetune_language_model
 from onward.runtime.inference_model import inference_model, to_bytes
@@ -173,7 +174,7 @@ def finetune(
     the result is a `LanguageModel`: see `onward.pipeline.language.finetune_language_model`, whose other options
     (`packing`, `gradient_accumulation_steps`, `recompute` …) are taken here too.
     """
-    if isinstance(model, str | os.PathLike) and Path(model).is_dir():
+    if isinstance(model, str | os.PathLike) and (Path(model).is_dir() or is_published(Path(model))):
         if learning_rate == "auto":
             raise ValueError(
                 "learning_rate='auto' is for classifiers; give a language model a number, such as 2e-4"

@@ -18,29 +18,28 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import onnx_ir as ir
 
-from onward import contract
 from onward.artifacts.generate import Artifacts, build_artifacts
 from onward.artifacts.names import OptimType
 from onward.data.conversations import Batches, Example, encode_lines, pack, read_lines
 from onward.data.text import read_tokenizer
 from onward.errors import DataError, ModelError
-from onward.export.huggingface.folder import CARD, MODEL, read_card, staged, write_card
+from onward.export.huggingface.folder import CARD, MODEL, staged, write_card
 from onward.graph.builder import Builder
 from onward.graph.cleanup import remove_unused
 from onward.graph.dialect.normalize import normalize
 from onward.graph.gc_paused import gc_paused
 from onward.graph.load import load_model
 from onward.graph.passes.late_weights import dequantize_late
-from onward.graph.passes.lora import LoRA, add_adapters, merge_adapters
+from onward.graph.passes.lora import LoRA, adaptable, add_adapters, joined_projections, merge_adapters
 from onward.graph.passes.separate_examples import separate_examples
 from onward.graph.passes.sizes import rename_sizes, settle_sizes
 from onward.graph.passes.widen_halves import compute_in_float32, has_halves
 from onward.graph.save import initializer_bytes, write_model
 from onward.lora import load_peft, save_peft
 from onward.losses.next_token import next_token_loss, without_surrogate
+from onward.pipeline.base_folder import find_base, open_language_model
 from onward.pipeline.chat import read_template
 from onward.pipeline.kept_models import digest_of, find_models, keep_models
-from onward.reading import read_json
 from onward.train.artifact_set import ArtifactFiles, find_artifacts
 from onward.train.history import History
 from onward.train.trainer import Trainer
@@ -48,7 +47,7 @@ from onward.train.trainer import Trainer
 if TYPE_CHECKING:
     from onward.runtime.devices import DeviceLike
 
-__all__ = ["LanguageModel", "finetune_language_model", "load_adapters", "open_language_model", "without_past"]
+__all__ = ["LanguageModel", "finetune_language_model", "load_adapters", "without_past"]
 
 _PAST = "past_key_values."
 # bytes of weights from which on they are written to a file of their own
@@ -57,6 +56,8 @@ _MAPPED = 128 * 2**20
 _WORTH_KEEPING = 2.0
 # how much the loss of examples in one row may differ from theirs alone: rounding
 _SAME_LOSS = 1e-3
+# types whose queries, keys and values are one product in transformers too
+_JOINED_TYPES = ("phi3", "phi3_v", "phi4mm", "phi4_multimodal")
 _TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "c_attn", "query_key_value", "qkv_proj", "query", "value")
 
 
@@ -64,6 +65,7 @@ _TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "c_attn", "query_key_value",
 class LanguageModel:
     """A base and what was trained beside it."""
 
+    model: Path
     folder: Path
     card: Mapping[str, Any]
     lora: LoRA
@@ -87,15 +89,16 @@ class LanguageModel:
             raise ModelError(
                 f"'{target}' is the base's own folder: choose another, so that the base stays as it is"
             )
-        model = load_model(_model_file(self.folder), apart=True)
+        model = load_model(self.model, apart=True)
+        joined = _joined(model, self.card)
         # a ready-made base keeps the runtime's own products with packed weights, which are the faster ones
         if scheme is not None or not any(node.op_type == "MatMulNBits" for node in model.graph):
             model = normalize(model, owned=True)
-        named = add_adapters(model, dataclasses.replace(self.lora, dropout=0.0))
+        named = add_adapters(model, dataclasses.replace(self.lora, dropout=0.0), joined=joined)
         if set(named) != set(self.adapters):
             raise ModelError(f"'{self.folder}' is not the base that these adapters were trained beside")
         for name, value in self.adapters.items():
-            _set(model.graph.initializers[name], value)
+            _set(model.graph.initializers[name], value, self.folder)
         model = merge_adapters(model) if merge else remove_unused(model)
         with staged(target, single=False) as stage:
             # weights outside of the model are mapped by those who load it
@@ -121,6 +124,7 @@ class LanguageModel:
 
 @dataclasses.dataclass(frozen=True)
 class _Base:
+    file: Path
     folder: Path
     card: Mapping[str, Any]
     inputs: list[str]
@@ -131,79 +135,7 @@ class _Base:
 @dataclasses.dataclass(frozen=True)
 class _OpenBase(_Base):
     model: ir.Model
-
-
-def open_language_model(folder: str | os.PathLike[str]) -> Mapping[str, Any]:
-    """The card of a folder that can be fine-tuned as a language model, or an error that says what it lacks."""
-    path = Path(folder)
-    if not path.is_dir():
-        raise ModelError(f"'{path}': no such folder")
-    card = read_card(path) if (path / CARD).is_file() else _card_of_strangers(path)
-    if card["task"] != "text-generation":
-        raise ModelError(f"'{path}': its task is {card['task']!r}, and language models are 'text-generation'")
-    _model_file(path)
-    if not (path / "tokenizer.json").is_file():
-        raise ModelError(f"'{path}': no tokenizer.json beside the model")
-    return card
-
-
-def _card_of_strangers(folder: Path) -> dict[str, Any]:
-    """A card for a folder that others exported, from its `config.json` and `generation_config.json`."""
-    settings: dict[str, Any] = {}
-    for name in ("config.json", "generation_config.json"):
-        path = folder / name
-        if path.is_file():
-            try:
-                settings |= read_json(path)
-            except (ValueError, OSError) as error:
-                raise ModelError(f"'{path}': not valid JSON ({error})") from error
-    if not settings:
-        raise ModelError(
-            f"'{folder}': neither {CARD} nor config.json; export with from_transformers(…, path=folder)",
-            hint="make the folder with: onward export MODEL --task text-generation --output FOLDER",
-        )
-    called = settings.get("architectures") or []
-    if not isinstance(called, list) or not any(
-        str(name).endswith(("ForCausalLM", "LMHeadModel")) for name in called
-    ):
-        raise ModelError(
-            f"'{folder}': config.json names {settings.get('architectures')}, which is no language model"
-        )
-    given = settings.get("eos_token_id")
-    ends = [given] if isinstance(given, int) else given or []
-    longest = settings.get("max_position_embeddings") or settings.get("n_positions")
-    if not isinstance(ends, list) or not all(type(number) is int for number in ends):
-        raise ModelError(
-            f"'{folder}': config.json has the eos_token_id {str(given)[:40]!r}, which is no number"
-        )
-    if longest is not None and (type(longest) is not int or longest < 1):
-        raise ModelError(f"'{folder}': config.json has the length {str(longest)[:40]!r}, which is no number")
-    pad = settings.get("pad_token_id")
-    first = ends[0] if ends else 0
-    model = load_model(_model_file(folder), apart=True)
-    return {
-        "format": 1,
-        "task": "text-generation",
-        "answer": "generate",
-        "inputs": {value.name: {} for value in model.graph.inputs},
-        "outputs": {value.name: {} for value in model.graph.outputs},
-        "tokenizer": {
-            "pad_id": pad if isinstance(pad, int) else first,
-            "padding_side": "left",
-            "max_length": longest,
-        },
-        "generation": {"eos_ids": ends},
-    }
-
-
-def _model_file(folder: Path) -> Path:
-    for name in (MODEL, f"onnx/{MODEL}"):
-        if (folder / name).is_file():
-            return folder / name
-    raise ModelError(
-        f"'{folder}': no {MODEL}",
-        hint="make the folder with: onward export MODEL --task text-generation --output FOLDER",
-    )
+    joined: Mapping[str, Sequence[int]] = dataclasses.field(default_factory=dict)
 
 
 def _companions(folder: Path) -> list[Path]:
@@ -286,7 +218,7 @@ def finetune_language_model(
         metrics = {"loss": loss, "perplexity": math.exp(min(loss, 80.0))}
     data_now = trainer.state.to_data()
     adapters = {name: np.asarray(value) for name, value in data_now.trainable.items()}
-    return LanguageModel(base.folder, base.card, chosen, adapters, history, metrics)
+    return LanguageModel(base.file, base.folder, base.card, chosen, adapters, history, metrics)
 
 
 def _require_apart(trainer: Trainer, batches: Batches, examples: Sequence[Example]) -> None:
@@ -314,14 +246,16 @@ def _require_apart(trainer: Trainer, batches: Batches, examples: Sequence[Exampl
 
 @gc_paused()
 def _prepare(
-    folder: Path, lora: LoRA, *, slices: int, recompute: Any, packing: bool
+    place: Path, lora: LoRA, *, slices: int, recompute: Any, packing: bool
 ) -> tuple[_Base, LoRA, ArtifactFiles]:
     """The base, the adapters' settings and the training models, which are kept for the next run."""
-    card = open_language_model(folder)
-    key = digest_of(_model_file(folder), lora, slices, recompute, packing) if folder.is_dir() else None
+    card = open_language_model(place)
+    folder, file = find_base(place)
+    key = digest_of(file, lora, slices, recompute, packing)
     kept = None if key is None else find_models(key, folder)
     if kept is not None:
         base = _Base(
+            file,
             folder,
             card,
             kept.facts["inputs"],
@@ -330,9 +264,9 @@ def _prepare(
         )
         return base, dataclasses.replace(lora, targets=kept.facts["targets"]), kept.files
     started = time.monotonic()
-    opened = _open(folder)
+    opened = _open(place)
     if lora.targets == "attention":
-        lora = dataclasses.replace(lora, targets=_default_targets(opened.model))
+        lora = dataclasses.replace(lora, targets=_default_targets(opened.model, opened.joined))
     if packing:
         separate_examples(opened.model)
         names = [value.name or "" for value in opened.model.graph.inputs]
@@ -344,10 +278,12 @@ def _prepare(
     return opened, lora, files
 
 
-def _open(folder: Path) -> _OpenBase:
-    card = open_language_model(folder)
+def _open(place: Path) -> _OpenBase:
+    card = open_language_model(place)
+    folder, file = find_base(place)
     tokenizer = read_tokenizer(folder / "tokenizer.json")
-    loaded = load_model(_model_file(folder), apart=True)
+    loaded = load_model(file, apart=True)
+    joined = _joined(loaded, card)
     if has_halves(loaded):
         compute_in_float32(loaded)
     model = without_past(normalize(loaded, owned=True))
@@ -364,7 +300,7 @@ def _open(folder: Path) -> _OpenBase:
     words = None if logits is None or logits.shape is None else logits.shape[-1]
     if not isinstance(words, int):
         raise ModelError(f"'{folder}': the model has no output 'logits' over a known vocabulary")
-    return _OpenBase(folder, card, names, tokenizer, words, model)
+    return _OpenBase(file, folder, card, names, tokenizer, words, model, joined)
 
 
 def without_past(model: ir.Model) -> ir.Model:
@@ -424,20 +360,25 @@ def _drop_empty(node: ir.Node) -> None:
         ir.convenience.replace_all_uses_with(node.outputs[0], new)
 
 
-def _default_targets(model: ir.Model) -> list[str]:
-    """Patterns for the projections of attention, or every product but the output layer where none has their names."""
+def _joined(model: ir.Model, card: Mapping[str, Any]) -> Mapping[str, Sequence[int]]:
+    """Products of queries, keys and values together that are three layers in transformers."""
+    return {} if card.get("model_type") in _JOINED_TYPES else joined_projections(model)
+
+
+def _default_targets(model: ir.Model, joined: Mapping[str, Sequence[int]]) -> list[str]:
+    """Patterns for the projections of attention, or every product where none has their names."""
     names = [node.name or "" for node in model.graph] + list(model.graph.initializers)
+    if joined:
+        names = [name.replace("qkv_proj", "q_proj+k_proj+v_proj") for name in names]
     found = [f"*{target}*" for target in _TARGETS if any(target in name for name in names)]
     return found or ["*"]
 
 
 def _artifacts(base: _OpenBase, lora: LoRA, *, slices: int, recompute: Any) -> Artifacts:
     model = base.model
-    adapters = add_adapters(model, lora)
+    adapters = add_adapters(model, lora, joined=base.joined)
     graph = model.graph
     logits = graph.outputs[0]
-    if logits.producer() is not None and contract.LORA in (logits.producer() or graph[0]).metadata_props:
-        raise ModelError("LoRA beside the output layer has no loss in slices: leave it out of the targets")
     dims = None if logits.shape is None else list(logits.shape)
     labels = ir.Value(
         name="labels",
@@ -493,7 +434,12 @@ def _examples(base: _Base, data: Any, *, max_length: int) -> list[Example]:
     )
 
 
-def _set(value: ir.Value, array: np.ndarray) -> None:
+def _set(value: ir.Value, array: np.ndarray, folder: Path) -> None:
+    expected = () if value.shape is None else tuple(value.shape.numpy())
+    if array.shape != expected:
+        raise ModelError(
+            f"the adapter '{value.name}' has shape {array.shape}, '{folder}' needs {expected}: is it another base's?"
+        )
     value.const_value = ir.tensor(np.ascontiguousarray(array), name=value.name)
 
 
@@ -502,8 +448,13 @@ def load_adapters(folder: str | os.PathLike[str], adapters: str | os.PathLike[st
 
     >>> load_adapters("smollm", "adapters").export("assistant")  # doctest: +SKIP
     """
-    path = Path(folder)
-    card = open_language_model(path)
-    model = normalize(load_model(_model_file(path), apart=True), owned=True)
-    lora, values = load_peft(adapters, list(model.graph.initializers))
-    return LanguageModel(path, card, lora, values, History(), {})
+    card = open_language_model(folder)
+    path, file = find_base(folder)
+    loaded = load_model(file, apart=True)
+    joined = _joined(loaded, card)
+    model = normalize(loaded, owned=True)
+    lora, values = load_peft(adapters, adaptable(model, joined=joined))
+    named = add_adapters(model, lora, joined=joined)
+    for name in named:
+        _set(model.graph.initializers[name], values[name], path)
+    return LanguageModel(file, path, card, lora, values, History(), {})

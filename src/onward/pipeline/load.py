@@ -19,6 +19,7 @@ from onward.data.text import read_tokenizer
 from onward.errors import ModelError
 from onward.export.huggingface.folder import CARD, MODEL, read_card
 from onward.export.huggingface.tasks import TASKS
+from onward.pipeline.base_folder import find_base, is_published, open_language_model
 from onward.pipeline.by_task import answer, stream
 from onward.pipeline.classifier import Classifier, load_file
 
@@ -33,7 +34,7 @@ def load(
     providers: Sequence[str] = ("CPUExecutionProvider",),
     session_options: Any = None,
 ) -> Pipeline | Classifier:
-    """Load a folder that `from_transformers` wrote, or a model file that `onward deploy` wrote.
+    """Load a folder that `from_transformers` wrote, a model file that `onward deploy` wrote, or a published decoder.
 
     Call the result with text, images, sound or rows of a table.
 
@@ -43,9 +44,10 @@ def load(
     (16,)
     """
     path = Path(folder)
-    if path.is_file():
+    published = is_published(path)
+    if path.is_file() and not published:
         return load_file(path, providers=providers, session_options=session_options)
-    card = read_card(path)
+    card = open_language_model(path) if published else read_card(path)
     if card["task"] not in TASKS:
         raise ModelError(f"'{path / CARD}': no answers for task {card['task']!r}; known: {', '.join(TASKS)}")
     if card.get("training"):
@@ -53,11 +55,16 @@ def load(
     from onward.runtime.sessions import open_session
 
     names = list(card.get("parts") or (MODEL,))
-    for name in names:
-        if Path(name).name != name or not (path / name).is_file():
+    if published:
+        path, file = find_base(path)
+        files = {MODEL: file}
+    else:
+        files = {name: path / name for name in names}
+    for name, file in files.items():
+        if Path(name).name != name or not file.is_file():
             raise ModelError(f"'{path}': no {name}")
     sessions = {
-        name: open_session(path / name, providers=providers, options=session_options) for name in names
+        name: open_session(file, providers=providers, options=session_options) for name, file in files.items()
     }
     return Pipeline(
         session=sessions[names[0]],

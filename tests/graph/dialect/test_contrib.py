@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from onnx import TensorProto, helper
 
 from graph.running import MICROSOFT, assert_same, in_dialect, node_model, run
 from onward.errors import ModelError
@@ -268,6 +269,30 @@ CASES = [
         bits=4,
     ),
     case(
+        "GatherBlockQuantized",
+        *[i(256, 6, 16, dtype=np.uint8), i(6, 2, 3, dtype=np.int64), f(6, 2)],
+        label="4 bits",
+        constants=[0, 2],
+        block_size=16,
+        bits=4,
+    ),
+    case(
+        "GatherBlockQuantized",
+        *[i(256, 6, 20, dtype=np.uint8), i(6, 3, dtype=np.int64), f(6, 3), i(256, 6, 2, dtype=np.uint8)],
+        label="ragged, zero points",
+        constants=[0, 2, 3],
+        block_size=16,
+        bits=4,
+    ),
+    case(
+        "GatherBlockQuantized",
+        *[i(256, 6, 32, dtype=np.uint8), i(6, 3, dtype=np.int64), f(6, 2), i(256, 6, 2, dtype=np.uint8)],
+        label="8 bits",
+        constants=[0, 2, 3],
+        block_size=16,
+        bits=8,
+    ),
+    case(
         "DynamicQuantizeMatMul",
         *[f(3, 8), i(256, 8, 5, dtype=np.uint8), np.array(0.1, np.float32), np.array(128, np.uint8), f(5)],
         constants=[1, 2, 3],
@@ -458,6 +483,27 @@ def test_quantized_weights_stay_quantized() -> None:
     )
     held = [t for t in normalize(model).graph.initializers.values() if t.name.startswith("x1_as_4bit")]
     assert [t.const_value.tobytes() for t in held] == [weight.tobytes()]
+
+
+@pytest.mark.parametrize("kind", ["UINT4", "INT4"])
+@pytest.mark.parametrize("columns", [32, 33])
+def test_rows_of_a_table_of_four_bits_are_looked_up(kind: str, columns: int) -> None:
+    low = 0 if kind == "UINT4" else -8
+    blocks = -(-columns // 16)
+    table, zeros = (RANDOM.integers(low, low + 16, (6, size)) for size in (columns, blocks))
+    scales, rows = f(6, blocks), i(6, 2, 3, dtype=np.int64)
+    model, feeds = node_model(
+        "GatherBlockQuantized", [table, rows, scales, zeros], opset=21, domain=MICROSOFT, constants=[0, 2, 3],
+        block_size=16,
+    )  # fmt: skip
+    for index, array in ((0, table), (3, zeros)):
+        held = next(t for t in model.graph.initializer if t.name == f"x{index}")
+        numbers = array.flatten().tolist()
+        held.CopyFrom(helper.make_tensor(held.name, getattr(TensorProto, kind), array.shape, numbers))
+    wide = np.repeat(scales, 16, axis=1)[:, :columns]
+    shift = np.repeat(zeros, 16, axis=1)[:, :columns]
+    expected = ((table - shift) * wide)[rows].astype(np.float32)
+    assert_same([expected], run(in_dialect(model), feeds))
 
 
 def test_what_has_no_standard_form_is_refused_with_its_name() -> None:

@@ -34,7 +34,8 @@ def finetune(
     model: Annotated[
         Path,
         typer.Argument(
-            help="A language model's folder (onward export), or an ONNX file.", show_default=False
+            help="A language model's folder (onward export) or published model, or an ONNX file.",
+            show_default=False,
         ),
     ],
     data: Annotated[
@@ -111,7 +112,9 @@ def finetune(
     if quantize is QuantizeChoice.INT8_STATIC:
         raise CommandError("int8-static needs data", "choose int8, or train and deploy with onward deploy")
     scheme = None if quantize is None else str(quantize)
-    if not model.is_dir():
+    from onward.pipeline.base_folder import is_published
+
+    if not model.is_dir() and not (lora and is_published(model)):
         read_model(model)
         if lora:
             raise CommandError(

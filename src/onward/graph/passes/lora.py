@@ -11,7 +11,7 @@ import fnmatch
 import json
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,13 +25,18 @@ from onward.graph.cleanup import remove_unused
 from onward.graph.nodes import subgraphs_of
 from onward.model_metadata import read_table
 
-__all__ = ["LoRA", "add_adapters", "merge_adapters"]
+__all__ = ["LoRA", "adaptable", "add_adapters", "joined_projections", "merge_adapters"]
 
 _NOTE = contract.LORA
 # what may stand between a stored weight and the product that reads it
 _PATH = frozenset({"Transpose", "Identity", "Cast", "DequantizeLinear", "Slice", "Reshape", "Sub"})
 _PACKED = "MatMulNBits"
 _SUFFIX = re.compile(r"(_quantized|_as_\dbit|_(DQ_)?[Qq]\d+\w*)+$")
+# weights that say nothing of the module they belong to: numbers of an exporter, and tables that another layer shares
+_UNNAMED = re.compile(
+    r"(onnx::\w+|val_\d+|\d+)$|(.*\.)?(embed\w*|\w*_embeddings?|wte|shared)\.weight(\.transposed)?$"
+)
+_OPERATOR = re.compile(r"(MatMul|Gemm|Conv|Transpose|DequantizeLinear)[A-Z]*(_\w*)?$")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,20 +68,32 @@ class _Product:
     label: str
     inputs: int
     outputs: int
+    parts: tuple[tuple[str, int], ...] = ()
 
 
-def add_adapters(model: ir.Model, lora: LoRA) -> list[str]:
+def add_adapters(
+    model: ir.Model, lora: LoRA, *, joined: Mapping[str, Sequence[int]] | None = None
+) -> list[str]:
     """Add adapters to the targeted products, in place; returns the names of the new parameters.
 
     The model must be in the dialect, or have its weights in onnxruntime's packed products. B starts at zero, so that
-    outputs do not change at first.
+    outputs do not change at first. `joined` has the sizes of queries, keys and values in products that compute all
+    three (see `joined_projections`): each can then be a target of its own.
     """
     op = Builder(model.graph)
-    found = [(inner, product) for inner, graph in _graphs(op, model.graph) for product in _products(graph)]
+    found = [
+        (inner, product)
+        for inner, graph in _graphs(op, model.graph)
+        for product in _with_parts(_products(graph), joined or {})
+    ]
     patterns = [lora.targets] if isinstance(lora.targets, str) else list(lora.targets)
-    chosen = [(inner, product) for inner, product in found if any(_matches(product, p) for p in patterns)]
+    chosen = [
+        (inner, product)
+        for inner, product in found
+        if any(_matches(product, p) or _matching_parts(product, [p]) for p in patterns)
+    ]
     for pattern in patterns:
-        if not any(_matches(product, pattern) for _, product in found):
+        if not any(_matches(product, pattern) or _matching_parts(product, [pattern]) for _, product in found):
             names = sorted({product.label for _, product in found})
             shown = ", ".join(names[:8]) + (", …" if len(names) > 8 else "")
             raise ModelError(
@@ -86,14 +103,52 @@ def add_adapters(model: ir.Model, lora: LoRA) -> list[str]:
     made: dict[str, tuple[ir.Value, ir.Value]] = {}
     following = _successors(graph for _, graph in _graphs(op, model.graph))
     for inner, product in chosen:
-        if product.label not in made:
-            made[product.label] = _parameters(op, product, lora)
-        a, b = made[product.label]
-        if op.static_shape(a) != _a_shape(product, lora):
-            raise ModelError(f"LoRA: '{product.label}' is used in two shapes; leave it out of the targets")
+        whole = any(_matches(product, pattern) for pattern in patterns)
+        targeted = [product] if whole else _matching_parts(product, patterns)
+        for target in targeted:
+            if target.label not in made:
+                made[target.label] = _parameters(op, target, lora)
+            if op.static_shape(made[target.label][0]) != _a_shape(target, lora):
+                raise ModelError(f"LoRA: '{target.label}' is used in two shapes; leave it out of the targets")
         inner.before = following[product.node]
-        _attach(inner, product, a, b, lora)
+        if whole:
+            _attach(inner, product, [(made[product.label], product.outputs)], lora)
+        else:
+            _attach(inner, product, [(made.get(label), size) for label, size in product.parts], lora)
     return [value.name or "" for pair in made.values() for value in pair]
+
+
+def adaptable(model: ir.Model, *, joined: Mapping[str, Sequence[int]] | None = None) -> list[str]:
+    """The names of what adapters can stand beside: weights, and parts of weights that `joined` has the sizes of."""
+    products = [
+        product
+        for _, graph in _graphs(Builder(model.graph), model.graph)
+        for product in _with_parts(_products(graph), joined or {})
+    ]
+    parts = [label for product in products for label, _ in product.parts]
+    return list(dict.fromkeys([*(product.label for product in products), *parts]))
+
+
+def joined_projections(model: ir.Model) -> dict[str, tuple[int, int, int]]:
+    """Sizes of queries, keys and values in weights that compute all three for onnxruntime's attention, by name.
+
+    Looks at a model as it is published, before its attention is written in standard operators.
+    """
+    found = {}
+    for node in model.graph:
+        if node.op_type != "GroupQueryAttention" or node.inputs[0] is None or node.inputs[1] is not None:
+            continue
+        made = node.inputs[0].producer()
+        while made is not None and made.op_type in ("Add", "Identity") and made.inputs[0] is not None:
+            made = made.inputs[0].producer()
+        if made is None or made.op_type not in ("MatMul", "Gemm", _PACKED):
+            continue
+        product = next(iter(_products([made])), None)
+        queries, keys = (node.attributes.get_int(name, 0) for name in ("num_heads", "kv_num_heads"))
+        if product is not None and queries and keys and product.outputs % (queries + 2 * keys) == 0:
+            size = product.outputs // (queries + 2 * keys)
+            found[product.label] = (queries * size, keys * size, keys * size)
+    return found
 
 
 def merge_adapters(model: ir.Model, *, dequantize: bool = False) -> ir.Model:
@@ -130,7 +185,7 @@ def _successors(graphs: Iterable[ir.Graph]) -> dict[ir.Node, ir.Node | None]:
     return {node: after for nodes in lists for node, after in zip(nodes, [*nodes[1:], None])}
 
 
-def _products(graph: ir.Graph) -> Iterator[_Product]:
+def _products(graph: Iterable[ir.Node]) -> Iterator[_Product]:
     for node in list(graph):
         if node.domain == "com.microsoft" and node.op_type == _PACKED and _stored(node.inputs[1]) is not None:
             yield _packed_product(node)
@@ -154,7 +209,36 @@ def _products(graph: ir.Graph) -> Iterator[_Product]:
             inputs, outputs = sizes
             if node.op_type == "Gemm" and node.attributes.get_int("transB", 0):
                 inputs, outputs = outputs, inputs
-        yield _Product(node, weight, _SUFFIX.sub("", weight.name or ""), inputs, outputs)
+        yield _Product(node, weight, _label(node, weight), inputs, outputs)
+
+
+def _label(node: ir.Node, weight: ir.Value) -> str:
+    """The weight's name, without what quantization adds; by its node where it has none of this module."""
+    label = _SUFFIX.sub("", weight.name or "")
+    path = [part for part in (node.name or "").strip("/").split("/") if not _OPERATOR.match(part)]
+    module = ".".join(path)
+    if not module or not (node.name or "").startswith("/") or not _UNNAMED.match(label):
+        return label
+    return label if label.startswith(f"{module}.") else f"{module}.weight"
+
+
+def _with_parts(products: Iterable[_Product], joined: Mapping[str, Sequence[int]]) -> Iterator[_Product]:
+    for product in products:
+        sizes = joined.get(product.label)
+        stem = next((name for name in ("qkv_proj", "qkv") if name in product.label), None)
+        if sizes is None or stem is None or sum(sizes) != product.outputs:
+            yield product
+            continue
+        named = [product.label.replace(stem, f"{letter}_proj") for letter in "qkv"]
+        yield dataclasses.replace(product, parts=tuple(zip(named, sizes)))
+
+
+def _matching_parts(product: _Product, patterns: Sequence[str]) -> list[_Product]:
+    return [
+        dataclasses.replace(product, label=label, outputs=size, parts=())
+        for label, size in product.parts
+        if any(label == pattern or fnmatch.fnmatchcase(label, pattern) for pattern in patterns)
+    ]
 
 
 def _packed_product(node: ir.Node) -> _Product:
@@ -162,7 +246,7 @@ def _packed_product(node: ir.Node) -> _Product:
     weight = _stored(node.inputs[1])
     assert weight is not None
     sizes = node.attributes.get_int("K", 0), node.attributes.get_int("N", 0)
-    return _Product(node, weight, _SUFFIX.sub("", weight.name or ""), *sizes)
+    return _Product(node, weight, _label(node, weight), *sizes)
 
 
 def _stored(value: ir.Value | None) -> ir.Value | None:
@@ -176,6 +260,8 @@ def _stored(value: ir.Value | None) -> ir.Value | None:
 
 
 def _matches(product: _Product, pattern: str) -> bool:
+    if product.parts and "qkv" not in pattern:  # queries, keys and values are targets of their own
+        return False
     names = (product.label, product.weight.name or "", product.node.name or "")
     return any(name == pattern or fnmatch.fnmatchcase(name, pattern) for name in names)
 
@@ -216,7 +302,13 @@ def _initializer(op: Builder, name: str, data: np.ndarray) -> ir.Value:
     return value
 
 
-def _attach(op: Builder, product: _Product, a: ir.Value, b: ir.Value, lora: LoRA) -> None:
+def _attach(
+    op: Builder,
+    product: _Product,
+    adapters: Sequence[tuple[tuple[ir.Value, ir.Value] | None, int]],
+    lora: LoRA,
+) -> None:
+    """Adds what the adapters of a product compute to its result: one for all columns, or one for each part of them."""
     node, result = product.node, product.node.outputs[0]
     op.scope = f"{node.name or node.op_type}/lora"
     x = node.inputs[0]
@@ -233,19 +325,34 @@ def _attach(op: Builder, product: _Product, a: ir.Value, b: ir.Value, lora: LoRA
         scale *= node.attributes.get_float("alpha", 1.0)
         if node.attributes.get_int("transA", 0):
             x = op.Transpose(x, perm=[1, 0])
-    if node.op_type == "Conv":
-        kept = ("auto_pad", "pads", "strides")
-        same = {name: node.attributes[name] for name in kept if name in node.attributes}
-        low = op.node("Conv", [x, a], dict(same))[0]
-        added = op.Conv(op.Mul(low, scale), b)
-    else:
-        low = op.MatMul(x, op.Transpose(a, perm=[1, 0]))
-        added = op.MatMul(op.Mul(low, scale), op.Transpose(b, perm=[1, 0]))
+    added_parts = []
+    for adapter, size in adapters:
+        if adapter is None:
+            rows = op.node("Shape", [x], {"end": -1})[0]
+            shape = op.Concat(rows, np.asarray([size], np.int64), axis=0)
+            added_parts.append(op.Expand(np.float32(0.0), shape))
+            continue
+        a, b = adapter
+        if node.op_type == "Conv":
+            kept = ("auto_pad", "pads", "strides")
+            same = {name: node.attributes[name] for name in kept if name in node.attributes}
+            low = op.node("Conv", [x, a], dict(same))[0]
+            added_parts.append(op.Conv(op.Mul(low, scale), b))
+        else:
+            low = op.MatMul(x, op.Transpose(a, perm=[1, 0]))
+            added_parts.append(op.MatMul(op.Mul(low, scale), op.Transpose(b, perm=[1, 0])))
+    added = added_parts[0] if len(added_parts) == 1 else op.Concat(*added_parts, axis=-1)
     if dtype != ir.DataType.FLOAT:
         added = op.Cast(added, to=dtype)
     users, is_result = list(result.uses()), result.is_graph_output()
     total = op.Add(result, added)
-    note = {"weight": product.weight.name, "a": a.name, "b": b.name, "scale": lora.alpha / lora.rank}
+    note: dict[str, Any] = {"weight": product.weight.name, "scale": lora.alpha / lora.rank}
+    if len(adapters) == 1 and adapters[0][0] is not None:
+        note |= {"a": adapters[0][0][0].name, "b": adapters[0][0][1].name}
+    else:
+        note["parts"] = [
+            [size] if pair is None else [size, pair[0].name, pair[1].name] for pair, size in adapters
+        ]
     producer = total.producer()
     assert producer is not None
     producer.metadata_props[_NOTE] = json.dumps(note)
@@ -268,17 +375,17 @@ def _merge(root: Builder, op: Builder, total: ir.Node, dequantize: bool) -> list
     node = None if base is None else base.producer()
     if base is None or node is None or node.inputs[1] is None:
         raise ModelError(f"LoRA: the product that '{total.name}' adapts is gone: merge before other changes")
-    tensors = [root.const_value(root.graph.initializers.get(note[key])) for key in ("a", "b")]
-    if tensors[0] is None or tensors[1] is None:
-        raise ModelError(
-            f"LoRA: '{note['a']}' and '{note['b']}' have no values in this model: "
-            "export it for inferencing first, which puts the parameters inside"
-        )
-    a, b = (tensor.reshape(tensor.shape[:2]).astype(np.float64) for tensor in tensors if tensor is not None)
+    changes = [
+        np.zeros((entry[0], 1)) if len(entry) == 1 else _change(root, *entry[1:])
+        for entry in note.get("parts") or [[0, note["a"], note["b"]]]
+    ]
     if node.op_type == _PACKED:
         return []
     operand = node.inputs[1]
-    delta = note["scale"] * (b @ a)  # [out, in]
+    inputs = max(change.shape[1] for change in changes)
+    delta = note["scale"] * np.concatenate(  # [out, in]
+        [np.broadcast_to(change, (len(change), inputs)) for change in changes]
+    )
     if node.op_type == "MatMul" or (node.op_type == "Gemm" and not node.attributes.get_int("transB", 0)):
         delta = delta.T
     assert operand.shape is not None
@@ -298,6 +405,18 @@ def _merge(root: Builder, op: Builder, total: ir.Node, dequantize: bool) -> list
     if was_result:
         base.name = name
     return [(operand.name or "", weight)] if operand.is_initializer() else []
+
+
+def _change(root: Builder, first: str, second: str) -> np.ndarray:
+    """B·A [out, in] of one adapter"""
+    a, b = (root.const_value(root.graph.initializers.get(name)) for name in (first, second))
+    if a is None or b is None:
+        raise ModelError(
+            f"LoRA: '{first}' and '{second}' have no values in this model: "
+            "export it for inferencing first, which puts the parameters inside"
+        )
+    a, b = (tensor.reshape(tensor.shape[:2]).astype(np.float64) for tensor in (a, b))
+    return b @ a
 
 
 def _computed(value: ir.Value | None, dequantize: bool) -> np.ndarray | None:

@@ -56,6 +56,87 @@ def _matmul_nbits(op: Builder, node: ir.Node) -> ir.Value:
     return y if bias is None else op.Add(y, bias)
 
 
+@fused("GatherBlockQuantized")
+def _gather_block_quantized(op: Builder, node: ir.Node) -> ir.Value:
+    """The rows that are looked up, dequantized: (q − zero point)·scale, with one scale for each block of a row"""
+    data, indices, scales = (needed(node, index) for index in range(3))
+    zeros = given(node, 3)
+    bits, block = attribute(node, "bits", 4), attribute(node, "block_size", 128)
+    kind, sizes = data.dtype, op.static_shape(data)
+    if sizes is None or kind is None or bits not in (4, 8):
+        raise ModelError(f"its table has no known shape, or numbers of {bits} bits; 4 and 8 are supported")
+    axes = [
+        attribute(node, name, default) % len(sizes)
+        for name, default in (("gather_axis", 0), ("quantize_axis", 1))
+    ]
+    if axes != [0, 1] or len(sizes) != 2:
+        raise ModelError("it looks up rows of a matrix only where gather_axis is 0 and quantize_axis 1")
+    small = kind in (ir.DataType.UINT4, ir.DataType.INT4)
+    bits = 4 if small else bits
+    rows, columns = sizes[0], sizes[1] if small else sizes[1] * 8 // bits
+    blocks = -(-columns // block)
+    numbers = _looked_up(op, data, indices, columns, bits, signed=kind == ir.DataType.INT4)
+    scales = op.Gather(op.Reshape(scales, np.asarray([rows, blocks], np.int64)), indices, axis=0)
+    if zeros is not None:
+        shift = _looked_up(op, zeros, indices, blocks, bits, signed=kind == ir.DataType.INT4)
+    else:
+        shift = None if small else op.constant(np.float32(2 ** (bits - 1)))
+    if columns % block:
+        index = np.arange(columns) // block
+        scales = op.Gather(scales, index, axis=-1)
+        shift = op.Gather(shift, index, axis=-1) if zeros is not None and shift is not None else shift
+        return op.Mul(numbers if shift is None else op.Sub(numbers, shift), scales)
+    ahead = [0] * (op.rank(indices) or 0)
+    numbers = op.Reshape(numbers, np.asarray([*ahead, blocks, block], np.int64))
+    if zeros is not None and shift is not None:
+        shift = op.Unsqueeze(shift, [-1])
+    full = op.Mul(numbers if shift is None else op.Sub(numbers, shift), op.Unsqueeze(scales, [-1]))
+    return op.Reshape(full, np.asarray([*ahead, columns], np.int64))
+
+
+def _looked_up(
+    op: Builder, table: ir.Value, indices: ir.Value, columns: int, bits: int, *, signed: bool
+) -> ir.Value:
+    """Rows of a table of small numbers, as float: the bytes are looked up, and only those of the rows unpacked."""
+    width = -(-columns * bits // 8)
+    bytes_of = _bytes(op, table, width, columns)
+    found = op.Cast(op.Gather(bytes_of, indices, axis=0), to=int(ir.DataType.FLOAT))
+    if bits == 8:
+        return found
+    high = op.Floor(op.Mul(found, np.float32(1 / 16)))
+    low = op.Sub(found, op.Mul(high, np.float32(16)))
+    pairs = op.Concat(op.Unsqueeze(low, [-1]), op.Unsqueeze(high, [-1]), axis=-1)
+    numbers = op.Reshape(pairs, np.asarray([*[0] * (op.rank(indices) or 0), 2 * width], np.int64))
+    if signed:  # 8 to 15 are −8 to −1
+        numbers = op.Sub(numbers, op.Mul(op.Floor(op.Mul(numbers, np.float32(1 / 8))), np.float32(16)))
+    return numbers if 2 * width == columns else op.Slice(numbers, [0], [columns], [-1])
+
+
+def _bytes(op: Builder, table: ir.Value, width: int, columns: int) -> ir.Value:
+    """A stored matrix of small numbers as bytes [rows, width]: the same ones, where its rows are whole bytes."""
+    made = table.producer()
+    while made is not None and made.op_type in ("Reshape", "Identity") and made.inputs[0] is not None:
+        table = made.inputs[0]
+        made = table.producer()
+    tensor = table.const_value
+    if tensor is None or table.is_graph_input():
+        raise ModelError("its table is computed in the graph; give it as an initializer")
+    name = f"{table.name}_bytes"
+    if tensor.dtype.bitwidth < 8 and columns % 2:
+        return op.constant(_padded(tensor, columns), name=name)
+    rows = tensor.nbytes // width
+    if isinstance(tensor, ir.ExternalTensor):
+        return _register(op, external_part(tensor, name, (rows, width), dtype=ir.DataType.UINT8), name)
+    return op.constant(np.frombuffer(tensor.tobytes(), np.uint8).reshape(rows, width), name=name)
+
+
+def _padded(tensor: ir.TensorProtocol, columns: int) -> np.ndarray:
+    """Numbers of 4 bits, two to a byte, each row begun with a byte of its own."""
+    numbers = _unpack(np.frombuffer(tensor.tobytes(), np.uint8), 4)[: tensor.size].reshape(-1, columns)
+    numbers = np.pad(numbers, [(0, 0), (0, 1)])
+    return numbers[:, 0::2] | numbers[:, 1::2] << np.uint8(4)
+
+
 def _stored(op: Builder, value: ir.Value, shape: tuple[int, int], bits: int, name: str) -> ir.Value:
     """The packed weight under its own type: the same bytes where ONNX has a type of that width."""
     tensor = value.const_value
