@@ -62,7 +62,7 @@ def load(path: str | os.PathLike[str] | bytes | bytearray | memoryview) -> Check
     """
     if isinstance(path, bytes | bytearray | memoryview):
         # a copy with an address that every type is aligned to
-        name, view = "the bytes given", np.frombuffer(path, np.uint8).copy().data
+        name, view = "the checkpoint given as bytes", np.frombuffer(path, np.uint8).copy().data
     else:
         name = os.fspath(path)
         try:

@@ -72,7 +72,7 @@ def read_proto(
     if isinstance(source, onnx.ModelProto):
         proto, where = source, f"the {what} given as a ModelProto" if what else "the ModelProto"
     elif isinstance(source, bytes | bytearray | memoryview):
-        where = f"the {what} given as bytes" if what else "the bytes given"
+        where = f"the {what} given as bytes" if what else "the model given as bytes"
         proto = _parse(bytes(source), where)
     elif isinstance(source, str | os.PathLike):
         path = Path(os.fsdecode(source))
@@ -82,7 +82,7 @@ def read_proto(
     else:
         raise ModelError(
             "Please pass in either a string or an ONNX ModelProto for the model. "
-            f"A path, bytes or an onnx_ir.Model will do too; this is a {type(source).__name__}."
+            f"A path, bytes or an onnx_ir.Model will do too; this is of type {type(source).__name__}."
         )
     _check_header(proto, where)
     if read_data:

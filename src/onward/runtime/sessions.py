@@ -56,7 +56,7 @@ def read_model(source: ModelFile, role: str) -> onnx.ModelProto:
     """Read a model of the artifacts; weights in external data stay there."""
     if not isinstance(source, str | os.PathLike | bytes | onnx.ModelProto | ModelBeside):
         raise TypeError(
-            f"the {role} model is a {type(source).__name__}: pass its path, its bytes or a ModelProto"
+            f"the {role} model is of type {type(source).__name__}: pass its path, its bytes or a ModelProto"
         )
     if isinstance(source, str | os.PathLike) and os.fsdecode(source).endswith(".ort"):
         twin = Path(os.fsdecode(source)).with_suffix(".onnx")
