@@ -14,6 +14,7 @@ from onward.data.images import class_files
 from onward.data.preprocessing import Preprocessing
 from onward.errors import DataError
 from onward.limits import require
+from onward.reading import read_bytes
 from onward.train.batches import Rows
 
 if TYPE_CHECKING:
@@ -94,9 +95,10 @@ def sound_input(inputs: Sequence[InputSpec], name: str | None) -> tuple[InputSpe
 def read_wave(path: Any) -> tuple[np.ndarray, int]:
     """The samples of a WAV file from −1 to 1, all channels averaged, and their rate."""
     try:
-        content = Path(path).read_bytes()
+        content = read_bytes(path, limit="unpacked_bytes")
     except OSError as error:
-        raise DataError(f"cannot read the sound '{path}': {error.strerror}", "is the path right?") from error
+        why = error.strerror or error
+        raise DataError(f"cannot read the sound '{path}': {why}", "is the path right?") from error
     try:
         kind, channels, rate, bits, data = _chunks(content)
         samples = _samples(data, kind, bits)
