@@ -317,6 +317,18 @@ def test_nodes_that_are_not_as_onnx_says(name: str) -> None:
         read_proto(parsed(f"g (float[N] x) => (float[N] y) {{ {text} }}"))
 
 
+def test_more_dimensions_than_an_array_can_have() -> None:
+    model = parsed("g (float[N] x) => (float[N] y) { y = Neg(x) }")
+    model.graph.input[0].CopyFrom(helper.make_tensor_value_info("x", TensorProto.FLOAT, [1] * 1000))
+    with pytest.raises(ModelError, match="'x' has 1,000 dimensions, and 32 is the most"):
+        read_proto(model)
+    model = parsed("g (float[N] x) => (float[N] y) <float[1] c = {1}> { y = Add(x, c) }")
+    del model.graph.initializer[0].dims[:]
+    model.graph.initializer[0].dims.extend([1] * 33)
+    with pytest.raises(ModelError, match="'c' has 33 dimensions"):
+        read_proto(model)
+
+
 def test_an_attribute_twice() -> None:
     model = parsed("g (float[N] x) => (float[N] y) { y = Softmax<axis = 0>(x) }")
     model.graph.node[0].attribute.append(model.graph.node[0].attribute[0])

@@ -356,6 +356,9 @@ def test_history_has_a_row_for_each_update_and_each_epoch(artifacts: Path, tmp_p
     head, *rows = (tmp_path / "epochs.csv").read_text().splitlines()
     assert head.split(",")[:2] == ["epoch", "step"] and len(rows) == 2
     assert History.load(tmp_path / "missing.json") == History()
+    history.epochs[0]["loss"] = "x" * 10_000
+    history.save(tmp_path / "history.json")
+    assert History.load(tmp_path / "history.json") == History()
     with pytest.raises(KeyError, match="no epoch has 'nope'"):
         history.last("nope")
 

@@ -33,6 +33,8 @@ ProtoSource = str | os.PathLike[str] | bytes | onnx.ModelProto
 
 # What a protobuf message can hold.
 _LARGEST_FILE = 2**31 - 1
+# What an array of numpy 1 can have.
+_MOST_DIMENSIONS = 32
 _TENSOR = onnx.TensorProto
 _FIELDS = ("float_data", "int32_data", "int64_data", "double_data", "uint64_data", "string_data")
 # where a tensor of a type keeps its numbers, and how many entries a hundred of them take
@@ -205,9 +207,16 @@ def _repeated(ranges: list[tuple[int, int]]) -> int:
     return total - covered
 
 
+def _check_rank(name: str, rank: int, where: str) -> None:
+    """Refuse more dimensions than an array can have everywhere; no operator has a use for so many."""
+    if rank > _MOST_DIMENSIONS:
+        raise ModelError(f"{where}: '{name}' has {rank:,} dimensions, and {_MOST_DIMENSIONS} is the most")
+
+
 def _check_data(tensor: onnx.TensorProto, where: str) -> None:
     """Data as long as the shape says, in the one field that the type has."""
     _require_text([tensor.name], where)
+    _check_rank(tensor.name, len(tensor.dims), where)
     if tensor.data_type == _TENSOR.STRING:
         if any(size < 0 for size in tensor.dims):
             raise ModelError(f"{where}: tensor '{tensor.name}' has a negative dimension: {list(tensor.dims)}")
@@ -363,6 +372,7 @@ def _check_declared(value: onnx.ValueInfoProto, where: str) -> None:
             raise ModelError(f"{where}: '{value.name}' is of type {kind}, which ONNX does not have")
     if not value.type.HasField("tensor_type"):
         return
+    _check_rank(value.name, len(value.type.tensor_type.shape.dim), where)
     dims = [dim.dim_value for dim in value.type.tensor_type.shape.dim if dim.HasField("dim_value")]
     size = 1
     for dim in dims:  # a size below 1 is one that is not known

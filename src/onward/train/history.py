@@ -17,6 +17,7 @@ from onward.reading import read_json
 __all__ = ["MOST_STEPS", "History"]
 
 MOST_STEPS = 4000
+_LONGEST = 200  # characters of a metric's name
 
 
 @dataclasses.dataclass
@@ -100,6 +101,8 @@ def _rows(found: Any, *counts: str) -> list[dict[str, Any]]:
             raise ValueError("not a row of a history")
         if any(isinstance(cell, dict | list) for cell in row.values()):
             raise ValueError("a cell of a history that is a table")
+        if any(isinstance(text, str) and len(text) > _LONGEST for text in (*row, *row.values())):
+            raise ValueError("a name or a cell of a history that is a text")
     return list(found)
 
 
