@@ -73,7 +73,7 @@ def test_a_session_for_one_size_has_far_fewer_nodes(folder: Path) -> None:
     fitted, _ = step.prepared(  # type: ignore[attr-defined]
         reset=True, shapes={"x": (2, 3, 12, 12), "labels": (2,)}
     )
-    assert len(fitted.graph.node) < 0.6 * len(general.graph.node)
+    assert len(fitted.graph.node) < 0.7 * len(general.graph.node)
     kinds = {node.op_type for node in fitted.graph.node}
     assert "Gather" in kinds and "Shape" not in kinds
 

@@ -48,7 +48,7 @@ class Builder:
         self.scope = ""
         # Where new nodes go: at the end of the graph, or before this node.
         self.before: ir.Node | None = None
-        self._row_counts: dict[str, ir.Value] = {}
+        self._sizes: dict[tuple[int | str, ...], ir.Value] = {}
         self._known: dict[tuple, tuple[ir.Value, ...]] | None = None
         if share:
             self._known = {}
@@ -168,7 +168,17 @@ class Builder:
             return self.constant(np.asarray([static], np.int64), name="dim")
         if value.shape is not None:
             axis %= value.shape.rank()
-        return self.Shape(value, start=axis, end=axis + 1 or None)
+        return self.sizes(value, axis, axis + 1 or None)
+
+    def sizes(self, value: ir.Value, start: int, end: int | None = None) -> ir.Value:
+        """Some dimensions as an int64 vector; one Shape node for all values whose dimensions have the same names."""
+        dims = [] if value.shape is None else list(value.shape)[start:end]
+        names = tuple(dim if isinstance(dim, int) else dim.value for dim in dims)
+        if not names or None in names or self.parent is not None or self.before is not None:
+            return self.Shape(value, start=start, end=end)
+        if names not in self._sizes:
+            self._sizes[names] = self.Shape(value, start=start, end=end)
+        return self._sizes[names]
 
     def concat_shape(self, *parts: int | ir.Value) -> ir.Value:
         """A shape from numbers and int64 vectors, in order: a constant where every part is."""
@@ -219,17 +229,7 @@ class Builder:
         if rank > 2:  # in the form in which a product's gradient reads the same rows
             value = self.Reshape(value, [-1, width]) if width else self.Flatten(value, axis=count)
         one = ir.tensor(np.ones(1, self.dtype(value).numpy()))
-        return self.MatMul(self.ConstantOfShape(self._row_count(value), value=one), value)
-
-    def _row_count(self, rows: ir.Value) -> ir.Value:
-        """The first dimension; where its symbol is known, one value for all that have as many rows."""
-        dim = None if rows.shape is None else rows.shape[0]
-        symbol = None if isinstance(dim, int) or dim is None else dim.value
-        if symbol is None or self.parent is not None or self.before is not None:
-            return self.dim(rows, 0)
-        if symbol not in self._row_counts:
-            self._row_counts[symbol] = self.dim(rows, 0)
-        return self._row_counts[symbol]
+        return self.MatMul(self.ConstantOfShape(self.dim(value, 0), value=one), value)
 
     def _sum_to_dynamic(self, gradient: ir.Value, target: ir.Value) -> ir.Value:
         """The axes are known at run time only: those where the (left-padded) target has another size."""

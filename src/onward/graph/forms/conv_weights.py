@@ -14,7 +14,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onward.contract import CONV_WEIGHT
-from onward.graph.forms.windows import Sizes, Window, cut, padded, spatial, tap_slice
+from onward.graph.forms.windows import Sizes, Window, calculate, cut, padded, spatial, tap_slice
 
 __all__ = ["FORMS", "Product", "possible_forms", "weight_formulation", "weight_gradient"]
 
@@ -24,10 +24,16 @@ _MOST_PLACES = 1 << 17
 _FEW_PLACES = 1 << 12
 # Numbers of one image's columns up to which those of all taps are made at once; else by rows of the kernel.
 _MANY_COLUMNS = 1 << 20
+# Channels below which the columns of one image at a time are the faster.
+_FEW_CHANNELS = 16
 # Taps of a kernel of 3×3.
 _FEW_TAPS = 9
 # Positions of an image up to which one product over all images is faster than one for each: 7×7.
 _FEW_POSITIONS = 64
+# Places that a window reads along one axis up to which products of whole rows are the faster for depthwise kernels.
+_NARROW = 64
+# Positions of two images times taps up to which products of whole images are: 3×3 over 7×7.
+_TINY_IMAGES = 1 << 15
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,6 +96,96 @@ def _weight_depthwise_last(op, product: Product, *, by_rows: bool | None = None)
         sums = [op.MatMul(ones, op.Mul(dy, read)) for read in _gathered_taps(op, product)]
         by_tap = op.ReduceSum(stack(op, sums, axis=1), [0], keepdims=0)
     return op.Reshape(op.Transpose(by_tap, perm=[1, 0]), op.shape(product.w))
+
+
+def _weight_depthwise_rows(op, product: Product) -> ir.Value:
+    """dw[c, r, j] = Σ over w of g[c, r, w, w·stride + j·dilation],  g = Σ over batch and rows of dy[w]·x[v] at tap r
+
+    Along one axis, g multiplies all pairs of places: more arithmetic than there is in dw, but in products of
+    matrices, and 11 nodes instead of three for each tap.
+    """
+    window, kernel = product.window, product.window.static_kernel or []
+    axis = _product_axis(op, product)
+    others = [other for other in range(len(kernel)) if other != axis]
+    order, channels = [*others, axis], op.static_dim(product.w, 0)
+    perm = [1, *(2 + other for other in others), 0, 2 + axis]
+    ends = [np.asarray(side)[order] for side in (window.begin, window.end)]
+    x = padded(op, op.Transpose(product.x, perm=perm), *ends, axes=[*range(1, len(kernel)), len(kernel) + 1])
+    dy = op.Transpose(product.dy, perm=perm)
+    rows = int(np.prod([kernel[other] for other in others]))
+    size, count = _padded_size(op, product, axis), _size(op, product.dy, axis)
+    if others:
+        if len(others) > 1:
+            places = int(np.prod([_padded_size(op, product, other) for other in others]))
+            x = op.Reshape(x, op.concat_shape(channels, places, -1, _part(size)))
+        x = op.Gather(x, _places(op, product, axes=others, taps_first=True), axis=1)
+        x = op.Reshape(x, op.concat_shape(channels, rows, -1, _part(size)))
+        dy = op.Reshape(dy, op.concat_shape(channels, 1, -1, _part(count)))
+    turned = op.Transpose(dy, perm=[0, 1, 3, 2] if others else [0, 2, 1])
+    pairs = op.Flatten(op.MatMul(turned, x), axis=2 if others else 1)
+    sums = op.MatMul(pairs, _one_hot(op, _tap_places(op, product, axis), size, op.dtype(product.x)))
+    if axis == len(kernel) - 1:
+        return op.Reshape(sums, op.shape(product.w))
+    back = [0, 1, *(2 + order.index(place) for place in range(len(kernel)))]
+    return op.Transpose(op.Reshape(sums, [channels, 1, *(kernel[i] for i in order)]), perm=back)
+
+
+def _product_axis(op, product: Product) -> int:
+    """The axis along which all pairs of places are the fewest for each tap; the last of several."""
+    kernel = product.window.static_kernel or []
+    found = spatial(op, product.x)
+    sizes = found if isinstance(found, np.ndarray) else np.ones(len(kernel))
+    return max(range(len(kernel)), key=lambda axis: (kernel[axis] / sizes[axis], axis))
+
+
+def _weight_depthwise_images(op, product: Product) -> ir.Value:
+    """dw[c, t] = Σ over p of g[c, p, p at t],  g[c, p, q] = Σ over the batch of dy[c, p]·x[c, q]: for tiny images"""
+    window, channels = product.window, op.static_dim(product.w, 0)
+    size, count = np.asarray(spatial(op, product.x)), np.asarray(spatial(op, product.dy))
+    inside, outside = int(np.prod(size)), int(np.prod(count))
+    places, valid = np.zeros((1,) * 2 * len(size), np.int64), np.ones((1,) * 2 * len(size), bool)
+    for axis in range(len(size)):
+        along = np.asarray(_tap_places(op, product, axis)) - np.asarray(window.begin)[axis]
+        along = np.expand_dims(along, [i for i in range(places.ndim) if i not in (axis, len(size) + axis)])
+        valid = valid & (along >= 0) & (along < size[axis])
+        places = places + along * int(np.prod(size[axis + 1 :]))
+    reads = np.where(valid, places, inside).reshape(outside, -1)
+    dy = op.Transpose(op.Reshape(product.dy, [0, channels, outside]), perm=[1, 2, 0])
+    x = op.Transpose(op.Reshape(product.x, [0, channels, inside]), perm=[1, 0, 2])
+    pairs = op.Reshape(op.MatMul(dy, x), [channels, outside * inside])
+    chosen = _one_hot(op, reads, np.asarray([inside], np.int64), op.dtype(product.x))
+    return op.Reshape(op.MatMul(pairs, chosen), op.shape(product.w))
+
+
+def _one_hot(op, places: Sizes, size: Sizes, kind: ir.DataType) -> ir.Value:
+    """[windows·size, taps]: one where a tap of a window reads the place, else zero. Places past the end are none."""
+    known = isinstance(places, np.ndarray) and isinstance(size, np.ndarray)
+    if known and places.size * int(size[0]) <= _FEW_PLACES:
+        ones = places[:, None, :] == np.arange(int(size[0]))[None, :, None]
+        return op.constant(ones.astype(kind.numpy()).reshape(-1, places.shape[1]), name="reads")
+    chosen = op.OneHot(places, size, op.constant(np.asarray([0, 1], kind.numpy())), axis=1)
+    return op.Flatten(chosen, axis=2)
+
+
+def _weight_gathered(op, product: Product) -> ir.Value:
+    """dw[t, o, c] = Σ dy[o, pn]·x[pn at t, c], places before the batch: sizes of images may be open
+
+    Where the columns of all taps would be many and sizes are open, those of one row of the kernel at a time.
+    """
+    window, kernel = product.window, product.window.static_kernel or []
+    channels, rank = op.static_dim(product.x, 1), len(kernel)
+    dy = op.Flatten(op.Transpose(product.dy, perm=[1, *window.axes, 0]), axis=1)
+    x = op.Transpose(product.x, perm=[*window.axes, 0, 1])
+    x = op.Flatten(padded(op, x, window.begin, window.end, axes=list(range(rank))), axis=rank)
+    by_rows = (
+        not _has_sizes(op, product) and int(np.prod(kernel)) > _FEW_TAPS and (channels or 0) >= _FEW_CHANNELS
+    )
+    parts = []
+    for rows in [(row, row + 1) for row in range(kernel[0])] if by_rows else [(0, kernel[0])]:
+        read = op.Gather(x, _places(op, product, rows, taps_first=True), axis=0)
+        read = op.Reshape(read, [rows[1] - rows[0], *kernel[1:], -1, channels])
+        parts.append(op.MatMul(dy, read))
+    return op.Transpose(stack(op, parts, axis=0), perm=[rank, rank + 1, *range(rank)])
 
 
 def _weight_columns(op, product: Product) -> ir.Value:
@@ -219,27 +315,78 @@ def _flat_places(op, product: Product) -> ir.Value:
     return op.Reshape(_channels_last(op, product), [0, int(np.prod(sizes)), op.static_dim(product.x, 1)])
 
 
-def _places(op, product: Product, rows: tuple[int, int]) -> ir.Value:
-    """Where taps of some rows of the kernel read, counted over all places of a padded image: [windows…, taps…].
+def _places(
+    op,
+    product: Product,
+    rows: tuple[int, int] | None = None,
+    *,
+    axes: list[int] | None = None,
+    taps_first: bool = False,
+) -> ir.Value:
+    """Where taps read, counted over all places of a padded image: [windows…, taps…], or taps first.
 
-    Where they are many, the sum of one small vector for each axis: the runtime adds them up when it loads the
-    model.
+    Of some rows of the kernel, or along some axes only. Where they are many, the sum of one small vector for each
+    axis: the runtime adds them up when it loads the model.
     """
-    window, count = product.window, np.asarray(spatial(op, product.dy))
-    sizes = np.asarray(spatial(op, product.x)) + window.begin + window.end
-    parts = []
-    for axis, size in enumerate(count):
-        first, last = rows if axis == 0 else (0, int(np.asarray(window.kernel)[axis]))
-        along = np.arange(size)[:, None] * window.strides[axis]
-        along = (along + np.arange(first, last)[None, :] * window.dilations[axis]) * np.prod(
-            sizes[axis + 1 :]
-        )
-        shape = np.ones(2 * len(count), np.int64)
-        shape[axis], shape[len(count) + axis] = along.shape
-        parts.append(along.astype(np.int64).reshape(shape))
-    if np.prod(np.broadcast_shapes(*(part.shape for part in parts))) <= _FEW_PLACES:
-        return op.constant(sum(parts), name="places")
-    return functools.reduce(op.Add, [op.constant(part, name="places") for part in parts])
+    axes = list(range(len(product.window.strides))) if axes is None else axes
+    parts: list[Sizes] = []
+    for place, axis in enumerate(axes):
+        behind = 2 * len(axes) - 1 - place, len(axes) - 1 - place
+        after_windows, after_taps = behind[::-1] if taps_first else behind
+        part = _tap_places(op, product, axis, rows if axis == 0 else None, after_windows, after_taps)
+        for inner in axes[place + 1 :]:
+            part = calculate(op, "Mul", part, _padded_size(op, product, inner))
+        parts.append(part)
+    known = [part for part in parts if isinstance(part, np.ndarray)]
+    few = len(known) == len(parts) and np.prod(np.broadcast_shapes(*(p.shape for p in known))) <= _FEW_PLACES
+    if few:
+        return op.constant(sum(known), name="places")
+    return functools.reduce(op.Add, [values(op, part) for part in parts])
+
+
+def _tap_places(
+    op,
+    product: Product,
+    axis: int,
+    rows: tuple[int, int] | None = None,
+    after_windows: int = 1,
+    after_taps: int = 0,
+) -> Sizes:
+    """Where the taps of each window read along one axis of the padded input: [windows, taps].
+
+    Both may have more axes of size 1 after them, and so come in another order.
+    """
+    window = product.window
+    first, last = rows or (0, int(np.asarray(window.kernel)[axis]))
+    offsets = np.arange(first, last, dtype=np.int64) * window.dilations[axis]
+    offsets = offsets.reshape([-1] + [1] * after_taps)
+    stride, count = window.strides[axis : axis + 1], _size(op, product.dy, axis)
+    if isinstance(count, np.ndarray):
+        starts = np.arange(int(count[0]), dtype=np.int64) * stride
+        return starts.reshape([-1] + [1] * after_windows) + offsets
+    end = count if stride[0] == 1 else op.Mul(count, stride)
+    starts = op.Range(np.int64(0), op.Squeeze(end, [0]), np.int64(stride[0]))
+    if after_windows:
+        starts = op.Unsqueeze(starts, list(range(1, 1 + after_windows)))
+    return op.Add(starts, offsets)
+
+
+def _size(op, value: ir.Value, axis: int) -> Sizes:
+    """The size of one spatial axis, as a vector of one."""
+    known = op.static_dim(value, 2 + axis)
+    return op.dim(value, 2 + axis) if known is None else np.asarray([known], np.int64)
+
+
+def _padded_size(op, product: Product, axis: int) -> Sizes:
+    """The size of one spatial axis of the padded input."""
+    begin, end = (np.asarray(side)[axis : axis + 1] for side in (product.window.begin, product.window.end))
+    size, more = _size(op, product.x, axis), begin + end
+    return calculate(op, "Add", size, more) if more.any() else size
+
+
+def _part(size: Sizes) -> int | ir.Value:
+    """A size as a part of a shape."""
+    return int(size[0]) if isinstance(size, np.ndarray) else size
 
 
 def _weight_correlate(op, product: Product) -> ir.Value:
@@ -272,7 +419,10 @@ def _tap_major(op, flat: ir.Value, product: Product) -> ir.Value:
 FORMS = {
     "depthwise": _weight_depthwise,
     "depthwise_last": _weight_depthwise_last,
-    "depthwise_rows": functools.partial(_weight_depthwise_last, by_rows=True),
+    "depthwise_by_rows": functools.partial(_weight_depthwise_last, by_rows=True),
+    "depthwise_rows": _weight_depthwise_rows,
+    "depthwise_images": _weight_depthwise_images,
+    "gathered": _weight_gathered,
     "columns": _weight_columns,
     "channels_first": _weight_channels_first,
     "channels_last": _weight_channels_last,
@@ -286,28 +436,47 @@ FORMS = {
 def weight_formulation(op, product: Product) -> str:
     """Choose the formulation of dw; measured with one and two threads on the CPU provider.
 
-    "depthwise": multiply and sum per tap, channels first or (where sizes are known) last. "columns": all taps side
-    by side, one MatMul per image, best where there are few input channels. "channels_first"/"channels_last": one
-    Gemm per tap with the batch folded into the summed axis; last is the faster, but for large images whose size
-    is not known. "taps": the same from slices, for a kernel of one tap over few positions. "correlate": no size
-    needs to be known.
+    Depthwise kernels: "depthwise_images" and "depthwise_rows" multiply whole images or rows, where these are short;
+    "depthwise_last" and "depthwise" multiply and sum per tap, channels last or first. "columns": all taps side by side,
+    one MatMul per image, best where there are few input channels. "gathered": one product for each tap with the batch
+    folded into the summed axis; "channels_last": one for all taps or for a row of them, better for few positions and
+    for so many that the columns of all would be large; "channels_first" where sizes are known and large.
+    "taps": the same from slices, for a kernel of one tap over few positions. "correlate": no size needs to be known.
     """
     window = product.window
     if window.static_kernel is None:
         return "correlate"
     inputs, outputs = op.static_dim(product.w, 1), op.static_dim(product.w, 0)
     if inputs == 1 and product.group > 1:
-        return "depthwise_last" if outputs == product.group and _has_sizes(op, product) else "depthwise"
+        return _depthwise_formulation(op, product) if outputs == product.group else "depthwise"
     if product.group > 1:
         return "channels_first"
     places = spatial(op, product.dy)
-    count = np.prod(places) if isinstance(places, np.ndarray) else None
+    count = int(np.prod(places)) if isinstance(places, np.ndarray) else None
     if np.all(window.kernel == 1):
         return "columns" if count is None or count > _FEW_POSITIONS else "taps"
-    if inputs is not None and inputs < 16:
+    if count is None:
+        return "gathered" if inputs is not None and window.static_pads is not None else "channels_first"
+    if inputs is not None and inputs < _FEW_CHANNELS:
         return "columns"
-    small = count is not None and count < 1000
-    return "channels_last" if small or _has_sizes(op, product) else "channels_first"
+    if not _has_sizes(op, product):
+        return "channels_last" if count < 1000 else "channels_first"
+    taps = int(np.prod(window.static_kernel))
+    few = count < _FEW_POSITIONS // 2 or count * taps * (inputs or 1) > _MANY_COLUMNS
+    return "channels_last" if few else "gathered"
+
+
+def _depthwise_formulation(op, product: Product) -> str:
+    kernel, size, count = product.window.static_kernel or [], spatial(op, product.x), spatial(op, product.dy)
+    if product.window.static_pads is None:
+        return "depthwise"
+    if not isinstance(size, np.ndarray) or not isinstance(count, np.ndarray):
+        return "depthwise_rows" if len(kernel) <= 2 else "depthwise"
+    if int(np.prod(size) * np.prod(count) * np.prod(kernel)) <= _TINY_IMAGES:
+        return "depthwise_images"
+    if size[_product_axis(op, product)] <= _NARROW:
+        return "depthwise_rows"
+    return "depthwise_last" if _has_sizes(op, product) else "depthwise"
 
 
 def possible_forms(op, product: Product) -> list[str]:
@@ -316,14 +485,19 @@ def possible_forms(op, product: Product) -> list[str]:
     one = bool(np.all(np.asarray(product.window.kernel) == 1))
     sized = _has_sizes(op, product)
     if inputs == 1 and product.group > 1:
-        last = ["depthwise_last", "depthwise_rows"] if outputs == product.group and sized else []
-        return [*last, "depthwise", "correlate"]
+        last = (
+            ["depthwise_rows", "depthwise_last", "depthwise_by_rows"]
+            if outputs == product.group and sized
+            else []
+        )
+        tiny = last and weight_formulation(op, product) == "depthwise_images"
+        return [*(["depthwise_images"] if tiny else []), *last, "depthwise", "correlate"]
     if product.group > 1:
         return ["channels_first", "correlate"]
     if one:
         return ["columns", "channels_first", "taps"]
     return [
-        *(["channels_last_rows", "channels_last_all"] if sized else []),
+        *(["gathered", "channels_last_rows", "channels_last_all"] if sized else []),
         "columns",
         "channels_first",
         "taps",
@@ -357,7 +531,8 @@ def per_image(op, value: ir.Value, times: int, count: Sizes) -> ir.Value | list[
     if channels is not None and isinstance(count, np.ndarray):
         return [0, times * channels, int(np.prod(count))]
     places = op.ReduceProd(values(op, count), keepdims=1)
-    return op.Concat([0], op.Mul(op.dim(value, 1), [times]), places, axis=0)
+    each = op.Mul(op.dim(value, 1), [times]) if channels is None else channels * times
+    return op.concat_shape(0, each, places)
 
 
 def stack(op, parts: list[ir.Value], *, axis: int = -1) -> ir.Value:

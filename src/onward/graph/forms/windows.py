@@ -70,7 +70,7 @@ def spatial(op, value: ir.Value, *, start: int = 2) -> Sizes:
     dims = [op.static_dim(value, axis) for axis in range(start, op.rank(value))]
     if all(dim is not None for dim in dims):
         return np.asarray(dims, np.int64)
-    return op.Shape(value, start=start)
+    return op.sizes(value, start)
 
 
 def ranked(dy: ir.Value, x: ir.Value) -> ir.Value:
@@ -136,13 +136,18 @@ def cut(op, x: ir.Value, start: Sizes, size: Sizes, *, axes: list[int]) -> ir.Va
         have = [op.static_dim(x, axis) for axis in axes]
         if not start.any() and have == size.tolist():
             return x
-    return op.Slice(x, start, calculate(op, "Add", start, size), np.asarray(axes, np.int64))
+    first = isinstance(start, np.ndarray) and not start.any()
+    end = size if first else calculate(op, "Add", start, size)
+    return op.Slice(x, start, end, np.asarray(axes, np.int64))
 
 
 def tap_slice(
     op, x: ir.Value, offset: np.ndarray, window: Window, count: Sizes, *, axes: list[int]
 ) -> ir.Value:
     """What one tap of each of `count` windows reads from a padded input."""
+    ones = np.ones_like(window.strides)
+    if window.static_kernel == ones.tolist() and np.array_equal(window.strides, ones):
+        return x  # every place
     last = calculate(op, "Mul", calculate(op, "Sub", count, 1), window.strides)
     size = calculate(op, "Add", last, 1)
     if np.all(window.strides == 1):

@@ -123,16 +123,19 @@ def _lengths(op: Builder, vectors: Sequence[ir.Value]) -> ir.Value:
 def count_per_channel(op: Builder, x: ir.Value) -> ir.Value:
     """How many numbers of x each channel (axis 1) has, as an int64 scalar.
 
-    By the sizes of the model's inputs where names of dimensions tell: the runtime may come to this at the end of
-    the step, and would keep x until then; and layers of the same size share it.
+    By the names of sizes where they have some: layers of the same size share it, and the runtime, which may come to
+    this at the end of the step, keeps no x until then.
     """
-    dims = [dim for axis, dim in enumerate(x.shape or ()) if axis != 1]
-    parts = [p for d in dims for p in ([str(d)] if isinstance(d, int) else (d.value or "?").split("*"))]
-    sizes = [None if part.isdigit() else _input_axis(op, part) for part in parts]
-    if x.shape is None or not all(part.isdigit() or size for part, size in zip(parts, sizes)):
+    dims = [dim if isinstance(dim, int) else dim.value for a, dim in enumerate(x.shape or ()) if a != 1]
+    if x.shape is None or None in dims:
         return op.Div(op.Size(x), op.Squeeze(op.dim(x, 1), [0]))
-    count = op.constant(np.int64(math.prod(int(part) for part in parts if part.isdigit())))
-    for value, axis in filter(None, sizes):
+    names = [name for dim in dims for name in str(dim).split("*")]
+    inputs = [_input_axis(op, name) for name in names if not name.isdigit()]
+    count = op.constant(np.int64(math.prod(int(name) for name in names if name.isdigit())))
+    if None in inputs:
+        space = op.ReduceProd(op.sizes(x, 2), keepdims=0)
+        return op.Mul(op.Squeeze(op.dim(x, 0), [0]), space)
+    for value, axis in filter(None, inputs):
         count = op.Mul(op.Squeeze(op.dim(value, axis), [0]), count)
     return count
 
