@@ -173,7 +173,7 @@ def _weight_gathered(op, product: Product) -> ir.Value:
     Where the columns of all taps would be many and sizes are open, those of one row of the kernel at a time.
     """
     window, kernel = product.window, product.window.static_kernel or []
-    channels, rank = op.static_dim(product.x, 1), len(kernel)
+    channels, rank = op.static_dim(product.w, 1), len(kernel)
     dy = op.Flatten(op.Transpose(product.dy, perm=[1, *window.axes, 0]), axis=1)
     x = op.Transpose(product.x, perm=[*window.axes, 0, 1])
     x = op.Flatten(padded(op, x, window.begin, window.end, axes=list(range(rank))), axis=rank)
