@@ -25,7 +25,7 @@ def losses(run: Any, artifacts: str, name: str, steps: int) -> list[float]:
     return [row["loss"] for row in found["epochs"]]
 
 
-@pytest.mark.parametrize("name", ["adamw", "sgd"])
+@pytest.mark.parametrize("name", MEASURED["losses"])
 def test_converted_artifacts_train_as_they_did(place: Path, run: Any, name: str) -> None:
     found = run("convert", ORIGINAL / name, "ours", "--json").json
     assert (found["trainable"], found["frozen"]) == (["w1", "b1", "w2"], ["b2"])

@@ -69,7 +69,7 @@ def read_model(source: ModelFile, role: str) -> onnx.ModelProto:
     if operators and not any(entry.key == contract.ROLE for entry in model.metadata_props):
         raise ModelError(
             f"the {role} model has operators of a training build of onnxruntime ({', '.join(operators[:4])}); "
-            "make it again with onward.artifacts.generate_artifacts",
+            "convert its folder with `onward convert`, or make it again with onward.artifacts.generate_artifacts",
             hint=MAKE_ARTIFACTS,
         )
     return model
