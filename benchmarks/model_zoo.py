@@ -12,6 +12,7 @@ import importlib
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -489,6 +490,8 @@ _LIKE_ANOTHER = frozenset(
 
 
 def _transformer(kind: str, inputs: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+    if find_spec("torchvision") is not None:
+        _load_torchvision()  # some types import it where it is
     import transformers
 
     transformers.logging.set_verbosity_error()
