@@ -135,8 +135,20 @@ def _axis(graph: onnx.GraphProto) -> None:
 
 
 def _bias(graph: onnx.GraphProto) -> None:
+    """Of a layer, or, where none has any, of a batch norm (its running mean is zero) or of a sum."""
     biased = [n for n in graph.node if n.op_type in ("Conv", "Gemm") and len(n.input) > 2]
-    del biased[-1].input[2]
+    norms = [n for n in graph.node if n.op_type == "BatchNormalization"]
+    made = {name for node in graph.node for name in node.output} | {value.name for value in graph.input}
+    if biased:
+        del biased[-1].input[2]
+    elif norms:
+        norms[-1].input[2] = norms[-1].input[3]
+    else:
+        node = [n for n in graph.node if n.op_type == "Add" and any(name not in made for name in n.input)][-1]
+        kept = [name for name in node.input if name in made]
+        node.op_type = "Identity"
+        node.ClearField("input")
+        node.input.extend(kept)
 
 
 CHANGES = [_epsilon, _momentum, _axis, _bias]

@@ -43,6 +43,62 @@ FUNCTIONS = {
     "solve": lambda x: torch.linalg.solve(square(x) + 3 * torch.eye(2), square(x)),
     "solve of vectors": lambda x: torch.linalg.solve(square(x)[:, 0] + 3 * torch.eye(2), x[:, :2]),
     "cholesky": lambda x: torch.linalg.cholesky(square(x) @ square(x).mT + torch.eye(2)),
+    # several in one export: outputs are compared one by one
+    "elementwise": lambda x: (
+        torch.hypot(x, x + 1),
+        torch.copysign(x, x.flip(0)),
+        torch.fmin(x, torch.where(x > 1, torch.nan, x * x)),
+        x.fmax(x.flip(1)),
+        x.lgamma() + torch.special.gammaln(3 * x.abs() + 0.5),
+        torch.digamma(2.1 * x) + torch.special.digamma(x.abs() + 1),
+        torch.erfinv(x.tanh() * 0.999),
+    ),
+    "order": lambda x: (
+        torch.where(x > 0.5, torch.nan, x).nanmedian(-1).values + x.nanmedian(),
+        (x.round() + x - x.detach()).mode(-1).values,
+        torch.sort(x, stable=True, dim=0, descending=True)[0],
+        x * torch.searchsorted(torch.linspace(-2, 2, 5), x, right=True),
+        x * torch.bucketize(x, torch.linspace(-2, 2, 5)),
+        x * torch.isin(x.round().long(), torch.tensor([0, 1])),
+    ),
+    "rows": lambda x: (
+        torch.cdist(x, x * 2, p=1),
+        torch.cdist(x, x.flip(0)),
+        torch.cdist(x, x + 1, p=torch.inf),
+        F.pdist(x, 3.0),
+        torch.cov(x),
+        torch.corrcoef(x),
+        torch.full((2, 8), -9.0).index_reduce(0, torch.tensor([0, 1, 1, 0, 1]), x, "amax"),
+        torch.linalg.slogdet(x[:2, :2])[1],
+        torch.vander(x[0], 3).detach() * x[0, 0],  # torch has no gradient of it
+    ),
+    "pooling": lambda x: (
+        F.adaptive_avg_pool2d(x[None, None], (3, 5)),
+        F.adaptive_max_pool2d(x[None, None], (None, 3)),
+        F.adaptive_max_pool1d(x[None], 3),
+        F.adaptive_avg_pool3d(x[None, None, None], (1, 2, 3)),
+        F.avg_pool2d(x[None, None], 3, 2, 1, divisor_override=4),
+        F.batch_norm(x, None, None, training=True),
+    ),
+    "losses": lambda x: (
+        F.smooth_l1_loss(x, x.flip(0).detach(), beta=0.5),
+        F.huber_loss(x, 2 * x.detach(), delta=0.3, reduction="none"),
+        F.poisson_nll_loss(x, 3 * x.detach().abs(), full=True),
+        F.gaussian_nll_loss(x, x.detach() + 1, x.abs(), full=True, eps=0.3),
+        F.cross_entropy(
+            x, torch.tensor([1, 2, -100, 4, 0]), label_smoothing=0.1, weight=torch.arange(1.0, 9.0)
+        ),
+        F.cross_entropy(x, x.flip(0).softmax(-1).detach(), label_smoothing=0.2),
+        F.cross_entropy(
+            x[None], torch.tensor([[0, 1, 2, 3, 4, 0, 0, 1]]), label_smoothing=0.1, reduction="sum"
+        ),
+    ),
+    "random": lambda x: (
+        x[torch.randperm(5)] * x,
+        torch.empty_like(x).normal_(1.0, 0.5) * x,
+        torch.normal(x, x.detach().abs()),
+        torch.normal(0.0, 1.0, (5, 8)) + x,
+    ),
 }
 
 
@@ -52,6 +108,35 @@ def test_a_function_exports_with_torchs_values_and_gradient(name: str) -> None:
     proto = from_torch(After(FUNCTIONS[name]), torch.randn(5, 8))
     origin = next(entry.value for entry in proto.metadata_props if entry.key == "onward.export")
     assert "torchscript" in origin
+
+
+def test_a_module_made_by_torch_jit_is_refused() -> None:
+    with pytest.raises(
+        ExportError, match=r"'1' was made by torch.jit .*: export the module that it was made from"
+    ):
+        from_torch(nn.Sequential(nn.ReLU(), torch.jit.script(nn.Linear(8, 8))), torch.randn(5, 8))
+
+
+class Conditional(nn.Module):
+    """A kernel for each sample, mixed of three: the batch is in the number of groups."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.route, self.kernels = nn.Linear(3, 3), nn.Parameter(torch.randn(3, 4, 3, 3, 3))
+
+    def forward(self, x):
+        kernels = torch.einsum("bk,koihw->boihw", self.route(x.mean((2, 3))).softmax(-1), self.kernels)
+        flat = x.reshape(1, -1, *x.shape[2:])
+        y = F.conv2d(flat, kernels.flatten(0, 1), padding=1, groups=x.shape[0])
+        return y.view(x.shape[0], 4, *x.shape[2:])
+
+
+def test_a_batch_that_cannot_be_free_leaves_other_axes_free() -> None:
+    with pytest.warns(UserWarning, match="the export fixes batch at"):
+        proto = from_torch(Conditional(), torch.randn(2, 3, 6, 6))
+    assert [d.dim_param or d.dim_value for d in proto.graph.input[0].type.tensor_type.shape.dim] == [
+        2, 3, "height", "width",
+    ]  # fmt: skip
 
 
 def test_a_running_maximum_knows_nan() -> None:

@@ -193,15 +193,18 @@ def _neutral(node: onnx.NodeProto) -> list[onnx.NodeProto]:
     if node.op_type == "Dropout":
         return [helper.make_node("Identity", node.input[:1], [out])]
     attributes = {attribute.name: helper.get_attribute_value(attribute) for attribute in node.attribute}
-    if node.op_type in ("RandomUniformLike", "RandomNormalLike"):
-        uniform = node.op_type == "RandomUniformLike"
+    if node.op_type in ("RandomUniform", "RandomNormal", "RandomUniformLike", "RandomNormalLike"):
+        uniform = node.op_type.startswith("RandomUniform")
         low, high = attributes.get("low", 0.0), attributes.get("high", 1.0)
         middle = low + (high - low) / 2 if uniform else attributes.get("mean", 0.0)
         kind = attributes.get("dtype", TensorProto.FLOAT)
         value = helper.make_tensor("", kind, [1], [middle])
+        shape = out + ".shape"
         return [
-            helper.make_node("Shape", node.input[:1], [out + ".shape"]),
-            helper.make_node("ConstantOfShape", [out + ".shape"], [out], value=value),
+            helper.make_node("Shape", node.input[:1], [shape])
+            if node.input
+            else helper.make_node("Constant", [], [shape], value_ints=attributes["shape"]),
+            helper.make_node("ConstantOfShape", [shape], [out], value=value),
         ]
     if node.op_type == "Bernoulli":
         half = helper.make_tensor("", TensorProto.FLOAT, [], [0.5])

@@ -221,8 +221,7 @@ def _export(
         # Some operators take one size only (pooling to a grid, say): the batch may still be free.
         if not auto_axes or not plan.groups:
             raise
-        plan = plan.keeping([group for group in plan.groups if group.name == "batch"])
-        proto, weights = export(plan)
+        plan, proto, weights = _with_fewer_axes(plan, export)
     not_compared = None
     if level:
         report = compare_with_torch(plan, proto, weights, rtol=rtol, atol=atol)
@@ -239,6 +238,23 @@ def _export(
     if training:
         _require_dropout(plan, proto, opset)
     return _Exported(proto, weights, plan, exporter, not_compared)
+
+
+def _with_fewer_axes(
+    plan: Plan, export: Callable[[Plan], tuple[onnx.ModelProto, dict[str, torch.Tensor]]]
+) -> tuple[Plan, onnx.ModelProto, dict[str, torch.Tensor]]:
+    """The batch alone free, or all but the batch (kernels made from the input, say), or none."""
+    batch = [group for group in plan.groups if group.name == "batch"]
+    others = [group for group in plan.groups if group.name != "batch"]
+    reason: ExportError | None = None
+    for groups in [batch, others, []] if batch and others else [[]]:
+        try:
+            narrower = plan.keeping(groups)
+            return narrower, *export(narrower)
+        except ExportError as error:
+            reason = reason or error
+    assert reason is not None
+    raise reason
 
 
 def _accept_torchs_keywords(training: bool | torch.onnx.TrainingMode, options: Mapping[str, Any]) -> bool:

@@ -6,6 +6,7 @@ export; what follows notices and says so.
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +26,11 @@ _NEVER = -1e30
 class _Found(NamedTuple):
     values: torch.Tensor
     indices: torch.Tensor
+
+
+def _tensor(value: Any) -> torch.Tensor:
+    """A number as a tensor; `as_tensor` of a traced one would be a constant."""
+    return value if isinstance(value, torch.Tensor) else torch.tensor(value)
 
 
 def _cumprod(self: torch.Tensor, dim: int, *, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -82,6 +88,222 @@ def _median(self: torch.Tensor, dim: int | None = None, keepdim: bool = False) -
         unknown = flat.isnan().any(axis, keepdim)
         found = _Found(found.values.masked_fill(unknown, torch.nan), found.indices)
     return found.values if dim is None else found
+
+
+def _nanmedian(self: torch.Tensor, dim: int | None = None, keepdim: bool = False) -> Any:
+    """The middle one of those that are no NaN, the lower of two."""
+    flat = self.flatten() if dim is None else self
+    axis = 0 if dim is None else dim
+    known = (~flat.isnan()).sum(axis, keepdim=True)
+    values, places = torch.where(flat.isnan(), torch.full_like(flat, torch.inf), flat).sort(axis)
+    middle = ((known - 1) // 2).clamp(min=0)
+    values, places = values.gather(axis, middle), places.gather(axis, middle)
+    values = torch.where(known > 0, values, torch.full_like(values, torch.nan))
+    found = _Found(*(x if keepdim else x.squeeze(axis) for x in (values, places)))
+    return found.values if dim is None else found
+
+
+def _mode(self: torch.Tensor, dim: int = -1, keepdim: bool = False) -> _Found:
+    """The most frequent value, the smallest of equally frequent ones, and its last place."""
+    x = self.transpose(dim, -1)
+    count = (x.unsqueeze(-1) == x.unsqueeze(-2)).sum(-1)
+    often = count == count.amax(-1, keepdim=True)
+    given = x.detach()
+    least = torch.where(often, given, torch.full_like(given, torch.inf)).amin(-1, keepdim=True)
+    order = torch.arange(int(x.shape[-1]))
+    places = torch.where(given == least, order, torch.full_like(order, -1)).amax(-1, keepdim=True)
+    values = x.gather(-1, places)
+    return _Found(
+        *(y if keepdim else y.squeeze(dim) for y in (values.transpose(dim, -1), places.transpose(dim, -1)))
+    )
+
+
+def _cdist(
+    x1: torch.Tensor, x2: torch.Tensor, p: float = 2.0, compute_mode: str | None = None
+) -> torch.Tensor:
+    """Distances of all pairs of rows; the gradient of a distance of zero is zero, as torch's is."""
+    apart = x1.unsqueeze(-2) - x2.unsqueeze(-3)
+    if p == 0:
+        return (apart != 0).to(apart.dtype).sum(-1)
+    if p == 1:
+        return apart.abs().sum(-1)
+    if p == torch.inf:
+        return apart.abs().amax(-1)
+    total = (apart * apart if p == 2 else apart.abs().pow(p)).sum(-1)
+    some = total > 0
+    return torch.where(
+        some, torch.where(some, total, torch.ones_like(total)).pow(1 / p), torch.zeros_like(total)
+    )
+
+
+def _pdist(input: torch.Tensor, p: float = 2.0) -> torch.Tensor:
+    """The distances of all pairs of different rows, in the order of the upper triangle."""
+    rows, columns = torch.triu_indices(int(input.shape[0]), int(input.shape[0]), 1)
+    return _cdist(input, input, p)[rows, columns]
+
+
+def _hypot(self: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    return (self * self + other * other).sqrt()
+
+
+def _copysign(self: torch.Tensor, other: Any) -> torch.Tensor:
+    """|x| with the sign of y; a graph does not tell −0 from 0."""
+    return self.abs() * torch.where(_tensor(other) < 0, -1.0, 1.0).to(self.dtype)
+
+
+def _fmin(self: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """The smaller one, the other where one is NaN."""
+    return torch.where(self.isnan(), other, torch.where(other.isnan(), self, torch.minimum(self, other)))
+
+
+def _fmax(self: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    return -_fmin(-self, -other)
+
+
+def _lgamma(self: torch.Tensor) -> torch.Tensor:
+    """log |Γ(x)|: Stirling's series at x + 8, less the logarithms of the steps; below ½ by reflection."""
+    x = self.double()
+    low = x < 0.5
+    z = torch.where(low, 1 - x, x)
+    steps = torch.ones_like(z)
+    for step in range(8):
+        steps = steps * (z + step)
+    w = z + 8
+    r = 1 / w
+    series = r * (1 / 12 - r * r * (1 / 360 - r * r * (1 / 1260 - r * r / 1680)))
+    value = (w - 0.5) * w.log() - w + 0.5 * math.log(2 * math.pi) + series - steps.log()
+    sine = torch.where(low, torch.sin(math.pi * x).abs(), torch.ones_like(x))
+    return torch.where(low, math.log(math.pi) - sine.log() - value, value).to(self.dtype)
+
+
+def _digamma(self: torch.Tensor) -> torch.Tensor:
+    """ψ(x): the asymptotic series at x + 8, less the reciprocals of the steps; below ½ by reflection."""
+    x = self.double()
+    low = x < 0.5
+    z = torch.where(low, 1 - x, x)
+    w = z + 8
+    r = 1 / (w * w)
+    value = w.log() - 0.5 / w - r * (1 / 12 - r * (1 / 120 - r * (1 / 252 - r * (1 / 240 - r / 132))))
+    for step in range(8):
+        value = value - 1 / (z + step)
+    turn = torch.where(low, math.pi * x, torch.full_like(x, math.pi / 4))
+    return torch.where(low, value - math.pi * torch.cos(turn) / torch.sin(turn), value).to(self.dtype)
+
+
+def _erfinv(self: torch.Tensor) -> torch.Tensor:
+    """x with erf(x) = y: polynomials in −log(1 − y²) (Giles 2010); the gradient is the inverse of erf's."""
+    y = self.detach()
+    w = -((1 - y) * (1 + y)).log()
+
+    def series(at: torch.Tensor, *numbers: float) -> torch.Tensor:
+        total = torch.full_like(at, numbers[0])
+        for number in numbers[1:]:
+            total = total * at + number
+        return total
+
+    near = series(
+        w - 2.5, 2.81022636e-08, 3.43273939e-07, -3.5233877e-06, -4.39150654e-06, 0.00021858087, -0.00125372503,
+        -0.00417768164, 0.246640727, 1.50140941,
+    )  # fmt: skip
+    far = series(
+        torch.where(w < 5, torch.full_like(w, 5.0), w).sqrt() - 3, -0.000200214257, 0.000100950558, 0.00134934322,
+        -0.00367342844, 0.00573950773, -0.0076224613, 0.00943887047, 1.00167406, 2.83297682,
+    )  # fmt: skip
+    x = (torch.where(w < 5, near, far) * y).detach()
+    x = torch.where(y.abs() == 1, y * torch.inf, x)
+    slope = (math.sqrt(math.pi) / 2 * (x * x).exp()).detach()
+    return x + (self - y) * slope
+
+
+def _index_reduce(
+    self: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor, reduce: str, *, include_self: bool = True
+) -> torch.Tensor:  # fmt: skip
+    """Rows of the source reduced into those of `self` that the index names."""
+    shape = [1] * self.dim()
+    shape[dim] = -1
+    places = index.reshape(shape).expand_as(source)
+    return self.scatter_reduce(dim, places, source, reduce, include_self=include_self)
+
+
+def _searchsorted(
+    sorted_sequence: torch.Tensor, input: Any, *, out_int32: bool = False, right: bool = False,
+    side: str | None = None, sorter: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """How many boundaries lie before each value."""
+    bounds = sorted_sequence if sorter is None else sorted_sequence.gather(-1, sorter)
+    values = _tensor(input)
+    bounds = bounds if bounds.dim() == 1 else bounds.unsqueeze(-2)
+    values = values.unsqueeze(-1)
+    before = bounds <= values if right or side == "right" else bounds < values
+    return before.sum(-1).to(torch.int32 if out_int32 else torch.int64)
+
+
+def _bucketize(
+    input: Any, boundaries: torch.Tensor, *, out_int32: bool = False, right: bool = False
+) -> torch.Tensor:
+    return _searchsorted(boundaries, input, out_int32=out_int32, right=right)
+
+
+def _isin(
+    elements: Any, test_elements: Any, *, assume_unique: bool = False, invert: bool = False
+) -> torch.Tensor:
+    """Which elements are among the others."""
+    others = _tensor(test_elements).reshape(-1)
+    found = (_tensor(elements).unsqueeze(-1) == others).any(-1)
+    return ~found if invert else found
+
+
+def _vander(x: torch.Tensor, N: int | None = None, increasing: bool = False) -> torch.Tensor:
+    """Powers of the elements as columns."""
+    count = int(x.shape[-1]) if N is None else N
+    powers = [torch.ones_like(x)]
+    for _ in range(count - 1):
+        powers.append(powers[-1] * x)
+    return torch.stack(powers[:count] if increasing else powers[:count][::-1], -1)
+
+
+def _cov(
+    self: torch.Tensor, *, correction: int = 1, fweights: Any = None, aweights: Any = None
+) -> torch.Tensor:
+    """Covariances of the rows."""
+    if fweights is not None or aweights is not None:
+        raise ExportError("cov with weights cannot be exported: weight the rows before it")
+    x = self.unsqueeze(0) if self.dim() < 2 else self
+    centred = x - x.mean(1, keepdim=True)
+    found = centred @ centred.transpose(0, 1) / (x.shape[1] - correction)
+    return found.reshape(()) if self.dim() < 2 else found
+
+
+def _corrcoef(self: torch.Tensor) -> torch.Tensor:
+    """Covariances over the spreads of both rows, within −1 and 1."""
+    found = _cov(self)
+    spread = found.diagonal().sqrt()
+    return (found / spread.unsqueeze(1) / spread.unsqueeze(0)).clamp(-1, 1)
+
+
+def _slogdet(A: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    found = torch.det(A)
+    return found.sign(), found.abs().log()
+
+
+def _normal(mean: Any, std: Any = 1.0, size: Any = None, **unused: Any) -> torch.Tensor:
+    """Standard normal numbers times the deviation, plus the mean; no gradient passes, as in torch."""
+    mean, std = (x.detach() if isinstance(x, torch.Tensor) else x for x in (mean, std))
+    drawn = torch.randn(size) if size is not None else torch.randn_like(_tensor(mean + std * 0.0))
+    return drawn * std + mean
+
+
+def _randperm(n: int, **unused: Any) -> torch.Tensor:
+    """An order drawn at random: that of random numbers."""
+    return torch.rand(n).argsort()
+
+
+_sort_of_torch = torch.sort
+
+
+def _sort(self: torch.Tensor, dim: int = -1, descending: bool = False, *, stable: bool = False) -> Any:
+    """`stable` needs nothing: equal elements keep their order in ONNX's TopK."""
+    return _sort_of_torch(self, dim, descending)
 
 
 def _inv(A: torch.Tensor, **unused: Any) -> torch.Tensor:
@@ -236,6 +458,32 @@ MISSING: list[tuple[Any, str, Any]] = [
     *((owner, "cummin", _cummin) for owner in (torch, torch.Tensor)),
     *((owner, "kthvalue", _kthvalue) for owner in (torch, torch.Tensor)),
     *((owner, "median", _median) for owner in (torch, torch.Tensor)),
+    *((owner, "nanmedian", _nanmedian) for owner in (torch, torch.Tensor)),
+    *((owner, "mode", _mode) for owner in (torch, torch.Tensor)),
+    *((owner, "hypot", _hypot) for owner in (torch, torch.Tensor)),
+    *((owner, "copysign", _copysign) for owner in (torch, torch.Tensor)),
+    *((owner, "fmin", _fmin) for owner in (torch, torch.Tensor)),
+    *((owner, "fmax", _fmax) for owner in (torch, torch.Tensor)),
+    *((owner, "lgamma", _lgamma) for owner in (torch, torch.Tensor)),
+    *((owner, "digamma", _digamma) for owner in (torch, torch.Tensor)),
+    *((owner, "erfinv", _erfinv) for owner in (torch, torch.Tensor)),
+    (torch.special, "gammaln", _lgamma),
+    (torch.special, "digamma", _digamma),
+    (torch.special, "erfinv", _erfinv),
+    *((owner, "index_reduce", _index_reduce) for owner in (torch, torch.Tensor)),
+    *((owner, "sort", _sort) for owner in (torch, torch.Tensor)),
+    *((owner, "cov", _cov) for owner in (torch, torch.Tensor)),
+    *((owner, "corrcoef", _corrcoef) for owner in (torch, torch.Tensor)),
+    *((owner, "slogdet", _slogdet) for owner in (torch, torch.Tensor, torch.linalg)),
+    (torch, "normal", _normal),
+    (torch, "randperm", _randperm),
+    (torch, "cdist", _cdist),
+    (torch, "pdist", _pdist),
+    (F, "pdist", _pdist),
+    (torch, "searchsorted", _searchsorted),
+    (torch, "bucketize", _bucketize),
+    (torch, "isin", _isin),
+    *((owner, "vander", _vander) for owner in (torch, torch.linalg)),
     *((owner, "inverse", _inv) for owner in (torch, torch.Tensor)),
     (torch.linalg, "inv", _inv),
     (torch.linalg, "solve", _solve),

@@ -77,6 +77,11 @@ def refuse_unusable(model: nn.Module, *, training: bool) -> None:
         if parameter.is_meta:
             raise ExportError(f"parameter '{name}' is on the meta device and has no values")
     for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            which = f"'{name}'" if name else "the model"
+            raise ExportError(
+                f"{which} was made by torch.jit (script or trace): export the module that it was made from"
+            )
         cumulative = isinstance(module, nn.modules.batchnorm._BatchNorm) and module.momentum is None
         if training and cumulative and module.track_running_stats:
             raise ExportError(

@@ -110,6 +110,10 @@ _DRAWS: dict[str, Callable[[torch.Tensor, Any, Any], torch.Tensor]] = {
     "rand_like": lambda drawn, args, kwargs: drawn.fill_(0.5),
     "randn": lambda drawn, args, kwargs: drawn.zero_(),
     "randn_like": lambda drawn, args, kwargs: drawn.zero_(),
+    "normal": lambda drawn, args, kwargs: drawn.copy_(
+        torch.as_tensor(kwargs.get("mean", (*args, 0.0)[0])).detach()
+    ),
+    "randperm": lambda drawn, args, kwargs: drawn.copy_(torch.arange(drawn.numel())),
     "uniform_": _between,
     "normal_": lambda drawn, args, kwargs: drawn.fill_(kwargs.get("mean", args[1] if len(args) > 1 else 0.0)),
     "exponential_": lambda drawn, args, kwargs: drawn.fill_(

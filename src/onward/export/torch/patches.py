@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from onward.errors import ExportError
-from onward.export.torch.missing_functions import MISSING, projected_lstm
+from onward.export.torch import missing_functions, missing_layers
 
 __all__ = ["traceable"]
 
@@ -54,17 +54,15 @@ def traceable(model: nn.Module) -> Iterator[None]:
         stack.enter_context(_replaced(torch.Tensor, "unfold", _unfold))
         for owner in (torch, torch.Tensor):
             stack.enter_context(_replaced(owner, "as_strided", _as_strided))
-        for owner, name, function in MISSING:
+        for owner, name, function in [*missing_functions.MISSING, *missing_layers.MISSING]:
             stack.enter_context(_replaced(owner, name, function))
         if any(hasattr(module, "layerdrop") for module in model.modules()):
             stack.enter_context(_replaced(torch, "rand", _rand))
         for module in model.modules():
             if isinstance(module, nn.LSTM) and module.proj_size:
-                stack.enter_context(_forward(module, projected_lstm))
+                stack.enter_context(_forward(module, missing_functions.projected_lstm))
             elif isinstance(module, nn.RNNBase) and module.dropout > 0 and module.training:
                 stack.enter_context(_forward(module, _layer_by_layer))
-            if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is None:
-                stack.enter_context(_forward(module, _batch_statistics))
         yield
 
 
@@ -233,17 +231,6 @@ def _bilinear(
     """y_o = x·W_o·z + b_o"""
     made = torch.einsum("...i,oij,...j->...o", input1, weight, input2)
     return made if bias is None else made + bias
-
-
-def _batch_statistics(self: Any, input: torch.Tensor) -> torch.Tensor:
-    """Batch norm that keeps no statistics, in either mode: exporters need some to write the operator."""
-    axes = [axis for axis in range(input.dim()) if axis != 1]
-    centred = input - input.mean(axes, keepdim=True)
-    normal = centred * torch.rsqrt((centred * centred).mean(axes, keepdim=True) + self.eps)
-    if self.weight is None:
-        return normal
-    shape = [1, -1] + [1] * (input.dim() - 2)
-    return normal * self.weight.reshape(shape) + self.bias.reshape(shape)
 
 
 def _unflatten(self: torch.Tensor, dim: int, sizes: Any) -> torch.Tensor:

@@ -173,6 +173,20 @@ def _uniform(g: Any, x: Any, low: Any, high: Any, generator: Any = None) -> Any:
     return _drawn(g, x, "RandomUniformLike", **bounds)
 
 
+def _normal(g: Any, mean: Any, deviation: Any, sizes: Any, generator: Any, dtype: Any, *unused: Any) -> Any:
+    """`x.normal_(mean, deviation)`, which the tracer turns into numbers of x's sizes; `torch.normal` is `randn`."""
+    symbolic: Any = torch.onnx.symbolic_helper  # type: ignore[reportPrivateImportUsage]
+    kind = int(onnx.TensorProto.FLOAT)
+    if not symbolic._is_none(dtype):
+        kind = symbolic.scalar_type_to_onnx[symbolic._parse_arg(dtype, "i")]
+    shape = (
+        g.op("Concat", *symbolic._unpack_list(sizes), axis_i=0) if symbolic._is_packed_list(sizes) else sizes
+    )
+    like = g.op("ConstantOfShape", shape)
+    numbers = {"mean_f": symbolic._parse_arg(mean, "f"), "scale_f": symbolic._parse_arg(deviation, "f")}
+    return g.op("RandomNormalLike", like, dtype_i=kind, **numbers)
+
+
 def _exponential(g: Any, x: Any, rate: Any, generator: Any = None) -> Any:
     """`x.exponential_(rate)`: −ln(1 − u)/rate"""
     symbolic: Any = torch.onnx.symbolic_helper  # type: ignore[reportPrivateImportUsage]
@@ -189,6 +203,7 @@ _OWN: dict[str, Callable[..., Any]] = {
     "aten::cumsum": _cumsum,
     "aten::diff": _diff,
     "aten::exponential": _exponential,
+    "aten::normal": _normal,
     "aten::scatter_reduce": _scatter_reduce,
     "aten::uniform": _uniform,
 }
