@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from export.architectures import ARCHITECTURES
 from export.test_torch_check import CHANGES, NETWORKS
 
-__all__ = ["CHANGES", "Entry", "entries"]
+__all__ = ["CHANGES", "Entry", "depth_anything", "entries"]
 
 
 @dataclass(frozen=True)
@@ -518,6 +518,22 @@ def _transformer(kind: str, inputs: str) -> tuple[nn.Module, tuple[Any, ...], di
     return model, (), {"input_ids": ids}
 
 
+def depth_anything() -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+    """Features of two depths of a vision transformer, resized to each other and to the picture."""
+    import transformers
+
+    backbone = transformers.Dinov2Config(
+        hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, image_size=28, patch_size=14,
+        out_indices=[1, 2], reshape_hidden_states=False, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    config = transformers.DepthAnythingConfig(
+        backbone_config=backbone, reassemble_hidden_size=16, neck_hidden_sizes=[8, 8], reassemble_factors=[2, 1],
+        fusion_hidden_size=8, head_hidden_size=4, patch_size=14,
+    )  # fmt: skip
+    model = transformers.DepthAnythingForDepthEstimation(config)
+    return model, (), {"pixel_values": torch.randn(2, 3, 28, 28)}
+
+
 # ---- torchvision and timm, where they are installed ---------------------------------------------------
 
 # Published networks whose training mode amplifies rounding: a changed graph must be refused all the same.
@@ -591,6 +607,7 @@ def entries() -> list[Entry]:
                     changes=kind in _CHANGED,
                 )
             )
+    found.append(Entry("depth_anything", "transformers", depth_anything))
     found.sort(key=lambda entry: entry.name in _LIKE_ANOTHER)
     for package, names, make in (("torchvision", _TORCHVISION, _torchvision), ("timm", _TIMM, _timm)):
         found += [
