@@ -1,10 +1,11 @@
-"""Names from files where people see them: without control characters, and no formula in a spreadsheet."""
+"""Names from files where people see them: without control characters, few at a time, no formula in a spreadsheet."""
 
 from __future__ import annotations
 
 import unicodedata
+from collections.abc import Sequence
 
-__all__ = ["csv_cell", "printable"]
+__all__ = ["csv_cell", "first_of", "printable"]
 
 _FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n")
 
@@ -27,6 +28,15 @@ def printable(text: str, *, keep: str = "\n\t") -> str:
 
 def _spell(mark: str) -> str:
     return mark.encode("unicode_escape").decode("ascii")
+
+
+def first_of(names: Sequence[object], most: int = 8) -> str:
+    """The first of many names, to be shown in a line.
+
+    >>> first_of("abcdef", 3)
+    'a, b, c, …'
+    """
+    return ", ".join(map(str, names[:most])) + (", …" if len(names) > most else "")
 
 
 def csv_cell(value: object) -> object:

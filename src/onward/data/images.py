@@ -13,6 +13,7 @@ import numpy as np
 from onward.data.preprocess import image
 from onward.data.preprocessing import Preprocessing
 from onward.errors import DataError
+from onward.escape import first_of
 from onward.train.batches import Rows
 
 if TYPE_CHECKING:
@@ -155,7 +156,7 @@ def number_classes(
     if strangers:
         raise DataError(
             f"'{where}' has the class '{strangers[0]}', which the model has not",
-            f"it has {', '.join(known[:12])}{', …' if len(known) > 12 else ''}; a model for other classes begins with: "
+            f"it has {first_of(known, 12)}; a model for other classes begins with: "
             "onward artifacts MODEL --classes …",
         )
     place = {name: index for index, name in enumerate(known)}

@@ -29,6 +29,7 @@ from onward.data.tables import (
 )
 from onward.data.text import find_tokenizer, read_texts, takes_tokens
 from onward.errors import DataError, NonFiniteError, OnwardError
+from onward.escape import first_of
 from onward.train.batches import Rows
 
 if TYPE_CHECKING:
@@ -381,9 +382,8 @@ def check_labels(data: Data, ranges: Mapping[str, Mapping[str, Any]]) -> None:
                 "give samples of two classes or more, each with its own label or folder",
             )
         if data.classes is not None and len(data.classes) != count:
-            names = ", ".join(data.classes[:8]) + (", …" if len(data.classes) > 8 else "")
             raise DataError(
-                f"the data has {len(data.classes)} classes ({names}), the model {count}",
+                f"the data has {len(data.classes)} classes ({first_of(data.classes)}), the model {count}",
                 f"make artifacts with a head for them: onward artifacts MODEL --classes {len(data.classes)}",
             )
         if labels is None:
@@ -394,7 +394,7 @@ def check_labels(data: Data, ranges: Mapping[str, Mapping[str, Any]]) -> None:
         if bad.any():
             where, known = np.argwhere(bad)[0], np.unique(labels)
             column = "" if data.label is None else f" in column '{data.label}' (--label names another one)"
-            shown = ", ".join(map(str, known[:8])) + (", …" if len(known) > 8 else "")
+            shown = first_of(known.tolist())
             raise DataError(
                 f"row {int(where[0])} of the data (from 0): '{name}' has label {labels[tuple(where)]}, and the model "
                 f"has {count} classes, so labels are 0 to {count - 1}",

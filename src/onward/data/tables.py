@@ -18,6 +18,7 @@ import numpy as np
 from onward.data.images import number_classes
 from onward.data.preprocessing import Preprocessing
 from onward.errors import DataError, LimitError
+from onward.escape import first_of
 from onward.limits import current, require
 from onward.reading import parse_json
 
@@ -261,8 +262,7 @@ def assemble(
         if spec.is_integer and spec.name == target and array.ndim == 1:
             made.arrays[spec.name], made.classes = number_labels(array, classes, class_count, where)
             if made.classes is not None:
-                shown = ", ".join(made.classes[:8]) + (", …" if len(made.classes) > 8 else "")
-                made.notes.append(f"{len(made.classes)} classes: {shown}")
+                made.notes.append(f"{len(made.classes)} classes: {first_of(made.classes)}")
     return made
 
 
@@ -302,10 +302,9 @@ def _add_features(
         names = made.features.names
         takes = spec.dims[1] if spec.dims is not None and len(spec.dims) == 2 else None
         if takes is not None and takes != len(names):
-            shown = ", ".join(names[:12]) + (", …" if len(names) > 12 else "")
             raise DataError(
                 f"'{where}' makes {len(names)} features, and the model's '{spec.name}' takes {takes}",
-                f"the features are {shown}; leave columns out with --drop COLUMN",
+                f"the features are {first_of(names, 12)}; leave columns out with --drop COLUMN",
             )
 
 

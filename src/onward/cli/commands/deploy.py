@@ -16,6 +16,7 @@ from onward.cli.model_file import read_model
 from onward.cli.output_paths import Overwrite, file_target, plain_prefix
 from onward.cli.run_folder import find
 from onward.errors import DataError
+from onward.escape import first_of
 from onward.model_metadata import read_names
 
 __all__ = ["forward_outputs", "register"]
@@ -111,7 +112,7 @@ def deploy(
         f"{made.path}: {human_size(made.size)}, outputs {', '.join(names)}, weights of {found.checkpoint}"
     )
     if found.classes:
-        output.line(f"classes: {', '.join(found.classes)}")
+        output.line(f"classes: {first_of(found.classes, 40)}")
     if made.parity is not None:
         output.line(f"parity with the eval model: {str(made.parity).splitlines()[0]}")
     else:

@@ -13,6 +13,7 @@ from onward.cli.commands.train import require_finite
 from onward.cli.model_file import read_model
 from onward.cli.output_paths import file_target, folder_target, require_folder_target
 from onward.cli.shared_options import ReadingOptions
+from onward.escape import first_of
 
 __all__ = ["register"]
 
@@ -173,6 +174,6 @@ def _classifier(
         output.note(note)
     output.table("", ["", "value"], [[name, f"{value:.4g}"] for name, value in result.metrics.items()])
     if result.classes is not None:
-        output.line(f"classes: {', '.join(result.classes)}")
+        output.line(f"classes: {first_of(result.classes, 40)}")
     output.line(f"next: onward infer {target} --data YOUR_DATA")
     output.result({"path": target, "metrics": dict(result.metrics), "classes": result.classes})
