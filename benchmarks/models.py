@@ -1,11 +1,12 @@
 """Take many architectures through every path, and write docs/models.md: one command for one page.
 
-    python benchmarks/models.py [--only NAME,…] [--family NAME] [--missing] [--seconds N]
+    python benchmarks/models.py [--only NAME,…] [--family NAME] [--missing] [--stale] [--seconds N]
 
 Each row is a process of its own: export for training (outputs and statistics compared with torch), artifacts and
 three steps of AdamW, the gradient of the first of them against torch autograd, export for inference.
 Results are kept in docs/models.json, so that the page can be made in pieces: `--missing` runs what has no
-result yet, `--seconds` stops starting rows after that time.
+result yet, `--stale` also what another state of the code gave, quick rows first; `--seconds` stops starting rows
+after that time.
 """
 
 from __future__ import annotations
@@ -324,6 +325,11 @@ def _states(rows: dict[str, Any]) -> str:
     return f"{counts[0][1]} rows are of one state of the code, the other {len(rows) - counts[0][1]} of other states."
 
 
+def _seconds(row: dict[str, Any] | None) -> float:
+    """What a row took when it was last run; much, where it never was."""
+    return sum(row.get(path, {}).get("seconds", 0.0) for path in PATHS) if row else TIMEOUT
+
+
 def _source() -> str:
     """A digest of the package's code: which state a row is of."""
     digest = hashlib.sha256()
@@ -365,6 +371,11 @@ def main() -> None:
     parser.add_argument(
         "--missing", action="store_true", help="only rows that have no result yet, or a red cell"
     )
+    parser.add_argument(
+        "--stale",
+        action="store_true",
+        help="as --missing, and rows of another state of the code; quick ones first",
+    )
     parser.add_argument("--seconds", type=float, default=float("inf"), help="start no row after that time")
     options = parser.parse_args()
     import transformers
@@ -380,14 +391,17 @@ def main() -> None:
     }
     known, begun, state = entries(), time.monotonic(), _source()
     only = set(filter(None, options.only.split(",")))
-    for entry in known:
+    for entry in (
+        sorted(known, key=lambda e: _seconds(results["rows"].get(e.name))) if options.stale else known
+    ):
         old = results["rows"].get(entry.name)
         done = old is not None and all("error" not in old.get(path, {"error": ""}) for path in PATHS)
+        done = done and (not options.stale or old.get("state") == state)
         if (only and entry.name not in only) or (options.family and entry.family != options.family):
             continue
         if find_spec(entry.family) is None:  # a family is named by the package that it comes from
             continue
-        if (options.missing and done) or time.monotonic() - begun > options.seconds:
+        if ((options.missing or options.stale) and done) or time.monotonic() - begun > options.seconds:
             continue
         row = {**in_a_child(entry), "state": state}
         results["rows"][entry.name] = row
