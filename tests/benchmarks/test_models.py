@@ -23,6 +23,7 @@ SLICE = [
     "vector-quantized autoencoder",
     "graph network",
     "gpt2",
+    "depth_anything",
 ]
 
 
