@@ -84,6 +84,8 @@ def check_external(tensor: onnx.TensorProto, base: Path) -> None:
 def external_range(tensor: onnx.TensorProto) -> tuple[str, int, int]:
     """The file, offset and length that a checked reference names."""
     entries = {entry.key: entry.value for entry in tensor.external_data}
+    if "location" not in entries:
+        raise _bad(tensor.name, "no location")
     size = tensor_bytes(tensor.dims, tensor.data_type, tensor.name)
     return os.path.normpath(entries["location"]), int(entries.get("offset", "0")), size
 

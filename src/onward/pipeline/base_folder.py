@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from onward.errors import ModelError
+from onward.escape import first_of
 from onward.export.huggingface.folder import CARD, MODEL, read_card
-from onward.graph.external import external_range, external_tensors
+from onward.graph.external import external_tensors
 from onward.graph.gate import read_proto
 from onward.reading import read_json
 
@@ -139,10 +140,17 @@ def _card_of_strangers(folder: Path, model: Path) -> dict[str, Any]:
 
 def _require_data(proto: Any, model: Path) -> None:
     """Refuse a model of which a file of weights was not downloaded."""
-    names = {external_range(tensor)[0] for tensor in external_tensors(proto)}
-    missing = sorted(name for name in names if not (model.parent / name).is_file())
+    named = {
+        entry.value
+        for tensor in external_tensors(proto)
+        for entry in tensor.external_data
+        if entry.key == "location"
+    }
+    # what is no plain name of a file is refused when the weights are read
+    plain = {name for name in named if name.isprintable() and len(name) < 200 and ".." not in name}
+    missing = sorted(name for name in plain if not os.path.isfile(model.parent / name))
     if missing:
         raise ModelError(
-            f"'{model}': its weights are in {', '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} missing",
+            f"'{model}': its weights are in {first_of(missing)}, which {'is' if len(missing) == 1 else 'are'} missing",
             hint="download every file of the model, and put them beside it",
         )
