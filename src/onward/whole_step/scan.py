@@ -123,7 +123,10 @@ def _row(op: Builder, unit: Unit, what: str) -> ir.Value:
 
 
 def _add_output(op: Builder, value: ir.Value, name: str, *, like: ir.Value | None = None) -> None:
-    result = op.Identity(value)
+    made = value.producer()
+    if made is None or made.graph is not op.graph or value.is_graph_output():
+        value = op.Identity(value)
+    result = value  # an Identity between would be a copy of the state in each step
     result.name = name
     if like is not None:
         result.type, result.shape = like.type, like.shape
