@@ -22,6 +22,7 @@ from small_models import one_thread, start, with_weights
 
 SHAPES: dict[str, Convolution] = {
     "3×3": Convolution((2, 17, 6, 7), (2, 4, 6, 7), (4, 17, 3, 3), (1, 1), (1, 1), (1, 1, 1, 1), 1, "channels_last"),
+    "3×3, margins": Convolution((1, 4, 5, 4), (1, 3, 4, 5), (3, 4, 3, 3), (1, 1), (1, 1), (1, 1, 0, 2), 1, "gathered"),
     "1×1, strides": Convolution((3, 5, 6, 6), (3, 4, 3, 3), (4, 5, 1, 1), (2, 2), (1, 1), (0,) * 4, 1, "columns"),
     "uneven, dilated": Convolution(
         (2, 3, 9, 8), (2, 4, 4, 8), (4, 3, 3, 2), (2, 1), (2, 1), (2, 0, 1, 1), 1, "columns"
@@ -46,6 +47,12 @@ def test_every_form_gives_the_same_gradient(convolution: Convolution, opset: int
     expected = np.asarray(make_session(model, options=one_thread()).run(None, feeds)[0])
     assert expected.shape == convolution.weight and np.abs(expected).max() > 0.1
     assert len(forms) > 1
+    whole = convolution.weight[2:] == (3, 3) and {
+        *convolution.strides,
+        *convolution.dilations,
+        convolution.group,
+    } == {1}
+    assert ("winograd" in forms) == whole
     for form in forms:
         (found,) = make_session(form_model(convolution, form, opset)[0], options=one_thread()).run(
             None, feeds

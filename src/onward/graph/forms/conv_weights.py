@@ -188,6 +188,45 @@ def _weight_gathered(op, product: Product) -> ir.Value:
     return op.Transpose(stack(op, parts, axis=0), perm=[rank, rank + 1, *range(rank)])
 
 
+def _weight_winograd(op, product: Product) -> ir.Value:
+    """dw = Gᵀ·U·G,  U = Σ over tiles of (A·dy·Aᵀ)·(Bᵀ·x·B): Winograd's F(2×2, 3×3), 16 products for each tile of 36
+
+    0.7 to 0.8 of the time of "channels_last" on one thread from 128 channels of 14×14 or 8×8 on, up to 1.16 for fewer.
+    """
+    window, outputs, channels = product.window, *(op.static_dim(product.w, axis) for axis in (0, 1))
+    count, kind = np.asarray(spatial(op, product.dy)), op.dtype(product.x).numpy()
+    tiles = -(-count // 2)
+    odd = 2 * tiles - count
+    image, gradient, kernel = (np.kron(part, part).astype(kind) for part in _WINOGRAD)
+    x = padded(op, op.Transpose(product.x, perm=[2, 3, 0, 1]), window.begin, window.end + odd, axes=[0, 1])
+    rows, columns = (np.arange(4)[:, None] + 2 * np.arange(size)[None, :] for size in tiles)
+    places = rows[:, None, :, None] * (2 * int(tiles[1]) + 2) + columns[None, :, None, :]
+    read = op.Gather(op.Flatten(x, axis=2), op.constant(places.reshape(16, -1), name="places"), axis=0)
+    v = op.Reshape(op.MatMul(image, op.Flatten(read, axis=1)), [16, -1, channels])
+    dy = padded(op, product.dy, np.zeros_like(odd), odd, axes=window.axes)
+    dy = op.Reshape(dy, [0, outputs, int(tiles[0]), 2, int(tiles[1]), 2])
+    dy = op.Flatten(op.Transpose(dy, perm=[3, 5, 2, 4, 0, 1]), axis=2)
+    m = op.Reshape(op.MatMul(gradient, dy), [16, -1, outputs])
+    u = op.MatMul(op.Transpose(m, perm=[0, 2, 1]), v)
+    dw = op.Reshape(op.MatMul(kernel, op.Flatten(u, axis=1)), [3, 3, outputs, channels])
+    return op.Transpose(dw, perm=[2, 3, 0, 1])
+
+
+# Bᵀ, A and Gᵀ
+_WINOGRAD = (
+    np.array([[1, 0, -1, 0], [0, 1, 1, 0], [0, -1, 1, 0], [0, 1, 0, -1]]),
+    np.array([[1, 0], [1, 1], [1, -1], [0, -1]]),
+    np.array([[1, 0.5, 0.5, 0], [0, 0.5, -0.5, 0], [0, 0.5, 0.5, 1]]),
+)
+
+
+def _has_winograd(product: Product) -> bool:
+    """Whether Winograd's form is for this kernel."""
+    window = product.window
+    steps = [*window.strides, *window.dilations]
+    return product.group == 1 and window.static_kernel == [3, 3] and all(step == 1 for step in steps)
+
+
 def _weight_columns(op, product: Product) -> ir.Value:
     """dw[o, t·c] = Σ over images of dy·columnsᵀ, columns = every tap's channels side by side"""
     window, dy = product.window, product.dy
@@ -423,6 +462,7 @@ FORMS = {
     "depthwise_rows": _weight_depthwise_rows,
     "depthwise_images": _weight_depthwise_images,
     "gathered": _weight_gathered,
+    "winograd": _weight_winograd,
     "columns": _weight_columns,
     "channels_first": _weight_channels_first,
     "channels_last": _weight_channels_last,
@@ -498,6 +538,7 @@ def possible_forms(op, product: Product) -> list[str]:
         return ["columns", "channels_first", "taps"]
     return [
         *(["gathered", "channels_last_rows", "channels_last_all"] if sized else []),
+        *(["winograd"] if sized and _has_winograd(product) else []),
         "columns",
         "channels_first",
         "taps",
