@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import onnx
@@ -14,6 +15,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from onward import artifacts
+from onward.api import CheckpointState, Module
 from onward.errors import ExportError, ParityError
 from onward.export import from_torch
 from onward.export.torch import probe
@@ -65,6 +68,35 @@ def test_alpha_dropout_keeps_mean_and_spread(features: bool) -> None:
     (y,) = session.run(None, {"input": x})
     assert abs(y.mean()) < 0.05 and abs(y.std() - 1) < 0.05
     assert not np.allclose(y, session.run(None, {"input": x})[0])
+
+
+@pytest.mark.parametrize("layer", [nn.RReLU(), nn.AlphaDropout(0.3), nn.FeatureAlphaDropout(0.2)], ids=str)
+def test_random_layers_train_at_random_and_evaluate_as_in_eval_mode(layer: nn.Module, tmp_path: Path) -> None:
+    model, x = nn.Sequential(nn.Linear(8, 8), layer), torch.randn(64, 8)
+    proto = from_torch(model, x)
+    name = proto.graph.output[0].name
+    artifacts.generate_artifacts(
+        proto, loss=artifacts.LossType.MSELoss, artifact_directory=tmp_path, additional_output_names=[name]
+    )
+    state = CheckpointState.load_checkpoint(tmp_path / "checkpoint")
+    module = Module(tmp_path / "training_model.onnx", state, tmp_path / "eval_model.onnx")
+    target = np.zeros((64, 8), np.float32)
+    (_, once), (_, again) = module(x.numpy(), target), module(x.numpy(), target)
+    assert not np.allclose(once, again)
+    before = model[0](x).detach().numpy()
+    if isinstance(layer, nn.RReLU):
+        slopes = (once / before)[before < 0]
+        assert slopes.min() >= 1 / 8 - 1e-5 and slopes.max() <= 1 / 3 + 1e-5
+        assert abs(slopes.mean() - 11 / 48) < 0.02
+    module.eval()
+    expected = model.eval()(x).detach().numpy()
+    np.testing.assert_allclose(module(x.numpy(), target)[1], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_an_eval_model_that_still_draws_is_named(tmp_path: Path) -> None:
+    proto = from_torch(Net(lambda y: y + 0.1 * torch.randn_like(y)), torch.randn(3, 8))
+    with pytest.warns(UserWarning, match="the eval model draws random numbers too"):
+        artifacts.build_artifacts(proto, loss=artifacts.LossType.MSELoss)
 
 
 # ---- the other exporter ----------------------------------------------------------------------------

@@ -78,6 +78,8 @@ def convert(value: Any, wanted: np.dtype | None, name: str) -> np.ndarray:
     array = value if type(value) is np.ndarray else _to_array(value, name)
     if wanted is not None and array.dtype != wanted:
         array = _convert(array, wanted, name)
+    if array.dtype.isbuiltin != 1 and array.dtype.name != "bfloat16":
+        raise TypeError(f"input '{name}' is {array.dtype}, which onnxruntime takes as an OrtValue only")
     return array if array.flags.c_contiguous else np.ascontiguousarray(array)
 
 

@@ -103,6 +103,11 @@ def build_training_graphs(
     )
 
 
+_DRAWS = frozenset(
+    {"RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike", "Bernoulli", "Multinomial"}
+)
+
+
 def _finish_evaluation(model: ir.Model, results: Sequence[str]) -> None:
     """Turn it to inference and tidy up; what the forward model's own outputs need stays: exports may ask for them."""
     graph = model.graph
@@ -113,6 +118,13 @@ def _finish_evaluation(model: ir.Model, results: Sequence[str]) -> None:
     to_inference(model, keep_dropout=True)
     finish(model)
     del graph.outputs[len(asked) :]
+    drawing = [node for node in graph if node.op_type in _DRAWS]
+    if drawing:
+        warnings.warn(
+            f"the eval model draws random numbers too ({drawing[0].op_type} '{drawing[0].name}'): the forward model "
+            "says what training does, not what eval mode would do instead. To deploy, export the module for inference",
+            stacklevel=2,
+        )
 
 
 def _refuse_reserved(graph: ir.Graph, outputs: Sequence[str]) -> None:

@@ -91,8 +91,8 @@ OLD_ROWS: list[tuple[str, int, str, str]] = [
         { y = GroupNormalization<num_groups=2>(x, s, b) }""", "float[A, B, C] y"),
     ("BatchNormalization that trains", 7, """<float[4] s = {1, 2, 3, 4}, float[4] m = {0, 1, 0, 1}>
         { a, b, y = BatchNormalization<training_mode=1, momentum=0.7>(x, s, m, m, s) }""", "float[C] y"),
-    ("GreaterOrEqual", 9, "{ n = Neg(x)  c = GreaterOrEqual(x, n)  y = Cast<to=1>(c) }", "float[A, B, C] y"),
-    ("Equal of NaN", 9, "{ z = Sub(x, x)  n = Div(z, z)  c = Equal(n, n)  y = Cast<to=1>(c) }", "float[A, B, C] y"),
+    ("GreaterOrEqual", 7, "{ n = Neg(x)  c = GreaterOrEqual(x, n)  y = Cast<to=1>(c) }", "float[A, B, C] y"),
+    ("Equal of NaN", 7, "{ z = Sub(x, x)  n = Div(z, z)  c = Equal(n, n)  y = Cast<to=1>(c) }", "float[A, B, C] y"),
     ("Max of integers", 9, "<int64[1] k = {3}> { m = Max(i, k)  y = Cast<to=1>(m) }", "float[A, B, C] y"),
     ("Clip", 7, "<float l = {-0.5}, float h = {0.5}> { y = Clip(x, l, h) }", "float[A, B, C] y"),
     ("Clip at run time", 8, "{ l = ReduceMin<keepdims=0>(x)  y = Clip(x, , l) }", "float[A, B, C] y"),
@@ -100,6 +100,15 @@ OLD_ROWS: list[tuple[str, int, str, str]] = [
         { s = Slice(x, f, t, o)  q = Squeeze(s, o)  y = Unsqueeze(q, a) }""", "float[A, B, C] y"),
     ("Slice at run time", 9, """<int64[1] a = {2}, int64[1] f = {1}, int64[1] minus = {-1}>
         { n = Shape<start=2>(x)  e = Add(n, minus)  y = Slice(x, f, e, a) }""", "float[A, B, C] y"),
+    ("Slice with steps", 7, """<int64[3] f = {1, 0, 5}, int64[3] t = {9, 4, -9}, int64[3] a = {0, 1, 2},
+        int64[3] s = {1, 2, -2}> { y = Slice(x, f, t, a, s) }""", "float[A, B, C] y"),
+    ("IsNaN", 7, "{ z = Sub(x, x)  n = Div(z, z)  m = Concat<axis=0>(x, n)  c = IsNaN(m)  y = Cast<to=1>(c) }",
+     "float[A, B, C] y"),
+    ("OneHot", 7, "<int64 d = {6}, float[2] v = {0.5, 2.0}> { j = Neg(i)  y = OneHot<axis=1>(j, d, v) }",
+     "float[A, D, B, C] y"),
+    ("Expand of a number", 7, "{ t = ReduceSum<keepdims=0>(x)  s = Shape(x)  y = Expand(t, s) }", "float[A, B, C] y"),
+    ("Expand to known sizes", 7, """<int64[4] s = {2, 1, 4, 6}, int64[1] o = {0}> { t = ReduceSum<keepdims=1>(x, o)
+        y = Expand(t, s) }""", "float[A, B, C, D] y"),
     ("Split of sizes", 7, "<int64[2] s = {2, 4}> { a, y = Split<axis=-1>(x, s) }", "float[A, B, C] y"),
     ("Pad of axes", 7, "<int64[2] p = {1, 2}, float v = {7.0}, int64[1] a = {-1}> { y = Pad(x, p, v, a) }",
      "float[A, B, C] y"),

@@ -13,11 +13,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import torch
 
+from onward.contract import EXPORT_OPSET
+from onward.errors import ExportError, ModelError
 from onward.export.huggingface.embed_weights import add_weights, serialized, take_weights
 from onward.export.parity import Report, compare, merge
 from onward.export.torch import torchscript
+from onward.graph.dialect.lower import lower
+from onward.graph.dialect.normalize import normalize
 
 if TYPE_CHECKING:
     from onward.export.huggingface.traceable import Traceable
@@ -128,6 +133,19 @@ def _kept(
 
 
 def _export(traceable: Traceable, *, opset: int) -> onnx.ModelProto:
+    """The graph at this opset; below 13 a newer one converted, for the tracer's own forms there are partly invalid."""
+    if opset >= 13:
+        return _traced(traceable, opset=opset)
+    try:
+        return ir.to_proto(lower(normalize(_traced(traceable, opset=EXPORT_OPSET)), opset))
+    except ModelError as lacking:
+        try:
+            return _traced(traceable, opset=opset)
+        except ExportError as error:
+            raise ExportError(f"{error}\nA newer export cannot be converted either: {lacking}") from None
+
+
+def _traced(traceable: Traceable, *, opset: int) -> onnx.ModelProto:
     """The graph alone, with weights as inputs: carrying them through the exporter takes a third of its time."""
     with warnings.catch_warnings(), torch.no_grad(), _without_late_inference():
         # Tracer warnings about Python branches: the parity check at other sizes is what settles them.

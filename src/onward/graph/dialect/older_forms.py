@@ -198,6 +198,40 @@ def _sign(op: Builder, node: ir.Node) -> ir.Value:
     return op.Sub(op.Cast(op.Greater(x, zero), to=kind), op.Cast(op.Less(x, zero), to=kind))
 
 
+@_before(9, "IsNaN")
+def _is_nan(op: Builder, node: ir.Node) -> ir.Value:
+    """Neither less than one nor greater than zero."""
+    x = _x(node)
+    return op.Not(op.Or(op.Less(x, op.constant_like(1.0, x)), op.Greater(x, op.constant_like(0.0, x))))
+
+
+@_before(9, "OneHot")
+def _one_hot(op: Builder, node: ir.Node) -> ir.Value:
+    """The places that equal the index, or the index counted from the end."""
+    depth, values = op.const_value(_x(node, 1)), op.const_value(_x(node, 2))
+    if depth is None or values is None or values.dtype.kind != "f" or op.rank(_x(node)) is None:
+        raise ModelError("its depth or values are no known floating numbers")
+    rank, count = op.rank(_x(node)), int(depth.reshape(-1)[0])
+    axis = int(attribute(node, "axis", -1)) % (rank + 1)
+    places = np.arange(count, dtype=np.int64).reshape([-1] + [1] * (rank - axis))
+    index = op.Unsqueeze(op.Cast(_x(node), to=ir.DataType.INT64.value), [axis])
+    hit = op.Or(op.Equal(index, places), op.Equal(index, places - count))
+    off, on = (np.asarray(number) for number in values)
+    return op.Add(op.Mul(op.Cast(hit, to=_x(node, 2).dtype.value), on - off), off)
+
+
+@_before(8, "Expand")
+def _expand(op: Builder, node: ir.Node) -> ir.Value:
+    """A single number is repeated; anything else is multiplied by ones of a known shape."""
+    x, sizes = _x(node), op.const_value(_x(node, 1))
+    count = op.static_dim(_x(node, 1), 0)
+    if x.shape is not None and all(dim == 1 for dim in x.shape) and count is not None:
+        return op.Tile(op.Reshape(x, [1] * max(count, len(x.shape))), _x(node, 1)) if count else x
+    if sizes is None or x.dtype not in _FLOATS:
+        raise ModelError("expands to a shape that is known at run time only")
+    return op.Mul(x, np.ones([int(size) for size in sizes], x.dtype.numpy()))
+
+
 # ---- shapes ---------------------------------------------------------------------------------------------
 
 
@@ -400,6 +434,38 @@ def _slice(op: Builder, node: ir.Node) -> ir.Value:
             ends.append(op.Squeeze(op.Where(op.Less(size, end), size, end), [0]))
         x = op.Gather(x, op.Range(ends[0], ends[1], one), axis=axis % op.rank(x))
     return x
+
+
+@_before(10, "Slice", where=lambda node: _has_steps(node))
+def _strided_slice(op: Builder, node: ir.Node) -> ir.Value:
+    """Slices had no steps: the places that they leave are gathered, one axis after the other."""
+    x = _x(node)
+    starts, ends, steps = (op.const_value(_x(node, index)) for index in (1, 2, 4))
+    axes = given(node, 3)
+    places = np.arange(len(steps)) if axes is None and steps is not None else op.const_value(axes)
+    if starts is None or ends is None or steps is None or places is None:
+        raise ModelError("its axes or steps are known at run time only")
+    for start, end, step, axis in zip(*(np.ravel(numbers) for numbers in (starts, ends, steps, places))):
+        if step == 1:
+            x = op.Slice(x, [int(start)], [int(end)], [int(axis)])
+            continue
+        size = op.static_dim(x, int(axis))
+        if size is None:
+            raise ModelError("has steps over an axis of unknown size, which are newer")
+        kept = range(size)[slice(*(int(number) for number in _within(start, end, step)))]
+        x = op.Gather(x, np.asarray(kept, np.int64), axis=int(axis))
+    return x
+
+
+def _has_steps(node: ir.Node) -> bool:
+    steps = given(node, 4)
+    known = None if steps is None else ir.convenience.get_const_tensor(steps)
+    return known is not None and bool((known.numpy() != 1).any())
+
+
+def _within(start: int, end: int, step: int) -> tuple[int, int | None, int]:
+    """ONNX's bounds as Python's: the smallest of all integers as an end means the beginning, going backwards."""
+    return start, (None if step < 0 and end < -(2**31) else end), step
 
 
 def _unknown(node: ir.Node, index: int) -> bool:

@@ -1,7 +1,7 @@
 """Converts a model from training mode to inference mode.
 
 Dropout becomes the identity, batch norm uses its running statistics, and stochastic depth (branches dropped at
-random, as exporters write it in elementary operators) is replaced by its mean.
+random, as exporters write it in elementary operators) is replaced by its mean, as are the random slopes of RReLU.
 """
 
 from __future__ import annotations
@@ -37,6 +37,10 @@ def freeze_statistics(model: ir.Model) -> None:
 
 
 def _walk(op: Builder, graph: ir.Graph, keep_dropout: bool) -> None:
+    for node in list(graph):  # first: the dropout within it must still be there
+        if node.op_type == "Add":
+            op.before = node
+            _remove_alpha_dropout(op, node)
     for node in list(graph):
         for inner in subgraphs_of(node):
             _walk(Builder(inner, parent=op), inner, keep_dropout)
@@ -50,6 +54,8 @@ def _walk(op: Builder, graph: ir.Graph, keep_dropout: bool) -> None:
             _freeze_statistics(op, node)
         elif node.op_type == "Mul":
             _remove_drop_path(op, node)
+        elif node.op_type == "PRelu":
+            _fix_slopes(op, node)
     op.before = None
 
 
@@ -61,6 +67,43 @@ def _remove_dropout(op: Builder, node: ir.Node) -> None:
         _pass_on(op, node.outputs[1], ones)
     _pass_on(op, node.outputs[0], source)
     op.graph.remove(node, safe=True)
+
+
+def _remove_alpha_dropout(op: Builder, node: ir.Node) -> None:
+    """Where(Dropout(1) > 0, x, α)·a + b, with the a and b that keep mean and variance at this rate: x"""
+    scaled, shift = _producer(node.inputs[0]), _number(node.inputs[1])
+    if scaled is None or scaled.op_type != "Mul" or shift is None:
+        return
+    chosen, scale = _producer(scaled.inputs[0]), _number(scaled.inputs[1])
+    if chosen is None or chosen.op_type != "Where" or scale is None:
+        return
+    kept, alpha = _producer(chosen.inputs[0]), _number(chosen.inputs[2])
+    dropout = _producer(kept.inputs[0]) if kept is not None and kept.op_type == "Greater" else None
+    if dropout is None or dropout.op_type != "Dropout" or alpha is None:
+        return
+    ratio = _number(dropout.inputs[1]) if len(dropout.inputs) > 1 else 0.5
+    if ratio is None:
+        return
+    wanted = ((1 - ratio) * (1 + ratio * alpha**2)) ** -0.5
+    if np.allclose([scale, shift], [wanted, -wanted * alpha * ratio], rtol=1e-4):
+        assert chosen.inputs[1] is not None
+        _pass_on(op, node.outputs[0], chosen.inputs[1])
+        op.graph.remove(node, safe=True)
+
+
+def _fix_slopes(op: Builder, node: ir.Node) -> None:
+    """Slopes drawn between two numbers: the middle of both, as RReLU has in eval mode."""
+    drawn = _producer(node.inputs[1])
+    if drawn is None or drawn.op_type not in _UNIFORM:
+        return
+    low, high = drawn.attributes.get_float("low", 0.0), drawn.attributes.get_float("high", 1.0)
+    assert node.inputs[0] is not None
+    _pass_on(op, node.outputs[0], op.LeakyRelu(node.inputs[0], alpha=(low + high) / 2))
+    op.graph.remove(node, safe=True)
+
+
+def _producer(value: ir.Value | None) -> ir.Node | None:
+    return None if value is None else value.producer()
 
 
 def _freeze_statistics(op: Builder, node: ir.Node) -> None:
