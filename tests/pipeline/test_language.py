@@ -498,3 +498,26 @@ def test_a_template_cannot_run_code(tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").write_text("{{ ''.__class__.__mro__[1].__subclasses__() }}")
     with pytest.raises(ModelError, match="refuses these messages"):
         read_template(tmp_path).render([{"role": "user", "content": "why"}])
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "'x' * 10**9",
+        "'%999999999d' % 1",
+        "'%*d' % (999999999, 1)",
+        "'{:999999999}'.format(1)",
+        "'x'.center(999999999)",
+    ],
+)
+def test_a_template_cannot_make_much_of_little(tmp_path: Path, source: str) -> None:
+    (tmp_path / "chat_template.jinja").write_text(f"{{{{ {source} }}}}")
+    with pytest.raises(ModelError, match=r"large|not valid Jinja"):
+        read_template(tmp_path).render([{"role": "user", "content": "why"}])
+
+
+def test_a_template_may_format_and_pad_a_little(tmp_path: Path) -> None:
+    (tmp_path / "chat_template.jinja").write_text(
+        "{{ '%5d' % 7 }}{{ '{:3}|'.format(8) }}{{ 'x'.center(3) }}{{ 7 % 4 }}"
+    )
+    assert read_template(tmp_path).render([{"role": "user", "content": "12345678"}]) == "    7  8| x 3"

@@ -7,6 +7,7 @@ nothing else.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -31,6 +32,8 @@ def is_chat(value: Any) -> bool:
 
 # characters or items that a template may make by repeating
 _MOST = 1 << 20
+# a format with a width of millions, or one that is given
+_WIDE = re.compile(r"%[^%a-zA-Z]*(\d{7}|\*)|\{[^{}]*\d{7}")
 
 
 def read_template(folder: Path) -> ChatTemplate:
@@ -78,12 +81,14 @@ class ChatTemplate:
         self._errors: type[Exception] = jinja2.TemplateError
 
         class Sandbox(ImmutableSandboxedEnvironment):
-            """Jinja's sandbox, in which a text cannot be repeated, or a number raised, beyond bounds."""
+            """Jinja's sandbox, in which a text cannot be repeated or padded, or a number raised, beyond bounds."""
 
-            intercepted_binops = frozenset({"*", "**"})
+            intercepted_binops = frozenset({"*", "**", "%"})
 
             def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-                if operator == "*":
+                if operator == "%":
+                    large = isinstance(left, str) and _WIDE.search(left) is not None
+                elif operator == "*":
                     sizes = [len(x) if isinstance(x, str | list | tuple) else abs(x) for x in (left, right)]
                     large = sizes[0] * sizes[1] > _MOST
                 else:
@@ -91,6 +96,14 @@ class ChatTemplate:
                 if large:
                     raise jinja2.TemplateError(f"it computes something large with {operator}")
                 return super().call_binop(context, operator, left, right)
+
+            def call(self, context: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
+                owner = getattr(getattr(function, "__wrapped__", function), "__self__", None)
+                wide = any(isinstance(value, int) and value > _MOST for value in (*args, *kwargs.values()))
+                is_format = getattr(function, "__name__", "") in ("format", "format_map")
+                if isinstance(owner, str) and (wide or (is_format and _WIDE.search(owner))):
+                    raise jinja2.TemplateError("it pads a text to a large width")
+                return super().call(context, function, *args, **kwargs)
 
         environment = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
         environment.filters["tojson"] = _to_json
