@@ -273,3 +273,15 @@ def test_ranks_import_nothing_from_the_current_folder(evil: Path) -> None:
     ended = launch(command, log=Path("log"), quiet=True, look=lambda: None)
     assert ended.code != 0 and "No module named 'evil'" in Path("log").read_text()
     assert not Path("ran").exists()
+
+
+def test_a_table_with_a_nul_character(trained: Path, run: Any) -> None:
+    Path("data.csv").write_text("a,b,c,d,label\n" + "1,2,3,4,x\n" * 9 + "1,2,3,\0,x\n", encoding="utf-8")
+    assert "NUL character" in run("evaluate", "run", "-d", "data.csv", code=1).stderr
+
+
+def test_random_numbers_for_a_huge_batch_are_not_made(trained: Path, run: Any) -> None:
+    model = onnx.load("model.onnx")
+    model.graph.input[0].type.tensor_type.shape.dim[0].dim_value = 2**31
+    onnx.save(model, "huge.onnx")
+    assert "value_bytes" in run("gradcheck", "huge.onnx", code=1).stderr

@@ -207,6 +207,8 @@ def from_safetensors() -> object:
 def federated_update() -> object:
     from onward.federated import Update
 
+    if not os.path.isfile("update"):
+        raise FileNotFoundError("update")
     with open("update", "rb") as file:
         return Update.from_bytes(file.read(2**24))
 

@@ -329,6 +329,13 @@ def test_more_dimensions_than_an_array_can_have() -> None:
         read_proto(model)
 
 
+def test_an_attribute_that_refers_to_nothing() -> None:
+    model = parsed("g (float[N, 2] x) => (float[N, 2] y) { y = Softmax<axis = 1>(x) }")
+    model.graph.node[0].attribute[0].ref_attr_name = "nothing"
+    with pytest.raises(ModelError, match="'axis' refers to 'nothing', which no function around it has"):
+        read_proto(model)
+
+
 def test_an_attribute_twice() -> None:
     model = parsed("g (float[N] x) => (float[N] y) { y = Softmax<axis = 0>(x) }")
     model.graph.node[0].attribute.append(model.graph.node[0].attribute[0])

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
+
+from onward.limits import require
 
 if TYPE_CHECKING:
     from onward.data.match_inputs import InputSpec
@@ -21,6 +24,9 @@ def random_inputs(
     made = {}
     for spec in inputs:
         dims = [size if dim is None else dim for dim in ((size,) if spec.dims is None else spec.dims)]
+        require(
+            "value_bytes", 8 * math.prod(dims), f"random numbers for '{spec.name}' of shape {dims}, in bytes,"
+        )
         if spec.dtype.kind == "f":
             made[spec.name] = rng.standard_normal(dims).astype(spec.dtype)
         else:

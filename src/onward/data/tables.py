@@ -148,6 +148,8 @@ def _lines(file: TextIO, path: Path) -> Iterator[str]:
     most = current().text_bytes
     while line := file.readline(most + 1):
         require("text_bytes", len(line), f"'{path}': a line's length")
+        if "\0" in line:
+            raise DataError(f"cannot read '{path}': it holds a NUL character", "save it as UTF-8 text")
         yield line
 
 
@@ -315,8 +317,9 @@ def _categories(name: str, column: np.ndarray, where: str) -> list[str]:
         raise DataError(f"'{where}': column '{name}' is empty", _DROP)
     numeric = np.asarray([_is_number(word) for word in column])
     filled = np.asarray([bool(word) for word in column])
-    if numeric.sum() * 2 > filled.sum():
-        row = int(np.flatnonzero(filled & ~numeric)[0])
+    words_at = np.flatnonzero(filled & ~numeric)
+    if len(words_at) and numeric.sum() * 2 > filled.sum():
+        row = int(words_at[0])
         raise DataError(
             f"{_place(where, row)}: '{name}' is '{column[row]}', and most of the column are numbers",
             "fix it, or leave the cell empty",

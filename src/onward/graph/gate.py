@@ -548,6 +548,11 @@ def _check_operator(node: onnx.NodeProto, scope: _Scope) -> None:
         if wanted is None:
             raise ModelError(f"{what} has the attribute '{attribute.name}', which the operator does not have")
         if attribute.ref_attr_name:
+            if attribute.ref_attr_name not in scope.attributes:
+                raise ModelError(
+                    f"{what}: attribute '{attribute.name}' refers to '{attribute.ref_attr_name}', which no function "
+                    "around it has"
+                )
             continue
         if attribute.type != wanted:
             kinds = onnx.AttributeProto.AttributeType
