@@ -93,8 +93,9 @@ def build_training_graphs(
     schedule_gradients_early(model.graph, flag=RESET)
     _finish_evaluation(evaluation, results)
     _spell_out_inference(evaluation.graph)
+    identity = _identity(model)
     for made in (model, evaluation):
-        made.metadata_props[contract.ARTIFACTS] = _identity(model)
+        made.metadata_props[contract.ARTIFACTS] = identity
     return TrainingGraphs(
         training=model,
         evaluation=evaluation,

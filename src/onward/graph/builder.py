@@ -173,8 +173,10 @@ class Builder:
     def sizes(self, value: ir.Value, start: int, end: int | None = None) -> ir.Value:
         """Some dimensions as an int64 vector; one Shape node for all values whose dimensions have the same names."""
         dims = [] if value.shape is None else list(value.shape)[start:end]
-        names = tuple(dim if isinstance(dim, int) else dim.value for dim in dims)
-        if not names or None in names or self.parent is not None or self.before is not None:
+        given = [dim if isinstance(dim, int) else dim.value for dim in dims]
+        names = tuple(name for name in given if name is not None)
+        nameless = not names or len(names) < len(given)
+        if nameless or self.parent is not None or self.before is not None:
             return self.Shape(value, start=start, end=end)
         if names not in self._sizes:
             self._sizes[names] = self.Shape(value, start=start, end=end)

@@ -116,7 +116,7 @@ def _weight_depthwise_rows(op, product: Product) -> ir.Value:
     size, count = _padded_size(op, product, axis), _size(op, product.dy, axis)
     if others:
         if len(others) > 1:
-            places = int(np.prod([_padded_size(op, product, other) for other in others]))
+            places = int(np.prod([np.asarray(_padded_size(op, product, other)) for other in others]))
             x = op.Reshape(x, op.concat_shape(channels, places, -1, _part(size)))
         x = op.Gather(x, _places(op, product, axes=others, taps_first=True), axis=1)
         x = op.Reshape(x, op.concat_shape(channels, rows, -1, _part(size)))
@@ -159,9 +159,9 @@ def _weight_depthwise_images(op, product: Product) -> ir.Value:
 
 def _one_hot(op, places: Sizes, size: Sizes, kind: ir.DataType) -> ir.Value:
     """[windows·size, taps]: one where a tap of a window reads the place, else zero. Places past the end are none."""
-    known = isinstance(places, np.ndarray) and isinstance(size, np.ndarray)
-    if known and places.size * int(size[0]) <= _FEW_PLACES:
-        ones = places[:, None, :] == np.arange(int(size[0]))[None, :, None]
+    length = int(size[0]) if isinstance(size, np.ndarray) else None
+    if length is not None and isinstance(places, np.ndarray) and places.size * length <= _FEW_PLACES:
+        ones = places[:, None, :] == np.arange(length)[None, :, None]
         return op.constant(ones.astype(kind.numpy()).reshape(-1, places.shape[1]), name="reads")
     chosen = op.OneHot(places, size, op.constant(np.asarray([0, 1], kind.numpy())), axis=1)
     return op.Flatten(chosen, axis=2)
