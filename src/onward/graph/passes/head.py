@@ -101,8 +101,8 @@ def new_head(
     _scores_first(graph, made, notes)
     if scores:
         _open_activation(graph, made.output, notes)
+    remove_unused(model)  # the old head's parameters too, which the metadata may name
     _correct_metadata(model, made, classes, names)
-    remove_unused(model)
     _infer_again(model, made.parameters)
     _check_scores(graph, made, classes)
     return made
