@@ -797,6 +797,21 @@ def test_batch_norm_in_other_operators(shape: tuple[int, ...], opset: int, momen
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
+def test_deterministic_kernels_are_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (_, usual), (_, exact) = (Device("cuda", deterministic=asked).providers()[0] for asked in (False, True))
+    assert "cudnn_conv_algo_search" not in usual and exact["cudnn_conv_algo_search"] == "DEFAULT"
+    folder, asked, session = write_classifier(tmp_path), [], ort.InferenceSession
+    monkeypatch.setattr(
+        ort,
+        "InferenceSession",
+        lambda model, options, **rest: (
+            asked.append(options.use_deterministic_compute) or session(model, options, **rest)
+        ),
+    )
+    load(folder, device=Device("cpu", deterministic=True))
+    assert asked and all(asked)
+
+
 @pytest.mark.cuda
 @pytest.mark.skipif(not HAS_CUDA, reason="needs onnxruntime-gpu and a GPU that it can use")
 @pytest.mark.parametrize("make", [write_classifier, write_normalized])

@@ -9,6 +9,7 @@ import pytest
 
 from onward.artifacts import LossType, OptimType, generate_artifacts
 from onward.runtime import step as runtime_step
+from onward.runtime.devices import Device
 from small_models import start, with_weights
 
 
@@ -41,9 +42,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def gradients(folder: Path, sizes: list[tuple[int, int]]) -> tuple[list[np.ndarray], int]:
+def gradients(
+    folder: Path, sizes: list[tuple[int, int]], device: Device | str = "cpu"
+) -> tuple[list[np.ndarray], int]:
     """What each batch in turn gives, and how many sessions that took."""
-    state, module, _ = start(folder)
+    state, module, _ = start(folder, device=device)
     rng, found = np.random.default_rng(0), []
     for height, width in sizes:
         x = rng.standard_normal((2, 3, height, width), np.float32)
@@ -76,6 +79,19 @@ def test_a_session_for_one_size_has_far_fewer_nodes(folder: Path) -> None:
     assert len(fitted.graph.node) < 0.7 * len(general.graph.node)
     kinds = {node.op_type for node in fitted.graph.node}
     assert "Gather" in kinds and "Shape" not in kinds
+
+
+def test_on_a_device_weight_gradients_are_one_product_for_all_taps(folder: Path) -> None:
+    emulated, shapes = Device("cpu", memory="device"), {"x": (2, 3, 12, 12), "labels": (2,)}
+    step = start(folder, device=emulated)[1].step
+    assert step._fits  # type: ignore[attr-defined]
+    made, _ = step.prepared(reset=True, shapes=shapes)  # type: ignore[attr-defined]
+    names = [node.name for node in made.graph.node]
+    assert any("/channels_last/" in name for name in names)
+    assert not any("gathered" in entry.value for node in made.graph.node for entry in node.metadata_props)
+    there, here = (gradients(folder, [(12, 12), (9, 14)], device)[0] for device in (emulated, "cpu"))
+    for own, expected in zip(there, here):
+        np.testing.assert_allclose(own, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_accumulation_works_with_sizes_that_change(folder: Path) -> None:

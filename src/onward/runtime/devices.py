@@ -40,7 +40,8 @@ class Device:
     """Where training runs.
 
     `tf32` lets CUDA multiply float32 matrices with 10 bits of mantissa: faster, and less accurate; off by
-    default, as in PyTorch. `graphs` records steps and updates as CUDA graphs where the model allows it. `memory`
+    default, as in PyTorch. `graphs` records steps and updates as CUDA graphs where the model allows it.
+    `deterministic` asks for kernels that give the same bits in every run: slower, mostly for convolutions. `memory`
     is chosen by the kind of device; tests choose it to run the way of a device over the CPU provider.
 
     >>> Device("cpu").memory
@@ -51,6 +52,7 @@ class Device:
     number: int = 0
     tf32: bool = False
     graphs: bool = True
+    deterministic: bool = False
     memory: Literal["auto", "host", "device", "copied"] = "auto"
 
     def __post_init__(self) -> None:
@@ -83,6 +85,10 @@ class Device:
             # the arena would otherwise grow in powers of two, up to twice what is needed
             options["arena_extend_strategy"] = "kSameAsRequested"
             options["use_tf32"] = str(int(self.tf32))
+            if (
+                self.deterministic
+            ):  # cuDNN's fastest kernels are found by timing, which differs from run to run
+                options["cudnn_conv_algo_search"] = "DEFAULT"
             if capture:
                 options["enable_cuda_graph"] = "1"
         return [(self.provider, options), CPU]
@@ -95,7 +101,7 @@ def find_device(device: DeviceLike) -> Device:
     """The device of a name ("cpu", "cuda:1", "auto"); an error where this machine does not have it.
 
     >>> find_device("cpu")
-    Device(kind='cpu', number=0, tf32=False, graphs=True, memory='host')
+    Device(kind='cpu', number=0, tf32=False, graphs=True, deterministic=False, memory='host')
     """
     if isinstance(device, str):
         name = device.lower()

@@ -40,8 +40,8 @@ _ALIGN = 16
 # Some gradient rules clamp infinities to the largest float32: a norm beyond this is one of those.
 _OVERFLOW = 1e60
 _OPSET = 18
-# Bytes that are copied to a part of a vector at a time, or numbers that are summed.
-_PIECE = 1 << 24
+# Bytes that are copied to a part of a vector at a time, and numbers that are summed.
+_PIECE, _SUMMED = 1 << 24, 1 << 22
 
 
 class Tensor(Protocol):
@@ -329,7 +329,7 @@ class DeviceTensor:
             return 0.0
         if kernel not in self._reductions:
             size = math.prod(self._shape)
-            parts = [self.view(start, [min(_PIECE, size - start)]) for start in range(0, size, _PIECE)]
+            parts = [self.view(start, [min(_SUMMED, size - start)]) for start in range(0, size, _SUMMED)]
             # a recorded session has memory of its own: for whole vectors, not for each tensor in one
             record = self._device.captures and self._is_whole
             self._reductions[kernel] = _Reduction(self._device, kernel, parts, record=record)

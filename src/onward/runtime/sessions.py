@@ -135,6 +135,8 @@ def make_session(
         # looking for a buffer of the same shape for each value takes the square of their number: 20 s for a decoder
         # of 30 layers; the arena gives out freed memory as well
         chosen.enable_mem_reuse = not many
+    if device.deterministic:
+        chosen.use_deterministic_compute = True
     if not isinstance(model, onnx.ModelProto) or _reads(model) > _LARGE:
         _rest_between_runs(chosen)
     try:

@@ -18,7 +18,7 @@ from onward.contract import BUFFER, OUT, SEED
 from onward.errors import ModelError
 from onward.graph.passes.batch_norm import expand_batch_norm
 from onward.graph.passes.device_forms import prefer_device_forms
-from onward.graph.passes.known_shapes import leaves_images_open, specialize_shapes
+from onward.graph.passes.known_shapes import gathers_columns, leaves_images_open, specialize_shapes
 from onward.graph.passes.row_gradients import scatter_in_place
 from onward.graph.passes.specialize import specialize_reset
 from onward.graph.passes.static_masks import simplify_static_masks
@@ -80,7 +80,8 @@ class TrainingStep:
         self.signature = read_signature(self._model, self._path, "training")
         self._device, self._options = device, options
         self._tune = tune if device.memory == "host" else None
-        self._fits = device.memory == "host" and leaves_images_open(self._model)
+        unfit = {"host": leaves_images_open, "device": gathers_columns}.get(device.memory)
+        self._fits = unfit is not None and unfit(self._model)
         self._specializes = device.memory == "device" or self._tune is not None or self._fits
         self._bound: dict[bool, Bound] = {}
         self._by_shape: OrderedDict[tuple, Bound] = OrderedDict()
@@ -182,11 +183,10 @@ class TrainingStep:
             known = {name: tuple(shape) for name, shape in shapes.items()}
             known |= {f"{n}{BUFFER}": known[n] for n in self.signature.input_gradients}
             if fits:
-                from onward.graph.passes.conv_forms import (
-                    fit_forms,  # graph libraries: only where they are needed
-                )
+                # graph libraries: only where they are needed
+                from onward.graph.passes.conv_forms import fit_forms, fit_gpu_forms
 
-                fit_forms(model, known)
+                (fit_forms if self._device.memory == "host" else fit_gpu_forms)(model, known)
             if tune is not None:
                 tune(model, known, self._options)
             specialize_shapes(model, known)

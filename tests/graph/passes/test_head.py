@@ -12,6 +12,7 @@ import onnxruntime as ort
 import pytest
 
 import onward
+from onward import contract
 from onward.artifacts import build_artifacts
 from onward.errors import ModelError
 
@@ -216,6 +217,15 @@ def test_names_are_recorded_and_old_ones_do_not_survive() -> None:
     about = {entry.key: entry.value for entry in new.metadata_props}
     assert json.loads(about["onward.classes"]) == ["cat", "dog"]
     assert set(about) == {"onward.classes", "onward.head", "author", "task"}
+
+
+def test_the_list_of_trained_parameters_follows() -> None:
+    model = parse(
+        f"<{weight('w_a', 8, 5)}, {weight('w_b', 5, 4)}> {{ h = MatMul(x, w_a) y = MatMul(h, w_b) }}"
+    )
+    model.metadata_props.add(key=contract.REQUIRES_GRAD, value='["w_a", "w_b"]')  # as an export has it
+    new = onward.replace_head(model, classes=2)
+    assert sorted(build_artifacts(new, loss="cross-entropy").trainable) == ["head.weight", "w_a"]
 
 
 def test_it_says_what_it_did(caplog: pytest.LogCaptureFixture) -> None:

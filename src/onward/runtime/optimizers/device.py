@@ -23,7 +23,7 @@ from onward.runtime.sessions import make_session
 __all__ = ["DeviceUpdater"]
 
 # Elements of a stretch, which begins at a multiple of so many.
-_MOST, _ALIGN = 1 << 22, 1 << 10
+_MOST, _ALIGN = 1 << 21, 1 << 10
 
 
 class DeviceUpdater(ElementwiseUpdater):
@@ -96,8 +96,8 @@ class DeviceUpdater(ElementwiseUpdater):
 def _stretches(start: int, stop: int) -> list[tuple[int, int]]:
     """Cut a part of the vector into stretches of about the same length.
 
-    >>> _stretches(0, 10_000_000)
-    [(0, 3334144), (3334144, 6668288), (6668288, 10000000)]
+    >>> _stretches(0, 5_000_000)
+    [(0, 1667072), (1667072, 3334144), (3334144, 5000000)]
     """
     count = max(1, -(-(stop - start) // _MOST))
     size = -(-(stop - start) // (count * _ALIGN)) * _ALIGN
