@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 
 from export.tiny_transformers import tiny_pair
 from onward.data import preprocess as signals
@@ -100,6 +101,40 @@ def test_token_classification_labels_every_word_and_groups_names(tmp_path: Path)
     for group in pipeline(TEXT, group=True):
         assert group["label"] == "PLACE"
         assert TEXT[group["start"] : group["end"]] == group["text"]
+
+
+@pytest.mark.parametrize("strategy", ["simple", "first", "average", "max"])
+def test_names_are_grouped_as_transformers_groups_them(tmp_path: Path, strategy: str) -> None:
+    labels = {0: "O", 1: "B-PLACE", 2: "I-PLACE"}
+    pipeline, model, tokenizer = exported(tmp_path, "bert", "token-classification", id2label=labels)
+    theirs = transformers.pipeline("token-classification", model=model, tokenizer=tokenizer)
+    for text in (TEXT, LONG, "Prices rose, by March"):
+        expected = theirs(text, aggregation_strategy=strategy)
+        got = pipeline(text, aggregation_strategy=strategy)
+        assert [(e["label"], e["start"], e["end"]) for e in got] == [
+            (e["entity_group"], e["start"], e["end"]) for e in expected
+        ]
+        assert [e["score"] for e in got] == pytest.approx([float(e["score"]) for e in expected], abs=1e-5)
+    with pytest.raises(ValueError, match="choose one of none, simple"):
+        pipeline(TEXT, aggregation_strategy="best")
+
+
+@pytest.mark.parametrize(("count", "kind"), [(1, None), (1, "regression"), (3, "multi_label_classification")])
+def test_scores_are_those_of_the_kind_of_problem(tmp_path: Path, count: int, kind: str | None) -> None:
+    settings = {"num_labels": count, "problem_type": kind}
+    pipeline, model, tokenizer = exported(tmp_path, "bert", "text-classification", **settings)
+    theirs = transformers.pipeline("text-classification", model=model, tokenizer=tokenizer)
+    for text, found in zip([TEXT, LONG], pipeline([TEXT, LONG], top_k=None)):
+        expected = {e["label"]: e["score"] for e in theirs(text, top_k=None)}
+        assert {e["label"]: e["score"] for e in found} == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_decoder_classifies_the_same_alone_and_in_a_batch(tmp_path: Path) -> None:
+    pipeline, model, tokenizer = exported(tmp_path, "gpt2", "text-classification", pad_token_id=0)
+    theirs = transformers.pipeline("text-classification", model=model, tokenizer=tokenizer)
+    for text, found in zip([TEXT, LONG], pipeline([TEXT, LONG], top_k=None)):
+        expected = {e["label"]: e["score"] for e in theirs(text, top_k=None)}
+        assert {e["label"]: e["score"] for e in found} == pytest.approx(expected, abs=1e-5)
 
 
 def test_an_answer_is_the_likeliest_span_of_the_context(tmp_path: Path) -> None:

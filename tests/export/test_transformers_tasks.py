@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import wave
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -17,9 +18,10 @@ from PIL import Image
 from export.huggingface_types import tiny_of
 from export.tiny_transformers import tiny_pair, tiny_tokenizer
 from onward.data import preprocess
-from onward.errors import ExportError
+from onward.errors import ExportError, ModelError
 from onward.export import artifacts_from_transformers, assign_detections, from_transformers
 from onward.export.huggingface.assign import cheapest_pairs
+from onward.export.huggingface.cards import processor_settings
 from onward.export.huggingface.task_losses import LOSSES
 from onward.export.huggingface.tasks import TASKS, TYPES, detect, task_for
 from onward.pipeline.by_task import ANSWERS
@@ -282,6 +284,113 @@ def test_a_wave_becomes_the_spectrum_that_transformers_makes(name: str) -> None:
     expected = next(iter(extractor(WAVE, sampling_rate=16000, return_tensors="np").values()))[0]
     got = preprocess.sound(WAVE, {**extractor.to_dict(), "feature_extractor_type": name})
     np.testing.assert_allclose(got, expected, atol=1e-4)
+
+
+PROCESSORS = [
+    transformers.ViTImageProcessorPil(size={"height": 16, "width": 16}),
+    transformers.ConvNextImageProcessorPil(size={"shortest_edge": 32}),
+    transformers.ConvNextImageProcessorPil(size={"shortest_edge": 384}),
+    transformers.PoolFormerImageProcessorPil(
+        size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32}
+    ),
+    transformers.LevitImageProcessorPil(size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32}),
+    transformers.EfficientNetImageProcessorPil(size={"height": 32, "width": 32}, rescale_offset=True),
+    transformers.EfficientNetImageProcessorPil(size={"height": 32, "width": 32}, include_top=False),
+    transformers.MobileViTImageProcessorPil(
+        size={"shortest_edge": 36}, crop_size={"height": 32, "width": 32}
+    ),
+    transformers.DetrImageProcessorPil(size={"shortest_edge": 48, "longest_edge": 64}),
+    transformers.YolosImageProcessorPil(size={"shortest_edge": 48, "longest_edge": 64}),
+    transformers.MaskFormerImageProcessorPil(size={"shortest_edge": 48, "longest_edge": 64}),
+    transformers.DPTImageProcessorPil(size={"height": 32, "width": 32}, keep_aspect_ratio=True),
+]
+
+
+@pytest.mark.parametrize("processor", PROCESSORS, ids=lambda p: type(p).__name__)
+@pytest.mark.parametrize("shape", [(40, 56), (97, 61), (30, 20)], ids=str)
+def test_pictures_are_prepared_as_by_their_processor(processor: Any, shape: tuple[int, int]) -> None:
+    picture = Image.fromarray(np.random.default_rng(0).integers(0, 256, (*shape, 3)).astype(np.uint8))
+    expected = np.asarray(processor(picture, return_tensors="np")["pixel_values"][0])
+    settings = processor_settings(processor)
+    assert "unknown" not in settings
+    for given in (picture, np.asarray(picture)):
+        got = preprocess.image(given, settings)
+        assert got.shape == expected.shape
+        np.testing.assert_allclose(got, expected, atol=0.06)
+
+
+def test_a_processor_that_does_something_else_is_named(tmp_path: Path) -> None:
+    processor = transformers.PerceiverImageProcessorPil(
+        size={"height": 16, "width": 16}, crop_size={"height": 20, "width": 20}
+    )
+    model, _ = tiny_of("vit", "image-classification")
+    with pytest.warns(UserWarning, match="prepares pictures in a way that"):
+        from_transformers((model, processor), "image-classification", tmp_path / "exported")
+    ours = load(tmp_path / "exported")
+    with pytest.raises(ModelError, match="give float32 arrays"):
+        ours(PICTURE)
+    assert "score" in ours(np.zeros((3, 16, 16), np.float32))
+
+
+def test_pictures_of_any_mode_and_files_are_read_as_transformers_reads_them(tmp_path: Path) -> None:
+    processor = transformers.ViTImageProcessorPil(size={"height": 16, "width": 16})
+    ours, model, _ = answering(tmp_path, "vit", "image-classification", processor)
+    theirs = transformers.pipeline("image-classification", model=model, image_processor=processor)
+    alpha = Image.fromarray(np.random.default_rng(1).integers(0, 256, (40, 56, 4)).astype(np.uint8), "RGBA")
+    PICTURE.save(tmp_path / "picture.png")
+    for given in (*(PICTURE.convert(mode) for mode in ("L", "P", "1", "CMYK")), alpha, alpha.convert("LA"),
+                  str(tmp_path / "picture.png")):  # fmt: skip
+        expected = {e["label"]: e["score"] for e in theirs(given, top_k=9)}
+        assert {e["label"]: e["score"] for e in ours(given, top_k=None)} == pytest.approx(expected, abs=1e-4)
+
+
+def test_boxes_of_a_detector_without_a_class_for_nothing_may_have_several_labels(tmp_path: Path) -> None:
+    processor = transformers.ConditionalDetrImageProcessorPil(size={"shortest_edge": 48, "longest_edge": 64})
+    ours, model, _ = answering(tmp_path, "conditional_detr", "object-detection", processor)
+    theirs = transformers.pipeline("object-detection", model=model, image_processor=processor)
+    for picture in (PICTURE, PICTURE.resize((61, 97))):
+        expected = sorted(theirs(picture, threshold=0.1), key=lambda e: -e["score"])
+        got = ours(picture, threshold=0.1)
+        assert [e["score"] for e in got] == pytest.approx([e["score"] for e in expected], abs=1e-4)
+        assert [(e["label"], e["box"]) for e in got] == [(e["label"], e["box"]) for e in expected]
+
+
+def test_sound_comes_as_an_array_a_file_or_with_its_rate(tmp_path: Path) -> None:
+    extractor = transformers.Wav2Vec2FeatureExtractor(do_normalize=True)
+    ours, model, _ = answering(tmp_path, "wav2vec2", "audio-classification", extractor)
+    theirs = transformers.pipeline("audio-classification", model=model, feature_extractor=extractor)
+    bits = (WAVE.clip(-4, 4) / 4 * 32767).astype("<i2")
+    with wave.open(str(tmp_path / "sound.wav"), "wb") as file:
+        file.setparams((1, 2, 16000, len(bits), "NONE", ""))
+        file.writeframes(bits.tobytes())
+    samples = bits.astype(np.float32) / 2**15
+    expected = {e["label"]: e["score"] for e in theirs(samples.copy(), top_k=9)}
+    for given in (samples, str(tmp_path / "sound.wav"), {"raw": samples, "sampling_rate": 16000},
+                  {"array": np.stack([samples, samples]), "sampling_rate": 16000}):  # fmt: skip
+        assert {e["label"]: e["score"] for e in ours(given, top_k=None)} == pytest.approx(expected, abs=1e-4)
+    tone = [
+        np.sin(2 * np.pi * 440 * np.arange(rate // 4) / rate).astype(np.float32) for rate in (8000, 16000)
+    ]
+    slow, fast = ours({"array": tone[0], "sampling_rate": 8000}), ours(tone[1])
+    assert slow["label"] == fast["label"] and slow["score"] == pytest.approx(fast["score"], abs=0.02)
+    with pytest.raises(ValueError, match="a sound is an array"):
+        ours({"array": tone[0]})
+
+
+def test_labels_of_siglip_are_scored_one_by_one(tmp_path: Path) -> None:
+    model, tokenizer = tiny_of("siglip", "zero-shot-image-classification")
+    tokenizer.model_max_length = 64
+    processor = transformers.SiglipImageProcessorPil(size={"height": 16, "width": 16})
+    both = transformers.SiglipProcessor(image_processor=processor, tokenizer=tokenizer)
+    from_transformers((model, both), "zero-shot-image-classification", tmp_path / "exported", opset=17)
+    theirs = transformers.pipeline(
+        "zero-shot-image-classification", model=model, image_processor=processor, tokenizer=tokenizer
+    )
+    labels = ["ferry", "small library", "river"]
+    expected = theirs(PICTURE, candidate_labels=labels)
+    got = load(tmp_path / "exported")(PICTURE, labels)
+    assert [e["label"] for e in got] == [e["label"] for e in expected]
+    assert [e["score"] for e in got] == pytest.approx([e["score"] for e in expected], abs=1e-4)
 
 
 @pytest.mark.parametrize("resample", [1, 2, 3])

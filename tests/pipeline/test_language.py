@@ -463,6 +463,22 @@ BAD: list[tuple[str, Any, type[Exception], str]] = [
         DataError,
         "line 1: has question; expected messages",
     ),
+    ("a number for a text", lambda f: [{"text": 5}], DataError, "line 1: 'text' is '5', and must be text"),
+    (
+        "nothing said",
+        lambda f: [{"messages": [{"role": "user", "content": None}]}],
+        DataError,
+        "line 1: the content of a message of 'user' is null",
+    ),
+    (
+        "roles in the wrong order",
+        lambda f: (
+            (f / "chat_template.jinja").write_text("{{ raise_exception('the user begins') }}"),
+            QUESTION,
+        )[1],
+        DataError,
+        "line 1: .* refuses these messages: the user begins",
+    ),
     ("nothing to learn", lambda f: QUESTION, DataError, "line 1: nothing to learn"),
     ("broken JSON", written("chat.jsonl", '{"text": 1}\n{'), DataError, "line 2: not a JSON object"),
     ("no file", lambda f: f / "missing.jsonl", DataError, "no such file"),

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from onward.errors import DataError, LimitError
+from onward.errors import DataError, LimitError, ModelError
 from onward.reading import parse_json
 
 __all__ = ["Batches", "Example", "encode_lines", "pack", "read_lines"]
@@ -78,16 +78,22 @@ def encode_lines(
     examples = []
     for number, line in enumerate(lines, 1):
         place = f"{where} line {number}"
+        for name in ("prompt", "completion", "text"):
+            if name in line and not isinstance(line[name], str):
+                raise DataError(f"{place}: '{name}' is {str(line[name])[:40]!r}, and must be text")
         if "messages" in line:
             if render is None:
                 raise DataError(
                     f"{place}: has messages, and the tokenizer has no chat template; give prompt and completion instead"
                 )
-            made = _conversation(line["messages"], tokenizer, render, place)
+            try:
+                made = _conversation(line["messages"], tokenizer, render, place)
+            except ModelError as error:  # of the template
+                raise DataError(f"{place}: {error}") from error
         elif "prompt" in line and "completion" in line:
-            made = _completion(str(line["prompt"]), str(line["completion"]), tokenizer, end)
+            made = _completion(line["prompt"], line["completion"], tokenizer, end)
         elif "text" in line:
-            ids = tokenizer.encode(str(line["text"])).ids + ([] if end is None else [end])
+            ids = tokenizer.encode(line["text"]).ids + ([] if end is None else [end])
             made = Example(ids, list(ids))
         else:
             raise DataError(
@@ -128,6 +134,8 @@ def _conversation(messages: Any, tokenizer: Any, render: Render, place: str) -> 
             raise DataError(
                 f"{place}: a message is an object with role and content, not {str(message)[:60]!r}"
             )
+        if message["content"] is None and not message.get("tool_calls"):
+            raise DataError(f"{place}: the content of a message of {message['role']!r} is null")
     text = render(messages, prompt=False)
     encoding = tokenizer.encode(text, add_special_tokens=False)
     spans = []

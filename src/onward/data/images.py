@@ -28,6 +28,7 @@ __all__ = [
     "open_picture",
     "picture_settings",
     "read_images",
+    "read_picture",
 ]
 
 PICTURES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"})
@@ -163,16 +164,20 @@ def number_classes(
     return np.asarray([place[word] for word in words], np.int64), known
 
 
-def open_picture(path: Any, settings: Mapping[str, Any]) -> np.ndarray:
-    """One picture, from a file or a file object, as the model takes it."""
+def read_picture(path: Any, *, channels: int | None = 3) -> Any:
+    """A Pillow image from a file, a file object or another image: upright, in colours or grey."""
     from PIL import Image, ImageOps
 
     try:
-        with Image.open(path) as file:
-            upright = ImageOps.exif_transpose(file)
-            picture = upright.convert("L" if settings.get("channels") == 1 else "RGB")
+        with path if isinstance(path, Image.Image) else Image.open(path) as file:
+            return ImageOps.exif_transpose(file).convert("L" if channels == 1 else "RGB")
     except Exception as error:  # Pillow's readers raise whatever Python does over damaged bytes
         raise DataError(f"cannot read the image '{path}': {error}", "remove it, or fix it") from error
+
+
+def open_picture(path: Any, settings: Mapping[str, Any]) -> np.ndarray:
+    """One picture, from a file or a file object, as the model takes it."""
+    picture = read_picture(path, channels=settings.get("channels"))
     try:
         return image(picture, settings)
     except ValueError as error:

@@ -12,7 +12,7 @@ import numpy as np
 
 from onward.limits import require
 
-__all__ = ["image", "picture_size", "sound"]
+__all__ = ["image", "picture_size", "plain_settings", "sound"]
 
 _LARGEST_SIDE = 1 << 14
 
@@ -32,7 +32,7 @@ def image(picture: Any, settings: Mapping[str, Any] | None) -> np.ndarray:
         and not hasattr(picture, "dtype")
     ):
         # Pillow's own, which is faster
-        height, width = _within((picture.height, picture.width), settings["size"])
+        height, width = _resized_shape((picture.height, picture.width), settings)
         picture = picture.resize((width, height), settings.get("resample", 2))
         settings = {**settings, "do_resize": False}
     pixels = np.asarray(picture)
@@ -53,6 +53,8 @@ def image(picture: Any, settings: Mapping[str, Any] | None) -> np.ndarray:
         pixels = _resize(pixels, (sides[0], sides[1]), settings.get("resample", 2))
     if settings.get("do_center_crop") and settings.get("crop_size"):
         pixels = _crop(pixels, _within(pixels.shape[:2], settings["crop_size"]))
+    if settings.get("do_flip_channel_order"):
+        pixels = pixels[..., ::-1]
     if settings.get("do_rescale", True):
         pixels = pixels * np.float32(settings.get("rescale_factor", 1 / 255))
     if settings.get("do_normalize", True) and settings.get("image_mean"):
@@ -63,6 +65,42 @@ def image(picture: Any, settings: Mapping[str, Any] | None) -> np.ndarray:
     if settings.get("layout") == "NHWC":
         return np.ascontiguousarray(pixels)
     return np.ascontiguousarray(pixels.transpose(2, 0, 1))
+
+
+def plain_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """An image processor's settings in the words that `image` knows: what some types do beyond the others, spelled out.
+
+    >>> plain_settings({"image_processor_type": "ConvNextImageProcessor", "size": {"shortest_edge": 224}})["crop_size"]
+    {'height': 224, 'width': 224}
+    """
+    made = dict(settings)
+    kind, size = str(settings.get("image_processor_type") or ""), settings.get("size")
+    edge = size.get("shortest_edge") if isinstance(size, Mapping) else None
+    share = settings.get("crop_pct")
+    if kind.startswith("ConvNext") and edge:
+        if edge < 384:
+            made["size"] = {"shortest_edge": int(edge / (share or 224 / 256))}
+            made |= {"do_center_crop": True, "crop_size": {"height": edge, "width": edge}}
+        else:
+            made["size"] = {"height": edge, "width": edge}
+    elif kind.startswith("Levit") and edge:
+        made["size"] = {"shortest_edge": int(256 / 224 * edge)}
+    elif kind.startswith("PoolFormer") and share and isinstance(size, Mapping):
+        sides = {name: int(value / share) for name, value in size.items()}
+        square = not edge and sides.get("height") == sides.get("width")
+        made["size"] = {"shortest_edge": sides["height"]} if square else sides
+    elif kind.startswith("EfficientNet"):
+        normal = settings.get("do_normalize", True)
+        mean, spread = ([float(x) for x in settings.get(name) or [fill] * 3]
+                        for name, fill in (("image_mean", 0.0), ("image_std", 1.0)))  # fmt: skip
+        if settings.get("rescale_offset"):  # one less after rescaling
+            mean = [x + 1.0 for x in (mean if normal else [0.0] * 3)]
+        elif not normal:
+            mean = [0.0] * 3
+        twice = settings.get("include_top", True)
+        spread = [(x if normal else 1.0) * (x if twice else 1.0) for x in spread]
+        made |= {"do_normalize": True, "image_mean": mean, "image_std": spread}
+    return made
 
 
 def picture_size(picture: Any) -> tuple[int, int]:
@@ -77,6 +115,14 @@ def picture_size(picture: Any) -> tuple[int, int]:
 
 def _resized_shape(shape: tuple[int, ...], settings: Mapping[str, Any]) -> tuple[int, int]:
     size, multiple = settings["size"], int(settings.get("ensure_multiple_of") or 1)
+    kind = str(settings.get("image_processor_type") or "")
+    if kind.startswith("Yolos"):  # whole patches
+        height, width = _within(shape, size)
+        return max(16, height // 16 * 16), max(16, width // 16 * 16)
+    if kind.startswith(("MaskFormer", "Mask2Former")) and settings.get("size_divisor"):
+        divisor = int(settings["size_divisor"])
+        height, width = _within(shape, size)
+        return -(-height // divisor) * divisor, -(-width // divisor) * divisor
     if not settings.get("keep_aspect_ratio") or not isinstance(size, Mapping) or "height" not in size:
         return _within(shape, size)
     scales = [int(size["height"]) / shape[0], int(size["width"]) / shape[1]]
@@ -215,22 +261,27 @@ def _target(shape: tuple[int, ...], size: Any) -> tuple[int, int]:
         scale = int(size["longest_edge"]) / max(height, width)
         return (round(height * scale), round(width * scale))
     edge = int(size["shortest_edge"])
+    exact: float = edge
     if size.get("longest_edge"):
         # The longer side has a limit too: the shorter one then stays below its own.
         longest = int(size["longest_edge"])
         if max(height, width) / min(height, width) * edge > longest:
-            edge = round(longest * min(height, width) / max(height, width))
+            exact = longest * min(height, width) / max(height, width)
+            edge = round(exact)
         if min(height, width) == edge:
             return (height, width)
     if height <= width:
-        return (edge, int(edge * width / height))
-    return (int(edge * height / width), edge)
+        return (edge, int(exact * width / height))
+    return (int(exact * height / width), edge)
 
 
 def _crop(pixels: np.ndarray, size: tuple[int, int]) -> np.ndarray:
     top, left = ((pixels.shape[axis] - size[axis]) // 2 for axis in (0, 1))
-    if top < 0 or left < 0:
-        raise ValueError(f"an image of {list(pixels.shape[:2])} is smaller than its crop {list(size)}")
+    if top < 0 or left < 0:  # black around it
+        more = [max(0, size[axis] - pixels.shape[axis]) for axis in (0, 1)]
+        edges = [(n - n // 2, n // 2) for n in more]
+        pixels = np.pad(pixels, [*edges, (0, 0)])
+        top, left = ((pixels.shape[axis] - size[axis]) // 2 for axis in (0, 1))
     return pixels[top : top + size[0], left : left + size[1]]
 
 

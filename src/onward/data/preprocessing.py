@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from onward import contract
+from onward.data.preprocess import plain_settings
 from onward.errors import DataError
 from onward.reading import parse_json, read_json
 
@@ -38,7 +39,7 @@ _KINDS = ("image", "text", "table", "sound")
 _IMAGE = {
     "do_resize": bool, "size": (dict, int), "resample": int, "do_center_crop": bool, "crop_size": (dict, int),
     "do_rescale": bool, "rescale_factor": (float, int), "do_normalize": bool, "image_mean": list,
-    "image_std": list, "channels": int, "layout": str,
+    "image_std": list, "channels": int, "layout": str, "do_flip_channel_order": bool,
 }  # fmt: skip
 _SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "image": _IMAGE,
@@ -109,7 +110,12 @@ def beside(model: Path) -> dict[str, Any]:
         raise DataError(f"'{path}' cannot be read: {error}", "fix it, or remove it") from error
     if not isinstance(found, dict):
         raise DataError(f"'{path}' holds no settings", "fix it, or remove it")
-    known = known_image_settings(found)
+    try:
+        known = known_image_settings(plain_settings(found))
+    except (TypeError, ValueError, ArithmeticError) as error:
+        raise DataError(
+            f"'{path}' has settings that are not understood: {error}", "fix it, or remove it"
+        ) from error
     check_settings(known, f"'{path}'")
     return known
 

@@ -69,6 +69,9 @@ def open_language_model(place: str | os.PathLike[str]) -> Mapping[str, Any]:
         raise ModelError(f"'{path}': its task is {card['task']!r}, and language models are 'text-generation'")
     if not (path / "tokenizer.json").is_file():
         raise ModelError(f"'{path}': no tokenizer.json beside the model")
+    ends = card["generation"].get("eos_ids") or []
+    if not isinstance(ends, list) or not all(type(number) is int for number in ends):
+        raise ModelError(f"'{path / CARD}': the eos_ids are {str(ends)[:40]!r}, and must be numbers")
     return card
 
 

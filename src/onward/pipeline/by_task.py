@@ -6,12 +6,15 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from onward.data import preprocess
+from onward.data.images import read_picture
+from onward.data.sound import fit_wave, read_wave
 from onward.errors import ModelError
 from onward.export.huggingface.tasks import task_named
 from onward.pipeline import postprocess
@@ -24,6 +27,8 @@ if TYPE_CHECKING:
 __all__ = ["ANSWERS", "answer", "stream"]
 
 Text = str | tuple[str, str]
+# samples a second of speech models that do not say
+_RATE = 16000
 
 
 def answer(pipeline: Pipeline, inputs: Any, *args: Any, **options: Any) -> Any:
@@ -101,29 +106,55 @@ def _zero_shot(
 
 
 def _zero_shot_image(
-    pipeline: Pipeline, inputs: Any, labels: Sequence[str] | None = None, *, template: str = "a photo of {}."
+    pipeline: Pipeline,
+    inputs: Any,
+    labels: Sequence[str] | None = None,
+    *,
+    template: str = "This is a photo of {}.",
 ) -> Any:
     if labels is None:
         raise TypeError("zero-shot classification needs labels: pipeline(image, ['a cat', 'a dog'])")
+    alone = str(pipeline.card.get("architecture", "")).startswith("Siglip")  # each label is scored by itself
     feed, _ = pipeline.encode([template.format(label) for label in labels])
+    if alone:  # it was trained on texts of full length only, and reads the last token
+        feed = {name: _to_length(pipeline, name, array) for name, array in feed.items()}
 
     def answer(picture: Any) -> list[dict[str, Any]]:
-        pixels = preprocess.image(picture, pipeline.card.get("processor"))[None]
+        pixels = _pixels(pipeline, picture)[None]
         logits = pipeline.run({**feed, "pixel_values": pixels})["logits_per_image"][0]
-        return postprocess.labelled(logits, list(labels), "single_label_classification", top_k=None)
+        kind = "multi_label_classification" if alone else "single_label_classification"
+        return postprocess.labelled(logits, list(labels), kind, top_k=None)
 
     return _each(inputs, lambda pictures: [answer(picture) for picture in pictures])
 
 
-def _tag(pipeline: Pipeline, inputs: Any, *, group: bool = False) -> Any:
+def _to_length(pipeline: Pipeline, name: str, ids: np.ndarray) -> np.ndarray:
+    settings = pipeline.card["tokenizer"]
+    missing = (settings.get("max_length") or ids.shape[1]) - ids.shape[1]
+    filler = settings["pad_id"] if name == "input_ids" else 0
+    return np.pad(ids, [(0, 0), (0, max(0, missing))], constant_values=filler)
+
+
+def _tag(
+    pipeline: Pipeline, inputs: Any, *, group: bool = False, aggregation_strategy: str | None = None
+) -> Any:
+    strategy = aggregation_strategy or ("simple" if group else "none")
+    if strategy not in postprocess.STRATEGIES:
+        raise ValueError(
+            f"aggregation_strategy is {strategy!r}; choose one of {', '.join(postprocess.STRATEGIES)}"
+        )
+
     def answer(texts: list[str]) -> list[Any]:
         feed, encodings = pipeline.encode(texts)
         logits = pipeline.run(feed)["logits"]
         results = []
         for text, encoding, row in zip(texts, encodings, logits):
             row = pipeline.trim(row, encoding)
-            tokens = postprocess.tagged(text, encoding, row, pipeline.card["labels"])
-            results.append(postprocess.grouped(text, tokens) if group else tokens)
+            by_word = strategy in ("first", "average", "max")
+            found = postprocess.tagged(
+                text, encoding, row, pipeline.card["labels"], words=strategy if by_word else None
+            )
+            results.append(found if strategy == "none" else postprocess.grouped(text, found))
         return results
 
     return _each(inputs, answer)
@@ -416,10 +447,10 @@ def _transcribe(
 
 def _windows(pipeline: Pipeline, wave: Any) -> list[dict[str, np.ndarray]]:
     """Sound longer than the model reads at once, in pieces."""
-    samples = np.asarray(wave)
+    samples = _heard(pipeline, wave)
     limit = (pipeline.card.get("processor") or {}).get("n_samples")
     if samples.ndim != 1 or not limit or len(samples) <= limit:
-        return [_signal(pipeline, wave)]
+        return [_signal(pipeline, samples)]
     return [_signal(pipeline, samples[start : start + limit]) for start in range(0, len(samples), limit)]
 
 
@@ -481,6 +512,7 @@ def _picture_task(make: Callable[..., Any]) -> Callable[..., Any]:
 
     def answers(pipeline: Pipeline, inputs: Any, **options: Any) -> Any:
         def each(item: Any) -> Any:
+            item = _seen(pipeline, item)
             outputs = {name: array[0] for name, array in pipeline.run(_signal(pipeline, item)).items()}
             return make(outputs, preprocess.picture_size(item), pipeline.card, **options)
 
@@ -494,10 +526,18 @@ def _detect(
 ) -> Any:
     labels, logits = card["labels"], outputs["logits"]
     # A class more than there are labels means "nothing"; without it each class is scored by itself.
-    scores = (
-        postprocess.softmax(logits)[:, :-1] if logits.shape[-1] > len(labels) else postprocess.sigmoid(logits)
+    if logits.shape[-1] > len(labels):
+        scores = postprocess.softmax(logits)[:, :-1]
+        return postprocess.boxes(scores, outputs["pred_boxes"], labels, size, threshold)
+    queries = np.repeat(np.arange(len(logits)), len(labels))
+    each = np.where(  # a row for each pair of a box and a class
+        np.arange(len(labels)) == np.tile(np.arange(len(labels)), len(logits))[:, None],
+        np.repeat(postprocess.sigmoid(logits), len(labels), axis=0),
+        -1.0,
     )
-    return postprocess.boxes(scores, outputs["pred_boxes"], labels, size, threshold)
+    most = len(logits) if str(card.get("architecture")).startswith(("RTDetr", "DFine")) else 100
+    best = np.argsort(-each.max(axis=1), kind="stable")[:most]
+    return postprocess.boxes(each[best], outputs["pred_boxes"][queries[best]], labels, size, threshold)
 
 
 def _segment(outputs: Mapping[str, np.ndarray], size: Any, card: Mapping[str, Any]) -> Any:
@@ -520,7 +560,8 @@ def _zero_shot_detect(
     feed, _ = pipeline.encode(list(labels))
 
     def each(item: Any) -> list[dict[str, Any]]:
-        pixels = preprocess.image(item, pipeline.card.get("processor"))[None]
+        item = _seen(pipeline, item)
+        pixels = _pixels(pipeline, item)[None]
         outputs = pipeline.run({**feed, "pixel_values": pixels})
         scores = postprocess.sigmoid(outputs["logits"][0])
         size = preprocess.picture_size(item)
@@ -533,7 +574,7 @@ def _zero_shot_detect(
 def _reconstruct(pipeline: Pipeline, inputs: Any, mask: Any = None) -> np.ndarray:
     if mask is None:
         raise TypeError("masked images need a mask, True for each hidden patch: pipeline(image, mask)")
-    pixels = preprocess.image(inputs, pipeline.card.get("processor"))[None]
+    pixels = _pixels(pipeline, inputs)[None]
     feed = {"pixel_values": pixels, "bool_masked_pos": np.asarray(mask, bool).reshape(1, -1)}
     return pipeline.run(feed)["reconstruction"][0]
 
@@ -567,8 +608,46 @@ def _arrays(pipeline: Pipeline, inputs: Any) -> np.ndarray:
 def _signal(pipeline: Pipeline, item: Any) -> dict[str, np.ndarray]:
     name = next(iter(pipeline.card["inputs"]))
     settings = pipeline.card.get("processor")
-    prepare = preprocess.image if name == "pixel_values" else preprocess.sound
-    return {name: prepare(item, settings)[None]}
+    if name == "pixel_values":
+        return {name: _pixels(pipeline, item)[None]}
+    return {name: preprocess.sound(_heard(pipeline, item), settings)[None]}
+
+
+def _pixels(pipeline: Pipeline, item: Any) -> np.ndarray:
+    """A picture as the model takes it."""
+    settings = pipeline.card.get("processor")
+    item = _seen(pipeline, item)
+    return preprocess.image(item, None if settings and settings.get("unknown") else settings)
+
+
+def _seen(pipeline: Pipeline, item: Any) -> Any:
+    """A picture upright and in colours, whatever its file or Pillow image has; an array as it is."""
+    unknown = (pipeline.card.get("processor") or {}).get("unknown")
+    if unknown and getattr(item, "dtype", None) != np.float32:
+        raise ModelError(
+            f"the model's {unknown} prepares pictures in a way that is not known here; give float32 arrays as the "
+            "model takes them: [channels, height, width]"
+        )
+    if isinstance(item, str | os.PathLike) or hasattr(item, "convert"):
+        return read_picture(item, channels=(pipeline.card.get("processor") or {}).get("channels"))
+    return item
+
+
+def _heard(pipeline: Pipeline, item: Any) -> np.ndarray:
+    """A wave in the model's rate: a WAV file, an array, or `{"array" or "raw": wave, "sampling_rate": rate}`."""
+    settings = pipeline.card.get("processor") or {}
+    if isinstance(item, str | os.PathLike):
+        return fit_wave(*read_wave(item), {"sampling_rate": settings.get("sampling_rate", _RATE)})
+    if not isinstance(item, Mapping):
+        return np.asarray(item, np.float32)
+    wave = item.get("array", item.get("raw"))
+    rate = item.get("sampling_rate")
+    if wave is None or not isinstance(rate, int) or rate < 1:
+        raise ValueError('a sound is an array, a WAV file or {"array": …, "sampling_rate": …}')
+    samples = np.asarray(wave, np.float32)
+    if samples.ndim == 2:  # channels first, as torchaudio has them
+        samples = samples.mean(axis=0)
+    return fit_wave(samples, rate, {"sampling_rate": settings.get("sampling_rate", _RATE)})
 
 
 ANSWERS: Mapping[str, Callable[..., Any]] = {

@@ -200,7 +200,11 @@ def finetune_language_model(
             raise DataError(f"hold_out={hold_out} leaves nothing of {count} lines to train on")
     if packing:
         examples = pack(examples, options["max_length"])
-    pad = int(base.card["tokenizer"]["pad_id"])
+    pad = base.card["tokenizer"]["pad_id"]
+    if type(pad) is not int or not 0 <= pad < base.vocabulary:
+        raise ModelError(
+            f"'{base.folder}': the padding token {str(pad)[:40]!r} is outside the vocabulary of {base.vocabulary}"
+        )
     trainer = Trainer(
         made, learning_rate=learning_rate, schedule=schedule, warmup=warmup,
         gradient_accumulation_steps=gradient_accumulation_steps, clip_norm=clip_norm, seed=seed, progress=progress,

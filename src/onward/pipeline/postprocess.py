@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 __all__ = [
+    "STRATEGIES",
     "best_span",
     "boxes",
     "depth",
@@ -27,6 +28,10 @@ __all__ = [
     "spelled",
     "tagged",
 ]
+
+
+STRATEGIES = ("none", "simple", "first", "average", "max")
+"""How labels of tokens become names: each token alone, runs of tokens, or runs of words."""
 
 
 def softmax(logits: np.ndarray) -> np.ndarray:
@@ -48,9 +53,9 @@ def labelled(
     logits: np.ndarray, labels: Sequence[str], problem_type: str | None, *, top_k: int | None
 ) -> Any:
     """Labels with scores, best first: one, `top_k` of them, or all for None."""
-    if problem_type == "regression" or (problem_type is None and len(logits) == 1):
+    if problem_type == "regression":
         scores = np.asarray(logits, np.float64)
-    elif problem_type == "multi_label_classification":
+    elif problem_type == "multi_label_classification" or len(labels) == 1:
         scores = sigmoid(logits)
     else:
         scores = softmax(logits)
@@ -65,7 +70,7 @@ def entailed(
     """Candidates by how far the text entails them; `logits` has one row for each."""
     lowered = [label.lower() for label in labels]
     entailment = next((i for i, label in enumerate(lowered) if label.startswith("entail")), len(labels) - 1)
-    if multi_label:
+    if multi_label or len(candidates) == 1:
         contradiction = next((i for i, label in enumerate(lowered) if label.startswith("contra")), 0)
         scores = softmax(logits[:, [contradiction, entailment]])[:, 1]
     else:
@@ -74,24 +79,41 @@ def entailed(
     return [{"label": candidates[index], "score": float(scores[index])} for index in order]
 
 
-def tagged(text: str, encoding: Any, logits: np.ndarray, labels: Sequence[str]) -> list[dict[str, Any]]:
-    """The best label of every token of the text; special tokens are left out."""
+def tagged(
+    text: str, encoding: Any, logits: np.ndarray, labels: Sequence[str], *, words: str | None = None
+) -> list[dict[str, Any]]:
+    """The best label of every token of the text, or of every word; special tokens are left out.
+
+    A word's scores are those of its first token, the mean of all, or those of its surest token (`words`).
+    """
     probabilities = softmax(logits)
-    best = probabilities.argmax(axis=-1)
-    tokens = []
-    for index, (start, end) in enumerate(encoding.offsets):
-        if encoding.special_tokens_mask[index]:
-            continue
-        tokens.append(
+    places = [index for index, special in enumerate(encoding.special_tokens_mask) if not special]
+    groups = [[index] for index in places]
+    if words is not None:
+        ids = encoding.word_ids
+        edges = [index for index in places if index == places[0] or ids[index] != ids[index - 1]]
+        groups = [
+            [index for index in places if start <= index < end]
+            for start, end in zip(edges, [*edges[1:], len(ids)])
+        ]
+    found = []
+    for group in groups:
+        rows = probabilities[group]
+        row = rows.mean(axis=0) if words == "average" else rows[0]
+        if words == "max":
+            row = rows[int(rows.max(axis=1).argmax())]
+        start, end = encoding.offsets[group[0]][0], encoding.offsets[group[-1]][1]
+        best = int(row.argmax())
+        found.append(
             {
-                "label": labels[best[index]],
-                "score": float(probabilities[index, best[index]]),
+                "label": labels[best],
+                "score": float(row[best]),
                 "text": text[start:end],
                 "start": start,
                 "end": end,
             }
         )
-    return tokens
+    return found
 
 
 def grouped(text: str, tokens: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -163,7 +185,7 @@ def fill(
             ids = [*encoding.ids[:position], int(index), *encoding.ids[position + 1 :]]
             candidates.append(
                 {
-                    "token": tokenizer.decode([int(index)]).strip(),
+                    "token": tokenizer.decode([int(index)], skip_special_tokens=False).strip(),
                     "score": float(probabilities[index]),
                     "text": tokenizer.decode(ids),
                 }

@@ -144,6 +144,10 @@ def finetune(
             raise CommandError(
                 f"'{folder}' already exists", "replace it with --overwrite, or choose another name"
             )
+    if target.resolve() in (model.resolve(), model.resolve().parent):
+        raise CommandError(
+            f"'{target}' is the base's own folder", "choose another, so that the base stays as it is"
+        )
     chosen = LoRA(rank=rank, alpha=alpha, targets=targets or "attention", seed=seed)
     result = finetune_language_model(
         model, data, lora=chosen, epochs=epochs or 1, batch_size=batch_size or 1,

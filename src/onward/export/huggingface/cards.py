@@ -6,21 +6,27 @@ audio settings.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from onward.data.preprocess import image, plain_settings
 from onward.export.huggingface.folder import version
 
 if TYPE_CHECKING:
     from onward.export.huggingface.find_model import Source
     from onward.export.huggingface.tasks import Axes
 
-__all__ = ["describe"]
+__all__ = ["describe", "processor_settings"]
 
+# three levels of 256 over the smallest usual spread: resizing by another library rounds otherwise
+_SAME_PIXELS = 0.06
 _PROCESSOR = (
     *("do_resize", "size", "resample", "do_center_crop", "crop_size", "size_divisor", "do_pad", "pad_size"),
     *("do_rescale", "rescale_factor", "do_normalize", "image_mean", "image_std", "do_reduce_labels"),
-    *("keep_aspect_ratio", "ensure_multiple_of", "image_processor_type"),
+    *("keep_aspect_ratio", "ensure_multiple_of", "image_processor_type", "do_flip_channel_order"),
     *("sampling_rate", "feature_extractor_type", "num_mel_bins", "feature_size", "n_fft", "hop_length"),
     *("chunk_length", "n_samples", "max_length", "mean", "std", "padding_value", "return_attention_mask"),
 )
@@ -58,10 +64,7 @@ def describe(
     if source.task.answer == "spell":
         card["spelling"] = _spelling(source)
     if source.processor is not None:
-        settings = source.processor if isinstance(source.processor, Mapping) else source.processor.to_dict()
-        card["processor"] = {
-            name: _plain(settings[name]) for name in _PROCESSOR if settings.get(name) is not None
-        }
+        card["processor"] = processor_settings(source.processor)
     if source.task.answer == "speak":
         card["sampling_rate"] = int(getattr(config, "sampling_rate", 16000))
     if source.task.name == "keypoint-detection":
@@ -70,20 +73,66 @@ def describe(
     return card
 
 
+def processor_settings(processor: Any) -> dict[str, Any]:
+    """What `onward.load` needs of a processor of pictures or sound, or of its settings."""
+    settings = processor if isinstance(processor, Mapping) else processor.to_dict()
+    found = {name: _plain(value) for name, value in settings.items()}
+    if "do_rescale" in found:  # what a processor of pictures does not set, it does not do
+        found |= {name: bool(found.get(name)) for name in ("do_resize", "do_rescale", "do_normalize")}
+    plain = plain_settings(found)
+    made = {name: plain[name] for name in _PROCESSOR if plain.get(name) is not None}
+    _require_same_pixels(processor, made)
+    return made
+
+
+def _require_same_pixels(processor: Any, settings: dict[str, Any]) -> None:
+    """Mark settings whose pictures are not those of the processor itself: `onward.load` then takes arrays only."""
+    if isinstance(processor, Mapping) or "image_mean" not in settings:
+        return
+    picture = np.random.default_rng(0).integers(0, 256, (90, 120, 3)).astype(np.uint8)
+    try:
+        expected = np.asarray(processor(picture, return_tensors="np")["pixel_values"][0])
+    except Exception:  # it takes more than a picture, or needs a package that is not here
+        return
+    try:
+        made = image(picture, settings)
+    except ValueError:
+        made = np.zeros(0)
+    if made.shape != expected.shape or np.abs(made - expected).max() > _SAME_PIXELS:
+        settings["unknown"] = type(processor).__name__
+        warnings.warn(
+            f"{type(processor).__name__} prepares pictures in a way that onward.load does not know: give it arrays as "
+            "the model takes them",
+            stacklevel=2,
+        )
+
+
 def _tokenizer(source: Source) -> dict[str, Any]:
     tokenizer = source.tokenizer
     pad = getattr(tokenizer, "pad_token_id", None)
+    if pad is None:  # decoders that classify find their last token by it
+        pad = getattr(source.model.config, "pad_token_id", None)
     end = getattr(tokenizer, "eos_token_id", None)
     return {
         "special_ids": sorted(getattr(tokenizer, "all_special_ids", None) or ()),
         "pad_id": pad if pad is not None else end if end is not None else 0,
-        "padding_side": "left"
-        if source.task.name == "text-generation"
-        else getattr(tokenizer, "padding_side", "right"),
+        "padding_side": _padding_side(source),
         "max_length": source.max_length,
         "mask_id": getattr(tokenizer, "mask_token_id", None),
         "mask_token": getattr(tokenizer, "mask_token", None),
     }
+
+
+def _padding_side(source: Source) -> str:
+    """Left for texts that are continued; right for decoders that classify, where padding must not shift positions."""
+    if source.task.name == "text-generation":
+        return "left"
+    if source.task.classifies and hasattr(source.model.config, "model_type"):
+        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as DECODERS
+
+        if source.model.config.model_type in DECODERS and source.model.config.model_type != "xlnet":
+            return "right"
+    return getattr(source.tokenizer, "padding_side", "right")
 
 
 def _spelling(source: Source) -> dict[str, Any]:

@@ -234,6 +234,8 @@ def _export(
         if training:
             card = describe(source, traceable.inputs, traceable.outputs, opset=opset)
             card["training"] = True
+            if len(card.get("labels") or ()) == 1 and card["problem_type"] is None:
+                card["problem_type"] = "regression"  # what the model's own loss takes one label for
             large = trace.weight_bytes(traceable.module) > trace.ONE_FILE
             if large and path is None:
                 raise _too_large(source)
