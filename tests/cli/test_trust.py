@@ -14,12 +14,14 @@ from typing import Any
 import numpy as np
 import onnx
 import onnx.parser
+import onnx_ir as ir
 import pytest
 from typer.testing import CliRunner
 
 from onward import limits
 from onward.cli import run_folder
 from onward.cli.app import app
+from onward.cli.commands.check import _bytes
 from onward.cli.commands.distributed import launch
 
 EVIL = "import pathlib\npathlib.Path('ran').write_text('')\ndef go():\n    return []\n"
@@ -285,3 +287,11 @@ def test_random_numbers_for_a_huge_batch_are_not_made(trained: Path, run: Any) -
     model.graph.input[0].type.tensor_type.shape.dim[0].dim_value = 2**31
     onnx.save(model, "huge.onnx")
     assert "value_bytes" in run("gradcheck", "huge.onnx", code=1).stderr
+
+
+def test_texts_in_a_model_have_no_known_size() -> None:
+    words = ir.Value(name="words", shape=ir.Shape([3]), type=ir.TensorType(ir.DataType.STRING))
+    assert _bytes(words, 2) is None
+    assert (
+        _bytes(ir.Value(name="x", shape=ir.Shape(["n", 3]), type=ir.TensorType(ir.DataType.FLOAT)), 2) == 24
+    )

@@ -261,7 +261,7 @@ def _peak(graph: Any, batch_size: int) -> tuple[int, int]:
 
 
 def _bytes(value: Any, batch_size: int) -> int | None:
-    if value.shape is None or value.dtype is None:
+    if value.shape is None or value.dtype is None or value.dtype.name in ("STRING", "UNDEFINED"):
         return None
     count = 1
     for dim in value.shape:
