@@ -72,7 +72,8 @@ def outcome(case: Any) -> tuple[str, str]:
             return "the loss or its gradient at the test's data is not finite", str(error)
         except UnsupportedOps as error:
             operators = sorted({line.split()[0] for line in str(error).splitlines()[1:] if line[:2] == "  "})
-            return f"no gradient of {', '.join(operators)}", str(error)
+            named = f"no gradient of {', '.join(operators)}"
+            return named if operators else "no gradient with respect to a setting (scales)", str(error)
         except (OnwardError, ValueError, TypeError) as error:
             line = str(error).splitlines()[0]
             kind = (

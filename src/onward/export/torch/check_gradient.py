@@ -15,7 +15,7 @@ import numpy as np
 import onnx
 import torch
 
-from onward.errors import ModelError, ParityError, UnsupportedOps
+from onward.errors import ExportError, ModelError, ParityError, UnsupportedOps
 from onward.export import parity
 from onward.export.torch import assemble, axes
 from onward.export.torch.check_outputs import Original, array_of, make_session, widened
@@ -62,6 +62,9 @@ def check_gradient(
         got = check.exported_gradients(proto)
     except (UnsupportedOps, ModelError) as error:
         return str(error)
+    except Exception as error:  # onnxruntime's errors share no base but this
+        reason = str(error).splitlines()[0]
+        raise ExportError(f"{subject}: its backward pass does not run in onnxruntime: {reason}") from error
     wrong = check.differences(reference, got)
     if wrong:
         raise ParityError(

@@ -207,7 +207,8 @@ def _normalize(model: ir.Model) -> ir.Model:
         expand_by_definition(model, version, infer=infer_shapes)
         rewrite(model, expansion, opset=target, infer=infer_shapes)
     model.graph.opset_imports[""] = target
-    model.ir_version = max(model.ir_version or 10, 10)
+    # no newer than the opset asks for: runtimes refuse files of a newer version, whatever is in them
+    model.ir_version = max(10, onnx.helper.find_min_ir_version_for([onnx.helper.make_opsetid("", target)]))
     for node in model.graph.all_nodes():
         node.version = None
     _lift_constants(model)
