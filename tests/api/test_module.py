@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnx.parser
 import onnxruntime as ort
 import pytest
 import torch
@@ -405,3 +406,15 @@ def test_bad_arguments_are_named(folder: Path) -> None:
         Optimizer(folder / "training_model.onnx", module)
     with pytest.raises(ModelError, match="no optimizer model at"):
         Optimizer(folder / "missing.onnx", module)
+
+
+def test_an_array_of_a_type_that_the_runtime_cannot_read_is_named(tmp_path: Path) -> None:
+    model = onnx.parser.parse_model("""<ir_version: 10, opset_import: ["": 21]>
+        n (bfloat16[N, 1] x) => (float[N, 1] y) <float[1] w = {2.0}> { f = Cast<to = 1>(x)  y = Mul(f, w) }""")
+    generate_artifacts(model, requires_grad=["w"], loss=LossType.MSELoss, artifact_directory=tmp_path)
+    module = Module(
+        tmp_path / "training_model.onnx", CheckpointState.load_checkpoint(tmp_path / "checkpoint")
+    )
+    x = np.ones((2, 1), onnx.helper.tensor_dtype_to_np_dtype(onnx.TensorProto.BFLOAT16))
+    with pytest.raises(TypeError, match="input 'x' is bfloat16, which onnxruntime takes as an OrtValue only"):
+        module(x, np.ones((2, 1), np.float32))

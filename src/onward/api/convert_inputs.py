@@ -27,6 +27,7 @@ def prepare(signature: Signature, inputs: Sequence[Any]) -> tuple[list[Any], boo
             type(value) is np.ndarray
             and value.dtype == signature.dtypes.get(name)
             and value.flags.c_contiguous
+            and value.dtype.isbuiltin == 1
         ):
             as_numpy = True
         elif not isinstance(value, ort.OrtValue):
@@ -78,7 +79,7 @@ def convert(value: Any, wanted: np.dtype | None, name: str) -> np.ndarray:
     array = value if type(value) is np.ndarray else _to_array(value, name)
     if wanted is not None and array.dtype != wanted:
         array = _convert(array, wanted, name)
-    if array.dtype.isbuiltin != 1 and array.dtype.name != "bfloat16":
+    if array.dtype.isbuiltin != 1:  # bfloat16, float8, int4 …
         raise TypeError(f"input '{name}' is {array.dtype}, which onnxruntime takes as an OrtValue only")
     return array if array.flags.c_contiguous else np.ascontiguousarray(array)
 

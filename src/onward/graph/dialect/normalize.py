@@ -207,8 +207,7 @@ def _normalize(model: ir.Model) -> ir.Model:
         expand_by_definition(model, version, infer=infer_shapes)
         rewrite(model, expansion, opset=target, infer=infer_shapes)
     model.graph.opset_imports[""] = target
-    # no newer than the opset asks for: runtimes refuse files of a newer version, whatever is in them
-    model.ir_version = max(10, onnx.helper.find_min_ir_version_for([onnx.helper.make_opsetid("", target)]))
+    model.ir_version = max(model.ir_version or 10, 10)
     for node in model.graph.all_nodes():
         node.version = None
     _lift_constants(model)
@@ -230,6 +229,9 @@ def _normalize(model: ir.Model) -> ir.Model:
     if target > OPSET:
         _drop_newer_defaults(model)
         model.graph.opset_imports[""] = lowest_opset(model, target, OPSET)
+    # no newer than the opset asks for: runtimes refuse files of a newer version, whatever is in them
+    used = onnx.helper.make_opsetid("", model.graph.opset_imports[""])
+    model.ir_version = max(10, onnx.helper.find_min_ir_version_for([used]))
     return model
 
 
