@@ -229,9 +229,6 @@ def _normalize(model: ir.Model) -> ir.Model:
     if target > OPSET:
         _drop_newer_defaults(model)
         model.graph.opset_imports[""] = lowest_opset(model, target, OPSET)
-    # no newer than the opset asks for: runtimes refuse files of a newer version, whatever is in them
-    used = onnx.helper.make_opsetid("", model.graph.opset_imports[""])
-    model.ir_version = max(10, onnx.helper.find_min_ir_version_for([used]))
     return model
 
 
