@@ -102,6 +102,8 @@ OLD_ROWS: list[tuple[str, int, str, str]] = [
         { n = Shape<start=2>(x)  e = Add(n, minus)  y = Slice(x, f, e, a) }""", "float[A, B, C] y"),
     ("Slice with steps", 7, """<int64[3] f = {1, 0, 5}, int64[3] t = {9, 4, -9}, int64[3] a = {0, 1, 2},
         int64[3] s = {1, 2, -2}> { y = Slice(x, f, t, a, s) }""", "float[A, B, C] y"),
+    ("Slice backwards", 7, """<int64[1] f = {-1}, int64[1] t = {-9223372036854775807}, int64[1] a = {2},
+        int64[1] s = {-1}> { y = Slice(x, f, t, a, s) }""", "float[A, B, C] y"),
     ("IsNaN", 7, "{ z = Sub(x, x)  n = Div(z, z)  m = Concat<axis=0>(x, n)  c = IsNaN(m)  y = Cast<to=1>(c) }",
      "float[A, B, C] y"),
     ("OneHot", 7, "<int64 d = {6}, float[2] v = {0.5, 2.0}> { j = Neg(i)  y = OneHot<axis=1>(j, d, v) }",

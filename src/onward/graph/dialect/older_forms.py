@@ -217,7 +217,7 @@ def _one_hot(op: Builder, node: ir.Node) -> ir.Value:
     index = op.Unsqueeze(op.Cast(_x(node), to=ir.DataType.INT64.value), [axis])
     hit = op.Or(op.Equal(index, places), op.Equal(index, places - count))
     off, on = (np.asarray(number) for number in values)
-    return op.Add(op.Mul(op.Cast(hit, to=_x(node, 2).dtype.value), on - off), off)
+    return op.Add(op.Mul(op.Cast(hit, to=op.dtype(_x(node, 2)).value), on - off), off)
 
 
 @_before(8, "Expand")
@@ -229,7 +229,7 @@ def _expand(op: Builder, node: ir.Node) -> ir.Value:
         return op.Tile(op.Reshape(x, [1] * max(count, len(x.shape))), _x(node, 1)) if count else x
     if sizes is None or x.dtype not in _FLOATS:
         raise ModelError("expands to a shape that is known at run time only")
-    return op.Mul(x, np.ones([int(size) for size in sizes], x.dtype.numpy()))
+    return op.Mul(x, np.ones([int(size) for size in sizes], op.dtype(x).numpy()))
 
 
 # ---- shapes ---------------------------------------------------------------------------------------------
@@ -452,7 +452,7 @@ def _strided_slice(op: Builder, node: ir.Node) -> ir.Value:
         size = op.static_dim(x, int(axis))
         if size is None:
             raise ModelError("has steps over an axis of unknown size, which are newer")
-        kept = range(size)[slice(*(int(number) for number in _within(start, end, step)))]
+        kept = range(size)[_within(int(start), int(end), int(step))]
         x = op.Gather(x, np.asarray(kept, np.int64), axis=int(axis))
     return x
 
@@ -463,9 +463,9 @@ def _has_steps(node: ir.Node) -> bool:
     return known is not None and bool((known.numpy() != 1).any())
 
 
-def _within(start: int, end: int, step: int) -> tuple[int, int | None, int]:
+def _within(start: int, end: int, step: int) -> slice:
     """ONNX's bounds as Python's: the smallest of all integers as an end means the beginning, going backwards."""
-    return start, (None if step < 0 and end < -(2**31) else end), step
+    return slice(start, None if step < 0 and end < -(2**31) else end, step)
 
 
 def _unknown(node: ir.Node, index: int) -> bool:
