@@ -106,6 +106,7 @@ def test_modes_return_the_module(folder: Path) -> None:
 
 X, LABELS = batch()
 ACCEPTED = {
+    "from another process": (X.astype(np.dtype("float32").newbyteorder("=")), LABELS),
     "float64": (X.astype(np.float64), LABELS),
     "list": (X.tolist(), LABELS.tolist()),
     "torch": (torch.tensor(X), torch.tensor(LABELS)),

@@ -246,7 +246,7 @@ ALONE: list[tuple[str, int, str, str]] = [
     ("finetune model.onnx -d data.npz -o model.onnx", 1, "'model.onnx' already exists", "--overwrite"),
     ("finetune model.onnx -d data.npz", 2, "Missing option '--output'", "onward finetune --help"),
     ("finetune folder -d data.npz -o new", 1, "trained with adapters here", "--lora"),
-    ("finetune folder --lora -d data.npz -o new", 1, "neither onward.json nor config.json", "onward export"),
+    ("finetune folder --lora -d data.npz -o new", 1, "no model.onnx", "onward export"),
     ("finetune folder --lora -d data.npz -o run", 1, "'run' already exists", "--overwrite"),
     ("finetune folder --lora -d data.npz -o new --adapters file", 1, "'file' is a file", "another path"),
     ("finetune model.onnx -d data.npz -o new.onnx --quantize int8-static", 1, "int8-static needs data", "int8"),

@@ -13,6 +13,9 @@ if TYPE_CHECKING:
 
 __all__ = ["check_labels", "convert", "hand_out", "owned_value", "prepare"]
 
+# Numbers of types that numpy does not have itself. (`isbuiltin` is also wrong of arrays from another process.)
+_OTHERS = 256
+
 
 def prepare(signature: Signature, inputs: Sequence[Any]) -> tuple[list[Any], bool]:
     """Arrays or OrtValues in the order of the signature's inputs, and whether to return numpy arrays."""
@@ -27,7 +30,7 @@ def prepare(signature: Signature, inputs: Sequence[Any]) -> tuple[list[Any], boo
             type(value) is np.ndarray
             and value.dtype == signature.dtypes.get(name)
             and value.flags.c_contiguous
-            and value.dtype.isbuiltin == 1
+            and value.dtype.num < _OTHERS
         ):
             as_numpy = True
         elif not isinstance(value, ort.OrtValue):
@@ -79,7 +82,7 @@ def convert(value: Any, wanted: np.dtype | None, name: str) -> np.ndarray:
     array = value if type(value) is np.ndarray else _to_array(value, name)
     if wanted is not None and array.dtype != wanted:
         array = _convert(array, wanted, name)
-    if array.dtype.isbuiltin != 1:  # bfloat16, float8, int4 …
+    if array.dtype.num >= _OTHERS:  # bfloat16, float8, int4 …
         raise TypeError(f"input '{name}' is {array.dtype}, which onnxruntime takes as an OrtValue only")
     return array if array.flags.c_contiguous else np.ascontiguousarray(array)
 

@@ -19,7 +19,6 @@ import numpy as np
 import onnx_ir as ir
 
 from onward.artifacts.generate import Artifacts, build_artifacts
-from onward.artifacts.names import OptimType
 from onward.data.conversations import Batches, Example, encode_lines, pack, read_lines
 from onward.data.text import read_tokenizer
 from onward.errors import DataError, ModelError
@@ -37,6 +36,7 @@ from onward.graph.passes.widen_halves import compute_in_float32, has_halves
 from onward.graph.save import initializer_bytes, write_model
 from onward.lora import load_peft, save_peft
 from onward.losses.next_token import next_token_loss, without_surrogate
+from onward.optim.update_rules import adamw
 from onward.pipeline.base_folder import find_base, open_language_model
 from onward.pipeline.chat import read_template
 from onward.pipeline.kept_models import digest_of, find_models, keep_models
@@ -396,8 +396,10 @@ def _artifacts(base: _OpenBase, lora: LoRA, *, slices: int, recompute: Any) -> A
     graph.outputs.clear()
     graph.outputs.append(loss)
     remove_unused(model)
+    # of transformers' trainer: gradients of adapters are small, and a larger epsilon would slow them down
+    optimizer = adamw(eps=1e-8, weight_decay=0.0)
     made = build_artifacts(
-        model, requires_grad=adapters, optimizer=OptimType.AdamW, recompute=recompute, normalized=True
+        model, requires_grad=adapters, optimizer=optimizer, recompute=recompute, normalized=True
     )
     without_surrogate(made.evaluation)
     remove_unused(made.evaluation)
