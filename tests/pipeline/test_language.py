@@ -510,6 +510,12 @@ def test_a_token_outside_the_vocabulary_is_named(base: Any) -> None:
         encode_lines(LINES[:1], opened.tokenizer, None, end=5, max_length=32, vocabulary=6)
 
 
+def test_adamw_is_that_of_transformers(base: Any) -> None:
+    made = _artifacts(_open(base[0]), LORA, slices=1, recompute=None)
+    about = json.loads(made.optimizer.metadata_props["onward.optimizer"])
+    assert about["hyperparameters"]["eps"] == 1e-8 and about["weight_decay"] == 0
+
+
 def test_a_template_cannot_run_code(tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").write_text("{{ ''.__class__.__mro__[1].__subclasses__() }}")
     with pytest.raises(ModelError, match="refuses these messages"):
