@@ -474,7 +474,7 @@ _OWN: dict[str, dict[str, Any]] = {
     "cvt": {
         "embed_dim": [8, 16, 16],
         "num_heads": [1, 2, 2],
-        "depth": [1, 1, 1],
+        "depth": [1, 2, 3],
         "drop_path_rate": [0.0] * 3,
     },
     "dinov3_vit": {"pos_embed_rescale": None, "pos_embed_shift": None, "pos_embed_jitter": None},
@@ -572,12 +572,15 @@ def _timm(name: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
 
 
 def _certain(model: nn.Module) -> nn.Module:
-    """Without dropout of elements or of paths, and no bias at zero, where it would make no difference."""
+    """Without dropout of elements or of paths, no bias at zero, where it would make no difference, and no scale of a
+    block at 1e-6, as fresh networks have it, where nothing in the block would."""
     model = _without_dropout(model)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1 and not parameter.any():
                 parameter.normal_(std=0.1)
+            elif 0 < parameter.abs().max() < 1e-4:
+                parameter.fill_(0.5)
     for part in model.modules():
         if type(part).__name__ in ("StochasticDepth", "DropPath"):
             part.p = part.drop_prob = 0.0  # type: ignore[assignment]
