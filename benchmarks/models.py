@@ -283,12 +283,13 @@ def page(results: dict[str, Any]) -> str:
     versions = results["versions"]
     rows = results["rows"]
     green = sum(all("error" not in row.get(path, {"error": ""}) for path in PATHS) for row in rows.values())
+    known = len({entry.name for entry in entries()})
     lines = [
         "# Models and paths",
         "",
         f"Written by `benchmarks/models.py`; do not edit. {', '.join(f'{k} {v}' for k, v in versions.items())}.",
         "",
-        f"{len(rows)} of {len(entries())} architectures were run, with random weights; {green} have no red cell.",
+        f"{len(rows)} of {known} architectures were run, with random weights; {green} have no red cell.",
         _states(rows),
         "**export**: `from_torch` for training, compared with torch in outputs and running statistics, at other sizes",
         "too. **gradient**: of the artifacts' first step against torch autograd in float64, as a share of its norm",
