@@ -13,11 +13,13 @@ import numpy as np
 import onnx
 import onnx.parser
 import pytest
+from PIL import Image
 
 import onward
 from cli.test_finetune import draw, published
 from onward import checkpoint
 from onward.data.augment import Augmentation
+from onward.data.images import read_picture
 from onward.data.read import Data, split
 from onward.data.sound import read_wave
 from onward.errors import DataError, NonFiniteError
@@ -490,3 +492,11 @@ def test_a_model_of_a_fixed_batch_trains_and_deploys_with_that_size(desk: Path, 
     run("train", "any", "-d", "d.csv", "--label", "kind", "-b", "4", "-o", "any_run")
     run("deploy", "any_run", "any.onnx")
     assert onnx.load("any.onnx").graph.input[0].type.tensor_type.shape.dim[0].dim_param == "batch"
+
+
+def test_a_picture_that_is_given_stays_open(tmp_path: Path) -> None:
+    frames = [Image.new("RGB", (4, 4), (80 * index, 0, 0)) for index in range(3)]
+    frames[0].save(tmp_path / "a.gif", save_all=True, append_images=frames[1:])
+    with Image.open(tmp_path / "a.gif") as picture:
+        assert read_picture(picture).size == (4, 4)
+        picture.seek(1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -169,7 +170,8 @@ def read_picture(path: Any, *, channels: int | None = 3) -> Any:
     from PIL import Image, ImageOps
 
     try:
-        with path if isinstance(path, Image.Image) else Image.open(path) as file:
+        # an image that was given stays open: it is its owner's
+        with contextlib.nullcontext(path) if isinstance(path, Image.Image) else Image.open(path) as file:
             return ImageOps.exif_transpose(file).convert("L" if channels == 1 else "RGB")
     except Exception as error:  # Pillow's readers raise whatever Python does over damaged bytes
         raise DataError(f"cannot read the image '{path}': {error}", "remove it, or fix it") from error
