@@ -154,7 +154,7 @@ def test_a_folder_for_onnxruntime_genai_needs_no_other_settings(tmp_path: Path) 
     (tmp_path / "config.json").unlink()
     settings = {"decoder": {"filename": "decoder.onnx"}, "eos_token_id": [0, 7], "context_length": 64}
     (tmp_path / "genai_config.json").write_text(json.dumps({"model": {**settings, "type": "llama"}}))
-    card = open_language_model(tmp_path)
+    _, _, card = open_language_model(tmp_path)
     assert (card["generation"]["eos_ids"], card["tokenizer"]["max_length"]) == ([0, 7], 64)
     assert isinstance(load(tmp_path)("w9 w8", max_new_tokens=3), str)
     assert finetune_language_model(tmp_path, [{"text": "w1 w2"}], progress=False).adapters

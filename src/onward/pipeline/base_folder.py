@@ -61,8 +61,8 @@ def is_published(path: Path) -> bool:
     return settings and (folder / "tokenizer.json").is_file() and not (folder / CARD).is_file()
 
 
-def open_language_model(place: str | os.PathLike[str]) -> Mapping[str, Any]:
-    """The card of a folder that can be fine-tuned as a language model, or an error that says what it lacks."""
+def open_language_model(place: str | os.PathLike[str]) -> tuple[Path, Path, Mapping[str, Any]]:
+    """Folder, model file and card of a language model that can be fine-tuned, or an error that says what it lacks."""
     path, model = find_base(place)
     card = read_card(path) if (path / CARD).is_file() else _card_of_strangers(path, model)
     if card["task"] != "text-generation":
@@ -72,7 +72,7 @@ def open_language_model(place: str | os.PathLike[str]) -> Mapping[str, Any]:
     ends = card["generation"].get("eos_ids") or []
     if not isinstance(ends, list) or not all(type(number) is int for number in ends):
         raise ModelError(f"'{path / CARD}': the eos_ids are {str(ends)[:40]!r}, and must be numbers")
-    return card
+    return path, model, card
 
 
 def _genai(folder: Path) -> Mapping[str, Any]:

@@ -37,7 +37,7 @@ from onward.graph.save import initializer_bytes, write_model
 from onward.lora import load_peft, save_peft
 from onward.losses.next_token import next_token_loss, without_surrogate
 from onward.optim.update_rules import adamw
-from onward.pipeline.base_folder import find_base, open_language_model
+from onward.pipeline.base_folder import open_language_model
 from onward.pipeline.chat import read_template
 from onward.pipeline.kept_models import digest_of, find_models, keep_models
 from onward.train.artifact_set import ArtifactFiles, find_artifacts
@@ -253,8 +253,7 @@ def _prepare(
     place: Path, lora: LoRA, *, slices: int, recompute: Any, packing: bool
 ) -> tuple[_Base, LoRA, ArtifactFiles]:
     """The base, the adapters' settings and the training models, which are kept for the next run."""
-    card = open_language_model(place)
-    folder, file = find_base(place)
+    folder, file, card = open_language_model(place)
     key = digest_of(file, lora, slices, recompute, packing)
     kept = None if key is None else find_models(key, folder)
     if kept is not None:
@@ -283,8 +282,7 @@ def _prepare(
 
 
 def _open(place: Path) -> _OpenBase:
-    card = open_language_model(place)
-    folder, file = find_base(place)
+    folder, file, card = open_language_model(place)
     tokenizer = read_tokenizer(folder / "tokenizer.json")
     loaded = load_model(file, apart=True)
     joined = _joined(loaded, card)
@@ -454,8 +452,7 @@ def load_adapters(folder: str | os.PathLike[str], adapters: str | os.PathLike[st
 
     >>> load_adapters("smollm", "adapters").export("assistant")  # doctest: +SKIP
     """
-    card = open_language_model(folder)
-    path, file = find_base(folder)
+    path, file, card = open_language_model(folder)
     loaded = load_model(file, apart=True)
     joined = _joined(loaded, card)
     model = normalize(loaded, owned=True)

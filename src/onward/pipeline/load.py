@@ -19,7 +19,7 @@ from onward.data.text import read_tokenizer
 from onward.errors import ModelError
 from onward.export.huggingface.folder import CARD, MODEL, read_card
 from onward.export.huggingface.tasks import TASKS
-from onward.pipeline.base_folder import find_base, is_published, open_language_model
+from onward.pipeline.base_folder import is_published, open_language_model
 from onward.pipeline.by_task import answer, stream
 from onward.pipeline.classifier import Classifier, load_file
 
@@ -47,7 +47,11 @@ def load(
     published = is_published(path)
     if path.is_file() and not published:
         return load_file(path, providers=providers, session_options=session_options)
-    card = open_language_model(path) if published else read_card(path)
+    file = path / MODEL
+    if published:
+        path, file, card = open_language_model(path)
+    else:
+        card = read_card(path)
     if card["task"] not in TASKS:
         raise ModelError(f"'{path / CARD}': no answers for task {card['task']!r}; known: {', '.join(TASKS)}")
     if card.get("training"):
@@ -55,11 +59,7 @@ def load(
     from onward.runtime.sessions import open_session
 
     names = list(card.get("parts") or (MODEL,))
-    if published:
-        path, file = find_base(path)
-        files = {MODEL: file}
-    else:
-        files = {name: path / name for name in names}
+    files = {MODEL: file} if published else {name: path / name for name in names}
     for name, file in files.items():
         if Path(name).name != name or not file.is_file():
             raise ModelError(f"'{path}': no {name}")
