@@ -85,9 +85,8 @@ class Device:
             # the arena would otherwise grow in powers of two, up to twice what is needed
             options["arena_extend_strategy"] = "kSameAsRequested"
             options["use_tf32"] = str(int(self.tf32))
-            if (
-                self.deterministic
-            ):  # cuDNN's fastest kernels are found by timing, which differs from run to run
+            if self.deterministic:
+                # cuDNN's fastest kernels are found by timing, which differs from run to run
                 options["cudnn_conv_algo_search"] = "DEFAULT"
             if capture:
                 options["enable_cuda_graph"] = "1"

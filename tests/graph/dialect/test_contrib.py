@@ -268,29 +268,33 @@ CASES = [
         block_size=16,
         bits=4,
     ),
-    case(
-        "GatherBlockQuantized",
-        *[i(256, 6, 16, dtype=np.uint8), i(6, 2, 3, dtype=np.int64), f(6, 2)],
-        label="4 bits",
-        constants=[0, 2],
-        block_size=16,
-        bits=4,
-    ),
-    case(
-        "GatherBlockQuantized",
-        *[i(256, 6, 20, dtype=np.uint8), i(6, 3, dtype=np.int64), f(6, 3), i(256, 6, 2, dtype=np.uint8)],
-        label="ragged, zero points",
-        constants=[0, 2, 3],
-        block_size=16,
-        bits=4,
-    ),
-    case(
-        "GatherBlockQuantized",
-        *[i(256, 6, 32, dtype=np.uint8), i(6, 3, dtype=np.int64), f(6, 2), i(256, 6, 2, dtype=np.uint8)],
-        label="8 bits",
-        constants=[0, 2, 3],
-        block_size=16,
-        bits=8,
+    *(
+        case("GatherBlockQuantized", *inputs, label=label, constants=constants, block_size=16, bits=bits)
+        for label, bits, constants, inputs in (
+            ("4 bits", 4, [0, 2], [i(256, 6, 16, dtype=np.uint8), i(6, 2, 3, dtype=np.int64), f(6, 2)]),
+            (
+                "ragged, zero points",
+                4,
+                [0, 2, 3],
+                [
+                    i(256, 6, 20, dtype=np.uint8),
+                    i(6, 3, dtype=np.int64),
+                    f(6, 3),
+                    i(256, 6, 2, dtype=np.uint8),
+                ],
+            ),
+            (
+                "8 bits",
+                8,
+                [0, 2, 3],
+                [
+                    i(256, 6, 32, dtype=np.uint8),
+                    i(6, 3, dtype=np.int64),
+                    f(6, 2),
+                    i(256, 6, 2, dtype=np.uint8),
+                ],
+            ),
+        )
     ),
     case(
         "DynamicQuantizeMatMul",

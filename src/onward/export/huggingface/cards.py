@@ -81,11 +81,11 @@ def processor_settings(processor: Any) -> dict[str, Any]:
         found |= {name: bool(found.get(name)) for name in ("do_resize", "do_rescale", "do_normalize")}
     plain = plain_settings(found)
     made = {name: plain[name] for name in _PROCESSOR if plain.get(name) is not None}
-    _require_same_pixels(processor, made)
+    _mark_other_pixels(processor, made)
     return made
 
 
-def _require_same_pixels(processor: Any, settings: dict[str, Any]) -> None:
+def _mark_other_pixels(processor: Any, settings: dict[str, Any]) -> None:
     """Mark settings whose pictures are not those of the processor itself: `onward.load` then takes arrays only."""
     if isinstance(processor, Mapping) or "image_mean" not in settings:
         return
