@@ -17,7 +17,7 @@ import onnx_ir as ir
 
 from onward import contract
 from onward.errors import SEE_NAMES, ModelError
-from onward.graph.nodes import captured_values, subgraphs_of
+from onward.graph.nodes import attribute, captured_values, subgraphs_of
 from onward.model_metadata import read_names
 
 __all__ = ["Choice", "UnknownParameterWarning", "choose", "constant_vectors", "resolve"]
@@ -164,8 +164,8 @@ def constant_vectors(model: ir.Model) -> set[str]:
     found = set()
     for node in model.graph:
         if node.op_type == "Constant" and node.outputs[0].name:
-            tensor = ir.convenience.get_const_tensor(node.outputs[0])
-            if tensor is not None and (len(tensor.shape) < 2 or _is_filled(tensor)):
+            tensor = attribute(node, "value")  # its other attributes hold numbers and vectors
+            if tensor is None or len(tensor.shape) < 2 or _is_filled(tensor):
                 found.add(node.outputs[0].name)
     return found
 

@@ -85,6 +85,7 @@ def _open(
 
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4
+    options.intra_op_num_threads = 1  # it is not run: threads would only be started, and wait
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     if ort_format:
         options.optimized_model_filepath = str(path.with_suffix(".ort"))

@@ -9,14 +9,14 @@ from collections.abc import Collection
 
 import onnx_ir as ir
 
-from onward.graph.nodes import GRADIENT, MASKED, wanted
+from onward.graph.nodes import GRADIENT, MASKED, nodes_within, wanted
 
 __all__ = ["prepare"]
 
 
 def prepare(graph: ir.Graph, targets: Collection[ir.Value]) -> None:
     """Mark and rewrite forward nodes whose gradient depends on their neighbours; `targets` are differentiated."""
-    for node in ir.traversal.RecursiveGraphIterator(graph):
+    for node in nodes_within(graph):
         if node.domain not in ("", "ai.onnx"):
             continue
         if node.op_type == "Softmax" and _is_replaced(node.outputs[0]):

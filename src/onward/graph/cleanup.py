@@ -15,7 +15,7 @@ import onnx_ir.passes.common as passes
 
 from onward.graph.compute import COMPUTABLE, compute
 from onward.graph.dialect.fold import replace_by_constants
-from onward.graph.nodes import computation_key, subgraphs_of
+from onward.graph.nodes import computation_key, nodes_within, subgraphs_of
 
 __all__ = [
     "fold_constants",
@@ -43,7 +43,7 @@ def remove_identities(model: ir.Model) -> ir.Model:
     An Identity stays where a graph's output would otherwise be an input, an initializer, a value of a graph
     around, or the same value as another output.
     """
-    for node in ir.traversal.RecursiveGraphIterator(model.graph):
+    for node in nodes_within(model.graph):
         if node.op_type != "Identity" or node.domain not in ("", "ai.onnx"):
             continue
         source, result = node.inputs[0], node.outputs[0]

@@ -61,7 +61,7 @@ def _check_model_references(model: ir.Model) -> None:
         held = [(value.name or "", value.const_value) for value in graph.initializers.values()]
         for node in graph:
             held += [
-                (node.name or attr.name, attr.as_tensor())
+                (node.name or attr.name, attr.value)
                 for attr in node.attributes.values()
                 if attr.type == ir.AttributeType.TENSOR and not attr.is_ref()
             ]

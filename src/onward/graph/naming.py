@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import onnx_ir as ir
 
 from onward.graph.nodes import subgraphs_of
@@ -13,19 +15,15 @@ class Namer:
     """Gives names that are unique in a model, and the same in every run."""
 
     def __init__(self, graph: ir.Graph) -> None:
-        self._taken: set[str] = set()
+        self._graph = graph
         self._next: dict[str, int] = {}
-        self._collect(graph)
 
-    def _collect(self, graph: ir.Graph) -> None:
-        for value in [*graph.inputs, *graph.initializers.values()]:
-            self._taken.add(value.name or "")
-        for node in graph:
-            self._taken.add(node.name or "")
-            for value in node.outputs:
-                self._taken.add(value.name or "")
-            for inner in subgraphs_of(node):
-                self._collect(inner)
+    @functools.cached_property
+    def _taken(self) -> set[str]:
+        """The names in the graph, looked up when the first new one is asked for: many passes add nothing."""
+        taken: set[str] = set()
+        _collect(self._graph, taken)
+        return taken
 
     def take(self, name: str) -> None:
         """Mark a name as used."""
@@ -44,3 +42,14 @@ class Namer:
             name = f"{wish}_{count}"
         self._taken.add(name)
         return name
+
+
+def _collect(graph: ir.Graph, names: set[str]) -> None:
+    for value in [*graph.inputs, *graph.initializers.values()]:
+        names.add(value.name or "")
+    for node in graph:
+        names.add(node.name or "")
+        for value in node.outputs:
+            names.add(value.name or "")
+        for inner in subgraphs_of(node):
+            _collect(inner, names)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import onnx
@@ -23,6 +23,7 @@ __all__ = [
     "given",
     "is_differentiable",
     "key_of",
+    "nodes_within",
     "stops_gradient",
     "subgraphs_of",
     "type_proto",
@@ -92,12 +93,22 @@ def stops_gradient(node: ir.Node) -> bool:
 def subgraphs_of(node: ir.Node) -> list[ir.Graph]:
     """The subgraphs in a node's attributes: bodies of If, Loop and Scan."""
     graphs: list[ir.Graph] = []
-    for attr in node.attributes.values():
-        if attr.type == ir.AttributeType.GRAPH:
+    for attr in node.attributes.data.values():  # the plain dictionary: every pass asks this of every node
+        kind = attr.type
+        if kind == ir.AttributeType.GRAPH:
             graphs.append(attr.as_graph())
-        elif attr.type == ir.AttributeType.GRAPHS:
+        elif kind == ir.AttributeType.GRAPHS:
             graphs.extend(attr.as_graphs())
     return graphs
+
+
+def nodes_within(graph: ir.Graph) -> Iterator[ir.Node]:
+    """The nodes of a graph and of the bodies inside it; the one that has just come may be removed."""
+    for node in graph:
+        bodies = subgraphs_of(node)
+        yield node
+        for inner in bodies:
+            yield from nodes_within(inner)
 
 
 def captured_values(node: ir.Node) -> list[ir.Value]:

@@ -7,7 +7,9 @@ Any other difference is an error, and all are reported at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 import onnx
@@ -152,24 +154,24 @@ def _lower_node(op: Builder, node: ir.Node, current: int, opset: int) -> str | N
     """Rewrite a node where it needs it; the reason where it cannot be done."""
     if node.domain != "":
         return None
-    newer = onnx.defs.get_schema(node.op_type, current, "")  # before the node may get an older name
+    newer = _operator(node.op_type, current)  # before the node may get an older name
     op.before, op.scope = node, node.name or ""
     if node.op_type == "Resize" and opset < 10:
         return _upsample(op, node)
     if node.op_type == "ScatterElements" and 9 <= opset < 11:
         node.op_type = "Scatter"
     try:
-        older = onnx.defs.get_schema(node.op_type, opset, "")
+        older = _operator(node.op_type, opset)
     except onnx.defs.SchemaError:
         return "is newer"
     try:
-        if newer.since_version != older.since_version:
+        if newer.since != older.since:
             if rewritten := _REWRITES.get(node.op_type):
-                rewritten(op, node, older.since_version)
+                rewritten(op, node, older.since)
             elif node.op_type in _REDUCTIONS and "axes" in older.attributes:
                 _axes_to_attribute(op, node)
-            elif older.since_version < _SAME_SINCE.get(node.op_type, current + 1):
-                return f"changed its meaning in opset {newer.since_version}"
+            elif older.since < _SAME_SINCE.get(node.op_type, current + 1):
+                return f"changed its meaning in opset {newer.since}"
         if opset < 11:
             _count_from_the_start(op, node)
         _drop_defaults(node, newer, older)
@@ -181,7 +183,32 @@ def _lower_node(op: Builder, node: ir.Node, current: int, opset: int) -> str | N
     return None
 
 
-def _drop_defaults(node: ir.Node, newer: onnx.defs.OpSchema, older: onnx.defs.OpSchema) -> None:
+@dataclasses.dataclass(frozen=True)
+class _Operator:
+    """An operator of one opset, read from its schema once: each look at a schema converts the whole of it."""
+
+    since: int
+    attributes: Mapping[str, onnx.defs.OpSchema.Attribute]
+    most_inputs: int
+    most_outputs: int
+    inputs: tuple[frozenset[str], ...]  # the types that each takes
+    outputs: tuple[frozenset[str], ...]
+
+
+@functools.cache
+def _operator(op_type: str, opset: int) -> _Operator:
+    schema = onnx.defs.get_schema(op_type, opset, "")
+    return _Operator(
+        schema.since_version,
+        schema.attributes,
+        schema.max_input,
+        schema.max_output,
+        tuple(frozenset(formal.types) for formal in schema.inputs),
+        tuple(frozenset(formal.types) for formal in schema.outputs),
+    )
+
+
+def _drop_defaults(node: ir.Node, newer: _Operator, older: _Operator) -> None:
     for name in [name for name in node.attributes if name not in older.attributes]:
         default = newer.attributes[name].default_value if name in newer.attributes else None
         value = node.attributes[name].value
@@ -193,16 +220,16 @@ def _drop_defaults(node: ir.Node, newer: onnx.defs.OpSchema, older: onnx.defs.Op
         del node.attributes[name]
 
 
-def _check_types(node: ir.Node, older: onnx.defs.OpSchema) -> None:
-    if len(node.inputs) > older.max_input or len(node.outputs) > older.max_output:
+def _check_types(node: ir.Node, older: _Operator) -> None:
+    if len(node.inputs) > older.most_inputs or len(node.outputs) > older.most_outputs:
         raise _Different("has more inputs or outputs than there")
     for values, formals in ((node.inputs, older.inputs), (node.outputs, older.outputs)):
         for index, value in enumerate(values):
             if value is None or value.type is None:
                 continue
-            formal = formals[min(index, len(formals) - 1)]
+            types = formals[min(index, len(formals) - 1)]
             kind = _type_name(value.type)
-            if formal.types and kind not in formal.types:
+            if types and kind not in types:
                 raise _Different(f"'{value.name}' is {kind}, a type that it does not take there")
 
 

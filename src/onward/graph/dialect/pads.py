@@ -9,7 +9,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onward.graph.builder import Builder
-from onward.graph.nodes import subgraphs_of
+from onward.graph.nodes import nodes_within, subgraphs_of
 
 __all__ = ["all_pads", "spell_out_pads"]
 
@@ -18,7 +18,7 @@ def spell_out_pads(model: ir.Model) -> ir.Model:
     """Make every Pad list all axes, where the rank and the axes are known."""
     nodes = [
         node
-        for node in ir.traversal.RecursiveGraphIterator(model.graph)
+        for node in nodes_within(model.graph)
         if node.op_type == "Pad" and node.domain == "" and len(node.inputs) > 3 and node.inputs[3] is not None
     ]
     if nodes:

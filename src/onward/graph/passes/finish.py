@@ -7,7 +7,7 @@ import onnx_ir as ir
 from onward.graph.builder import Builder
 from onward.graph.cleanup import remove_identities, remove_unused
 from onward.graph.dialect.pads import spell_out_pads
-from onward.graph.nodes import GRADIENT, subgraphs_of
+from onward.graph.nodes import GRADIENT, nodes_within, subgraphs_of
 
 __all__ = ["finish", "widen_vectors"]
 
@@ -23,7 +23,7 @@ def finish(model: ir.Model) -> ir.Model:
 
 def _remove_choices_of_the_same(model: ir.Model) -> None:
     """Where(c, x, x) of x's own shape: a choice that only mattered to gradients, of rows with and without one."""
-    for node in ir.traversal.RecursiveGraphIterator(model.graph):
+    for node in nodes_within(model.graph):
         node.metadata_props.pop(GRADIENT, None)
         if (
             node.op_type != "Where"
@@ -39,7 +39,7 @@ def _remove_choices_of_the_same(model: ir.Model) -> None:
 
 def widen_vectors(model: ir.Model) -> ir.Model:
     """Give a vector that is the second factor of a MatMul an axis of size 1, where the first factor is computed."""
-    if any(_is_at_risk(node) for node in ir.traversal.RecursiveGraphIterator(model.graph)):
+    if any(_is_at_risk(node) for node in nodes_within(model.graph)):
         _widen(Builder(model.graph), model.graph)
     return model
 

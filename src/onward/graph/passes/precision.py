@@ -14,7 +14,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onward.graph.builder import Builder
-from onward.graph.nodes import subgraphs_of
+from onward.graph.nodes import nodes_within, subgraphs_of
 
 __all__ = ["PRECISIONS", "Precision", "lower_precision"]
 
@@ -166,7 +166,7 @@ class _Lowering:
             if value is not None and value in self._low:
                 node.replace_input_with(index, self._cast(value, _FLOAT, node))
         for body in subgraphs_of(node):
-            for inner in ir.traversal.RecursiveGraphIterator(body):
+            for inner in nodes_within(body):
                 for index, value in enumerate(inner.inputs):
                     if value is not None and value in self._low:
                         inner.replace_input_with(index, self._cast(value, _FLOAT, node))

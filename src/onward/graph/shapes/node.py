@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 
 import onnx
 import onnx_ir as ir
 
 from onward.errors import ModelError
 from onward.graph.nodes import SMALL, attributes_key, captured_values, subgraphs_of, type_proto
+
+_Dim = int | ir.SymbolicDim
 
 __all__ = ["NodeInference", "find_schema", "forget_copied_size"]
 
@@ -23,6 +26,8 @@ class NodeInference:
         """Set the types and shapes of a node's outputs, read in this opset, which stays the same."""
         schema = find_schema(node.op_type, opset, node.domain)
         if schema is None:
+            return
+        if _describe_elementwise(node):
             return
         seen = self._seen
         signature = None if node.op_type == "DFT" else _signature(node)  # its sizes have names of their own
@@ -71,6 +76,92 @@ class NodeInference:
                 else (None, None)
                 for v in node.outputs
             ]
+
+
+# Their result has the type and shape of the first input; the others, if any, are numbers or vectors beside it.
+_LIKE_FIRST = frozenset(
+    {
+        *(
+            "Abs",
+            "Ceil",
+            "Clip",
+            "Cos",
+            "Elu",
+            "Erf",
+            "Exp",
+            "Floor",
+            "Gelu",
+            "HardSigmoid",
+            "HardSwish",
+            "Identity",
+        ),
+        *(
+            "LeakyRelu",
+            "Log",
+            "Neg",
+            "Not",
+            "Reciprocal",
+            "Relu",
+            "Round",
+            "Sigmoid",
+            "Sign",
+            "Sin",
+            "Softplus",
+            "Sqrt",
+        ),
+        "Tanh",
+    }
+)
+# Their inputs have one type, which is the result's, and are broadcast.
+_ARITHMETIC = frozenset({"Add", "Div", "Max", "Min", "Mul", "Sub"})
+
+
+def _describe_elementwise(node: ir.Node) -> bool:
+    """Describe half of all nodes without ONNX's inference, which has to be asked in protobuf; whether it was one."""
+    op_type, inputs = node.op_type, node.inputs
+    if node.domain != "" or not inputs or len(node.outputs) != 1:
+        return False
+    if op_type in _LIKE_FIRST:
+        inputs = inputs[:1]
+    elif op_type not in _ARITHMETIC:
+        return False
+    dtype, dims = None, ()
+    for value in inputs:
+        if value is None or type(value.type) is not ir.TensorType or value.shape is None:
+            return False
+        if dtype is not None and value.type.dtype != dtype:
+            return False
+        dtype = value.type.dtype
+        joined = _broadcast(dims, value.shape.dims)
+        if joined is None:
+            return False
+        dims = joined
+    assert dtype is not None
+    node.outputs[0].type, node.outputs[0].shape = ir.TensorType(dtype), ir.Shape(dims)
+    return True
+
+
+def _broadcast(one: tuple[_Dim, ...], other: tuple[_Dim, ...]) -> tuple[_Dim, ...] | None:
+    """The sizes of two shapes broadcast, where they are the same or 1; None where it takes more to tell."""
+    if not one or one == other:
+        return other if _are_known(other) else None
+    if len(one) < len(other):
+        one, other = other, one
+    dims = []
+    offset = len(one) - len(other)
+    for axis, dim in enumerate(one):
+        beside = 1 if axis < offset else other[axis - offset]
+        if dim == 1:
+            dim = beside
+        elif beside not in (1, dim):
+            return None
+        dims.append(dim)
+    return tuple(dims) if _are_known(dims) else None
+
+
+def _are_known(dims: Iterable[_Dim]) -> bool:
+    """Whether every size is a number or has a name."""
+    return all(isinstance(dim, int) or dim.value is not None for dim in dims)
 
 
 @functools.cache
