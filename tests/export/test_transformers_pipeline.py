@@ -14,6 +14,8 @@ import pytest
 import torch
 import transformers
 
+from export.huggingface_types import tiny_of
+from export.tiny_tokenizers import tokenizer_of
 from export.tiny_transformers import tiny_pair
 from onward.data import preprocess as signals
 from onward.errors import ExportError, ModelError
@@ -79,44 +81,90 @@ def test_classification_gives_labels_with_scores(tmp_path: Path, problem: str) -
     )
 
 
-def test_zero_shot_ranks_labels_by_entailment(tmp_path: Path) -> None:
-    labels = {0: "contradiction", 1: "entailment"}
-    pipeline, model, tokenizer = exported(tmp_path, "bert", "zero-shot-classification", id2label=labels)
-    names = ["sport", "politics"]
-    pairs = [answer(model, tokenizer, TEXT, f"This example is {name}.").logits[0, 1] for name in names]
-    expected = dict(zip(names, torch.stack(pairs).softmax(0).tolist()))
-    assert {a["label"]: a["score"] for a in pipeline(TEXT, names)} == pytest.approx(expected, abs=1e-6)
-    with pytest.raises(TypeError, match="needs labels"):
-        pipeline(TEXT)
+TEXTS = [
+    "The ferry leaves at noon.",
+    "Nobody expected, I'm sure, a small library!",
+    "日本語 words: isn't it?",
+]
+READERS = [
+    "bytes (GPT-2)",
+    "SentencePiece BPE (Llama)",
+    "unigram, lower case (ALBERT)",
+    "pieces of words (BERT)",
+]
 
 
-def test_token_classification_labels_every_word_and_groups_names(tmp_path: Path) -> None:
-    labels = {0: "O", 1: "B-PLACE", 2: "I-PLACE"}
-    pipeline, model, tokenizer = exported(tmp_path, "bert", "token-classification", id2label=labels)
-    tokens = pipeline([LONG, TEXT])[1]
-    best = answer(model, tokenizer, TEXT).logits[0, 1:-1].softmax(-1).max(-1)
-    assert [token["text"] for token in tokens] == TEXT.split()
-    assert [token["label"] for token in tokens] == [labels[int(i)] for i in best.indices]
-    assert [token["score"] for token in tokens] == pytest.approx(best.values.tolist(), abs=1e-6)
-    for group in pipeline(TEXT, group=True):
-        assert group["label"] == "PLACE"
-        assert TEXT[group["start"] : group["end"]] == group["text"]
+def read_by(
+    folder: Path, reader: str, task: str, kind: str = "distilbert", **settings: Any
+) -> tuple[Any, Any]:
+    """Onward's pipeline beside that of transformers, with a tokenizer of a published kind."""
+    tokenizer = tokenizer_of(reader)
+    model, _ = tiny_of(kind, task, vocab_size=len(tokenizer), pad_token_id=0, eos_token_id=3, **settings)
+    from_transformers((model, tokenizer), task, folder / kind / task, check=False)
+    return load(folder / kind / task), transformers.pipeline(task, model=model, tokenizer=tokenizer)
 
 
-@pytest.mark.parametrize("strategy", ["simple", "first", "average", "max"])
-def test_names_are_grouped_as_transformers_groups_them(tmp_path: Path, strategy: str) -> None:
-    labels = {0: "O", 1: "B-PLACE", 2: "I-PLACE"}
-    pipeline, model, tokenizer = exported(tmp_path, "bert", "token-classification", id2label=labels)
-    theirs = transformers.pipeline("token-classification", model=model, tokenizer=tokenizer)
-    for text in (TEXT, LONG, "Prices rose, by March"):
-        expected = theirs(text, aggregation_strategy=strategy)
-        got = pipeline(text, aggregation_strategy=strategy)
-        assert [(e["label"], e["start"], e["end"]) for e in got] == [
-            (e["entity_group"], e["start"], e["end"]) for e in expected
-        ]
-        assert [e["score"] for e in got] == pytest.approx([float(e["score"]) for e in expected], abs=1e-5)
+def same_scores(got: Any, expected: Any) -> None:
+    assert [e["score"] for e in got] == pytest.approx([float(e["score"]) for e in expected], abs=1e-5)
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_names_are_tagged_and_grouped_as_by_transformers(tmp_path: Path, reader: str) -> None:
+    labels = dict(enumerate(["O", "B-PER", "I-PER", "B-LOC-X", "I-LOC-X", "MISC"]))
+    known = {"id2label": labels, "label2id": {name: index for index, name in labels.items()}}
+    ours, theirs = read_by(tmp_path, reader, "token-classification", **known)
+    for strategy in ("none", "simple", "first", "average", "max"):
+        for options in ({}, {"ignore_labels": ["B-PER", "PER"]}):
+            options["aggregation_strategy"] = strategy
+            together = ours(TEXTS, **options)
+            for text, got in zip(TEXTS, together):
+                expected = theirs(text, **options)
+                assert [(e["label"], e["start"], e["end"]) for e in got] == [
+                    (e.get("entity_group", e.get("entity")), e["start"], e["end"]) for e in expected
+                ]
+                assert all(text[e["start"] : e["end"]] == e["text"] for e in got)
+                same_scores(got, expected)
+    assert [e["label"] for e in ours(TEXTS[0], group=True)] == [
+        e["label"] for e in ours(TEXTS[0], aggregation_strategy="simple")
+    ]
     with pytest.raises(ValueError, match="choose one of none, simple"):
-        pipeline(TEXT, aggregation_strategy="best")
+        ours(TEXTS[0], aggregation_strategy="best")
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_masks_are_filled_as_by_transformers(tmp_path: Path, reader: str) -> None:
+    ours, theirs = read_by(tmp_path, reader, "fill-mask")
+    for text, options in (
+        ("The <mask> leaves at noon.", {"top_k": 3}),
+        ("<mask> path <mask> ends.", {"top_k": 2}),
+        ("The <mask> leaves", {"targets": ["ferry", "path", "n"]}),
+    ):
+        expected, got = theirs(text, **options), ours(text, **options)
+        if isinstance(expected[0], list):
+            assert len(got) == len(expected) == 2
+            expected, got = [*expected[0], *expected[1]], [*got[0], *got[1]]
+        assert [(e["token"], e["text"]) for e in got] == [
+            (e["token_str"].strip(), e["sequence"]) for e in expected
+        ]
+        same_scores(got, expected)
+    with pytest.raises(ValueError, match="put <mask>"):
+        ours(TEXTS[0])
+
+
+@pytest.mark.parametrize("kind", ["distilbert", "bart"])
+@pytest.mark.parametrize("names", [["entailment", "neutral", "contradiction"], ["no", "maybe", "Entailed"]])
+def test_labels_of_a_call_are_scored_as_by_transformers(tmp_path: Path, kind: str, names: list[str]) -> None:
+    known = {"id2label": dict(enumerate(names)), "label2id": {name: i for i, name in enumerate(names)}}
+    ours, theirs = read_by(tmp_path, READERS[-1], "zero-shot-classification", kind, num_labels=3, **known)
+    for options in ({}, {"multi_label": True}, {"hypothesis_template": "It says {}!"}):
+        for labels in (["river", "path, end", "prices"], "river, path", ["noon"]):
+            got, expected = ours(TEXTS[0], labels, **options), theirs(TEXTS[0], labels, **options)
+            assert [e["label"] for e in got] == expected["labels"]
+            assert [e["score"] for e in got] == pytest.approx(expected["scores"], abs=1e-5)
+    with pytest.raises(TypeError, match="needs labels"):
+        ours(TEXTS[0])
+    with pytest.raises(ValueError, match="where the label goes"):
+        ours(TEXTS[0], ["river"], hypothesis_template="It says so")
 
 
 @pytest.mark.parametrize(("count", "kind"), [(1, None), (1, "regression"), (3, "multi_label_classification")])
@@ -124,9 +172,15 @@ def test_scores_are_those_of_the_kind_of_problem(tmp_path: Path, count: int, kin
     settings = {"num_labels": count, "problem_type": kind}
     pipeline, model, tokenizer = exported(tmp_path, "bert", "text-classification", **settings)
     theirs = transformers.pipeline("text-classification", model=model, tokenizer=tokenizer)
-    for text, found in zip([TEXT, LONG], pipeline([TEXT, LONG], top_k=None)):
-        expected = {e["label"]: e["score"] for e in theirs(text, top_k=None)}
-        assert {e["label"]: e["score"] for e in found} == pytest.approx(expected, abs=1e-5)
+    for function in (None, "softmax", "sigmoid", "none"):
+        options = {"top_k": None, "function_to_apply": function}
+        for text, found in zip([TEXT, LONG], pipeline([TEXT, LONG], **options)):
+            expected = {e["label"]: e["score"] for e in theirs(text, **options)}
+            assert {e["label"]: e["score"] for e in found} == pytest.approx(expected, abs=1e-5)
+    pair = {"text": TEXT, "text_pair": LONG}
+    assert pipeline(pair)["score"] == pytest.approx(theirs(pair)["score"], abs=1e-5)
+    with pytest.raises(ValueError, match="choose one of softmax"):
+        pipeline(TEXT, function_to_apply="tanh")
 
 
 def test_a_decoder_classifies_the_same_alone_and_in_a_batch(tmp_path: Path) -> None:
@@ -137,24 +191,35 @@ def test_a_decoder_classifies_the_same_alone_and_in_a_batch(tmp_path: Path) -> N
         assert {e["label"]: e["score"] for e in found} == pytest.approx(expected, abs=1e-5)
 
 
-def test_an_answer_is_the_likeliest_span_of_the_context(tmp_path: Path) -> None:
+def test_answers_are_the_likeliest_spans_of_the_context(tmp_path: Path) -> None:
     pipeline, model, tokenizer = exported(tmp_path, "bert", "question-answering")
     question = "where does the path end"
     outputs = answer(model, tokenizer, question, LONG)
     encoded = tokenizer(question, LONG, return_offsets_mapping=True)
-    inside = torch.tensor([part == 1 for part in encoded.sequence_ids()])
-    start, end = (outputs[k][0].softmax(-1) * inside for k in ("start_logits", "end_logits"))
-    joint = torch.outer(start, end).triu()
-    first, last = divmod(int(joint.argmax()), joint.shape[1])
-    left, right = encoded["offset_mapping"][first][0], encoded["offset_mapping"][last][1]
-    got = pipeline(question, LONG)
-    assert got == {
-        "answer": LONG[left:right],
-        "score": pytest.approx(float(joint.max()), abs=1e-6),
-        "start": left,
-        "end": right,
-    }
-    assert pipeline([(question, LONG)]) == [got]
+    # the context and [CLS], which says "no answer", share all probability
+    weighed = torch.tensor([part == 1 for part in encoded.sequence_ids()])
+    weighed[0] = True
+    start, end = (
+        outputs[k][0].masked_fill(~weighed, -torch.inf).softmax(-1) for k in ("start_logits", "end_logits")
+    )
+    none = float(start[0] * end[0])
+    start[0] = end[0] = 0
+    joint = torch.outer(start, end).triu().tril(3)
+    expected = []
+    for place in joint.flatten().argsort(descending=True)[:2].tolist():
+        first, last = divmod(place, joint.shape[1])
+        left, right = encoded["offset_mapping"][first][0], encoded["offset_mapping"][last][1]
+        score = pytest.approx(float(joint[first, last]), abs=1e-6)
+        expected.append({"answer": LONG[left:right], "score": score, "start": left, "end": right})
+    got = pipeline(question, LONG, max_answer_len=4)
+    assert got == expected[0]
+    assert pipeline(question, LONG, max_answer_len=4, top_k=2) == expected
+    assert pipeline([(question, LONG)], max_answer_len=4) == [got]
+    assert pipeline({"question": question, "context": LONG}, max_answer_len=4) == got
+    several = pipeline(question, LONG, top_k=100, handle_impossible_answer=True)
+    assert [e["score"] for e in several if not e["answer"]] == [pytest.approx(none, abs=1e-6)]
+    with pytest.raises(ValueError, match="top_k is 0"):
+        pipeline(question, LONG, top_k=0)
 
 
 def test_a_context_longer_than_the_model_is_read_in_windows(tmp_path: Path) -> None:
@@ -166,33 +231,6 @@ def test_a_context_longer_than_the_model_is_read_in_windows(tmp_path: Path) -> N
     assert got["score"] > 0 and best_alone > 0
     with pytest.raises(ValueError, match="fills the model's 60 tokens"):
         pipeline(far, TEXT)
-
-
-def test_a_mask_is_filled_with_the_likeliest_words(tmp_path: Path) -> None:
-    pipeline, model, tokenizer = exported(tmp_path, "bert", "fill-mask")
-    text = "the [MASK] leaves at noon"
-    probabilities = answer(model, tokenizer, text).logits[0, 2].softmax(-1)
-    expected = probabilities.topk(3)
-    got = pipeline([LONG + " [MASK]", text], top_k=3)[1]
-    assert [c["score"] for c in got] == pytest.approx(expected.values.tolist(), abs=1e-6)
-    assert [c["token"] for c in got] == [tokenizer.decode([i]).strip() for i in expected.indices]
-    assert len(pipeline("[MASK] [MASK]")) == 2
-    with pytest.raises(ValueError, match=r"put \[MASK\]"):
-        pipeline(TEXT)
-
-
-@pytest.mark.parametrize("architecture", ["gpt2", "llama"])
-def test_generated_text_is_what_torch_generates(tmp_path: Path, architecture: str) -> None:
-    pipeline, model, tokenizer = exported(tmp_path, architecture, "text-generation")
-    texts = [TEXT, "hello there"]
-    expected = []
-    for text in texts:
-        encoded = tokenizer(text, return_tensors="pt", return_token_type_ids=False)
-        ids = model.generate(**encoded, do_sample=False, max_new_tokens=12, pad_token_id=0)[0]
-        expected.append(tokenizer.decode(ids, skip_special_tokens=True))
-    # Together, so that the shorter prompt is padded.
-    assert pipeline(texts, max_new_tokens=12, full_text=True) == expected
-    assert pipeline(TEXT, max_new_tokens=12) == expected[0].removeprefix(TEXT)
 
 
 @pytest.mark.parametrize("architecture", ["t5", "bart"])
@@ -224,7 +262,7 @@ def test_an_image_is_matched_with_the_labels_that_a_call_names(tmp_path: Path) -
     texts = tokenizer([f"the {label}" for label in labels], padding=True, return_tensors="pt")
     with torch.no_grad():
         scores = model(**texts, pixel_values=torch.from_numpy(image)[None]).logits_per_image[0].softmax(0)
-    answer = match(image, labels, template="the {}")
+    answer = match(image, labels, hypothesis_template="the {}")
     assert {entry["label"]: entry["score"] for entry in answer} == pytest.approx(
         dict(zip(labels, scores.tolist())), abs=1e-5
     )

@@ -7,8 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+import transformers
 
 from export.huggingface_types import tiny_of
+from export.tiny_tokenizers import KINDS, tokenizer_of
 from onward.export import from_transformers
 from onward.pipeline import load as load_any
 from onward.pipeline.text_generation import Decoder, Options, generate
@@ -70,6 +73,35 @@ def test_greedy_text_is_token_for_token_that_of_transformers(tmp_path: Path, kin
     expected = [written(model, tokenizer, prompt, max_new_tokens=10) for prompt in PROMPTS]
     # All ten together, so that all but the longest are padded.
     assert tokens(pipeline, PROMPTS, max_new_tokens=10) == expected
+
+
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+CHATS = [
+    [{"role": "user", "content": "Where does the path end?"}],
+    [{"role": "user", "content": "Hello there"}, {"role": "assistant", "content": "The path"}],  # goes on
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_text_is_letter_for_letter_that_of_the_pipeline(tmp_path: Path, kind: str) -> None:
+    tokenizer = tokenizer_of(kind, clean_up_tokenization_spaces=True)
+    tokenizer.chat_template = TEMPLATE
+    model, _ = tiny_of("gpt2", "text-generation", vocab_size=len(tokenizer), eos_token_id=3)
+    with torch.no_grad():
+        model.lm_head.weight.normal_(std=0.5)
+    from_transformers((model, tokenizer), "text-generation", tmp_path / "folder", check=False)
+    ours = load(tmp_path / "folder")
+    theirs = transformers.pipeline("text-generation", model=model, tokenizer=tokenizer)
+    prompts: list[Any] = ["The ferry leaves", " I'm not", "Why? two  spaces ", "日本語", *CHATS]
+    for full in (True, False):
+        options: dict[str, Any] = {"max_new_tokens": 9, "return_full_text": full}
+        expected = [theirs(prompt, do_sample=False, **options)[0]["generated_text"] for prompt in prompts]
+        assert ours(prompts, **options) == expected
+    assert [ours(prompt, max_new_tokens=9) for prompt in prompts] == expected
+    assert ["".join(ours.stream(prompt, max_new_tokens=9)) for prompt in prompts] == expected
 
 
 @pytest.fixture(scope="module")

@@ -201,9 +201,9 @@ def test_a_trained_model_writes_with_its_cache_what_torch_writes(base: Any, tmp_
     for prompt in ("where does the path end", "hello there", "nobody expected"):
         encoded = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
         ids = merged.generate(**encoded, do_sample=False, max_new_tokens=8, pad_token_id=0)[0]
-        expected = tokenizer.decode(ids, skip_special_tokens=True)
+        expected = tokenizer.decode(ids[encoded["input_ids"].shape[1] :], skip_special_tokens=True)
         for where in ("merged", "apart"):
-            assert load(tmp_path / where)(prompt, max_new_tokens=8, full_text=True) == expected
+            assert load(tmp_path / where)(prompt, max_new_tokens=8) == expected
     with pytest.raises(ModelError, match="the base's own folder"):
         result.export(folder)
 
@@ -228,8 +228,8 @@ def test_a_tied_output_layer_is_adapted_under_its_own_name(tmp_path: Path) -> No
     for prompt in ("where does the path end", "hello there"):
         encoded = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
         ids = model.generate(**encoded, do_sample=False, max_new_tokens=8, pad_token_id=0)[0]
-        expected = tokenizer.decode(ids, skip_special_tokens=True)
-        assert load(tmp_path / "merged")(prompt, max_new_tokens=8, full_text=True) == expected
+        expected = tokenizer.decode(ids[encoded["input_ids"].shape[1] :], skip_special_tokens=True)
+        assert load(tmp_path / "merged")(prompt, max_new_tokens=8) == expected
 
 
 def spoil(folder: Path, **changes: Any) -> None:

@@ -72,11 +72,18 @@ def _embed(pipeline: Pipeline, inputs: Any, *, batch_size: int = 32) -> np.ndarr
     return np.stack([rows[index] for index in range(len(texts))]) if texts else np.empty((0, 0), np.float32)
 
 
-def _classify(pipeline: Pipeline, inputs: Any, *, top_k: int | None = 1) -> Any:
-    def scored(logits: np.ndarray) -> Any:
-        return postprocess.labelled(
-            logits, pipeline.card["labels"], pipeline.card["problem_type"], top_k=top_k
+def _classify(
+    pipeline: Pipeline, inputs: Any, *, top_k: int | None = 1, function_to_apply: str | None = None
+) -> Any:
+    function = function_to_apply or _scores_of(pipeline)
+    if function not in postprocess.FUNCTIONS:
+        raise ValueError(
+            f"function_to_apply is {function!r}; choose one of {', '.join(postprocess.FUNCTIONS)}"
         )
+
+    def scored(logits: np.ndarray) -> Any:
+        found = postprocess.labelled(logits, pipeline.card["labels"], function, top_k=top_k)
+        return found[0] if top_k == 1 else found
 
     if pipeline.tokenizer is None:
         run = lambda item: pipeline.run(_signal(pipeline, item))["logits"][0]  # noqa: E731
@@ -86,21 +93,47 @@ def _classify(pipeline: Pipeline, inputs: Any, *, top_k: int | None = 1) -> Any:
     )
 
 
+def _scores_of(pipeline: Pipeline) -> str:
+    """What transformers makes scores of outputs with: sound is always one of its classes, text may be a number."""
+    problem, kind = pipeline.card["problem_type"], task_named(pipeline.task).kind
+    if kind == "audio":
+        return "softmax"
+    if problem == "regression" and kind == "text":
+        return "none"
+    alone = problem == "multi_label_classification" or len(pipeline.card["labels"]) == 1
+    return "sigmoid" if alone else "softmax"
+
+
+def _candidates(
+    labels: str | Sequence[str] | None, template: str, example: str
+) -> tuple[list[str], list[str]]:
+    """The labels that a call names, as a list or with commas between them, and a sentence for each."""
+    if isinstance(labels, str):
+        labels = [part.strip() for part in labels.split(",") if part.strip()]
+    if not labels:
+        raise TypeError(f"zero-shot classification needs labels: {example}")
+    texts = [template.format(label) for label in labels]
+    if texts[0] == template:
+        raise ValueError(f"hypothesis_template is {template!r}, and has no {{}} where the label goes")
+    return list(labels), texts
+
+
 def _zero_shot(
     pipeline: Pipeline,
     inputs: Any,
-    labels: Sequence[str] | None = None,
+    candidate_labels: str | Sequence[str] | None = None,
     *,
-    template: str = "This example is {}.",
+    hypothesis_template: str = "This example is {}.",
     multi_label: bool = False,
 ) -> Any:
-    if labels is None:
-        raise TypeError("zero-shot classification needs labels: pipeline(text, ['sport', 'politics'])")
+    labels, hypotheses = _candidates(
+        candidate_labels, hypothesis_template, "pipeline(text, ['sport', 'politics'])"
+    )
 
     def answer(text: str) -> list[dict[str, Any]]:
-        pairs = [(text, template.format(label)) for label in labels]
+        pairs = [(text, hypothesis) for hypothesis in hypotheses]
         logits = pipeline.run(pipeline.encode(pairs)[0])["logits"]
-        return postprocess.entailed(logits, list(labels), pipeline.card["labels"], multi_label=multi_label)
+        return postprocess.entailed(logits, labels, pipeline.card["labels"], multi_label=multi_label)
 
     return _each(inputs, lambda texts: [answer(text) for text in texts])
 
@@ -108,22 +141,20 @@ def _zero_shot(
 def _zero_shot_image(
     pipeline: Pipeline,
     inputs: Any,
-    labels: Sequence[str] | None = None,
+    candidate_labels: str | Sequence[str] | None = None,
     *,
-    template: str = "This is a photo of {}.",
+    hypothesis_template: str = "This is a photo of {}.",
 ) -> Any:
-    if labels is None:
-        raise TypeError("zero-shot classification needs labels: pipeline(image, ['a cat', 'a dog'])")
+    labels, texts = _candidates(candidate_labels, hypothesis_template, "pipeline(image, ['a cat', 'a dog'])")
     alone = str(pipeline.card.get("architecture", "")).startswith("Siglip")  # each label is scored by itself
-    feed, _ = pipeline.encode([template.format(label) for label in labels])
+    feed, _ = pipeline.encode(texts)
     if alone:  # it was trained on texts of full length only, and reads the last token
         feed = {name: _to_length(pipeline, name, array) for name, array in feed.items()}
 
     def answer(picture: Any) -> list[dict[str, Any]]:
         pixels = _pixels(pipeline, picture)[None]
         logits = pipeline.run({**feed, "pixel_values": pixels})["logits_per_image"][0]
-        kind = "multi_label_classification" if alone else "single_label_classification"
-        return postprocess.labelled(logits, list(labels), kind, top_k=None)
+        return postprocess.labelled(logits, labels, "sigmoid" if alone else "softmax", top_k=None)
 
     return _each(inputs, lambda pictures: [answer(picture) for picture in pictures])
 
@@ -136,7 +167,12 @@ def _to_length(pipeline: Pipeline, name: str, ids: np.ndarray) -> np.ndarray:
 
 
 def _tag(
-    pipeline: Pipeline, inputs: Any, *, group: bool = False, aggregation_strategy: str | None = None
+    pipeline: Pipeline,
+    inputs: Any,
+    *,
+    group: bool = False,
+    aggregation_strategy: str | None = None,
+    ignore_labels: Sequence[str] = ("O",),
 ) -> Any:
     strategy = aggregation_strategy or ("simple" if group else "none")
     if strategy not in postprocess.STRATEGIES:
@@ -149,15 +185,31 @@ def _tag(
         logits = pipeline.run(feed)["logits"]
         results = []
         for text, encoding, row in zip(texts, encodings, logits):
-            row = pipeline.trim(row, encoding)
-            by_word = strategy in ("first", "average", "max")
             found = postprocess.tagged(
-                text, encoding, row, pipeline.card["labels"], words=strategy if by_word else None
+                text,
+                encoding,
+                pipeline.trim(row, encoding),
+                pipeline.card["labels"],
+                words=strategy if strategy in ("first", "average", "max") else None,
+                begins=lambda index, text=text, encoding=encoding: _begins_word(
+                    pipeline, text, encoding, index
+                ),
             )
-            results.append(found if strategy == "none" else postprocess.grouped(text, found))
+            found = found if strategy == "none" else postprocess.grouped(text, found)
+            results.append([entry for entry in found if entry["label"] not in ignore_labels])
         return results
 
     return _each(inputs, answer)
+
+
+def _begins_word(pipeline: Pipeline, text: str, encoding: Any, index: int) -> bool:
+    """Whether a token begins a word, as transformers decides: by the mark of later pieces, else by spaces alone."""
+    start, end = encoding.offsets[index]
+    if encoding.ids[index] == pipeline.card["tokenizer"].get("unk_id"):
+        return True
+    if getattr(pipeline.tokenizer.model, "continuing_subword_prefix", None):
+        return len(encoding.tokens[index]) == end - start
+    return start == 0 or " " in text[start - 1 : start + 1]
 
 
 def _question(
@@ -165,50 +217,83 @@ def _question(
     inputs: Any,
     context: str | None = None,
     *,
-    max_answer_tokens: int = 30,
-    stride: int = 64,
+    top_k: int = 1,
+    doc_stride: int | None = None,
+    max_answer_len: int = 15,
+    max_seq_len: int = 384,
+    handle_impossible_answer: bool = False,
+    align_to_words: bool = True,
 ) -> Any:
     if context is not None:
-        return _span(pipeline, inputs, context, max_answer_tokens, stride)
+        inputs = (inputs, context)
+    elif isinstance(inputs, Mapping) and {"question", "context"} <= set(inputs):
+        inputs = (inputs["question"], inputs["context"])
     pairs = inputs if isinstance(inputs, list) else [inputs]
     if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
         raise TypeError("question answering takes a question and a context: pipeline(question, context)")
-    return _each(inputs, lambda items: [_span(pipeline, a, b, max_answer_tokens, stride) for a, b in items])
+    for name, number in (("top_k", top_k), ("max_answer_len", max_answer_len)):
+        if number < 1:
+            raise ValueError(f"{name} is {number}: it must be 1 or more")
+    settings = pipeline.card["tokenizer"]
+    limit = min(settings.get("max_length") or max_seq_len, max_seq_len)
+
+    def answer(question: str, context: str) -> Any:
+        windows = _context_windows(pipeline, question, context, limit, doc_stride)
+        outputs = pipeline.run(pipeline.batch(windows))
+        starts, ends = (
+            [pipeline.trim(row, window) for row, window in zip(outputs[name], windows)]
+            for name in ("start_logits", "end_logits")
+        )
+        found = postprocess.best_spans(
+            context,
+            windows,
+            starts,
+            ends,
+            top_k=top_k,
+            longest=max_answer_len,
+            cls_id=settings.get("cls_id"),
+            whole_words=align_to_words,
+            may_lack=handle_impossible_answer,
+        )
+        nothing = {"answer": "", "score": 0.0, "start": 0, "end": 0}
+        return found if top_k > 1 else found[0] if found else nothing
+
+    return _each(inputs, lambda items: [answer(*pair) for pair in items])
 
 
-def _span(pipeline: Pipeline, question: str, context: str, longest: int, stride: int) -> dict[str, Any]:
-    tokenizer = pipeline.tokenizer
-    limit = pipeline.card["tokenizer"].get("max_length")
-    if limit:
-        # A long context is read in overlapping windows; the overlap must leave room for the question.
-        room = limit - len(tokenizer.encode(question).ids) - 3
-        if room < 1:
-            raise ValueError(f"the question alone fills the model's {limit} tokens")
-        tokenizer.enable_truncation(limit, stride=min(stride, room // 2), strategy="only_second")
+def _context_windows(
+    pipeline: Pipeline, question: str, context: str, limit: int, stride: int | None
+) -> list[Any]:
+    """A long context in overlapping windows, each with the question; the overlap must leave room for it."""
+    tokenizer, longest = pipeline.tokenizer, pipeline.card["tokenizer"].get("max_length")
+    room = limit - len(tokenizer.encode(question).ids) - 3
+    if room < 1:
+        raise ValueError(f"the question alone fills the model's {limit} tokens")
+    overlap = min(limit // 2, 128) if stride is None else stride
+    tokenizer.enable_truncation(limit, stride=min(overlap, room - 1), strategy="only_second")
     try:
         first = tokenizer.encode(question, context)
     finally:
-        if limit:
-            tokenizer.enable_truncation(limit)
-    windows = [first, *first.overflowing]
-    outputs = pipeline.run(pipeline.batch(windows))
-    starts, ends = (
-        [pipeline.trim(row, window) for row, window in zip(outputs[name], windows)]
-        for name in ("start_logits", "end_logits")
-    )
-    return postprocess.best_span(context, windows, starts, ends, longest)
+        if longest:
+            tokenizer.enable_truncation(longest)
+        else:
+            tokenizer.no_truncation()
+    return [first, *first.overflowing]
 
 
-def _fill(pipeline: Pipeline, inputs: Any, *, top_k: int = 5) -> Any:
+def _fill(
+    pipeline: Pipeline, inputs: Any, *, top_k: int = 5, targets: str | Sequence[str] | None = None
+) -> Any:
     mask = pipeline.card["tokenizer"]["mask_id"]
     if mask is None:
         raise ModelError("the tokenizer has no mask token, so there is nothing to fill")
+    allowed = None if targets is None else _target_ids(pipeline, targets)
 
     def answer(texts: list[str]) -> list[Any]:
         feed, encodings = pipeline.encode(texts)
         logits = pipeline.run(feed)["logits"]
         filled = [
-            postprocess.fill(pipeline.tokenizer, encoding, pipeline.trim(row, encoding), mask, top_k)
+            postprocess.fill(pipeline.decode, encoding, pipeline.trim(row, encoding), mask, top_k, allowed)
             for encoding, row in zip(encodings, logits)
         ]
         for text, candidates in zip(texts, filled):
@@ -218,6 +303,19 @@ def _fill(pipeline: Pipeline, inputs: Any, *, top_k: int = 5) -> Any:
         return [candidates[0] if len(candidates) == 1 else candidates for candidates in filled]
 
     return _each(inputs, answer)
+
+
+def _target_ids(pipeline: Pipeline, targets: str | Sequence[str]) -> list[int]:
+    """The token of each word, or the first of its tokens."""
+    words = [targets] if isinstance(targets, str) else targets
+    found: dict[int, None] = {}
+    for word in words:
+        known = pipeline.tokenizer.token_to_id(word)
+        ids = [known] if known is not None else pipeline.tokenizer.encode(word, add_special_tokens=False).ids
+        found |= dict.fromkeys(ids[:1])
+    if not found:
+        raise ValueError("targets names no word that the model knows")
+    return list(found)
 
 
 def _similar(
@@ -248,26 +346,26 @@ def _generate(
     pipeline: Pipeline,
     inputs: Any,
     *,
-    full_text: bool = False,
+    return_full_text: bool = False,
     stop: str | Sequence[str] = (),
     **options: Any,
 ) -> Any:
     if is_chat(inputs):
-        return _generate(pipeline, [inputs], full_text=full_text, stop=stop, **options)[0]
+        return _generate(pipeline, [inputs], return_full_text=return_full_text, stop=stop, **options)[0]
     chosen = Options.read(options, pipeline.card["generation"], max_new_tokens=32)
 
-    def written(prompts: list[Any]) -> list[str]:
+    def written(prompts: list[Any]) -> list[Any]:
         encodings = [_prompt(pipeline, prompt) for prompt in prompts]
-        results = []
+        results: list[str] = []
         for group in _groups(pipeline, encodings):
             new: list[list[int]] = [[] for _ in group]
             for new in generate(_writer(pipeline, group, chosen), _room(pipeline, group, chosen)):
-                if stop and all(_stopped(_decoded(pipeline, e, ids), stop) for e, ids in zip(group, new)):
+                if stop and all(_stopped(pipeline.decode(ids), stop) for ids in new):
                     break
-            for encoding, ids in zip(group, new):
-                text = _cut(_decoded(pipeline, encoding, ids), stop)
-                results.append(pipeline.tokenizer.decode(encoding.ids) + text if full_text else text)
-        return results
+            results += [_cut(pipeline.decode(ids), stop) for ids in new]
+        return (
+            [_after(prompt, text) for prompt, text in zip(prompts, results)] if return_full_text else results
+        )
 
     return _each(inputs, written)
 
@@ -284,7 +382,7 @@ def stream(
     encoding = _prompt(pipeline, prompt)
     sent, new = "", [[]]
     for new in generate(_writer(pipeline, [encoding], chosen), _room(pipeline, [encoding], chosen)):
-        text = _decoded(pipeline, encoding, new[0])
+        text = pipeline.decode(new[0])
         if stop and _stopped(text, stop):
             text = _cut(text, stop)
             yield text[len(sent) :]
@@ -295,14 +393,14 @@ def stream(
         if len(text) > len(sent):
             yield text[len(sent) :]
             sent = text
-    rest = _decoded(pipeline, encoding, new[0])[len(sent) :]
+    rest = pipeline.decode(new[0])[len(sent) :]
     if rest:
         yield rest
 
 
 def _prompt(pipeline: Pipeline, prompt: Any) -> Any:
     if is_chat(prompt):
-        text = read_template(pipeline.folder).render(prompt)
+        text = read_template(pipeline.folder).render_prompt(prompt)
         return pipeline.tokenizer.encode(text, add_special_tokens=False)
     if not isinstance(prompt, str):
         raise TypeError(f"a prompt is text or a list of messages, got {type(prompt).__name__}")
@@ -341,11 +439,14 @@ def _room(pipeline: Pipeline, encodings: list[Any], options: Options) -> Options
     return dataclasses.replace(options, max_new_tokens=max(1, min(options.max_new_tokens, room)))
 
 
-def _decoded(pipeline: Pipeline, encoding: Any, ids: Sequence[int]) -> str:
-    """The new text. Decoded with the prompt and cut: some tokenizers lose the space before a first token."""
-    decode = pipeline.tokenizer.decode
-    prompt, whole = decode(encoding.ids), decode([*encoding.ids, *ids])
-    return whole[len(prompt) :] if whole.startswith(prompt) else decode(list(ids))
+def _after(prompt: Any, text: str) -> Any:
+    """The prompt with what was written: one text, or the conversation with the assistant's words."""
+    if isinstance(prompt, str):
+        return prompt + text
+    *before, last = prompt
+    if last["role"] == "assistant":
+        return [*before, {**last, "content": last["content"] + text}]
+    return [*prompt, {"role": "assistant", "content": text}]
 
 
 def _stops(stop: str | Sequence[str]) -> Sequence[str]:
@@ -370,7 +471,7 @@ def _rewrite(pipeline: Pipeline, inputs: Any, **options: Any) -> Any:
 
     def written(texts: list[str]) -> list[str]:
         feed, _ = pipeline.encode(texts)
-        return [pipeline.tokenizer.decode(ids) for ids in _written(pipeline, feed, chosen)]
+        return [pipeline.decode(ids) for ids in _written(pipeline, feed, chosen)]
 
     return _each(inputs, written)
 
@@ -380,7 +481,7 @@ def _caption(pipeline: Pipeline, inputs: Any, **options: Any) -> Any:
 
     def written(item: Any) -> str:
         ids = _written(pipeline, _signal(pipeline, item), chosen)[0]
-        return str(ids) if pipeline.tokenizer is None else pipeline.tokenizer.decode(ids)
+        return str(ids) if pipeline.tokenizer is None else pipeline.decode(ids)
 
     return _each(inputs, lambda items: [written(item) for item in items])
 
@@ -553,11 +654,15 @@ def _instances(
 
 
 def _zero_shot_detect(
-    pipeline: Pipeline, inputs: Any, labels: Sequence[str] | None = None, *, threshold: float = 0.1
+    pipeline: Pipeline,
+    inputs: Any,
+    candidate_labels: str | Sequence[str] | None = None,
+    *,
+    threshold: float = 0.1,
+    top_k: int | None = None,
 ) -> Any:
-    if labels is None:
-        raise TypeError("zero-shot detection needs labels: pipeline(image, ['a cat', 'a dog'])")
-    feed, _ = pipeline.encode(list(labels))
+    labels, texts = _candidates(candidate_labels, "{}", "pipeline(image, ['a cat', 'a dog'])")
+    feed, _ = pipeline.encode(texts)
 
     def each(item: Any) -> list[dict[str, Any]]:
         item = _seen(pipeline, item)
@@ -565,8 +670,14 @@ def _zero_shot_detect(
         outputs = pipeline.run({**feed, "pixel_values": pixels})
         scores = postprocess.sigmoid(outputs["logits"][0])
         size = preprocess.picture_size(item)
-        found = postprocess.boxes(scores, outputs["pred_boxes"][0], list(labels), size, threshold)
-        return sorted(found, key=lambda entry: -entry["score"])
+        found = [  # each label by itself: a box may have several
+            box
+            for index, label in enumerate(labels)
+            for box in postprocess.boxes(
+                scores[:, index : index + 1], outputs["pred_boxes"][0], [label], size, threshold
+            )
+        ]
+        return sorted(found, key=lambda entry: -entry["score"])[:top_k]
 
     return _each(inputs, lambda items: [each(item) for item in items])
 

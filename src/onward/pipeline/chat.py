@@ -30,6 +30,7 @@ def is_chat(value: Any) -> bool:
     )
 
 
+_MARK = "THE-MESSAGE-GOES-ON-HERE"
 # characters or items that a template may make by repeating
 _MOST = 1 << 20
 # a format with a width of millions, or one that is given
@@ -133,6 +134,20 @@ class ChatTemplate:
             raise ModelError(
                 f"'{self._folder}': the chat template refuses these messages: {error}"
             ) from error
+
+    def render_prompt(self, messages: Sequence[Message]) -> str:
+        """The conversation up to where the assistant speaks on: after its last words, where it has the last message."""
+        last = messages[-1]
+        if last.get("role") != "assistant" or not isinstance(last.get("content"), str):
+            return self.render(messages)
+        # What templates write after a message, its end token for one, must not follow: a mark shows where that begins.
+        text = self.render([*messages[:-1], {**last, "content": f"{last['content']}{_MARK} "}], prompt=False)
+        before, mark, after = text.rpartition(_MARK)
+        if not mark:
+            raise ModelError(
+                f"'{self._folder}': the chat template changes the assistant's last message, so it cannot be continued"
+            )
+        return before if after.startswith(" ") else before.rstrip()
 
     def _raise(self, message: str) -> None:
         raise self._errors(message)

@@ -131,7 +131,8 @@ def answer_labels(scores: np.ndarray, classes: Sequence[str] | None, *, top_k: i
     """Labels with probabilities for every row of scores; the rows themselves where classes do not fit them."""
     if classes is None or scores.ndim != 2 or scores.shape[1] != len(classes):
         return list(scores)
-    return [labelled(row, classes, "single_label_classification", top_k=top_k) for row in scores]
+    found = [labelled(row, classes, "softmax", top_k=top_k) for row in scores]
+    return [row[0] for row in found] if top_k == 1 else found
 
 
 def _picture(item: Any, settings: Mapping[str, Any]) -> np.ndarray:

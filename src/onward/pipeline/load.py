@@ -22,10 +22,11 @@ from onward.export.huggingface.tasks import TASKS
 from onward.pipeline.base_folder import is_published, open_language_model
 from onward.pipeline.by_task import answer, stream
 from onward.pipeline.classifier import Classifier, load_file
+from onward.renamed import renamed_arguments
 
 __all__ = ["Pipeline", "load"]
 
-Text = str | tuple[str, str]
+Text = str | tuple[str, str] | Mapping[str, str]
 
 
 def load(
@@ -83,8 +84,9 @@ class Pipeline:
 
     - pooling: an embedding; default and feature-extraction: one vector per token
     - text-, image- and audio-classification: `{"label", "score"}`, best first; `top_k=None` for all
-    - zero-shot-classification and -image-classification: the same over `labels=[…]` that the call names
-    - token-classification: `{"label", "score", "text", "start", "end"}` per token, or `group=True` per name
+    - zero-shot-classification and -image-classification: the same over the `candidate_labels` of the call
+    - token-classification: `{"label", "score", "text", "start", "end"}` per token, or `group=True` per name; what is
+      labelled `O` is left out (`ignore_labels`)
     - question-answering: `pipeline(question, context)` gives `{"answer", "score", "start", "end"}`
     - fill-mask: `{"token", "score", "text"}` for each candidate, a list per mask if there are several
     - text-generation, text2text and image-to-text: text; `max_new_tokens=…`, and the other options of
@@ -111,6 +113,9 @@ class Pipeline:
         """The task that the folder was exported for."""
         return self.card["task"]
 
+    @renamed_arguments(
+        full_text="return_full_text", template="hypothesis_template", labels="candidate_labels"
+    )
     def __call__(self, inputs: Any, *args: Any, **options: Any) -> Any:
         """Run one input, or each of a list."""
         return answer(self, inputs, *args, **options)
@@ -124,8 +129,12 @@ class Pipeline:
         return stream(self, prompt, **options)
 
     def encode(self, texts: Sequence[Text]) -> tuple[dict[str, np.ndarray], list[Any]]:
-        """Token arrays for the model, padded, and the tokenizer's encodings with their offsets."""
-        encodings = self.tokenizer.encode_batch(list(texts))
+        """Token arrays for the model, padded, and the tokenizer's encodings with their offsets.
+
+        A pair of texts is a tuple, or `{"text": …, "text_pair": …}`.
+        """
+        pairs = [(t["text"], t["text_pair"]) if isinstance(t, Mapping) else t for t in texts]
+        encodings = self.tokenizer.encode_batch(pairs)
         return self.batch(encodings), encodings
 
     def batch(self, encodings: Sequence[Any]) -> dict[str, np.ndarray]:
@@ -142,6 +151,11 @@ class Pipeline:
             for name, (rows, filler) in columns.items()
             if name in self.card["inputs"]
         }
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Token ids as text, with the spaces before punctuation removed where the tokenizer does so."""
+        text = self.tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        return _without_spaces(text) if self.card["tokenizer"].get("clean_up") else text
 
     def trim(self, row: np.ndarray, encoding: Any) -> np.ndarray:
         """One row of an output without its padding."""
@@ -173,6 +187,16 @@ def _tokenizer(folder: Path, card: Mapping[str, Any]) -> Any:
     if limit:
         tokenizer.enable_truncation(limit)
     return tokenizer
+
+
+def _without_spaces(text: str) -> str:
+    """What `clean_up_tokenization_spaces` of transformers means."""
+    for mark in (" .", " ?", " !", " ,"):
+        text = text.replace(mark, mark[1:])
+    text = text.replace(" ' ", "'")
+    for end in (" n't", " 'm", " 's", " 've", " 're"):
+        text = text.replace(end, end[1:])
+    return text
 
 
 def _pad(rows: Sequence[Sequence[int]], filler: int | None, *, left: bool) -> np.ndarray:

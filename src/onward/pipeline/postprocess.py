@@ -5,14 +5,15 @@ Pure functions over numpy arrays and tokenizer encodings.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 __all__ = [
+    "FUNCTIONS",
     "STRATEGIES",
-    "best_span",
+    "best_spans",
     "boxes",
     "depth",
     "entailed",
@@ -49,19 +50,17 @@ def sigmoid(logits: np.ndarray) -> np.ndarray:
     return 1.0 / (1.0 + np.exp(-np.asarray(logits, np.float64)))
 
 
+FUNCTIONS = {"softmax": softmax, "sigmoid": sigmoid, "none": lambda logits: np.asarray(logits, np.float64)}
+"""What turns outputs into scores, under the names of `function_to_apply` in transformers."""
+
+
 def labelled(
-    logits: np.ndarray, labels: Sequence[str], problem_type: str | None, *, top_k: int | None
-) -> Any:
-    """Labels with scores, best first: one, `top_k` of them, or all for None."""
-    if problem_type == "regression":
-        scores = np.asarray(logits, np.float64)
-    elif problem_type == "multi_label_classification" or len(labels) == 1:
-        scores = sigmoid(logits)
-    else:
-        scores = softmax(logits)
+    logits: np.ndarray, labels: Sequence[str], function: str, *, top_k: int | None
+) -> list[dict[str, Any]]:
+    """The `top_k` likeliest labels with their scores (all for None), best first; `function` is one of `FUNCTIONS`."""
+    scores = FUNCTIONS[function](logits)
     order = np.argsort(-scores, kind="stable")
-    ranked = [{"label": labels[index], "score": float(scores[index])} for index in order]
-    return ranked[0] if top_k == 1 else ranked[:top_k]
+    return [{"label": labels[index], "score": float(scores[index])} for index in order][:top_k]
 
 
 def entailed(
@@ -71,7 +70,7 @@ def entailed(
     lowered = [label.lower() for label in labels]
     entailment = next((i for i, label in enumerate(lowered) if label.startswith("entail")), len(labels) - 1)
     if multi_label or len(candidates) == 1:
-        contradiction = next((i for i, label in enumerate(lowered) if label.startswith("contra")), 0)
+        contradiction = -1 if entailment == 0 else 0
         scores = softmax(logits[:, [contradiction, entailment]])[:, 1]
     else:
         scores = softmax(logits[:, entailment])
@@ -80,22 +79,27 @@ def entailed(
 
 
 def tagged(
-    text: str, encoding: Any, logits: np.ndarray, labels: Sequence[str], *, words: str | None = None
+    text: str,
+    encoding: Any,
+    logits: np.ndarray,
+    labels: Sequence[str],
+    *,
+    words: str | None = None,
+    begins: Any = None,
 ) -> list[dict[str, Any]]:
     """The best label of every token of the text, or of every word; special tokens are left out.
 
-    A word's scores are those of its first token, the mean of all, or those of its surest token (`words`).
+    A word's scores are those of its first token, the mean of all, or those of its surest token (`words`);
+    `begins(index)` says which tokens begin one.
     """
     probabilities = softmax(logits)
-    places = [index for index, special in enumerate(encoding.special_tokens_mask) if not special]
-    groups = [[index] for index in places]
-    if words is not None:
-        ids = encoding.word_ids
-        edges = [index for index in places if index == places[0] or ids[index] != ids[index - 1]]
-        groups = [
-            [index for index in places if start <= index < end]
-            for start, end in zip(edges, [*edges[1:], len(ids)])
-        ]
+    groups: list[list[int]] = []
+    for index, special in enumerate(encoding.special_tokens_mask):
+        if special:
+            continue
+        if words is None or not groups or begins(index):
+            groups.append([])
+        groups[-1].append(index)
     found = []
     for group in groups:
         rows = probabilities[group]
@@ -117,22 +121,17 @@ def tagged(
 
 
 def grouped(text: str, tokens: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Runs of one name as one entry: B- begins, I- goes on, O is nothing; the score is the mean."""
+    """Runs of one name as one entry: B- begins one, anything else goes on; the score is the mean."""
     groups: list[list[Mapping[str, Any]]] = []
-    previous = ""
     for token in tokens:
-        prefix, _, name = str(token["label"]).rpartition("-")
-        if token["label"] == "O":
-            previous = ""
-            continue
-        if groups and name == previous and prefix != "B":
+        label = str(token["label"])
+        if groups and not label.startswith("B-") and _name(label) == _name(groups[-1][-1]["label"]):
             groups[-1].append(token)
         else:
             groups.append([token])
-        previous = name
     return [
         {
-            "label": str(group[0]["label"]).rpartition("-")[2],
+            "label": str(group[0]["label"]).split("-", 1)[-1],
             "score": float(np.mean([token["score"] for token in group])),
             "text": text[group[0]["start"] : group[-1]["end"]],
             "start": group[0]["start"],
@@ -142,52 +141,85 @@ def grouped(text: str, tokens: Sequence[Mapping[str, Any]]) -> list[dict[str, An
     ]
 
 
-def best_span(
+def _name(label: str) -> str:
+    return label[2:] if label.startswith(("B-", "I-")) else label
+
+
+def best_spans(
     context: str,
     windows: Sequence[Any],
     starts: Sequence[np.ndarray],
     ends: Sequence[np.ndarray],
+    *,
+    top_k: int,
     longest: int,
-) -> dict[str, Any]:
-    """The likeliest answer over all windows of the context, at most `longest` tokens."""
-    best: dict[str, Any] = {"answer": "", "score": 0.0, "start": 0, "end": 0}
+    cls_id: int | None,
+    whole_words: bool,
+    may_lack: bool,
+) -> list[dict[str, Any]]:
+    """The likeliest answers over all windows of the context, best first; one in two windows has the sum of its scores.
+
+    With `may_lack` one answer is none: empty, and as likely as the first token in the window where that is least so.
+    """
+    answers: dict[str, dict[str, Any]] = {}
+    none = np.inf
     for window, start, end in zip(windows, starts, ends):
         inside = np.array([part == 1 for part in window.sequence_ids])
+        weighed = inside | (np.asarray(window.ids) == cls_id)
         if not inside.any():
             continue
-        p_start = np.where(inside, softmax(start), 0.0)
-        p_end = np.where(inside, softmax(end), 0.0)
-        joint = np.triu(np.outer(p_start, p_end))
-        joint = np.tril(joint, longest - 1)
-        first, last = np.unravel_index(int(joint.argmax()), joint.shape)
-        if joint[first, last] > best["score"]:
-            left, right = window.offsets[first][0], window.offsets[last][1]
-            best = {
-                "answer": context[left:right],
-                "score": float(joint[first, last]),
-                "start": left,
-                "end": right,
-            }
-    return best
+        first, last = (softmax(np.where(weighed, scores, -10000.0)) for scores in (start, end))
+        none = min(none, float(first[0] * last[0]))
+        joint = np.tril(np.triu(np.outer(first * inside, last * inside)), longest - 1)
+        # more than asked for: several may be the same words
+        count = 2 * top_k + 10 if whole_words else top_k
+        for place in np.argsort(-joint, axis=None, kind="stable")[:count]:
+            left, right = (int(index) for index in np.unravel_index(place, joint.shape))
+            if not joint[left, right]:
+                break
+            begin, stop = _characters(window, left, right, whole_words=whole_words)
+            known = answers.setdefault(
+                context[begin:stop].lower(),
+                {"answer": context[begin:stop], "score": 0.0, "start": begin, "end": stop},
+            )
+            known["score"] += float(joint[left, right])
+    found = list(answers.values())
+    if may_lack:
+        found.append({"answer": "", "score": none, "start": 0, "end": 0})
+    return sorted(found, key=lambda answer: -answer["score"])[:top_k]
+
+
+def _characters(window: Any, first: int, last: int, *, whole_words: bool) -> tuple[int, int]:
+    """Where tokens stand in the context, with the rest of their words if wanted."""
+    words = window.token_to_word(first), window.token_to_word(last)
+    if not whole_words or None in words:
+        return window.offsets[first][0], window.offsets[last][1]
+    return window.word_to_chars(words[0], 1)[0], window.word_to_chars(words[1], 1)[1]
 
 
 def fill(
-    tokenizer: Any, encoding: Any, logits: np.ndarray, mask: int, top_k: int
+    decode: Callable[..., str],
+    encoding: Any,
+    logits: np.ndarray,
+    mask: int,
+    top_k: int,
+    targets: Sequence[int] | None = None,
 ) -> list[list[dict[str, Any]]]:
-    """For each mask in the text its likeliest tokens, each with the text that it makes."""
+    """For each mask in the text its likeliest tokens, or `targets` by likelihood, each with the text that it makes."""
+    places = [position for position, token in enumerate(encoding.ids) if token == mask]
     results = []
-    for position, token in enumerate(encoding.ids):
-        if token != mask:
-            continue
+    for position in places:
         probabilities = softmax(logits[position])
+        allowed = np.arange(len(probabilities)) if targets is None else np.asarray(targets)
         candidates = []
-        for index in np.argsort(-probabilities, kind="stable")[:top_k]:
+        for index in allowed[np.argsort(-probabilities[allowed], kind="stable")][:top_k]:
             ids = [*encoding.ids[:position], int(index), *encoding.ids[position + 1 :]]
             candidates.append(
                 {
-                    "token": tokenizer.decode([int(index)], skip_special_tokens=False).strip(),
+                    "token": decode([int(index)], skip_special_tokens=False).strip(),
                     "score": float(probabilities[index]),
-                    "text": tokenizer.decode(ids),
+                    # other masks are to be seen
+                    "text": decode(ids, skip_special_tokens=len(places) == 1),
                 }
             )
         results.append(candidates)

@@ -118,9 +118,22 @@ def _tokenizer(source: Source) -> dict[str, Any]:
         "pad_id": pad if pad is not None else end if end is not None else 0,
         "padding_side": _padding_side(source),
         "max_length": source.max_length,
+        "cls_id": getattr(tokenizer, "cls_token_id", None),
+        "unk_id": getattr(tokenizer, "unk_token_id", None),
         "mask_id": getattr(tokenizer, "mask_token_id", None),
         "mask_token": getattr(tokenizer, "mask_token", None),
+        "clean_up": _cleans_up(tokenizer),
     }
+
+
+def _cleans_up(tokenizer: Any) -> bool:
+    """Whether decoding removes the spaces before punctuation; transformers 5 leaves those of BPE tokenizers alone."""
+    if not getattr(tokenizer, "clean_up_tokenization_spaces", False):
+        return False
+    always = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    is_bpe = backend is not None and type(backend.model).__name__ == "BPE"
+    return not is_bpe or getattr(tokenizer, always, True)
 
 
 def _padding_side(source: Source) -> str:
