@@ -400,6 +400,8 @@ def _explain(error: Exception, signature: Signature, feeds: list[Any]) -> Except
             f"the device has too little memory for a step on inputs {given}: {reason}. Parameters are "
             "unchanged; lower the batch size (and accumulate gradients), or generate the artifacts with recompute=…"
         )
+    if any(0 in _shape(value) for value in feeds):
+        return ValueError(f"the step failed on inputs {given}: the batch is empty. Leave such batches out")
     fixed = re.search(r"index: 0 Got: \d+ Expected: (\d+)", str(error))
     hint = (
         f"the model takes batches of {fixed.group(1)} alone: --batch-size {fixed.group(1)}, or export it for any"

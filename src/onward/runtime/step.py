@@ -18,8 +18,14 @@ from onward.contract import BUFFER, OUT, SEED
 from onward.errors import ModelError
 from onward.graph.passes.batch_norm import expand_batch_norm
 from onward.graph.passes.device_forms import prefer_device_forms
-from onward.graph.passes.known_shapes import gathers_columns, leaves_images_open, specialize_shapes
+from onward.graph.passes.known_shapes import (
+    has_processor_forms,
+    leaves_images_open,
+    resolve_symbols,
+    specialize_shapes,
+)
 from onward.graph.passes.row_gradients import scatter_in_place
+from onward.graph.passes.small_images import convolve_together, has_small_images
 from onward.graph.passes.specialize import specialize_reset
 from onward.graph.passes.static_masks import simplify_static_masks
 from onward.runtime.bound import Bound, DeviceBound, RecordingError, bind, warn_unrecorded
@@ -61,8 +67,9 @@ class Step(Protocol):
 class TrainingStep:
     """The training model, specialized for overwriting and (when first needed) for accumulating gradients.
 
-    On a device, with `tune` (see `autotune`), and where the file leaves the sizes of images open, also for the shapes
-    of the batch: the sessions of the last few shapes are cached, other shapes run in one session for all shapes.
+    On a device, with `tune` (see `autotune`), and where the file leaves the sizes of images open or has small images,
+    also for the shapes of the batch: the sessions of the last few shapes are cached, other shapes run in one session
+    for all shapes.
     """
 
     is_whole = True  # runs all of the training model: its update may join it in one graph
@@ -80,9 +87,10 @@ class TrainingStep:
         self.signature = read_signature(self._model, self._path, "training")
         self._device, self._options = device, options
         self._tune = tune if device.memory == "host" else None
-        unfit = {"host": leaves_images_open, "device": gathers_columns}.get(device.memory)
-        self._fits = unfit is not None and unfit(self._model)
-        self._specializes = device.memory == "device" or self._tune is not None or self._fits
+        unfit = leaves_images_open if device.memory == "host" else has_processor_forms
+        self._fits = unfit(self._model)
+        small = device.memory == "host" and has_small_images(self._model)
+        self._specializes = device.memory == "device" or self._tune is not None or self._fits or small
         self._bound: dict[bool, Bound] = {}
         self._by_shape: OrderedDict[tuple, Bound] = OrderedDict()
         self._seen: Counter[tuple] = Counter()
@@ -174,8 +182,10 @@ class TrainingStep:
     ) -> tuple[onnx.ModelProto, dict[str, str] | None]:
         """The training model as a session gets it, and the gradients of which it writes some rows only."""
         tune, fits = (self._tune, self._fits) if shapes is not None else (None, False)
-        model, rows = specialize_reset(self._model, reset=reset, keep_shapes=fits or tune is not None), None
-        if self._device.memory == "host":
+        host = self._device.memory == "host"
+        keep_shapes = fits or tune is not None or (host and shapes is not None)
+        model, rows = specialize_reset(self._model, reset=reset, keep_shapes=keep_shapes), None
+        if host:
             rows = scatter_in_place(model)
         if self._device.memory == "device":
             expand_batch_norm(model)
@@ -186,9 +196,11 @@ class TrainingStep:
                 # graph libraries: only where they are needed
                 from onward.graph.passes.conv_forms import fit_forms, fit_gpu_forms
 
-                (fit_forms if self._device.memory == "host" else fit_gpu_forms)(model, known)
+                (fit_forms if host else fit_gpu_forms)(model, known)
             if tune is not None:
                 tune(model, known, self._options)
+            if host:
+                convolve_together(model, resolve_symbols(model.graph, known))
             specialize_shapes(model, known)
             simplify_static_masks(model)
         if self._device.memory == "device":

@@ -17,7 +17,8 @@ from onward import contract
 from onward.contract import BUFFER, RESET
 from onward.graph.builder import Builder
 from onward.graph.cleanup import remove_identities, remove_unused, share_subexpressions
-from onward.graph.passes.known_shapes import specialize_shapes
+from onward.graph.passes.known_shapes import resolve_symbols, specialize_shapes
+from onward.graph.passes.small_images import convolve_together
 from onward.whole_step.state_inputs import StateInputs, clip_scale, joined_gradient, take_results
 from onward.whole_step.update_units import Unit, graft
 
@@ -144,6 +145,7 @@ def scan_steps(
     """
     body = onnx.ModelProto()
     body.CopyFrom(step.model)
+    convolve_together(body, resolve_symbols(body.graph, shapes))
     specialize_shapes(body, shapes)
     graph = body.graph
     carried, following = list(step.carried), [f"{name}{contract.NEXT}" for name in step.carried]

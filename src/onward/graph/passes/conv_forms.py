@@ -87,11 +87,14 @@ def fit_forms(model: onnx.ModelProto, shapes: Mapping[str, Sequence[int]]) -> in
 
 
 def fit_gpu_forms(model: onnx.ModelProto, shapes: Mapping[str, Sequence[int]]) -> int:
-    """One product for all taps in place of one for each, which leaves most of a GPU idle; how many were exchanged."""
+    """One product for all taps in place of forms for processors' kernels; how many were exchanged.
+
+    A product for each tap leaves most of a GPU idle; its convolutions are made for small kernels.
+    """
     chosen = {
-        place: (convolution, x, dy, "channels_last")
+        place: (convolution, x, dy, "channels_last" if convolution.group == 1 else "channels_first")
         for place, (convolution, x, dy) in noted_convolutions(model, shapes).items()
-        if convolution.form == "gathered"
+        if convolution.form in ("gathered", "folded")
     }
     use_forms(model, chosen)
     return len(chosen)

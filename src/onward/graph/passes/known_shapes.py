@@ -20,7 +20,7 @@ from onward.graph.compute import COMPUTABLE, compute
 from onward.graph.shapes.dims import number_of
 from onward.reading import parse_json
 
-__all__ = ["gathers_columns", "leaves_images_open", "resolve_symbols", "specialize_shapes"]
+__all__ = ["has_processor_forms", "leaves_images_open", "resolve_symbols", "specialize_shapes"]
 
 # Numbers up to which a tensor may be a list of sizes or places.
 _SMALL = 1 << 14
@@ -55,10 +55,10 @@ def specialize_shapes(model: onnx.ModelProto, shapes: Mapping[str, Sequence[int]
     del graph.value_info[:]
 
 
-def gathers_columns(model: onnx.ModelProto) -> bool:
-    """Whether a convolution's weight gradient is a product for each tap of its kernel."""
+def has_processor_forms(model: onnx.ModelProto) -> bool:
+    """Whether a convolution's weight gradient is a product for each tap, or a convolution with a large kernel."""
     notes = (e.value for node in model.graph.node for e in node.metadata_props if e.key == CONV_WEIGHT)
-    return any('"gathered"' in note for note in notes)
+    return any('"gathered"' in note or '"folded"' in note for note in notes)
 
 
 def leaves_images_open(model: onnx.ModelProto) -> bool:
