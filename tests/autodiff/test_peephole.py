@@ -126,3 +126,62 @@ def test_gradients_of_many_batch_norms_equal_those_of_each_alone() -> None:
     together = run(names)
     for name in names[::7]:
         np.testing.assert_allclose(together[name], run([name])[name], rtol=1e-6, atol=1e-7, err_msg=name)
+
+
+# (model, its inputs' shapes, operators that its gradient must not have, operators that it has)
+REWRITTEN = {
+    "silu": (
+        "(float[n, 4] x) => (float y) { s = Sigmoid (x)  z = Mul (x, s)  q = Mul (z, z)"
+        "  y = ReduceSum<keepdims=0> (q) }",
+        (5, 4), {"Sub": 1, "Sigmoid": 1, "Mul": 5},
+    ),
+    "halves": (
+        "(float[n, 6] x) => (float y) <int64[1] low = {0}, int64[1] half = {3}, int64[1] end = {9},"
+        "  int64[1] one = {1}> {"
+        "  a = Slice (x, low, half, one)  b = Slice (x, half, end, one)  m = Neg (b)  r = Concat<axis=1> (m, a)"
+        "  q = Mul (r, r)  y = ReduceSum<keepdims=0> (q) }",
+        (5, 6), {"Pad": 0},
+    ),
+    "parts in the middle": (
+        "(float[n, 8] x) => (float y) <int64[1] low = {1}, int64[1] half = {3}, int64[1] end = {6},"
+        "  int64[1] one = {1}> {"
+        "  a = Slice (x, low, half, one)  b = Slice (x, half, end, one)  m = Exp (b)  r = Concat<axis=1> (m, a)"
+        "  q = Mul (r, r)  y = ReduceSum<keepdims=0> (q) }",
+        (5, 8), {"Pad": 1},
+    ),
+    "parts that overlap": (
+        "(float[n, 8] x) => (float y) <int64[1] low = {0}, int64[1] half = {3}, int64[1] end = {5},"
+        "  int64[1] one = {1}> {"
+        "  a = Slice (x, low, end, one)  b = Slice (x, half, end, one)  r = Concat<axis=1> (b, a)"
+        "  q = Mul (r, r)  y = ReduceSum<keepdims=0> (q) }",
+        (5, 8), {"Pad": 2},
+    ),
+    "mean of squares": (
+        "(float[n, 6] x) => (float y) <float two = {2.0}, int64[1] one = {1}> {"
+        "  p = Pow (x, two)  v = ReduceMean (p, one)  r = Sqrt (v)  z = Div (x, r)  q = Mul (z, z)  c = Mul (q, z)"
+        "  y = ReduceSum<keepdims=0> (c) }",
+        (5, 6), {"Expand": 0},
+    ),
+    "turned twice": (
+        "(float[n, 3, 6] x) => (float y) <float[2, 6] w = {1,2,3,4,5,6,7,8,9,10,11,12}> {"
+        "  t = Transpose<perm=[1, 0]> (w)  z = MatMul (x, t)  q = Mul (z, z)  y = ReduceSum<keepdims=0> (q) }",
+        (2, 3, 6), {"Transpose": 1, "Gemm": 0},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REWRITTEN)
+def test_a_rewritten_gradient_is_the_derivative(name: str) -> None:
+    text, shape, counts = REWRITTEN[name]
+    model = onnx.parser.parse_model(HEAD + text)
+    derived = gradient(model, wrt=["x"])
+    found = operators(derived)
+    assert {kind: found[kind] for kind in counts} == counts
+    rng = np.random.default_rng(0)
+    x, direction = (rng.uniform(0.5, 2.0, shape).astype(np.float32) for _ in range(2))
+    slope = ort.InferenceSession(derived.SerializeToString()).run(["x_grad"], {"x": x})[0]
+    plain = ort.InferenceSession(model.SerializeToString())
+    ahead, behind = (
+        float(plain.run(None, {"x": (x + step * direction).astype(np.float32)})[0]) for step in (1e-2, -1e-2)
+    )
+    np.testing.assert_allclose(np.sum(slope * direction), (ahead - behind) / 2e-2, rtol=5e-3)

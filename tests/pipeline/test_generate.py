@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,12 +58,14 @@ def written(model: Any, tokenizer: Any, prompt: str, **options: Any) -> list[int
     return ids[: ids.index(5)] if 5 in ids else ids
 
 
-def tokens(pipeline: Any, prompts: list[str], **options: Any) -> list[list[int]]:
+def tokens(
+    pipeline: Any, prompts: list[str], *, ends: Sequence[int] = (5,), pad: int = 0, **options: Any
+) -> list[list[int]]:
     encodings = [pipeline.tokenizer.encode(prompt) for prompt in prompts]
     width = max(len(e.ids) for e in encodings)
-    ids = np.asarray([[0] * (width - len(e.ids)) + e.ids for e in encodings], np.int64)
+    ids = np.asarray([[pad] * (width - len(e.ids)) + e.ids for e in encodings], np.int64)
     mask = np.asarray([[0] * (width - len(e.ids)) + [1] * len(e.ids) for e in encodings], np.int64)
-    *_, new = generate(Decoder(pipeline.session, ids, mask), Options(ends=frozenset({5}), **options))
+    *_, new = generate(Decoder(pipeline.session, ids, mask), Options(ends=frozenset(ends), **options))
     return new
 
 
@@ -102,6 +106,22 @@ def test_text_is_letter_for_letter_that_of_the_pipeline(tmp_path: Path, kind: st
         assert ours(prompts, **options) == expected
     assert [ours(prompt, max_new_tokens=9) for prompt in prompts] == expected
     assert ["".join(ours.stream(prompt, max_new_tokens=9)) for prompt in prompts] == expected
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "gpt_neox", "llama"])
+def test_each_text_of_a_batch_ends_at_its_own_end_token(tmp_path: Path, kind: str) -> None:
+    model, tokenizer = tiny_of(kind, "text-generation")
+    from_transformers((model, tokenizer), "text-generation", tmp_path / "folder", opset=17)
+    pipeline = load(tmp_path / "folder")
+    free = [written(model, tokenizer, prompt, max_new_tokens=12) for prompt in PROMPTS]
+    # a token that some texts reach early, and others late or never
+    ends = Counter(token for text in free for token in dict.fromkeys(text))
+    end = next(token for token, count in ends.most_common() if 0 < count < len(free))
+    expected = [text[: text.index(end)] if end in text else text for text in free]
+    assert len({len(text) for text in expected}) > 1
+    assert tokens(pipeline, PROMPTS, ends=(5, end), max_new_tokens=12) == expected
+    # what padding holds changes nothing
+    assert tokens(pipeline, PROMPTS, ends=(5, end), pad=7, max_new_tokens=12) == expected
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 import shutil
@@ -136,6 +137,37 @@ def test_scores_never_exist_whole(base: Any, targets: str) -> None:
         sum(node.op_type in ("MatMul", "Gemm") for node in m.graph) for m in (made.training, made.evaluation)
     ]
     assert products[1] < products[0] / 2
+
+
+def test_the_runtime_computes_one_slice_of_scores_after_the_other(base: Any, tmp_path: Path) -> None:
+    opened, _ = batches(base[0])
+    made = _artifacts(opened, LORA, slices=4, recompute=None)
+    options: Any = ort.SessionOptions()
+    options.optimized_model_filepath = str(tmp_path / "optimized.onnx")
+    ort.InferenceSession(ir.to_proto(made.training).SerializeToString(), options)
+    graph = onnx.load(tmp_path / "optimized.onnx").graph
+    maker = {name: node for node in graph.node for name in node.output}
+
+    def needs(node: onnx.NodeProto, other: onnx.NodeProto) -> bool:
+        seen, waiting = set(), [node]
+        while waiting:
+            for name in waiting.pop().input:
+                made_by = maker.get(name)
+                if made_by is not None and made_by.name not in seen:
+                    seen.add(made_by.name)
+                    waiting.append(made_by)
+        return other.name in seen
+
+    exponentials = [node for node in graph.node if node.op_type == "Exp"]
+    shares = [
+        node for node in exponentials if maker[maker[node.input[0]].input[0]].op_type.endswith("MatMul")
+    ]
+    assert len(shares) == 4
+    shares.sort(key=lambda node: sum(needs(node, other) for other in shares))
+    for before, after in itertools.pairwise(shares):
+        readers = [node for node in graph.node if before.output[0] in node.input]
+        assert sorted(node.op_type.removeprefix("Fused") for node in readers) == ["MatMul", "ReduceSum"]
+        assert all(needs(after, reader) for reader in readers)
 
 
 def test_positions_without_a_label_are_not_multiplied_with_the_output_layer(base: Any) -> None:

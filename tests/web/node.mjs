@@ -109,6 +109,22 @@ const commands = {
     return attempt(async () => saveCheckpoint(await CheckpointState.load(checkpoint), target));
   },
 
+  /** The losses of a language model's steps, each on one row of tokens. */
+  async language({ folder, rows, rate, runtime }) {
+    const { module, optimizer } = await open({ folder, runtime });
+    optimizer.setLearningRate(rate);
+    const losses = [];
+    for (const row of rows) {
+      const dims = [1, row.length];
+      const ids = { data: BigInt64Array.from(row, BigInt), dims };
+      const given = { input_ids: ids, labels: ids, attention_mask: { data: new BigInt64Array(row.length).fill(1n), dims } };
+      losses.push((await module.run(...module.inputNames().map((name) => given[name]))).loss);
+      await optimizer.step();
+      module.lazyResetGrad();
+    }
+    return losses;
+  },
+
   /** A model whose weights are in a second file: found beside it, given by name, or missing. */
   async external({ folder, file }) {
     const training = path.join(folder, "training_model.onnx");

@@ -7,6 +7,7 @@ Nodes are changed in place, so that values keep their identity; dead nodes are r
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -49,13 +50,19 @@ def _improve(op: Builder, graph: ir.Graph, forward: set[ir.Node], finite: set[ir
             finite.update(node.outputs)
             continue
         if node.op_type == "Transpose":
+            _turn_back(node)
             _transpose_factors(node)
         if node.op_type == "Gemm":
             _read_untransposed(node)
         elif node.op_type == "Add":
             _add_where_kept(node)
+            for improve_sum in (_join_padded, _slope_of_silu):
+                if graph is op.graph and node.op_type == "Add":
+                    improve_sum(op, node)
         elif node.op_type == "Mul":
             _multiply_unclipped(node, finite)
+            if graph is op.graph:
+                _multiply_unexpanded(op, node)
         elif node.op_type == "ReduceSum" and graph is op.graph:
             _sum_through_product(op, node)
         if _makes_finite(node, finite):
@@ -82,6 +89,18 @@ def _transpose_factors(node: ir.Node) -> None:
     node.resize_inputs(2)
     node.replace_input_with(0, second)
     node.replace_input_with(1, first)
+
+
+def _turn_back(node: ir.Node) -> None:
+    """(Aᵀ)ᵀ   →   A: the gradient of a product with a weight that the model transposes."""
+    before = None if node.inputs[0] is None else node.inputs[0].producer()
+    if before is None or before.op_type != "Transpose" or node.outputs[0].is_graph_output():
+        return
+    second, first = (turn.attributes.get_ints("perm", None) for turn in (node, before))
+    if second is None or first is None or before.inputs[0] is None:
+        return
+    if [first[axis] for axis in second] == list(range(len(first))):
+        ir.convenience.replace_all_uses_with(node.outputs[0], before.inputs[0])
 
 
 def _read_untransposed(node: ir.Node) -> None:
@@ -136,6 +155,143 @@ def _adds_to_zeros(node: ir.Node) -> bool:
         return False
     zero = base.inputs[0].const_value
     return zero is not None and not base.inputs[0].is_graph_input() and not np.any(zero.numpy())
+
+
+def _join_padded(op: Builder, node: ir.Node) -> None:
+    """(a, zeros) + (zeros, b)   →   (a, b), for parts that lie beside one another.
+
+    Gradients of slices that cut an axis into pieces: rotary embeddings, joined projections, gates.
+    """
+    parts = [_padded(op, value) for value in node.inputs]
+    if parts[0] is None or parts[1] is None:
+        return
+    first, second = sorted((parts[0], parts[1]), key=lambda part: part.before)
+    if first.axis != second.axis or first.before + first.size != second.before:
+        return
+    if first.before + first.size + first.after != second.before + second.size + second.after:
+        return
+    before, after = first.before, second.after
+    if not before and not after:
+        node.op_type = "Concat"
+        node.attributes["axis"] = ir.AttrInt64("axis", first.axis)
+        values = [first.value, second.value]
+    else:
+        with op.inserting(node):
+            op.scope = node.name or "Add"
+            joined = op.Concat(first.value, second.value, axis=first.axis)
+            values = [joined, op.constant(np.asarray([before, after], np.int64)), None]
+            values.append(op.constant(np.asarray([first.axis], np.int64)))
+        op.scope = ""
+        node.op_type = "Pad"
+        node.resize_inputs(4)
+    for index, value in enumerate(values):
+        node.replace_input_with(index, value)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Padded:
+    """A value between zeros along one axis."""
+
+    value: ir.Value
+    axis: int
+    before: int
+    size: int
+    after: int
+
+
+def _padded(op: Builder, value: ir.Value | None) -> _Padded | None:
+    node = None if value is None else value.producer()
+    if node is None or node.op_type != "Pad" or len(node.inputs) != 4 or node.inputs[2] is not None:
+        return None
+    if node.attributes.get_string("mode", "constant") != "constant" or len(node.outputs[0].uses()) != 1:
+        return None
+    source, pads, _, axes = node.inputs
+    counts, along = op.const_value(pads), op.const_value(axes)
+    if source is None or source.shape is None or counts is None or along is None or along.size != 1:
+        return None
+    axis = int(along.item()) % source.shape.rank()
+    size = op.static_dim(source, axis)
+    before, after = counts.tolist()
+    return None if size is None or min(before, after) < 0 else _Padded(source, axis, before, size, after)
+
+
+def _slope_of_silu(op: Builder, node: ir.Node) -> None:
+    """d·s + (d·x)·s·(1 − s), of y = x·s with s = σ(x)   →   d·s·(1 + (x − y)): four passes where there were six."""
+    for direct, inner in (node.inputs, node.inputs[::-1]):
+        through, slope = _factors(inner)
+        for d_x, s_slope in ((through, slope), (slope, through)):
+            s, rest = _factors(s_slope)
+            sigmoid = None if s is None else s.producer()
+            if sigmoid is None or sigmoid.op_type != "Sigmoid" or not _is_one_minus(rest, s):
+                continue
+            x = sigmoid.inputs[0]
+            d = _other(d_x, x)
+            if d is None or x is None or s is None or _other(direct, s) is not d:
+                continue
+            product = next((u for u in s.consumers() if u.op_type == "Mul" and set(u.inputs) == {x, s}), None)
+            if product is None or product.graph is not node.graph:
+                continue
+            with op.inserting(node):
+                op.scope = node.name or "Add"
+                bent = op.Add(op.Sub(x, product.outputs[0]), 1.0)
+            op.scope = ""
+            node.op_type = "Mul"
+            node.replace_input_with(0, direct)
+            node.replace_input_with(1, bent)
+            return
+
+
+def _factors(value: ir.Value | None) -> tuple[ir.Value | None, ir.Value | None]:
+    node = None if value is None else value.producer()
+    return (node.inputs[0], node.inputs[1]) if node is not None and node.op_type == "Mul" else (None, None)
+
+
+def _other(product: ir.Value | None, factor: ir.Value | None) -> ir.Value | None:
+    """The value that is multiplied with a factor."""
+    first, second = _factors(product)
+    return second if first is factor else first if second is factor else None
+
+
+def _is_one_minus(value: ir.Value | None, s: ir.Value | None) -> bool:
+    node = None if value is None else value.producer()
+    if node is None or node.op_type != "Sub" or node.inputs[1] is not s or node.inputs[0] is None:
+        return False
+    one = node.inputs[0].const_value
+    return one is not None and one.size == 1 and one.numpy().item() == 1
+
+
+def _multiply_unexpanded(op: Builder, node: ir.Node) -> None:
+    """v spread over rows, times x   →   v·x, which broadcasts; times a number   →   v·c, spread over rows.
+
+    Gradients of means and sums: no tensor of the size of the input.
+    """
+    for index in (0, 1):
+        value, other = node.inputs[index], node.inputs[1 - index]
+        expand = None if value is None else value.producer()
+        if value is None or other is None or expand is None or expand.op_type != "Expand":
+            continue
+        source, shape = expand.inputs
+        if source is None or value.shape is None or other.shape is None or source.shape is None:
+            continue
+        if _same_sizes(value.shape, other.shape):
+            node.replace_input_with(index, source)
+        elif other.const_value is not None and other.const_value.size == 1 and not other.is_graph_input():
+            if other.shape.rank() > source.shape.rank():
+                continue
+            with op.inserting(node):
+                op.scope = node.name or "Mul"
+                scaled = op.Mul(source, other)
+            op.scope = ""
+            node.op_type = "Expand"
+            node.replace_input_with(0, scaled)
+            node.replace_input_with(1, shape)
+        return
+
+
+def _same_sizes(one: ir.Shape, other: ir.Shape) -> bool:
+    return one.rank() == other.rank() and all(
+        a == b and (isinstance(a, int) or a.value is not None) for a, b in zip(one, other)
+    )
 
 
 def _multiply_unclipped(node: ir.Node, finite: set[ir.Value]) -> None:

@@ -155,11 +155,11 @@ class Builder:
         return dim if isinstance(dim, int) else None
 
     def shape(self, value: ir.Value) -> ir.Value:
-        """The shape as an int64 vector: a constant where it is known, else a Shape node."""
+        """The shape as an int64 vector: a constant where it is known, else a Shape node, as `sizes` has it."""
         static = self.static_shape(value)
         if static is not None:
             return self.constant(np.asarray(static, np.int64), name="shape")
-        return self.Shape(value)
+        return self.sizes(value, 0)
 
     def dim(self, value: ir.Value, axis: int) -> ir.Value:
         """One dimension as an int64 vector of length 1."""
@@ -177,9 +177,9 @@ class Builder:
         names = tuple(name for name in given if name is not None)
         nameless = not names or len(names) < len(given)
         if nameless or self.parent is not None or self.before is not None:
-            return self.Shape(value, start=start, end=end)
+            return self.Shape(value, start=start or None, end=end)
         if names not in self._sizes:
-            self._sizes[names] = self.Shape(value, start=start, end=end)
+            self._sizes[names] = self.Shape(value, start=start or None, end=end)
         return self._sizes[names]
 
     def concat_shape(self, *parts: int | ir.Value) -> ir.Value:

@@ -108,19 +108,22 @@ def constants_beside(models: Sequence[ir.Model], folder: Path, name: str) -> Ite
             if isinstance(value.const_value, ir.ExternalTensor) or (value.const_value is not None and many)
         ]
     held = [(value, value.const_value) for value in moved]
-    large: dict[object, ir.TensorProtocol] = {
-        _identity(tensor): tensor
-        for _, tensor in held
-        if tensor is not None and tensor.nbytes >= _SMALLEST_OUTSIDE
-    }
+    large = {id(t): t for _, t in held if t is not None and t.nbytes >= _SMALLEST_OUTSIDE}
+    whole = _wholes(list(large.values()))
     try:
-        tensors = list(large.values())
+        tensors = list({id(tensor): tensor for tensor, _ in whole.values()}.values())
         written = ir.external_data.convert_tensors_to_external(tensors, folder, name) if tensors else []
-        new = dict(zip(large, written))
+        new = dict(zip(map(id, tensors), written))
         for value, tensor in held:
             assert tensor is not None
-            if (key := _identity(tensor)) in new:
-                value.const_value = new[key]
+            if id(tensor) in whole:
+                root, skip = whole[id(tensor)]
+                place = new[id(root)]
+                assert isinstance(place, ir.ExternalTensor)
+                shape = tensor.shape.numpy()
+                value.const_value = external_part(
+                    place, tensor.name or "", shape, skip=skip, dtype=tensor.dtype
+                )
             else:
                 value.const_value = _read(tensor) if isinstance(tensor, ir.ExternalTensor) else tensor
         yield
@@ -129,8 +132,18 @@ def constants_beside(models: Sequence[ir.Model], folder: Path, name: str) -> Ite
             value.const_value = tensor
 
 
-def _identity(tensor: ir.TensorProtocol) -> object:
-    """Equal for two tensors that are the same numbers in the same place."""
-    if isinstance(tensor, ir.ExternalTensor):
-        return os.fspath(tensor.path), tensor.offset, tensor.nbytes, tensor.dtype
-    return id(tensor)
+def _wholes(tensors: Sequence[ir.TensorProtocol]) -> dict[int, tuple[ir.TensorProtocol, int]]:
+    """By the id of each tensor: the largest one that holds its bytes, and from which byte on. Most hold their own."""
+    found: dict[int, tuple[ir.TensorProtocol, int]] = {id(t): (t, 0) for t in tensors}
+    stored = [tensor for tensor in tensors if isinstance(tensor, ir.ExternalTensor)]
+    stored.sort(key=lambda tensor: (os.fspath(tensor.path), tensor.offset or 0, -tensor.nbytes))
+    whole: ir.ExternalTensor | None = None
+    for tensor in stored:
+        start = tensor.offset or 0
+        if whole is not None and tensor.path == whole.path:
+            skip = start - (whole.offset or 0)
+            if skip + tensor.nbytes <= whole.nbytes:
+                found[id(tensor)] = whole, skip
+                continue
+        whole = tensor
+    return found

@@ -31,6 +31,7 @@ __all__ = ["IGNORED", "next_token_loss", "without_surrogate"]
 
 IGNORED = -100
 _SURROGATE = "onward.surrogate"
+_ORDER = "onward.order"
 
 
 def next_token_loss(op: Builder, logits: ir.Value, labels: ir.Value, *, slices: int = 8) -> ir.Value:
@@ -89,12 +90,12 @@ class _Wanted:
 
 def _frozen(op: Builder, layer: _Layer, states: ir.Value, wanted: _Wanted) -> tuple[ir.Value, list[ir.Value]]:
     """The loss, and what has its gradient: each slice is multiplied once"""
-    quiet = _stop(op, states)
+    quiet = rows_now = _stop(op, states)
     # Of each slice with scores s: m = max s, Σ exp(s − m), Σ exp(s − m)·w; the target's score and w if it has them
     maxima, sums, pulls, right, rows = [], [], [], [], []
     for low, high in wanted.parts:
         words = _words(op, layer.weight, low, high, by_rows=layer.by_rows)
-        scores = _times(op, quiet, words, turned=layer.by_rows)
+        scores = _times(op, rows_now, words, turned=layer.by_rows)
         top = op.ReduceMax(scores, [1], keepdims=1)
         shares = op.Exp(op.Sub(scores, top))
         maxima.append(top)
@@ -105,6 +106,7 @@ def _frozen(op: Builder, layer: _Layer, states: ir.Value, wanted: _Wanted) -> tu
         own = op.Gather(words, index, axis=0 if layer.by_rows else 1)
         own = own if layer.by_rows else op.Transpose(own, perm=[1, 0])
         rows.append(op.Where(op.Unsqueeze(inside, [1]), own, np.float32(0.0)))
+        rows_now = _after(op, quiet, [sums[-1], right[-1], pulls[-1]])
     factors, total, logs = _together(op, maxima, sums)
     value = _mean(op, logs, right, wanted.number)
     # The gradient of the hidden states: (Σ softmax·w − w of the target) / number
@@ -162,6 +164,23 @@ def _adapted(
     return value, [_with_gradient(op, value, gradient) for value, gradient in found]
 
 
+def _after(op: Builder, states: ir.Value, done: Sequence[ir.Value]) -> ir.Value:
+    """The same rows, once values of as many rows have been computed.
+
+    The runtime chooses an order of its own: without this it multiplies all slices first, and has all scores at once.
+    The last of `done` is computed for gradients alone.
+    """
+    count = op.Max(*(op.Shape(value, start=0, end=1) for value in done))
+    made = count.producer()
+    assert made is not None
+    made.metadata_props[_ORDER] = json.dumps(True)
+    # as a sum: the runtime would simplify a shape that is joined of sizes, and with it the order
+    same = np.asarray([-1, op.static_dim(states, 1)], np.int64)
+    rows = op.Reshape(states, op.Add(op.Mul(count, np.asarray([0], np.int64)), same))
+    rows.shape = states.shape
+    return rows
+
+
 def _together(
     op: Builder, maxima: Sequence[ir.Value], sums: Sequence[ir.Value]
 ) -> tuple[list[ir.Value], ir.Value, ir.Value]:
@@ -200,6 +219,8 @@ def _with_gradient(op: Builder, value: ir.Value, gradient: ir.Value) -> ir.Value
 def without_surrogate(model: ir.Model) -> None:
     """Drop what only the gradient needs from a model that is never differentiated: the loss is its value alone."""
     for node in list(model.graph):
+        if _ORDER in node.metadata_props:
+            node.resize_inputs(len(node.inputs) - 1)
         if _SURROGATE in node.metadata_props:
             value, loss = node.inputs[0], node.outputs[0]
             assert value is not None

@@ -19,6 +19,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onward.artifacts.generate import Artifacts, build_artifacts
+from onward.artifacts.write import write_artifacts
 from onward.data.conversations import Batches, Example, encode_lines, pack, read_lines
 from onward.data.text import read_tokenizer
 from onward.errors import DataError, ModelError
@@ -47,7 +48,13 @@ from onward.train.trainer import Trainer
 if TYPE_CHECKING:
     from onward.runtime.devices import DeviceLike
 
-__all__ = ["LanguageModel", "finetune_language_model", "load_adapters", "without_past"]
+__all__ = [
+    "LanguageModel",
+    "finetune_language_model",
+    "load_adapters",
+    "without_past",
+    "write_language_artifacts",
+]
 
 _PAST = "past_key_values."
 # bytes of weights from which on they are written to a file of their own
@@ -267,6 +274,17 @@ def _prepare(
         )
         return base, dataclasses.replace(lora, targets=kept.facts["targets"]), kept.files
     started = time.monotonic()
+    opened, lora, made = _made(place, lora, slices=slices, recompute=recompute, packing=packing)
+    files = find_artifacts(made)
+    if key is not None and time.monotonic() - started > _WORTH_KEEPING:
+        facts = {"inputs": opened.inputs, "words": opened.vocabulary, "targets": lora.targets}
+        keep_models(key, files, facts, folder)
+    return opened, lora, files
+
+
+def _made(
+    place: Path, lora: LoRA, *, slices: int, recompute: Any, packing: bool
+) -> tuple[_OpenBase, LoRA, Artifacts]:
     opened = _open(place)
     if lora.targets == "attention":
         lora = dataclasses.replace(lora, targets=_default_targets(opened.model, opened.joined))
@@ -274,11 +292,36 @@ def _prepare(
         separate_examples(opened.model)
         names = [value.name or "" for value in opened.model.graph.inputs]
         opened = dataclasses.replace(opened, inputs=names)
-    files = find_artifacts(_artifacts(opened, lora, slices=slices, recompute=recompute))
-    if key is not None and time.monotonic() - started > _WORTH_KEEPING:
-        facts = {"inputs": opened.inputs, "words": opened.vocabulary, "targets": lora.targets}
-        keep_models(key, files, facts, folder)
-    return opened, lora, files
+    return opened, lora, _artifacts(opened, lora, slices=slices, recompute=recompute)
+
+
+@gc_paused()
+def write_language_artifacts(
+    folder: str | os.PathLike[str],
+    artifact_directory: str | os.PathLike[str],
+    *,
+    lora: LoRA | None = None,
+    slices: int = 8,
+    recompute: Any = None,
+    packing: bool = False,
+) -> list[Path]:
+    """Write the training models of LoRA beside a language model, to train elsewhere: in a browser, in Node.js.
+
+    The files are those of `generate_artifacts`, with the base's weights once in `constants.data`; the arguments are
+    those of `finetune_language_model`. A step takes `input_ids`, `attention_mask` and `labels`, and `position_ids`
+    where the base does, all [batch, sequence]; labels are the ids again, and -100 where they do not count.
+
+    >>> write_language_artifacts("smollm", "artifacts")  # doctest: +SKIP
+    """
+    chosen = lora or LoRA(rank=8, alpha=16.0, targets="attention")
+    _, _, made = _made(Path(folder), chosen, slices=slices, recompute=recompute, packing=packing)
+    assert made.optimizer is not None
+    models = {
+        "training_model": made.training,
+        "eval_model": made.evaluation,
+        "optimizer_model": made.optimizer,
+    }
+    return write_artifacts(Path(artifact_directory), models, {"checkpoint": made.checkpoint})
 
 
 def _open(place: Path) -> _OpenBase:

@@ -53,6 +53,8 @@ def matmul(op, node, dy):
         return da, db
     if rank_a == 2 and rank_b == 2:
         return _product(op, dy, b, turn_b=1), _product(op, a, dy, turn_a=1)
+    if rank_b == 2 and not op.wanted(b):
+        return op.MatMul(dy, _transposed(op, b)), None  # the runtime multiplies without a transposed copy
     if rank_b == 2:
         # One product over all batches: A's rows are the rows of every batch together.
         rows = op.Reshape(dy, op.concat_shape(-1, op.dim(b, 1)))

@@ -17,7 +17,7 @@ def reshape_like(op, value, like):
     if known is not None:
         target = np.asarray(known, np.int64)
         return op.Reshape(value, target, allowzero=1 if 0 in like.shape else None)
-    return op.Reshape(value, op.Shape(like), allowzero=1)
+    return op.Reshape(value, op.shape(like), allowzero=1)
 
 
 def _target(have: ir.Shape | None, want: ir.Shape | None) -> list[int] | None:

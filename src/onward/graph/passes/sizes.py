@@ -56,7 +56,9 @@ def settle_sizes(model: ir.Model) -> ir.Model:
     op.before = None
     remove_unused(model)
     fold_constants(model)
-    return simplify(model)
+    simplify(model)
+    sharpen(model)  # slices whose bounds are numbers now
+    return model
 
 
 def _infer(model: ir.Model) -> None:

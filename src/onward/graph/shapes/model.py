@@ -110,7 +110,8 @@ def sharpen(model: ir.Model) -> None:
     changed: set[ir.Value] = set()
     for node in model.graph:
         before = [_dims(output) for output in node.outputs]
-        if any(value in changed for value in node.inputs) and not subgraphs_of(node):
+        vague = node.op_type == "Slice" and _has_known_bounds(node)
+        if (vague or any(value in changed for value in node.inputs)) and not subgraphs_of(node):
             _infer_again(op, node)
         op.symbols.refine(node)
         for output, old in zip(node.outputs, before):
@@ -121,6 +122,21 @@ def sharpen(model: ir.Model) -> None:
                 output.shape = ir.Shape(dims)
             if _dims(output) != old:
                 changed.add(output)
+
+
+def _has_known_bounds(node: ir.Node) -> bool:
+    """Whether constants say what a slice of an axis of known size is, as they may not have done before folding."""
+    if any(v is None or v.const_value is None or v.is_graph_input() for v in node.inputs[1:]):
+        return False
+    source, result = (_dims(value) for value in (node.inputs[0], node.outputs[0]) if value is not None)
+    return (
+        source is not None
+        and result is not None
+        and len(source) == len(result)
+        and any(
+            isinstance(before, int) and not isinstance(after, int) for before, after in zip(source, result)
+        )
+    )
 
 
 def _infer_again(op: Builder, node: ir.Node) -> None:
