@@ -342,6 +342,27 @@ TYPES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "detr": (_DETR, ("object-detection",)),
     "conditional_detr": (_DETR, ("object-detection",)),
     "table-transformer": (_DETR, ("object-detection",)),
+    "rt_detr": (
+        {
+            "d_model": 16,
+            "encoder_hidden_dim": 16,
+            "encoder_in_channels": [16, 24, 32],
+            "decoder_in_channels": [16, 16, 16],
+            "encoder_layers": 1,
+            "decoder_layers": 2,
+            "encoder_attention_heads": 2,
+            "decoder_attention_heads": 2,
+            "encoder_ffn_dim": 32,
+            "decoder_ffn_dim": 32,
+            "num_queries": 6,
+            "num_labels": 4,
+            "num_denoising": 0,
+            "anchor_image_size": None,
+            "image_size": 64,
+        },
+        ("object-detection",),
+    ),
+    "dab-detr": ({**_DETR, "hidden_size": 16}, ("object-detection",)),
     "yolos": (
         {**_SIZES, "image_size": [32, 32], "patch_size": 8, "num_detection_tokens": 5, "num_labels": 4},
         ("object-detection",),
@@ -542,8 +563,16 @@ def _composed(kind: str) -> Any:
         config.decoder_start_token_id, config.pad_token_id, config.eos_token_id = 0, 0, 5
         return config
     settings = dict(TYPES[kind][0])
-    if kind in ("detr", "conditional_detr", "table-transformer"):
+    if kind in ("detr", "conditional_detr", "table-transformer", "dab-detr"):
         settings["backbone_config"] = resnet
+    if kind == "rt_detr":
+        settings["backbone_config"] = transformers.RTDetrResNetConfig(
+            embedding_size=8,
+            hidden_sizes=[8, 16, 24, 32],
+            depths=[1, 1, 1, 1],
+            layer_type="basic",
+            out_features=["stage2", "stage3", "stage4"],
+        )
     return transformers.AutoConfig.for_model(kind, **settings)
 
 
@@ -577,6 +606,8 @@ def tiny_of(kind: str, task: str, **settings: Any) -> tuple[Any, Any]:
         for name, parameter in model.named_parameters():
             if parameter.dim() == 2 and "parametrizations" not in name:
                 parameter.normal_(std=0.2)
+            elif kind == "rt_detr":  # it ranks places by their features, which must not be all the same
+                parameter.add_(0.2 * torch.randn_like(parameter))
     return model.eval(), _companion(model, kind, task)
 
 

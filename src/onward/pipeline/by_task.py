@@ -636,7 +636,7 @@ def _detect(
         np.repeat(postprocess.sigmoid(logits), len(labels), axis=0),
         -1.0,
     )
-    most = len(logits) if str(card.get("architecture")).startswith(("RTDetr", "DFine")) else 100
+    most = len(logits) if str(card.get("architecture")).startswith(("RTDetr", "DFine", "Deimv2")) else 100
     best = np.argsort(-each.max(axis=1), kind="stable")[:most]
     return postprocess.boxes(each[best], outputs["pred_boxes"][queries[best]], labels, size, threshold)
 
@@ -646,11 +646,34 @@ def _segment(outputs: Mapping[str, np.ndarray], size: Any, card: Mapping[str, An
 
 
 def _instances(
-    outputs: Mapping[str, np.ndarray], size: Any, card: Mapping[str, Any], *, threshold: float = 0.5
+    outputs: Mapping[str, np.ndarray],
+    size: Any,
+    card: Mapping[str, Any],
+    *,
+    subtask: str = "instance",
+    threshold: float = 0.9,
+    mask_threshold: float = 0.5,
+    overlap_mask_area_threshold: float = 0.5,
 ) -> Any:
-    return postprocess.instances(
-        outputs["class_queries_logits"], outputs["masks_queries_logits"], card["labels"], size, threshold
-    )
+    classes, masks, labels = outputs["class_queries_logits"], outputs["masks_queries_logits"], card["labels"]
+    if str(card.get("architecture")).startswith("Mask2Former"):  # its masks are a quarter of this size
+        masks = postprocess.resized(masks, (384, 384))
+    if subtask == "semantic":
+        each = np.einsum("qc,qhw->chw", postprocess.softmax(classes)[:, :-1], postprocess.sigmoid(masks))
+        return postprocess.semantic(each, labels, size)
+    if subtask == "panoptic":
+        return postprocess.panoptic(
+            classes,
+            masks,
+            labels,
+            size,
+            threshold=threshold,
+            mask_threshold=mask_threshold,
+            overlap=overlap_mask_area_threshold,
+        )
+    if subtask != "instance":
+        raise ValueError(f"subtask is {subtask!r}; choose one of instance, panoptic, semantic")
+    return postprocess.instances(classes, masks, labels, size, threshold)
 
 
 def _zero_shot_detect(

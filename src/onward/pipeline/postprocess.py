@@ -22,7 +22,9 @@ __all__ = [
     "instances",
     "keypoints",
     "labelled",
+    "panoptic",
     "picture",
+    "resized",
     "semantic",
     "sigmoid",
     "softmax",
@@ -321,6 +323,39 @@ def instances(
         {"score": score, "label": label, "mask": ((owner == index) * 255).astype(np.uint8)}
         for index, (score, label) in enumerate(found)
     ]
+
+
+def panoptic(
+    classes: np.ndarray,
+    masks: np.ndarray,
+    labels: Sequence[str],
+    size: tuple[int, int],
+    *,
+    threshold: float,
+    mask_threshold: float,
+    overlap: float,
+) -> list[dict[str, Any]]:
+    """A mask (255 inside) for every object over the threshold: each pixel goes to the surest of all.
+
+    An object of which less than `overlap` is left, of the pixels over `mask_threshold`, is dropped.
+    """
+    scores = softmax(classes)
+    best = scores.argmax(axis=1)
+    sure = scores.max(axis=1)
+    kept = np.flatnonzero((best != classes.shape[1] - 1) & (sure > threshold))
+    if not len(kept):
+        return []
+    weighed = resized(sigmoid(masks[kept]).astype(np.float32), size) * sure[kept, None, None].astype(
+        np.float32
+    )
+    owner = weighed.argmax(axis=0)
+    found = []
+    for place, query in enumerate(kept):
+        mask, whole = owner == place, int((weighed[place] >= mask_threshold).sum())
+        if mask.any() and whole and mask.sum() / whole > overlap:
+            label = labels[int(best[query])]
+            found.append({"score": float(sure[query]), "label": label, "mask": (mask * 255).astype(np.uint8)})
+    return found
 
 
 def depth(predicted: np.ndarray, size: tuple[int, int]) -> dict[str, np.ndarray]:

@@ -67,9 +67,6 @@ def describe(
         card["processor"] = processor_settings(source.processor)
     if source.task.answer == "speak":
         card["sampling_rate"] = int(getattr(config, "sampling_rate", 16000))
-    if source.task.name == "keypoint-detection":
-        labels = getattr(config, "id2label", None) or {}
-        card["labels"] = [str(labels[index]) for index in sorted(labels)]
     return card
 
 

@@ -299,10 +299,15 @@ def _load_tokenizer(where: str, local: bool, extra: Mapping[str, Any]) -> Any:
         raise missing from error
 
 
-def _load_processor(where: str, extra: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The preprocessing settings as plain data: the processor classes need libraries that we do not."""
+def _load_processor(where: str, extra: Mapping[str, Any]) -> Any:
+    """The processor of pictures or sound, or its settings where its class needs a library that is not here."""
     import transformers
 
+    for loader in (transformers.AutoImageProcessor, transformers.AutoFeatureExtractor):
+        try:
+            return loader.from_pretrained(where, **extra)
+        except Exception:  # the other kind, none at all, or a library that it needs
+            continue
     try:
         settings, _ = transformers.image_processing_base.ImageProcessingMixin.get_image_processor_dict(
             where, **extra

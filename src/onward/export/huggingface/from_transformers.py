@@ -141,7 +141,7 @@ def artifacts_from_transformers(
     source = load_source(
         model, task, pooling=pooling, normalize=normalize, labels=labels, max_length=max_length
     )
-    if loss is None and source.task.loss == "picture":
+    if loss is None and source.task.loss in ("picture", "depth"):
         # Labels are pictures too, whose sizes would have to follow the input's: training has one size.
         source = replace(source, task=replace(source.task, sizes="fixed"))
     with adapt(source, training=True) as traceable:

@@ -47,11 +47,11 @@ class Task:
     @property
     def classifies(self) -> bool:
         """Whether the model has classes of its own."""
-        return self.loss in _WITH_CLASSES
+        return self.answer in _WITH_CLASSES
 
 
 _WITH_CLASSES = frozenset(
-    {"classes", "token classes", "frames", "speaker", "pixels", "boxes", "focal boxes", "masks"}
+    {"classify", "zero-shot", "tag", "frames", "speaker", "segment", "detect", "instances", "keypoints"}
 )
 
 _TABLE = (
@@ -347,10 +347,11 @@ TYPES: Mapping[tuple[str, str], Mapping[str, Any]] = {
         for kind in ("conditional_detr", "deformable_detr")
     },
     **{
-        (kind, "object-detection"): {"loss": None}
-        for kind in ("rt_detr", "rt_detr_v2", "d_fine", "dab-detr", "lw_detr")
+        (kind, "object-detection"): {"loss": None, "sizes": "fixed"}
+        for kind in ("rt_detr", "rt_detr_v2", "d_fine", "deimv2", "lw_detr")
     },
-    ("yolos", "object-detection"): {"sizes": "fixed"},
+    ("dab-detr", "object-detection"): {"loss": None},
+    **{(kind, "depth-estimation"): {"sizes": "any"} for kind in ("glpn", "depth_anything")},
     ("patchtst", "time-series-forecasting"): {"loaders": ("PatchTSTForPrediction",)},
     ("patchtsmixer", "time-series-forecasting"): {"loaders": ("PatchTSMixerForPrediction",)},
     ("siglip", "zero-shot-image-classification"): {"loss": "sigmoid contrast"},

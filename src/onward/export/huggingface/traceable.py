@@ -126,9 +126,31 @@ def pad_id(tokenizer: Any) -> int:
 
 
 def image_size(source: Source, model: Any) -> tuple[int, int]:
-    size = setting(model, "image_size", None) or (source.processor or {}).get("size", 224)
+    """Height and width of the pictures for an export: what the model's processor makes, if the model takes it."""
+    processor = source.processor or {}
+    settings = processor if isinstance(processor, Mapping) else processor.to_dict()
+    own = _sides(setting(model, "image_size", None))
+    made = _sides((settings.get("do_center_crop") and settings.get("crop_size")) or settings.get("size"))
+    if own is None or made is None or own == made:
+        return own or made or (224, 224)
+    channels = int(setting(model, "num_channels", 3))
+    try:
+        with torch.no_grad():
+            model(pixel_values=torch.zeros(1, channels, *made))
+    except Exception:  # positions of another size, or more inputs
+        return own
+    return made
+
+
+def _sides(size: Any) -> tuple[int, int] | None:
+    """Height and width of a setting; of one that leaves a side to the picture, a square."""
     if isinstance(size, Mapping):
-        size = [size[k] for k in ("height", "width")] if "height" in size else next(iter(size.values()))
+        sides = {name: side for name, side in size.items() if side}
+        size = (
+            [sides[k] for k in ("height", "width")] if "height" in sides else next(iter(sides.values()), None)
+        )
+    if not size:
+        return None
     return (int(size), int(size)) if isinstance(size, int) else (int(size[0]), int(size[1]))
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -40,7 +41,10 @@ def adapt(source: Source, *, training: bool = False) -> Iterator[Traceable]:
         if task.wrapper in ("input", "text") and task.loss is None and model.config.is_encoder_decoder:
             model = model.get_encoder()
         main = getattr(model, "main_input_name", "input_ids")
-        if task.wrapper == "image and text":
+        if task.sizes == "any":
+            with _sizes_traced(model):
+                yield _WRAPPERS[task.wrapper](source, model)
+        elif task.wrapper == "image and text":
             yield image_text.image_and_text(source, model, training=training)
         elif main == "input_ids" and task.kind not in ("text", "image and text"):
             raise ExportError(f"{source.origin}: takes text, and task {task.name!r} is for {task.kind}s")
@@ -81,6 +85,22 @@ def _prepared(source: Source, *, training: bool) -> Iterator[Any]:
             for name, buffer in model.named_buffers():
                 if name in buffers:
                     buffer.data.copy_(buffers[name])
+
+
+@contextmanager
+def _sizes_traced(model: Any) -> Iterator[None]:
+    """Let a model's `int(…)` of a size leave it a tensor while traced: a number would be the example's."""
+    from transformers.utils import torch_int
+
+    names = {type(module).__module__ for module in model.modules()}
+    sources = [sys.modules[name] for name in names if name.startswith("transformers.models.")]
+    try:
+        for source in sources:
+            vars(source)["int"] = torch_int
+        yield
+    finally:
+        for source in sources:
+            vars(source).pop("int", None)
 
 
 def _still(model: Any) -> list[tuple[Any, str, Any]]:
