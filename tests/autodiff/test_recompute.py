@@ -233,6 +233,42 @@ def test_a_step_is_the_same(
     assert_same(two_steps(made, x), expected)
 
 
+class Gated(nn.Module):
+    """Blocks of a decoder's kind: an activation function times another projection."""
+
+    def __init__(self, function: nn.Module) -> None:
+        super().__init__()
+        self.function = function
+        self.layers = nn.ModuleList(nn.Linear(32, size) for size in (96, 96, 32, 96, 96, 32))
+        for index in (2, 5):
+            self.layers[index] = nn.Linear(96, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for gate, up, down in (self.layers[:3], self.layers[3:]):
+            x = x + down(self.function(gate(x)) * up(x))
+        return x
+
+
+@pytest.mark.parametrize(
+    ("function", "kinds"),
+    [(nn.SiLU(), {"Sigmoid": 2, "Mul": 2}), (nn.GELU(), {"Gelu": 2}), (nn.ReLU(), {})],
+    ids=["silu", "gelu", "relu"],
+)
+def test_activation_functions_alone_are_recomputed(
+    tmp_path: Path, function: nn.Module, kinds: dict[str, int]
+) -> None:
+    x = np.random.default_rng(0).normal(size=(16, 32)).astype(np.float32)
+    model = exported(Gated(function), torch.from_numpy(x))
+    expected = two_steps(write(model, tmp_path / "all"), x)
+    folder = write(model, tmp_path / "some", recompute="pointwise")
+    nodes = onnx.load(folder / "training_model.onnx").graph.node
+    again = collections.Counter(node.op_type for node in nodes if "/recomputed" in node.name)
+    assert again == kinds
+    assert_same(two_steps(folder, x), expected)
+    kept, found = (peak_bytes(*optimized(tmp_path / name, x)) for name in ("all", "some"))
+    assert found < kept if kinds else found == kept
+
+
 @pytest.mark.parametrize("name", NETWORKS)
 def test_the_runtime_keeps_what_is_repeated(
     models: dict[str, onnx.ModelProto], tmp_path: Path, name: str

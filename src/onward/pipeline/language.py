@@ -20,6 +20,7 @@ import onnx_ir as ir
 
 from onward.artifacts.generate import Artifacts, build_artifacts
 from onward.artifacts.write import write_artifacts
+from onward.autodiff.recompute.segments import POINTWISE
 from onward.data.conversations import Batches, Example, encode_lines, pack, read_lines
 from onward.data.text import read_tokenizer
 from onward.errors import DataError, ModelError
@@ -292,6 +293,8 @@ def _made(
         separate_examples(opened.model)
         names = [value.name or "" for value in opened.model.graph.inputs]
         opened = dataclasses.replace(opened, inputs=names)
+    if recompute is None and any(node.op_type == "DequantizeLinear" for node in opened.model.graph):
+        recompute = POINTWISE  # whoever quantizes a base is short of memory
     return opened, lora, _artifacts(opened, lora, slices=slices, recompute=recompute)
 
 

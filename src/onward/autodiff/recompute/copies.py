@@ -185,8 +185,11 @@ def plan_segment(tape: Tape, segment: Sequence[ir.Node]) -> Plan:
     return Plan(segment, needed, [node for node in segment if node in repeated], list(inputs))
 
 
-def recompute_segments(tape: Tape, plans: Iterable[Plan]) -> None:
-    """Make backward nodes read copies of the dropped values, and the rest of the forward pass through gates."""
+def recompute_segments(tape: Tape, plans: Iterable[Plan], *, rest_waits: bool = True) -> None:
+    """Make backward nodes read copies of the dropped values, and the rest of the forward pass through gates.
+
+    Segments of few nodes do without gates for the rest (`rest_waits`): what it would read is kept as ever.
+    """
     starts = [(start, plan) for plan in plans if (start := tape.start(plan.segment)) is not None]
     starts.sort(key=lambda item: item[0][0])
     ends = [start[0] for start, _ in starts[1:]] + [len(tape.nodes)]
@@ -200,7 +203,7 @@ def recompute_segments(tape: Tape, plans: Iterable[Plan]) -> None:
                 for index, value in enumerate(node.inputs):
                     if value in copies:
                         node.replace_input_with(index, copies[value])
-                    elif value is not None and tape.is_forward(value) and _waits(value):
+                    elif rest_waits and value is not None and tape.is_forward(value) and _waits(value):
                         node.replace_input_with(index, gate(value))
         tape.op.scope = ""
 

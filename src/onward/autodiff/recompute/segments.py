@@ -15,16 +15,24 @@ from typing import TYPE_CHECKING
 import onnx_ir as ir
 
 from onward.autodiff.recompute.budget import ActivationBudget, is_bytes, plans_within
-from onward.autodiff.recompute.copies import Tape, plan_segment, recompute_segments
+from onward.autodiff.recompute.copies import Plan, Tape, plan_segment, recompute_segments
 from onward.errors import ModelError
 from onward.graph.nodes import subgraphs_of
 
 if TYPE_CHECKING:
     from onward.autodiff.engine import DifferentiableBuilder
 
-__all__ = ["ActivationBudget", "Recompute", "recompute_activations"]
+__all__ = ["POINTWISE", "ActivationBudget", "Recompute", "recompute_activations"]
 
 _log = logging.getLogger("onward")
+# recompute="pointwise": activation functions and what multiplies them, which take little time
+POINTWISE = "pointwise"
+_FUNCTIONS = frozenset(
+    {"Sigmoid", "Tanh", "Erf", "Gelu", "Relu", "Softplus", "HardSigmoid", "HardSwish", "Elu", "Celu", "Mish"}
+)
+_ARITHMETIC = frozenset({"Mul", "Add", "Sub", "Div", "Neg"})
+# of a gate's product with an activation function, or of one that is written out
+_LONGEST = 8
 Recompute = bool | float | str | Sequence[str] | ActivationBudget | None
 
 
@@ -42,8 +50,11 @@ def recompute_activations(
     if wanted is None or wanted is False:
         return 0
     tape = Tape(op, forward, results)
-    budget = _budget(wanted)
-    if budget is not None:
+    cheap = wanted == POINTWISE
+    budget = None if cheap else _budget(wanted)
+    if cheap:
+        plans = [plan for nodes in _activations(tape) if _saves(tape, plan := plan_segment(tape, nodes))]
+    elif budget is not None:
         plans = plans_within(tape, budget)
     else:
         patterns = [wanted] if isinstance(wanted, str) else list(wanted)  # type: ignore[arg-type]
@@ -52,10 +63,33 @@ def recompute_activations(
             _log.warning("recompute: the backward pass needs nothing from inside of %s", ", ".join(patterns))
     repeated = sum(len(plan.nodes) for plan in plans)
     if repeated:
-        recompute_segments(tape, plans)
+        recompute_segments(tape, plans, rest_waits=not cheap)
     count = sum(bool(plan.nodes) for plan in plans)
     _log.info("recompute: %d nodes in %d segments run twice", repeated, count)
     return repeated
+
+
+def _activations(tape: Tape) -> Iterator[list[ir.Node]]:
+    """Each activation function with the arithmetic behind it: y = x·σ(x), y·z"""
+    order = {node: place for place, node in enumerate(tape.forward)}
+    taken: set[ir.Node] = set()
+    for node in tape.forward:
+        if node.op_type not in _FUNCTIONS or node in taken:
+            continue
+        group, waiting = [node], [node]
+        while waiting and len(group) < _LONGEST:
+            for user in (user for value in waiting.pop().outputs for user in value.consumers()):
+                if user in order and user.op_type in _ARITHMETIC and user not in group and user not in taken:
+                    group.append(user)
+                    waiting.append(user)
+        taken.update(group)
+        yield sorted(group, key=order.__getitem__)
+
+
+def _saves(tape: Tape, plan: Plan) -> bool:
+    """Whether more values are dropped than must be kept in their place: Relu's input instead of its result, say."""
+    kept = [value for value in plan.inputs if tape.is_forward(value) and not tape.read_backward(value)]
+    return len(plan.needed) > len(kept)
 
 
 def _budget(wanted: Recompute) -> ActivationBudget | None:
@@ -72,7 +106,7 @@ def _budget(wanted: Recompute) -> ActivationBudget | None:
         return None
     raise TypeError(
         f"recompute is {wanted!r}: pass True, a share of memory between 0 and 1, bytes such as '500MB', "
-        "patterns of scopes such as 'encoder.layer.*', or an ActivationBudget"
+        "'pointwise', patterns of scopes such as 'encoder.layer.*', or an ActivationBudget"
     )
 
 
