@@ -172,7 +172,8 @@ def optimized(folder: Path, x: np.ndarray) -> tuple[onnx.ModelProto, list[dict[s
     options.profile_file_prefix = str(folder / "profile")
     _, module = load(folder, options)
     module(x, np.ones_like(x))
-    module.step._bound[True].session.end_profiling()
+    (session,) = module.step.sessions()
+    session.end_profiling()
     events = json.loads(next(folder.glob("profile*.json")).read_text())
     return onnx.load(folder / "optimized.onnx"), events
 

@@ -225,10 +225,15 @@ def _merge_reshapes(graph: onnx.GraphProto, dims: Mapping[str, _Dims], constants
     for node in graph.node:
         if node.op_type not in _RESHAPES or node.domain or node.input[0] not in producers:
             continue
+        before = producers[node.input[0]]
         shape = dims.get(node.output[0])
-        if shape is None or 0 in shape:
+        if (
+            shape is None
+            or 0 in shape
+            or not (_is_settled(node, constants) and _is_settled(before, constants))
+        ):
             continue
-        source = producers[node.input[0]].input[0]
+        source = before.input[0]
         name = added.setdefault(shape, f"{node.output[0]}/shape")
         if name not in constants:
             constants.add(name, np.asarray(shape, np.int64))
@@ -270,7 +275,12 @@ def _changes_nothing(node: onnx.NodeProto, dims: Mapping[str, _Dims], constants:
         return node.input[1] in constants and not np.any(constants[node.input[1]])
     if kind == "Transpose":
         return list(_attributes(node).get("perm", [])) == list(range(len(shape)))
-    return kind in _SAME_WHERE_SHAPES_ARE
+    return kind in _SAME_WHERE_SHAPES_ARE and _is_settled(node, constants)
+
+
+def _is_settled(node: onnx.NodeProto, constants: _Constants) -> bool:
+    """Whether nothing but its first input has to be computed: one that waits for other values keeps an order."""
+    return all(name in constants for name in node.input[1:] if name)
 
 
 def _rename_inputs(node: onnx.NodeProto, renamed: Mapping[str, str]) -> None:
