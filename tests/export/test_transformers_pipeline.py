@@ -322,6 +322,32 @@ def test_the_card_says_what_was_exported_and_how_well(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["folder"]
 
 
+@pytest.mark.parametrize("place", ["model.onnx", "onnx/model.onnx", "onnx/model_quantized.onnx"])
+def test_a_folder_that_others_published_answers_as_our_own(tmp_path: Path, place: str) -> None:
+    """The files are those that optimum and onnx-community have beside their models; there is no onward.json."""
+    names = {"id2label": {0: "O", 1: "B-PER", 2: "I-PER"}, "label2id": {"O": 0, "B-PER": 1, "I-PER": 2}}
+    tokenizer = tokenizer_of("pieces of words (BERT)")
+    model, _ = tiny_of("distilbert", "token-classification", vocab_size=len(tokenizer), **names)
+    from_transformers((model, tokenizer), "token-classification", tmp_path / "ours", check=False)
+    published = tmp_path / "theirs"
+    model.config.save_pretrained(published)
+    tokenizer.save_pretrained(published)
+    (published / place).parent.mkdir(exist_ok=True)
+    shutil.copy(tmp_path / "ours" / "model.onnx", published / place)
+    theirs = load(published if place.endswith("model.onnx") else published / place)
+    assert theirs(TEXTS) == load(tmp_path / "ours")(TEXTS)
+    config = json.loads((published / "config.json").read_text())
+    for wrong, message in (
+        ({"architectures": ["DistilBertForQuestionAnswering"]}, "needs the outputs end_logits, start_logits"),
+        ({"architectures": ["T5ForConditionalGeneration"]}, "an encoder and a decoder"),
+        ({"id2label": {"a": "O"}}, "no numbers"),
+        ({"architectures": 3}, "not a list of names"),
+    ):
+        (published / "config.json").write_text(json.dumps({**config, **wrong}))
+        with pytest.raises(ModelError, match=message):
+            load(published if place.endswith("model.onnx") else published / place)
+
+
 def test_a_folder_answers_without_torch_and_transformers(healthy: Path) -> None:
     program = f"""
 import sys

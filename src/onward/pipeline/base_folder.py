@@ -19,7 +19,7 @@ from onward.graph.external import external_tensors
 from onward.graph.gate import read_proto
 from onward.reading import read_json
 
-__all__ = ["find_base", "is_published", "open_language_model"]
+__all__ = ["find_base", "is_published", "open_language_model", "read_settings"]
 
 _GENAI = "genai_config.json"
 _MAKE = "make the folder with: onward export MODEL --task text-generation --output FOLDER"
@@ -55,10 +55,11 @@ def find_base(place: str | os.PathLike[str]) -> tuple[Path, Path]:
 
 
 def is_published(path: Path) -> bool:
-    """Whether a folder or model file is a language model that others exported, with its tokenizer beside it."""
+    """Whether a folder or model file is one that others exported, with its tokenizer or processor beside it."""
     folder = find_base(path)[0] if path.is_file() else path
     settings = any((folder / name).is_file() for name in ("config.json", _GENAI))
-    return settings and (folder / "tokenizer.json").is_file() and not (folder / CARD).is_file()
+    beside = any((folder / name).is_file() for name in ("tokenizer.json", "preprocessor_config.json"))
+    return settings and beside and not (folder / CARD).is_file()
 
 
 def open_language_model(place: str | os.PathLike[str]) -> tuple[Path, Path, Mapping[str, Any]]:
@@ -77,11 +78,12 @@ def open_language_model(place: str | os.PathLike[str]) -> tuple[Path, Path, Mapp
 
 def _genai(folder: Path) -> Mapping[str, Any]:
     """What onnxruntime-genai's file says of the model."""
-    settings = _json(folder / _GENAI).get("model")
+    settings = read_settings(folder / _GENAI).get("model")
     return settings if isinstance(settings, Mapping) else {}
 
 
-def _json(path: Path) -> Mapping[str, Any]:
+def read_settings(path: Path) -> Mapping[str, Any]:
+    """A JSON file of a folder; nothing where there is none."""
     if not path.is_file():
         return {}
     try:
@@ -92,7 +94,7 @@ def _json(path: Path) -> Mapping[str, Any]:
 
 def _card_of_strangers(folder: Path, model: Path) -> dict[str, Any]:
     """A card for a folder that others exported, from its `config.json` or what stands in its place."""
-    settings = {**_json(folder / "config.json"), **_json(folder / "generation_config.json")}
+    settings = {**read_settings(folder / "config.json"), **read_settings(folder / "generation_config.json")}
     for_genai = _genai(folder)
     if not settings and not for_genai:
         raise ModelError(

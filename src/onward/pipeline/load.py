@@ -22,6 +22,7 @@ from onward.export.huggingface.tasks import TASKS
 from onward.pipeline.base_folder import is_published, open_language_model
 from onward.pipeline.by_task import answer, stream
 from onward.pipeline.classifier import Classifier, load_file
+from onward.pipeline.published_folder import open_published
 from onward.renamed import renamed_arguments
 
 __all__ = ["Pipeline", "load"]
@@ -35,7 +36,7 @@ def load(
     providers: Sequence[str] = ("CPUExecutionProvider",),
     session_options: Any = None,
 ) -> Pipeline | Classifier:
-    """Load a folder that `from_transformers` wrote, a model file that `onward deploy` wrote, or a published decoder.
+    """Load a folder that `from_transformers` wrote, a model file that `onward deploy` wrote, or a published folder.
 
     Call the result with text, images, sound or rows of a table.
 
@@ -50,7 +51,7 @@ def load(
         return load_file(path, providers=providers, session_options=session_options)
     file = path / MODEL
     if published:
-        path, file, card = open_language_model(path)
+        path, file, card = open_published(path) or open_language_model(path)
     else:
         card = read_card(path)
     if card["task"] not in TASKS:

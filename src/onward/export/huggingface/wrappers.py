@@ -90,7 +90,7 @@ def _prepared(source: Source, *, training: bool) -> Iterator[Any]:
 @contextmanager
 def _sizes_traced(model: Any) -> Iterator[None]:
     """Let a model's `int(…)` of a size leave it a tensor while traced: a number would be the example's."""
-    from transformers.utils import torch_int
+    from transformers.utils.generic import torch_int
 
     names = {type(module).__module__ for module in model.modules()}
     sources = [sys.modules[name] for name in names if name.startswith("transformers.models.")]
