@@ -24,7 +24,8 @@ def measure(settings: Settings) -> Cases:
     from models import NETWORKS
     from prepare import prepare
 
-    from onward.graph.passes.known_shapes import specialize_shapes
+    from onward.graph.passes.known_shapes import resolve_symbols, specialize_shapes
+    from onward.graph.passes.small_images import convolve_together
     from onward.graph.passes.specialize import specialize_reset
 
     cases: Cases = {}
@@ -34,9 +35,9 @@ def measure(settings: Settings) -> Cases:
         folder = prepare(name, settings.cache)
         training = onnx.load(folder / "onward" / "training_model.onnx")
         special = specialize_reset(training, reset=True, keep_shapes=True)
-        specialize_shapes(
-            special, {key: array.shape for key, array in np.load(folder / "inputs.npz").items()}
-        )
+        shapes = {key: array.shape for key, array in np.load(folder / "inputs.npz").items()}
+        convolve_together(special, resolve_symbols(special.graph, shapes))
+        specialize_shapes(special, shapes)
         cases[name] = {
             # what exporters write as Constant nodes, training models have as initializers
             "forward": sum(n.op_type != "Constant" for n in onnx.load(folder / "forward.onnx").graph.node),

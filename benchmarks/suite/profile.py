@@ -56,7 +56,7 @@ def _profile(folder: Path, *, threads: int, rounds: int) -> dict[str, list[float
         for _ in range(rounds):
             module(*inputs)
             module.lazy_reset_grad()
-        module.step._bound[True].session.end_profiling()
+        module.step.sessions()[0].end_profiling()
         (profile,) = Path(name).glob("profile*.json")
         return by_operator(json.loads(profile.read_text(encoding="utf-8")), rounds)
 
