@@ -29,7 +29,10 @@ CASES: dict[str, tuple[str, dict[str, tuple[int, ...]]]] = {
     "MatMul 256×512×512": ("MatMul (x, w)", {"x": (256, 512), "w": (512, 512)}),
     "Gemm 64×64×64, transposed": ("Gemm <transB = 1> (x, w)", {"x": (64, 64), "w": (64, 64)}),
     "Conv 64×8×8×8, 3×3": ("Conv <pads = [1, 1, 1, 1]> (x, w)", {"x": (64, 8, 8, 8), "w": (8, 8, 3, 3)}),
-    "Conv 8×64×28×28, 3×3": ("Conv <pads = [1, 1, 1, 1]> (x, w)", {"x": (8, 64, 28, 28), "w": (64, 64, 3, 3)}),
+    "Conv 8×64×28×28, 3×3": (
+        "Conv <pads = [1, 1, 1, 1]> (x, w)",
+        {"x": (8, 64, 28, 28), "w": (64, 64, 3, 3)},
+    ),
     "Mul, 2,048 numbers": ("Mul (x, w)", {"x": (64, 32), "w": (64, 32)}),
     "Mul, 280,000 numbers": ("Mul (x, w)", {"x": (64, 4400), "w": (64, 4400)}),
     "HardSigmoid, 280,000 numbers": ("HardSigmoid (x)", {"x": (64, 4400)}),
@@ -51,7 +54,9 @@ def chain(call: str, shapes: dict[str, tuple[int, ...]]) -> onnx.ModelProto:
         last = f"y{i}"
     shape = ", ".join(map(str, shapes["x"]))
     axis = "" if call else "<int64[1] axis = {1}>"
-    return onnx.parser.parse_model(f"{_HEAD} g ({inputs}) => (float[{shape}] {last}) {axis} {{ {' '.join(lines)} }}")
+    return onnx.parser.parse_model(
+        f"{_HEAD} g ({inputs}) => (float[{shape}] {last}) {axis} {{ {' '.join(lines)} }}"
+    )
 
 
 def python_times(models: dict[str, Path], feeds: dict[str, dict[str, np.ndarray]]) -> dict[str, float]:
@@ -77,7 +82,8 @@ ort.env.wasm.numThreads = 1;
 ort.env.logLevel = "error";
 const found = {};
 for (const { name, path, shapes } of cases) {
-  const session = await ort.InferenceSession.create(new Uint8Array(await readFile(path)), { executionProviders: ["wasm"] });
+  const bytes = new Uint8Array(await readFile(path));
+  const session = await ort.InferenceSession.create(bytes, { executionProviders: ["wasm"] });
   const feeds = {};
   for (const [key, dims] of Object.entries(shapes)) {
     const data = Float32Array.from({ length: dims.reduce((a, b) => a * b, 1) }, () => Math.random() - 0.5);
@@ -104,7 +110,9 @@ def web_times(models: dict[str, Path], folder: Path) -> dict[str, float]:
     command = ["node", "--input-type=module", "--eval", _SCRIPT, "--", str(settings)]
     made = subprocess.run(command, cwd=ROOT / "web", capture_output=True, text=True, check=False)
     if made.returncode:
-        sys.exit(f"Node.js failed: {made.stderr.strip().splitlines()[-1] if made.stderr else made.returncode}")
+        sys.exit(
+            f"Node.js failed: {made.stderr.strip().splitlines()[-1] if made.stderr else made.returncode}"
+        )
     return json.loads(made.stdout.strip().splitlines()[-1])
 
 
@@ -131,7 +139,9 @@ def main() -> None:
     print(f"microseconds of one operator, one thread, least of {ROUNDS} × {RUNS} runs of {LENGTH}\n")
     print("| operator | Python | WebAssembly | ratio |\n|---|---:|---:|---:|")
     for name in CASES:
-        print(f"| {name} | {1e3 * here[name]:.1f} | {1e3 * there[name]:.1f} | {there[name] / here[name]:.1f} |")
+        print(
+            f"| {name} | {1e3 * here[name]:.1f} | {1e3 * there[name]:.1f} | {there[name] / here[name]:.1f} |"
+        )
 
 
 if __name__ == "__main__":
