@@ -22,6 +22,7 @@ from torch.nn import functional as F
 
 import onward
 from export.architectures import ARCHITECTURES
+from export.tiny_transformers import tiny_model
 from onward.errors import ExportError, ParityError
 from onward.export import from_torch
 
@@ -736,3 +737,14 @@ def test_spectral_norm_is_kept_and_what_moves_without_the_model_is_said() -> Non
     np.testing.assert_allclose(
         got, layer.train()(torch.from_numpy(feeds["input"])).detach().numpy(), rtol=1e-4, atol=1e-6
     )
+
+
+def test_experts_that_the_example_does_not_reach_are_exported() -> None:
+    """Two tokens reach a few of the eight experts of a layer; a larger batch reaches all."""
+    model = tiny_model("qwen3_moe", "text-generation")
+    proto = from_torch(model, kwargs={"input_ids": torch.tensor([[3, 5]])}, training=False)
+    words = torch.arange(36).reshape(3, 12)
+    got = onnxruntime.InferenceSession(proto.SerializeToString()).run(
+        ["logits"], {"input_ids": words.numpy()}
+    )
+    np.testing.assert_allclose(got[0], model(words).logits.detach().numpy(), rtol=1e-4, atol=1e-5)

@@ -71,6 +71,7 @@ CASES: list[tuple[str, str, Any, dict[str, Any]]] = [
     ("bert", "question-answering", span, STILL),
     ("bert", "token-classification", per_token, STILL),
     ("gpt2", "text-generation", next_token, {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}),
+    ("qwen3_moe", "text-generation", next_token, {}),
     ("t5", "text2text", text_to_text, {"dropout_rate": 0.0}),
     ("vit", "image-classification", picture, STILL),
     ("clip", "zero-shot-image-classification", captions, {}),

@@ -38,6 +38,17 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "deberta": ("DebertaV2Config", {**_TEXT, **_DEBERTA, "position_buckets": 8}),
     "gpt2": ("GPT2Config", {"vocab_size": len(VOCABULARY), "n_embd": 16, "n_layer": 2, "n_head": 2, **_ENDS}),
     "llama": ("LlamaConfig", {**_TEXT, "num_key_value_heads": 1, **_ENDS}),
+    "qwen3_moe": (
+        "Qwen3MoeConfig",
+        {
+            **_TEXT,
+            **_ENDS,
+            "num_key_value_heads": 1,
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+        },
+    ),
     "opt": ("OPTConfig", {**_TEXT, "ffn_dim": 32, "word_embed_proj_dim": 16, "layerdrop": 0.5, **_ENDS}),
     "t5": ("T5Config", {**_DECODER, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2}),
     "bart": ("BartConfig", {**_DECODER, **_LAYERS, "d_model": 16, "max_position_embeddings": 64}),
@@ -158,5 +169,5 @@ def tiny_pair(architecture: str, task: str, **settings: Any) -> tuple[Any, Any]:
         return tiny_model(architecture, task, **settings), None
     if architecture == "clip":
         return tiny_model(architecture, task, **settings), tiny_tokenizer(ends=True)
-    generator = architecture in ("gpt2", "llama", "opt", "t5", "bart")
+    generator = architecture in ("gpt2", "llama", "qwen3_moe", "opt", "t5", "bart")
     return tiny_model(architecture, task, **settings), tiny_tokenizer(generator=generator)

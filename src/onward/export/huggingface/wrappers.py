@@ -20,9 +20,9 @@ from onward.errors import ExportError
 from onward.export.huggingface import image_audio, image_text, text_to_audio
 from onward.export.huggingface.diffusion import autoencoder, denoiser
 from onward.export.huggingface.encoder_decoder import encoder_decoder
-from onward.export.huggingface.experts import traceable_experts
 from onward.export.huggingface.generation import generation
 from onward.export.huggingface.traceable import TEXTS, TOKENS, Adapter, Traceable, encode, output_of
+from onward.export.torch.experts import traceable_experts
 
 if TYPE_CHECKING:
     from onward.export.huggingface.find_model import Pooling, Source

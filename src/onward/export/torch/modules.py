@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from onward.errors import ExportError
+from onward.export.torch.experts import traceable_experts
 
 __all__ = ["borrowed", "changed_buffers", "clean_names", "prepared", "refuse_unusable", "unwrap"]
 
@@ -195,10 +196,10 @@ def _plain_transformers(model: nn.Module) -> Iterator[None]:
 
     for config in _configs(model):
         set_aside(config, "_attn_implementation", "eager")
-        set_aside(config, "_experts_implementation", "eager")
         set_aside(config, "use_cache", False)
     try:
-        yield
+        with traceable_experts(model):
+            yield
     finally:
         for config, name, old in reversed(saved):
             setattr(config, name, old)

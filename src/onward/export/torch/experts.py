@@ -21,18 +21,16 @@ _NAME = "onward"
 
 @contextmanager
 def traceable_experts(model: Any) -> Iterator[None]:
-    """Let the experts of a model be computed one by one, for as long as the context lasts."""
-    try:
-        from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
-    except ImportError:  # transformers 4 has no such choice
-        yield
-        return
+    """Let the experts of a Hugging Face model be computed one by one, for as long as the context lasts."""
     configs = [getattr(module, "config", None) for module in model.modules()]
     found: dict[int, Any] = {
         id(c): c for c in configs if getattr(c, "_experts_implementation", None) is not None
     }
     before = {key: config._experts_implementation for key, config in found.items()}
-    ALL_EXPERTS_FUNCTIONS.register(_NAME, _experts)
+    if found:
+        from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+        ALL_EXPERTS_FUNCTIONS.register(_NAME, _experts)
     for config in found.values():
         config._experts_implementation = _NAME
     try:
