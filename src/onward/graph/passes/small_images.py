@@ -17,7 +17,7 @@ from onnx import helper, numpy_helper
 
 __all__ = ["convolve_together", "has_small_images"]
 
-# Images from which on this is faster, measured with one and two threads: forward, and for the gradient of the input.
+# Images from which on this is faster, measured with two threads: forward, and for the gradient of the input.
 _MANY, _MANY_GRADIENTS = 8, 32
 # Positions of an image from which on Conv and ConvTranspose use the threads well by themselves.
 _LARGE = 256
