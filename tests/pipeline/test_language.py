@@ -17,8 +17,11 @@ import onnxruntime as ort
 import pytest
 import torch
 from safetensors.numpy import load_file, save_file
+from typer.testing import CliRunner
 
 from export.huggingface_types import tiny_of
+from onward.api import CheckpointState, Module
+from onward.cli.app import app
 from onward.data.conversations import IGNORED, Batches, Example, encode_lines, pack
 from onward.errors import DataError, ModelError, OnwardError
 from onward.export import from_transformers
@@ -575,3 +578,20 @@ def test_a_template_may_format_and_pad_a_little(tmp_path: Path) -> None:
         "{{ '%5d' % 7 }}{{ '{:3}|'.format(8) }}{{ 'x'.center(3) }}{{ 7 % 4 }}"
     )
     assert read_template(tmp_path).render([{"role": "user", "content": "12345678"}]) == "    7  8| x 3"
+
+
+def test_the_command_writes_training_models_for_browsers(base: Any, tmp_path: Path) -> None:
+    asked = ["artifacts", str(base[0]), "--lora", "2", "-o", str(tmp_path / "made")]
+    result = CliRunner().invoke(app, [*asked, "--loss", "mse"])
+    assert result.exit_code != 0 and not (tmp_path / "made").exists()
+    result = CliRunner().invoke(app, asked)
+    assert result.exit_code == 0, result.output
+    state = CheckpointState.load_checkpoint(tmp_path / "made" / "checkpoint")
+    module = Module(tmp_path / "made" / "training_model.onnx", state)
+    words = np.asarray([[3, 4, 5, 6]])
+    feeds = {"input_ids": words, "attention_mask": np.ones_like(words), "labels": words}
+    before, after = (float(module(*(feeds[name] for name in module.input_names()))) for _ in range(2))
+    assert before == after > 0
+    assert all(
+        name.endswith((".A", ".B")) or "lora" in name for name, p in state.parameters if p.requires_grad
+    )

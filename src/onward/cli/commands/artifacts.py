@@ -40,6 +40,7 @@ LossOrNone = Annotated[
 ]  # fmt: skip
 # losses that take what comes out of a softmax; the others take scores, or numbers of any size
 _PROBABILITIES = (LossChoice.NLL, LossChoice.KL_DIV, LossChoice.NONE)
+_FILES = ("training_model.onnx", "eval_model.onnx", "optimizer_model.onnx", "checkpoint")
 _CLASSIFYING = (LossChoice.CROSS_ENTROPY, LossChoice.NLL)
 Train = Annotated[
     list[str] | None,
@@ -58,6 +59,7 @@ def register(app: typer.Typer) -> None:
             "onward artifacts model.onnx --loss cross-entropy",
             "onward artifacts model.onnx --loss mse --train 'head.*' --optimizer sgd --momentum 0.9 -o out",
             "onward artifacts model.onnx --loss cross-entropy --lora 8 --lora-target 'encoder.*'",
+            "onward artifacts smollm --lora 8      # a language model's folder, to train in a browser",
             "onward artifacts model.onnx --loss cross-entropy --portable      # to train in C++ and others",
         ),
     )(artifacts)
@@ -66,7 +68,13 @@ def register(app: typer.Typer) -> None:
 @command
 def artifacts(
     output: Output,
-    model: Model,
+    model: Annotated[
+        Path,
+        typer.Argument(
+            help="The forward model, an ONNX file; with --lora also a language model's folder.",
+            show_default=False,
+        ),
+    ],
     loss: LossOrNone = None,
     classes: Annotated[
         str | None,
@@ -129,15 +137,30 @@ def artifacts(
     """Make training artifacts of an ONNX model: training, eval and optimizer model, and a checkpoint."""
     from onward.artifacts.generate import generate_artifacts
 
+    if model.is_dir() and lora is not None:
+        others = {
+            "--loss": loss, "--classes": classes, "--head": head, "--batch-norm": batch_norm, "--train": train,
+            "--freeze": freeze, "--weight-decay": weight_decay, "--momentum": momentum, "--loss-input": loss_input,
+            "--extra-output": extra_output, "--prefix": prefix, "--ort-format": ort_format, "--nominal": nominal,
+            "--portable": portable, "--keep-batch": keep_batch,
+            "--precision": precision is not PrecisionChoice.FP32, "--optimizer": optimizer is not OptimizerChoice.ADAMW,
+        }  # fmt: skip
+        unread = [name for name, value in others.items() if value not in (None, False, "")]
+        if unread:
+            raise CommandError(
+                f"{unread[0]} does not go with a language model's folder",
+                "its loss and its optimizer are set",
+            )
+        _language_model(output, model, directory, lora, lora_target, overwrite=overwrite)
+        return
     read_model(model)
     if loss is None and classes is None:
         raise CommandError("which loss?", f"choose one with --loss: {', '.join(LossChoice)}")
     if head is not None and classes is None:
         raise CommandError("--head needs --classes", "for example --classes 5")
     loss = loss or LossChoice.CROSS_ENTROPY
-    files = ["training_model.onnx", "eval_model.onnx", "optimizer_model.onnx", "checkpoint"]
     refuse_strangers(
-        directory, [f"{plain_prefix(prefix)}{name}" for name in files],
+        directory, [f"{plain_prefix(prefix)}{name}" for name in _FILES],
         ours=f"{prefix}training_model.onnx", overwrite=overwrite,
     )  # fmt: skip
     remark = advice(model, loss, loss_input or ()) if classes is None else None
@@ -185,6 +208,24 @@ def artifacts(
         )
         _keep_tokenizer(model, directory)
     _report(output, directory, prefix, str(loss), remark, portable=portable, classes=classes)
+
+
+def _language_model(
+    output: Output, folder: Path, directory: Path, rank: int, targets: list[str] | None, *, overwrite: bool
+) -> None:
+    """The training models of adapters beside a language model's folder."""
+    from onward.lora import LoRA
+    from onward.pipeline.language import write_language_artifacts
+
+    names = [*_FILES, "constants.data"]
+    refuse_strangers(directory, names, ours="training_model.onnx", overwrite=overwrite)
+    lora = LoRA(rank=rank, alpha=2.0 * rank, targets=targets or "attention")
+    with folder_target(directory), output.working("differentiating"):
+        files = write_language_artifacts(folder, directory, lora=lora)
+    sizes = {file.name: file.stat().st_size for file in files}
+    output.table("", ["file", "size"], [[name, human_size(size)] for name, size in sizes.items()])
+    output.line(f"to train here instead: onward finetune {folder} --lora --data chat.jsonl")
+    output.result({"directory": directory, "files": sizes})
 
 
 @contextlib.contextmanager
@@ -299,7 +340,7 @@ def _report(
     trained = sum(
         array.size for array in state.trainable.values() if not isinstance(array, checkpoint.NominalTensor)
     )
-    names = ["training_model.onnx", "eval_model.onnx", "optimizer_model.onnx", "checkpoint"]
+    names = list(_FILES)
     if portable:
         names += ["train_step.onnx", "gradient_step.onnx", "update_step.onnx", "state.bin"]
         names += ["inference_model.onnx", "inference_model.bin"]
