@@ -53,6 +53,8 @@ def test_the_table_names_only_what_there_is() -> None:
         ("Wav2Vec2ForCTC", "wav2vec2", "automatic-speech-recognition"),
         ("WhisperForConditionalGeneration", "whisper", "automatic-speech-recognition"),
         ("T5ForConditionalGeneration", "t5", "text2text"),
+        ("T5WithLMHeadModel", "t5", "text2text"),
+        ("MarianMTModel", "marian", "text2text"),
         ("DetrForObjectDetection", "detr", "object-detection"),
         ("OwlViTForObjectDetection", "owlvit", "zero-shot-object-detection"),
         ("SegformerForSemanticSegmentation", "segformer", "semantic-segmentation"),

@@ -19,10 +19,11 @@ from onward.data.text import read_tokenizer
 from onward.errors import ModelError
 from onward.export.huggingface.folder import CARD, MODEL, read_card
 from onward.export.huggingface.tasks import TASKS
-from onward.pipeline.base_folder import is_published, open_language_model
+from onward.pipeline.base_folder import is_published
 from onward.pipeline.by_task import answer, stream
 from onward.pipeline.classifier import Classifier, load_file
 from onward.pipeline.published_folder import open_published
+from onward.pipeline.text_generation import PublishedDecoder
 from onward.renamed import renamed_arguments
 
 __all__ = ["Pipeline", "load"]
@@ -49,27 +50,29 @@ def load(
     published = is_published(path)
     if path.is_file() and not published:
         return load_file(path, providers=providers, session_options=session_options)
-    file = path / MODEL
+    files: Mapping[str, Path]
     if published:
-        path, file, card = open_published(path) or open_language_model(path)
+        path, files, card = open_published(path)
     else:
         card = read_card(path)
+        files = {name: path / name for name in card.get("parts") or (MODEL,)}
     if card["task"] not in TASKS:
         raise ModelError(f"'{path / CARD}': no answers for task {card['task']!r}; known: {', '.join(TASKS)}")
     if card.get("training"):
         raise ModelError(f"'{path}' holds a model for training; export without training=True to load it")
     from onward.runtime.sessions import open_session
 
-    names = list(card.get("parts") or (MODEL,))
-    files = {MODEL: file} if published else {name: path / name for name in names}
     for name, file in files.items():
         if Path(name).name != name or not file.is_file():
             raise ModelError(f"'{path}': no {name}")
     sessions = {
         name: open_session(file, providers=providers, options=session_options) for name, file in files.items()
     }
+    first, *others = sessions.values()
+    if published and others:
+        sessions = {"encoder": first, "decoder": PublishedDecoder(first, *others)}
     return Pipeline(
-        session=sessions[names[0]],
+        session=first,
         card=card,
         tokenizer=_tokenizer(path, card),
         sessions=sessions,

@@ -13,35 +13,38 @@ from typing import Any
 
 from onward.data.text import read_tokenizer
 from onward.errors import ModelError
-from onward.export.huggingface.cards import processor_settings
+from onward.export.huggingface.cards import generation_settings, processor_settings
+from onward.export.huggingface.folder import MODEL
 from onward.export.huggingface.tasks import detect, task_for
 from onward.graph.gate import read_proto
-from onward.pipeline.base_folder import find_base, read_settings
+from onward.pipeline.base_folder import find_base, open_language_model, read_settings
 
 __all__ = ["open_published"]
 
 _PROCESSOR = "preprocessor_config.json"
+# files of an encoder and its decoder: with both branches in one graph, or of the first step and of those after it
+_ENCODER, _MERGED = "encoder_model", "decoder_model_merged"
+_FIRST, _LATER = "decoder_model", "decoder_with_past_model"
 
 
-def open_published(place: Path) -> tuple[Path, Path, dict[str, Any]] | None:
-    """Folder, model file and card of a published model of one graph; None for language models."""
-    folder, model = find_base(place)
+def open_published(place: Path) -> tuple[Path, Mapping[str, Path], Mapping[str, Any]]:
+    """Folder, model files by name and card of a published model; an encoder's file comes before its decoder's."""
+    folder = find_base(place)[0] if place.is_file() else place
     config = read_settings(folder / "config.json")
     architectures = config.get("architectures") or [""]
     if not isinstance(architectures, list) or not isinstance(architectures[0], str):
         raise ModelError(f"'{folder / 'config.json'}': architectures is not a list of names")
     name = detect(SimpleNamespace(architectures=architectures, model_type=str(config.get("model_type"))))
     if not config or name == "text-generation":
-        return None
+        folder, model, found = open_language_model(place)
+        return folder, {MODEL: model}, found
     task = task_for(name, str(config.get("model_type")))
-    if task.wrapper == "encoder-decoder":
-        raise ModelError(
-            f"'{folder}': {architectures[0]} has an encoder and a decoder, which others export in ways that are not "
-            "read here; export it with from_transformers(…, path=folder)"
-        )
+    writes = task.wrapper == "encoder-decoder"
+    files = _parts(place, folder) if writes else {MODEL: find_base(place)[1]}
+    model = next(iter(files.values()))
     proto = read_proto(model, read_data=False)
     given = {value.name for value in proto.graph.output}
-    missing = sorted(set(task.outputs) - given)
+    missing = sorted({"last_hidden_state"} - given if writes else set(task.outputs) - given)
     if missing:
         raise ModelError(
             f"'{model}': task {name!r} needs the outputs {', '.join(missing)}; it has {', '.join(sorted(given))}"
@@ -61,10 +64,76 @@ def open_published(place: Path) -> tuple[Path, Path, dict[str, Any]] | None:
         card["spelling"] = _spelling(config, folder)
     elif (folder / "tokenizer.json").is_file():
         card["tokenizer"] = _tokenizer(config, folder)
+    if writes:
+        card |= {"parts": list(files), "generation": _generation(config, folder)}
+        _require_inputs(card["inputs"], task.kind, model)
     processor = read_settings(folder / _PROCESSOR)
     if processor:
         card["processor"] = processor_settings(processor)
-    return folder, model, card
+    return folder, files, card
+
+
+def _parts(place: Path, folder: Path) -> dict[str, Path]:
+    """The files of an encoder and its decoder, all of one precision: `_quantized`, `_fp16` or none in their names."""
+    if place.is_file():
+        inside = place.parent
+        stem = next(
+            (part for part in (_ENCODER, _MERGED, _FIRST, _LATER) if place.stem.startswith(part)), None
+        )
+        endings = [] if stem is None else [place.stem.removeprefix(stem)]
+    else:
+        inside = next(
+            (part for part in (folder, folder / "onnx") if [*part.glob(f"{_ENCODER}*.onnx")]), folder
+        )
+        endings = sorted(file.stem.removeprefix(_ENCODER) for file in inside.glob(f"{_ENCODER}*.onnx"))
+    if len(endings) > 1 and "" not in endings:
+        names = ", ".join(f"{_ENCODER}{ending}.onnx" for ending in endings)
+        raise ModelError(
+            f"'{inside}' has several encoders: {names}",
+            hint=f"give one of them, such as {inside / names.split(', ')[0]}",
+        )
+    ending = "" if "" in endings else "".join(endings)
+    found = {
+        name: inside / f"{name}{ending}.onnx"
+        for name in (_ENCODER, _MERGED, _FIRST, _LATER)
+        if (inside / f"{name}{ending}.onnx").is_file()
+    }
+    if _ENCODER not in found or not found.keys() & {_MERGED, _FIRST}:
+        raise ModelError(
+            f"'{inside}': the model has an encoder and a decoder, so that {_ENCODER}{ending}.onnx and "
+            f"{_MERGED}{ending}.onnx (or {_FIRST}{ending}.onnx and {_LATER}{ending}.onnx) are needed",
+            hint="download every file of the model, or export it with from_transformers(…, path=folder)",
+        )
+    chosen = (_ENCODER, _MERGED) if _MERGED in found else (_ENCODER, _FIRST, _LATER)
+    return {file.name: file for name, file in found.items() if name in chosen}
+
+
+def _require_inputs(inputs: Mapping[str, Any], kind: str, model: Path) -> None:
+    known = {"text": {"input_ids", "attention_mask"}, "image": {"pixel_values"}}.get(
+        kind, {"input_features", "input_values"}
+    )
+    if not inputs or not set(inputs) <= known:
+        raise ModelError(
+            f"'{model}': the encoder takes {', '.join(inputs)}, and one for {kind} takes {', '.join(sorted(known))}"
+        )
+
+
+def _generation(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """The settings of `generation_config.json`, then those of `config.json`, then those of the decoder in it."""
+    inner = config.get("decoder")
+    settings = read_settings(folder / "generation_config.json")
+    found = {name: value for name, value in config.items() if value is not None}
+    merged = {**(inner if isinstance(inner, Mapping) else {}), **found}
+    for name in ("suppress_tokens", "begin_suppress_tokens", "bad_words_ids", "forced_decoder_ids"):
+        rows = settings.get(name, merged.get(name)) or []
+        inner_type = int if name.endswith("_tokens") else list
+        if not isinstance(rows, list) or not all(isinstance(row, inner_type) for row in rows):
+            raise ModelError(f"'{folder}': the {name} of the settings for generation are {str(rows)[:40]}")
+    made = generation_settings(SimpleNamespace(**merged), SimpleNamespace(**settings))
+    for name, values in (("eos_token_id", made["eos_ids"]), ("decoder_start_token_id", [made["start_id"]])):
+        if not all(type(number) is int for number in values):
+            raise ModelError(f"'{folder}': config.json has the {name} {str(values)[:40]}, which is no number")
+    return made
 
 
 def _labels(config: Mapping[str, Any], folder: Path) -> list[str]:

@@ -12,9 +12,12 @@ from typing import Any, Protocol
 
 import numpy as np
 
-__all__ = ["Decoder", "EncoderDecoder", "Options", "Writer", "generate"]
+from onward.errors import ModelError
+
+__all__ = ["Decoder", "EncoderDecoder", "Options", "PublishedDecoder", "Writer", "generate"]
 
 _NEVER = -1e9
+_PAST = "past_key_values."
 _TYPES = {"tensor(float16)": np.float16, "tensor(double)": np.float64}
 
 
@@ -73,7 +76,7 @@ class Options:
                 "max_new_tokens": max_new_tokens,
                 **own,
                 "ends": frozenset(defaults.get("eos_ids") or ()),
-                "suppress": tuple(defaults.get("suppress_tokens") or ()),
+                "suppress": (*(defaults.get("suppress_tokens") or ()), *_bad_words(defaults)),
                 "suppress_first": tuple(defaults.get("begin_suppress_tokens") or ()),
                 "first": defaults.get("forced_bos_id"),
                 "last": defaults.get("forced_eos_token_id")
@@ -85,6 +88,12 @@ class Options:
 
 
 _INTERNAL = ("ends", "suppress", "suppress_first", "first", "last")
+
+
+def _bad_words(defaults: Mapping[str, Any]) -> list[int]:
+    """Single tokens that the model must not write, as Marian's padding; one that ends texts may be written."""
+    words = [word[0] for word in defaults.get("bad_words_ids") or () if len(word) == 1]
+    return [word for word in words if word not in (defaults.get("eos_ids") or ())]
 
 
 class Writer(Protocol):
@@ -127,7 +136,7 @@ class Decoder:
             feed["position_ids"] = positions[:, -ids.shape[1] :]
         found = self.session.run(self._outputs, {name: feed[name] for name in self._names if name in feed})
         outputs = dict(zip(self._outputs, found))
-        self._past = {name: outputs[f"present.{name.partition('.')[2]}"] for name in self._past}
+        self._past = {name: outputs[_present(name)] for name in self._past}
         return np.asarray(outputs["logits"][:, -1], np.float32)
 
 
@@ -180,12 +189,85 @@ class EncoderDecoder:
                 self.history = self.history[rows]
                 self._past = {name: value[rows] for name, value in self._past.items()}
                 self._seen = {name: value[rows] for name, value in self._seen.items()}
-            ids = tokens[:, None]
-            self.history = np.concatenate([self.history, ids], axis=1)
+            self.history = np.concatenate([self.history, tokens[:, None]], axis=1)
+            # a decoder without a cache reads everything again
+            ids = tokens[:, None] if self._past else self.history
         feed = {"decoder_input_ids": ids, **self._past, **self._seen}
         outputs = dict(zip(self._outputs, self.decoder.run(self._outputs, feed)))
-        self._past = {name: outputs[f"present.{name.partition('.')[2]}"] for name in self._past}
+        self._past = {name: outputs[_present(name)] for name in self._past}
         return np.asarray(outputs["logits"][:, -1], np.float32)
+
+
+_BRANCH = "use_cache_branch"
+# names of optimum's decoders, and what they are here
+_OURS = {
+    "input_ids": "decoder_input_ids",
+    "encoder_attention_mask": "attention_mask",
+    "encoder_hidden_states": "last_hidden_state",
+}
+
+
+@dataclass(frozen=True)
+class _Input:
+    name: str
+    shape: Sequence[Any]
+    type: str
+
+
+class PublishedDecoder:
+    """A decoder as optimum exports it, under the names that `EncoderDecoder` gives: run like a session.
+
+    It is one graph with two branches (`use_cache_branch`), or one for the first step and another for those after it,
+    or, without a cache, the first alone. The keys and values of the encoder's output are made in the first step.
+    """
+
+    def __init__(self, encoder: Any, first: Any, later: Any = None) -> None:
+        self._first, self._later = first, later or first
+        known = {"decoder_input_ids", *(v.name for v in (*encoder.get_inputs(), *encoder.get_outputs()))}
+        self._inputs = {
+            value.name: _Input(_OURS.get(value.name) or str(value.name), value.shape, value.type)
+            for value in (*first.get_inputs(), *self._later.get_inputs())
+            if value.name != _BRANCH
+        }
+        for name, value in self._inputs.items():
+            if not name.startswith(_PAST) and value.name not in known:
+                raise ModelError(
+                    f"the decoder has an input {name!r}, and it is not known what to feed to it; "
+                    "export the model with from_transformers(…, path=folder)"
+                )
+            if name.startswith(_PAST) and not all(type(size) is int for size in list(value.shape)[1::2]):
+                raise ModelError(
+                    f"the decoder's input {name!r} has the shape {list(value.shape)}: the number of heads and "
+                    "their size must be fixed"
+                )
+        made = {value.name for value in first.get_outputs()}
+        missing = {"logits", *(_present(name) for name in self._inputs if name.startswith(_PAST))} - made
+        if missing:
+            raise ModelError(f"the decoder of the first step has no output {', '.join(sorted(missing))}")
+
+    def get_inputs(self) -> list[_Input]:
+        return list(self._inputs.values())
+
+    def get_outputs(self) -> list[Any]:
+        return self._first.get_outputs()
+
+    def run(self, names: Sequence[str], feed: Mapping[str, np.ndarray]) -> list[np.ndarray]:
+        past = {name: array for name, array in feed.items() if name.startswith(_PAST)}
+        begun = any(array.shape[2] for array in past.values())
+        session = self._later if begun else self._first
+        given = {name: feed[value.name] for name, value in self._inputs.items()}
+        given[_BRANCH] = np.array([begun])
+        taken = [value.name for value in session.get_inputs()]
+        # after the first step the encoder's keys and values do not come back, or come back empty
+        kept = {_present(name): past[name] for name in past if ".encoder." in name and begun}
+        asked = [name for name in names if name not in kept]
+        found = dict(zip(asked, session.run(asked, {name: given[name] for name in taken})))
+        return [kept[name] if name in kept else found[name] for name in names]
+
+
+def _present(name: str) -> str:
+    """The output that grows a cache's input."""
+    return f"present.{name.removeprefix(_PAST)}"
 
 
 def generate(writer: Writer, options: Options) -> Iterator[list[list[int]]]:
@@ -322,5 +404,5 @@ def _empty_cache(inputs: Mapping[str, Any], rows: int) -> dict[str, np.ndarray]:
             (rows, int(value.shape[1]), 0, int(value.shape[3])), _TYPES.get(value.type, np.float32)
         )
         for name, value in inputs.items()
-        if name.startswith("past_key_values.")
+        if name.startswith(_PAST)
     }

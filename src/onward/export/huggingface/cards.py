@@ -60,7 +60,9 @@ def describe(
     if source.tokenizer is not None:
         card["tokenizer"] = _tokenizer(source)
     if source.task.wrapper in ("generation", "encoder-decoder"):
-        card["generation"] = _generation(source)
+        card["generation"] = generation_settings(
+            source.model.config, getattr(source.model, "generation_config", None)
+        )
     if source.task.answer == "spell":
         card["spelling"] = _spelling(source)
     if source.processor is not None:
@@ -160,16 +162,16 @@ def _spelling(source: Source) -> dict[str, Any]:
     }
 
 
-_GENERATION = (
+_FORCED = (
     *("forced_bos_token_id", "forced_eos_token_id", "suppress_tokens", "begin_suppress_tokens"),
-    *("repetition_penalty", "no_repeat_ngram_size", "bad_words_ids", "length_penalty"),
+    "bad_words_ids",
 )
+# each with the value that changes nothing
+_PENALTIES = {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "length_penalty": 1.0}
 
 
-def _generation(source: Source) -> dict[str, Any]:
-    """What `generate` of the model would do by default."""
-    config = source.model.config
-    settings = getattr(source.model, "generation_config", None)
+def generation_settings(config: Any, settings: Any) -> dict[str, Any]:
+    """What `generate` of a model would do by default, from its configuration and its settings for generation."""
 
     def find(name: str) -> Any:
         value = getattr(settings, name, None)
@@ -182,7 +184,8 @@ def _generation(source: Source) -> dict[str, Any]:
         "eos_ids": [end] if isinstance(end, int) else list(end or ()),
         "start_id": find("bos_token_id") if start is None else start,
         "prefix": [int(token) for _, token in forced or () if token is not None],
-        **{name: _plain(find(name)) for name in _GENERATION if find(name) not in (None, [], 1.0, 0)},
+        **{name: _plain(find(name)) for name in _FORCED if find(name) not in (None, [])},
+        **{name: find(name) for name, none in _PENALTIES.items() if find(name) not in (None, none)},
         "forced_bos_id": find("forced_bos_token_id"),
         **_speech(settings),
     }

@@ -135,7 +135,7 @@ _TABLE = (
         "encoder-decoder",
         "rewrite",
         "target tokens",
-        suffixes=("ForConditionalGeneration",),
+        suffixes=("ForConditionalGeneration", "MTModel", "T5WithLMHeadModel"),
         aliases=("text2text-generation", "translation", "summarization"),
     ),
     Task(
