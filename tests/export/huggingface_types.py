@@ -363,6 +363,17 @@ TYPES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         ("object-detection",),
     ),
     "dab-detr": ({**_DETR, "hidden_size": 16}, ("object-detection",)),
+    "deformable_detr": (
+        {
+            **_DETR,
+            "d_model": 32,
+            "num_feature_levels": 2,
+            "encoder_n_points": 2,
+            "decoder_n_points": 2,
+            "disable_custom_kernels": True,
+        },
+        ("object-detection",),
+    ),
     "yolos": (
         {**_SIZES, "image_size": [32, 32], "patch_size": 8, "num_detection_tokens": 5, "num_labels": 4},
         ("object-detection",),
@@ -565,6 +576,10 @@ def _composed(kind: str) -> Any:
     settings = dict(TYPES[kind][0])
     if kind in ("detr", "conditional_detr", "table-transformer", "dab-detr"):
         settings["backbone_config"] = resnet
+    if kind == "deformable_detr":
+        settings["backbone_config"] = transformers.ResNetConfig(
+            **{**_RESNET, "out_features": ["stage1", "stage2"]}
+        )
     if kind == "rt_detr":
         settings["backbone_config"] = transformers.RTDetrResNetConfig(
             embedding_size=8,

@@ -87,6 +87,10 @@ def shaded(height: int, width: int, mode: str = "RGB") -> Image.Image:
             "dab-detr",
             transformers.ConditionalDetrImageProcessorPil(size={"shortest_edge": 48, "longest_edge": 64}),
         ),
+        (
+            "deformable_detr",
+            transformers.DeformableDetrImageProcessorPil(size={"shortest_edge": 48, "longest_edge": 64}),
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

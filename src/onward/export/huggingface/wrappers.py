@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from onward.errors import ExportError
 from onward.export.huggingface import image_audio, image_text, text_to_audio
@@ -87,6 +88,30 @@ def _prepared(source: Source, *, training: bool) -> Iterator[Any]:
                     buffer.data.copy_(buffers[name])
 
 
+class _Stacked(TorchFunctionMode):
+    """Makes `torch.tensor` and `torch.as_tensor` of a list of sizes keep them: in a trace they would be constants."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        options = kwargs or {}
+        if func in (torch.tensor, torch.as_tensor) and torch.jit.is_tracing() and _has_tensor(args[0]):
+            made = _stack(args[0])
+            return made if options.get("dtype") is None else made.to(options["dtype"])
+        return func(*args, **options)
+
+
+def _has_tensor(data: Any) -> bool:
+    """Whether a list, or a list in it, holds a tensor."""
+    if isinstance(data, list | tuple):
+        return any(isinstance(item, Tensor) or _has_tensor(item) for item in data)
+    return False
+
+
+def _stack(data: Any) -> Tensor:
+    if isinstance(data, list | tuple):
+        return torch.stack([_stack(item) for item in data])
+    return data if isinstance(data, Tensor) else torch.tensor(data)
+
+
 @contextmanager
 def _sizes_traced(model: Any) -> Iterator[None]:
     """Let a model's `int(…)` of a size leave it a tensor while traced: a number would be the example's."""
@@ -97,7 +122,8 @@ def _sizes_traced(model: Any) -> Iterator[None]:
     try:
         for source in sources:
             vars(source)["int"] = torch_int
-        yield
+        with _Stacked():
+            yield
     finally:
         for source in sources:
             vars(source).pop("int", None)
