@@ -93,7 +93,7 @@ class _Stacked(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         options = kwargs or {}
-        if func in (torch.tensor, torch.as_tensor) and torch.jit.is_tracing() and _has_tensor(args[0]):
+        if func in (torch.tensor, torch.as_tensor) and args and _has_tensor(args[0]):
             made = _stack(args[0])
             return made if options.get("dtype") is None else made.to(options["dtype"])
         return func(*args, **options)
