@@ -85,7 +85,9 @@ def _open(
 
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4
-    options.intra_op_num_threads = 1  # it is not run: threads would only be started, and wait
+    # it is not run: threads would only be started, and a plan of memory takes the square of the number of values
+    options.intra_op_num_threads = 1
+    options.enable_mem_reuse = False
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     if ort_format:
         options.optimized_model_filepath = str(path.with_suffix(".ort"))
