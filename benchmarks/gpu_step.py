@@ -323,6 +323,8 @@ def main() -> None:
     parser.add_argument("--cache", type=Path, default=None)
     parser.add_argument("--one", nargs=2, metavar=("MODEL", "ENGINE"), help="measure in this process")
     given = parser.parse_args()
+    if unknown := [name for name in given.models.split(",") if name not in MODELS]:
+        parser.error(f"no model '{unknown[0]}': choose of {', '.join(MODELS)}")
     cache = given.cache or Path(tempfile.mkdtemp(prefix="gpu-step-"))
     if given.one:
         name, engine = given.one
