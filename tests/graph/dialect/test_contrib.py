@@ -272,27 +272,19 @@ CASES = [
         case("GatherBlockQuantized", *inputs, label=label, constants=constants, block_size=16, bits=bits)
         for label, bits, constants, inputs in (
             ("4 bits", 4, [0, 2], [i(256, 6, 16, dtype=np.uint8), i(6, 2, 3, dtype=np.int64), f(6, 2)]),
-            (
-                "ragged, zero points",
-                4,
-                [0, 2, 3],
-                [
-                    i(256, 6, 20, dtype=np.uint8),
-                    i(6, 3, dtype=np.int64),
-                    f(6, 3),
-                    i(256, 6, 2, dtype=np.uint8),
-                ],
-            ),
-            (
-                "8 bits",
-                8,
-                [0, 2, 3],
-                [
-                    i(256, 6, 32, dtype=np.uint8),
-                    i(6, 3, dtype=np.int64),
-                    f(6, 2),
-                    i(256, 6, 2, dtype=np.uint8),
-                ],
+            *(
+                (
+                    label,
+                    bits,
+                    [0, 2, 3],
+                    [
+                        i(256, 6, width, dtype=np.uint8),
+                        i(6, 3, dtype=np.int64),
+                        f(6, blocks),
+                        i(256, 6, 2, dtype=np.uint8),
+                    ],
+                )
+                for label, bits, width, blocks in (("ragged, zero points", 4, 20, 3), ("8 bits", 8, 32, 2))
             ),
         )
     ),

@@ -153,6 +153,11 @@ def artifacts(
             )
         _language_model(output, model, directory, lora, lora_target, overwrite=overwrite)
         return
+    if model.is_dir():
+        raise CommandError(
+            f"no model at '{model}': it is a folder",
+            "name an ONNX file, or add --lora RANK for a language model's folder",
+        )
     read_model(model)
     if loss is None and classes is None:
         raise CommandError("which loss?", f"choose one with --loss: {', '.join(LossChoice)}")
