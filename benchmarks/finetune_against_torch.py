@@ -26,8 +26,8 @@ from onnx_in_torch import OnnxInTorch
 
 from onward import checkpoint, replace_head
 from onward.cli.data import load_data, user_inputs
-from onward.cli.run_folder import find
-from onward.data.read import split
+from onward.cli.run_folder import find_run
+from onward.data.splits import split
 from onward.train.artifact_set import find_artifacts
 from onward.train.batches import ArrayBatches
 
@@ -120,7 +120,7 @@ def in_torch(name: str, folder: Path) -> tuple[list[float], list[float]]:
 def _data(folder: Path, run: dict[str, Any]) -> tuple[list[list[Any]], list[str]]:
     """The training and the held-out arrays, as the run had them, and the names of the inputs."""
     inputs = user_inputs(folder / "artifacts" / "training_model.onnx")
-    options = find(folder / "run").data_options(place=folder / "run")
+    options = find_run(folder / "run").data_options(folder=folder / "run")
     data = load_data([str(folder / path) for path in run["data"]], inputs, options)
     order = [spec.name for spec in inputs]
     parts = split(data, run["hold_out"], seed=run["seed"])

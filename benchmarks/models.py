@@ -329,8 +329,9 @@ def _states(rows: dict[str, Any]) -> str:
     """Of how many states of the code the rows are."""
     counts = Counter(row.get("state", "") for row in rows.values()).most_common()
     if len(counts) < 2:
-        return "All rows are of one state of the code."
-    return f"{counts[0][1]} rows are of one state of the code, the other {len(rows) - counts[0][1]} of other states."
+        return "All rows were made by the same version of the code."
+    others = len(rows) - counts[0][1]
+    return f"{counts[0][1]} rows were made by the same version of the code, the other {others} by others."
 
 
 def _seconds(row: dict[str, Any] | None) -> float:

@@ -17,9 +17,9 @@ import onnx
 
 from onward.artifacts import LossType, generate_artifacts
 from onward.contract import CONV_WEIGHT
-from onward.graph.passes.conv_forms import fit_forms
-from onward.graph.passes.known_shapes import specialize_shapes
-from onward.graph.passes.specialize import specialize_reset
+from onward.graph.proto.accumulation import specialize_reset
+from onward.graph.proto.conv_forms import fit_forms
+from onward.graph.proto.known_shapes import specialize_shapes
 
 ORIGINS = (
     "forward", "loss", "convolution to weights", "convolution to input", "batch norm backward",

@@ -22,7 +22,7 @@ import onnxruntime as ort
 
 from onward.api import CheckpointState, Module, Optimizer
 from onward.artifacts import LossType, OptimType, generate_artifacts
-from onward.runtime.bound import run_bound
+from onward.runtime.tensors import run_bound
 
 ROUNDS, STEPS = 15, 400
 
@@ -76,10 +76,9 @@ def steps(width: int, batch: int) -> dict[str, float]:
 
         whole()
         bound = module.step._bound[True]
-        native = bound.binding._iobinding
 
         def bare() -> None:
-            run_bound(bound.session, native)
+            run_bound(bound.session, bound.binding)
 
         return measure({"bare run": bare, "module step": whole, "optimizer step": optimizer.step})
 

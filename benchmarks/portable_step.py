@@ -54,7 +54,7 @@ def portable(folder: Path, inputs: dict[str, np.ndarray], *, in_place: bool) -> 
             array = now[value.name] if value.name in now else given[value.name]
             binding.bind_ortvalue_input(value.name, ort.OrtValue.ortvalue_from_numpy(array))
         for value in session.get_outputs():
-            array = following.get(value.name.removesuffix(".next"), np.zeros((), np.float32))
+            array = following.get(value.name.removesuffix(".next"), np.zeros(1, np.float32))
             given[f"{value.name} {len(bindings)}"] = array  # bindings hold addresses only
             binding.bind_output(value.name, "cpu", 0, array.dtype.type, list(array.shape), array.ctypes.data)
         bindings.append(binding)

@@ -1,15 +1,17 @@
-"""LoRA on a language model in a browser: time to open, step time and memory.
+"""LoRA on a language model in a browser: time to open, step time, bytes copied and memory.
 
-    python benchmarks/web_language.py bases/smollm/int4 [--threads 2] [--webgpu]
+    python benchmarks/web_language.py bases/135m/int4 [--threads 2] [--length 256] [--webgpu]
 
-Writes the training models of the base (`write_language_artifacts`), serves them, and trains with batches of 1 x 256
-tokens in headless Chromium. Memory is the highest resident size of the page's process that the kernel recorded
-(VmHWM, Linux). Losses are compared with Python's on the same batches. Needs Node.js, Chromium and `npm ci` in web/.
+Writes the training models of the base (`write_language_artifacts`; `benchmarks/language_model.py` makes bases), serves
+them, and trains with batches of 1 x LENGTH tokens in headless Chromium. Memory is the highest resident size of the
+page's process that the kernel recorded (VmHWM, Linux). Losses are compared with Python's on the same batches. Needs
+Node.js, Chromium and `npm ci` in web/.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 import tempfile
@@ -21,24 +23,26 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
 from onward.api import CheckpointState, Module, Optimizer  # noqa: E402
-from onward.pipeline.language import write_language_artifacts  # noqa: E402
+from onward.language.finetune import write_language_artifacts  # noqa: E402
 from onward.web import write_site  # noqa: E402
 from web.browser import MODULES, Browser, why_not  # noqa: E402
 from web.conftest import serving  # noqa: E402
 
-LENGTH = 256
 PAGE = Path(__file__).parent / "web_page"
-TRAIN = """async ({ rows, threads, provider, length }) => {
+TRAIN = """async ({ rows, threads, provider, length, check }) => {
   const { CheckpointState, Module, Optimizer, Runtime } = await import("onward-web");
+  const { copied, countOnHost } = await import("./copies.js");
+  if (provider === "wasm") countOnHost(await import("onnxruntime-web/wasm"));
   const started = performance.now();
-  const runtime = await Runtime.load({ threads, provider });
+  const runtime = await Runtime.load({ threads, provider, check });
   const state = await CheckpointState.load("artifacts/checkpoint");
   const module = await Module.create("artifacts/training_model.onnx", state, null, { runtime });
   const optimizer = await Optimizer.create("artifacts/optimizer_model.onnx", module);
   optimizer.setLearningRate(2e-4);
   const opened = performance.now() - started;
-  const losses = [], taken = [];
+  const losses = [], taken = [], copies = [];
   for (const row of rows) {
+    const { up, down } = copied;
     const ids = { data: BigInt64Array.from(row, BigInt), dims: [1, length] };
     const given = {
       input_ids: ids, labels: ids, attention_mask: { data: new BigInt64Array(length).fill(1n), dims: [1, length] },
@@ -49,8 +53,11 @@ TRAIN = """async ({ rows, threads, provider, length }) => {
     await optimizer.step();
     module.lazyResetGrad();
     taken.push(performance.now() - begun);
+    copies.push([copied.up - up, copied.down - down]);
   }
-  return { opened, losses, taken, provider: runtime.provider, fallback: runtime.fallback ?? null };
+  return {
+    opened, losses, taken, copies, provider: runtime.provider, fallback: runtime.fallback ?? null, notes: runtime.notes,
+  };
 }"""
 
 
@@ -64,7 +71,7 @@ def python_losses(folder: Path, rows: np.ndarray) -> list[float]:
     for row in rows[:, None]:
         given = {
             "input_ids": row, "labels": row, "attention_mask": np.ones_like(row),
-            "position_ids": np.arange(LENGTH)[None],
+            "position_ids": np.arange(row.size)[None],
         }  # fmt: skip
         losses.append(float(np.asarray(module(*(given[name] for name in module.input_names())))))
         optimizer.step()
@@ -104,35 +111,38 @@ def main() -> None:
     parser.add_argument("base", type=Path)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--length", type=int, default=256)
+    parser.add_argument(
+        "--unchecked", action="store_true", help="do not compare WebGPU with WebAssembly first"
+    )
     parser.add_argument("--webgpu", action="store_true", help="where the browser has it")
     asked = parser.parse_args()
     if (missing := why_not()) is not None:
         sys.exit(f"web_language {missing}")
-    if asked.webgpu:
-        os.environ["ONWARD_WEBGPU"] = "1"
-    rows = np.random.default_rng(0).integers(0, 30000, (asked.steps, LENGTH))
     with tempfile.TemporaryDirectory() as work:
         folder = Path(work)
         write_language_artifacts(asked.base, folder / "artifacts")
+        words = json.loads((asked.base / "tokenizer.json").read_text("utf-8"))["model"]["vocab"]
+        rows = np.random.default_rng(0).integers(0, len(words), (asked.steps, asked.length))
+        files = {"models.json": b"[]", "copies.js": (ROOT / "tests/web/page/copies.js").read_bytes()}
         write_site(
-            folder / "artifacts", folder / "site", page=PAGE, files={"models.json": b"[]"}, webgpu=asked.webgpu,
-            packages=MODULES,
-        )  # fmt: skip
+            folder / "artifacts", folder / "site", page=PAGE, files=files, webgpu=True, packages=MODULES
+        )
         with serving(folder / "site") as address:
             browser = Browser()
             try:
                 browser("goto", url=address)
                 browser.wait("window.ready")
                 given = {
-                    "rows": rows.tolist(), "threads": asked.threads, "length": LENGTH,
-                    "provider": "webgpu" if asked.webgpu else "wasm",
+                    "rows": rows.tolist(), "threads": asked.threads, "length": asked.length,
+                    "provider": "webgpu" if asked.webgpu else "wasm", "check": not asked.unchecked,
                 }  # fmt: skip
-                found = browser.evaluate(TRAIN, given)
-                found["peak, MB"] = peak_memory()
+                answer = browser.evaluate(TRAIN, given)
+                answer["peak, MB"] = peak_memory()
             finally:
                 browser.close()
-        found["Python's losses"] = python_losses(folder / "artifacts", rows)
-    for name, value in found.items():
+        answer["Python's losses"] = python_losses(folder / "artifacts", rows)
+    for name, value in answer.items():
         print(f"{name}: {value}")
 
 

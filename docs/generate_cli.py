@@ -56,8 +56,24 @@ def _section(name: str, command: Any) -> str:
             "|---|---|---|",
             *rows,
             "",
+            *(_tasks() if name == "finetune" else ()),
         ]
     )
+
+
+def _tasks() -> Iterator[str]:
+    """The options of each task, which refuses the others."""
+    from onward.tasks import TASKS
+    from onward.tasks.options import fields_of
+
+    yield "A task takes the options below and refuses the others; `onward finetune --task TASK --help` explains them."
+    yield ""
+    yield "| task | its options |"
+    yield "|---|---|"
+    for task in TASKS.values():
+        names = [name for name, (_, _, option) in fields_of(task.Options).items() if not option.python]
+        yield f"| {task.name} | {', '.join(f'`{name}`' for name in names)} |"
+    yield ""
 
 
 def _spelling(item: Any) -> str:

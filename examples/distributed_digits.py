@@ -1,8 +1,8 @@
 """Train a classifier of handwritten digits on several processes, and let rank 0 export it.
 
-    torchrun --nproc-per-node 2 examples/distributed_digits.py --output digits
-    torchrun --nproc-per-node 2 --max-restarts 3 examples/distributed_digits.py --output digits
-    torchrun --nproc-per-node 4 examples/distributed_digits.py --output digits --pipeline 2
+    python -m onward.distributed.launch -n 2 examples/distributed_digits.py --output digits
+    python -m onward.distributed.launch -n 2 --max-restarts 3 examples/distributed_digits.py --output digits
+    python -m onward.distributed.launch -n 4 examples/distributed_digits.py --output digits --pipeline 2
     python examples/distributed_digits.py --output digits          # one process, without torch
 
 Every process runs this same program. A run that was interrupted goes on from its last checkpoint. Needs
@@ -80,7 +80,8 @@ def main(arguments: list[str] | None = None) -> None:
         checkpoint_every=10,
     )
     with TrainingRunner(parameters, communicator=comm) as runner:
-        history = runner.run(training, test)
+        first = runner.updates  # more than 0 where a restarted run goes on
+        runner.run(training, test)
         loss = runner.end_training(test)
         runner.export_model_for_inferencing(options.output / "digits.onnx", ["logits"])
         if runner.rank == 0:
@@ -88,7 +89,7 @@ def main(arguments: list[str] | None = None) -> None:
             (logits,) = session.run(None, {"pixels": pixels[1500:]})
             accuracy = np.mean(np.argmax(logits, axis=1) == labels[1500:])
             print(
-                f"{runner.world_size} ranks, {runner.updates} updates ({len(history.losses)} in this attempt)"
+                f"{runner.world_size} ranks, {runner.updates} updates ({runner.updates - first} in this attempt)"
             )
             print(f"test loss {loss:.4f}, accuracy {accuracy:.1%}")
     comm.close()

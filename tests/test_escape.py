@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
+import socket
+import struct
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -11,6 +15,7 @@ import pytest
 from onward.escape import csv_cell, printable
 from onward.train.history import History
 from onward.train.report import list_files, render_report
+from onward.web import serving
 from onward.web.serving import make_server
 
 
@@ -72,3 +77,32 @@ def test_only_the_site_is_served(port: int) -> None:
         assert get(port, "/", host).status == 421, host
     policy = get(port, "/").headers["Content-Security-Policy"]
     assert "script-src 'self'" in policy and "sha256-" in policy and "frame-ancestors 'none'" in policy
+
+
+def test_a_client_that_leaves_in_the_middle_is_no_traceback(
+    port: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "site" / "large.bin").write_bytes(bytes(1 << 24))
+    for request in (b"GET /large.bin HTTP/1.1\r\nHost: localhost\r\n\r\n", b"GET", b""):
+        with socket.create_connection(("127.0.0.1", port)) as client:
+            client.sendall(request)
+            client.recv(100 if len(request) > 3 else 0)
+            # closed with a reset, as when a browser's tab is closed
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    assert get(port, "/").status == 200
+    time.sleep(0.2)
+    assert capfd.readouterr().err == ""
+
+
+def test_idle_connections_are_closed_and_bounded(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving.Handler, "timeout", 0.2)
+    with socket.create_connection(("127.0.0.1", port), timeout=10) as client:
+        assert client.recv(1) == b""
+    monkeypatch.setattr(serving.Handler, "timeout", 10)
+    with contextlib.ExitStack() as stack:
+        clients = [
+            stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=10)) for _ in range(257)
+        ]
+        assert clients[-1].recv(1) == b""
+    time.sleep(0.2)
+    assert get(port, "/").status == 200

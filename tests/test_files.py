@@ -1,66 +1,263 @@
-"""Files placed together: whole before and after, whatever happens in between."""
+"""Files written together: the old set or the new one, whole, wherever the writer is killed or the disk is full."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime
 import pytest
 
-from onward import files as staging
+from file_events import Events, Killed
+from onward import files
+from onward.errors import OnwardError
+from onward.lora import LoRA, load_peft, save_peft
+from onward.reading import read_bytes
+from onward.runtime.inference_model import write_inference_model
 
 
-def dead_process() -> int:
-    """The number of a process that has ended."""
-    return int(
-        subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True).stdout
+def write_plain(folder: Path, value: int) -> None:
+    with files.write_set(folder) as staging:
+        for name in ("a", "b", "sub/c"):
+            (staging / name).parent.mkdir(exist_ok=True)
+            (staging / name).write_text(str(value))
+
+
+def read_plain(folder: Path) -> int:
+    first = read_bytes(folder / "a", limit="text_bytes")
+    assert (folder / "b").read_bytes() == (folder / "sub/c").read_bytes() == first
+    return int(first)
+
+
+def write_one(folder: Path, value: int) -> None:
+    files.write_bytes(folder / "report.html", str(value).encode() * 9)
+
+
+def read_one(folder: Path) -> int:
+    text = (folder / "report.html").read_text()
+    assert len(text) == 9
+    return int(text[0])
+
+
+def write_site(folder: Path, value: int) -> None:
+    with files.replace_folder(folder / "site") as staging:
+        (staging / "index.html").write_text(str(value))
+        (staging / "site.json").write_text(str(value))
+
+
+def read_site(folder: Path) -> int:
+    values = [(folder / "site" / name).read_text() for name in ("index.html", "site.json")]
+    assert values[0] == values[1]
+    return int(values[0])
+
+
+def write_deployed(folder: Path, value: int) -> None:
+    write_inference_model(_model(value), folder / "model.onnx", external_data=True)
+
+
+def _model(value: int) -> ir.Model:
+    graph = onnx.helper.make_graph(
+        [onnx.helper.make_node("Mul", ["x", "w"], ["y"])], "n",
+        [onnx.helper.make_tensor_value_info("x", 1, [1024])], [onnx.helper.make_tensor_value_info("y", 1, [1024])],
+        [onnx.numpy_helper.from_array(np.full(1024, value, np.float32), "w")], doc_string=str(value),
+    )  # fmt: skip
+    return ir.from_proto(
+        onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 21)], ir_version=10)
     )
 
 
-def test_files_replace_old_ones_and_leave_nothing_else(tmp_path: Path):
-    (tmp_path / "a").write_text("old")
-    with staging.staging_folder(tmp_path) as folder:
-        (folder / "a").write_text("new")
-        (folder / "b").write_text("new")
-        placed = staging.place(sorted(folder.iterdir()), tmp_path)
-    assert placed == [tmp_path / "a", tmp_path / "b"]
-    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"a": "new", "b": "new"}
+def read_deployed(folder: Path) -> int:
+    """By the stock runtime, which knows nothing of ours."""
+    path = folder / "model.onnx"
+    outputs = onnxruntime.InferenceSession(path).run(None, {"x": np.ones(1024, np.float32)})
+    assert str(int(outputs[0][0])) == onnx.load(path, load_external_data=False).graph.doc_string
+    return int(outputs[0][0])
 
 
-def test_old_files_come_back_where_a_later_one_cannot_be_moved(tmp_path: Path):
-    (tmp_path / "a").write_text("old")
-    (tmp_path / "b").mkdir()
-    with pytest.raises(OSError, match="is a directory"), staging.staging_folder(tmp_path) as folder:
-        (folder / "a").write_text("new")
-        (folder / "b").write_text("new")
-        staging.place(sorted(folder.iterdir()), tmp_path)
-    assert (tmp_path / "a").read_text() == "old"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
+def write_adapters(folder: Path, value: int) -> None:
+    adapters = {f"w.lora_{part}": np.full((2, 2), value, np.float32) for part in "ab"}
+    save_peft(adapters, LoRA(rank=2, alpha=float(value)), folder)
 
 
-@pytest.mark.skipif(os.name != "posix", reason="only POSIX can ask whether a process runs")
-def test_folders_of_dead_writers_are_removed_and_of_living_ones_kept(tmp_path: Path):
-    stale = tmp_path / f".onward-{dead_process()}-x"
-    living = tmp_path / f".onward-{os.getppid()}-x"
-    foreign = tmp_path / ".onward-notes"
-    for folder in (stale, living, foreign):
+def read_adapters(folder: Path) -> int:
+    lora, adapters = load_peft(folder, ["w"])
+    assert {float(array.flat[0]) for array in adapters.values()} == {lora.alpha}
+    return int(lora.alpha)
+
+
+SETS = {
+    "set": (write_plain, read_plain),
+    "file": (write_one, read_one),
+    "site": (write_site, read_site),
+    "deployed": (write_deployed, read_deployed),
+    "adapters": (write_adapters, read_adapters),
+}
+
+
+@pytest.mark.skipif(
+    os.name != "posix", reason="an open file cannot be left behind by the same process on Windows"
+)
+@pytest.mark.parametrize("failure", ["killed", "one error", "full disk", "read-only"])
+@pytest.mark.parametrize("name", SETS)
+def test_old_or_new_whole_at_every_event(name: str, failure: str, tmp_path: Path):
+    write, read = SETS[name]
+    number, done, seen = 0, False, set()
+    while not done:
+        number += 1
+        folder = tmp_path / str(number)
         folder.mkdir()
-    with staging.staging_folder(tmp_path):
-        assert not stale.exists()
-        assert living.exists() and foreign.exists()
+        write(folder, 1)
+        names = len(list(folder.rglob("*")))
+        with pytest.MonkeyPatch.context() as patch:
+            events = Events(patch, number, failure)
+            with contextlib.suppress(Killed, OSError, OnwardError):
+                write(folder, 2)
+            done = events.count < number
+        seen.add(read(folder))
+        write(folder, 3)
+        assert read(folder) == 3
+        assert len(list(folder.rglob("*"))) == names, sorted(folder.rglob("*"))
+    assert seen == {1, 2} and number > 4
 
 
-def test_a_text_that_cannot_be_written_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    path = tmp_path / "run.json"
-    staging.write_text(path, "old")
+def test_a_living_writer_elsewhere_keeps_its_folder(tmp_path: Path):
+    """Its process number means nothing here: as in another container, only the lock tells."""
+    program = (
+        "import sys; from onward import files\n"
+        "with files.write_set(sys.argv[1]) as f:\n"
+        "  (f / 'theirs').write_text('x'); print('ready', flush=True); sys.stdin.read()"
+    )
+    child = subprocess.Popen(
+        [sys.executable, "-c", program, tmp_path], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert child.stdout is not None and child.stdout.readline().strip() == b"ready"
+    write_plain(tmp_path, 1)
+    child.communicate(b"")
+    assert child.returncode == 0 and (tmp_path / "theirs").read_text() == "x"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "sub", "theirs"]
 
-    def fail(self: Path, text: str, encoding: str) -> None:
-        self.write_bytes(text.encode()[:2])
-        raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_text", fail)
-    with pytest.raises(OSError, match=r"No space left on device: .*run\.json"):
-        staging.write_text(path, "new")
-    assert [file.name for file in tmp_path.iterdir()] == ["run.json"] and path.read_text() == "old"
+# Two containers that share a volume see each other's files and locks, and none of each other's process numbers.
+_CONTAINER = """
+import sys; from pathlib import Path; from onward import files
+volume, name, times = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+for number in range(times):
+    with files.write_set(volume) as staging:
+        for part in "ab":
+            (staging / f"{name}.{part}").write_text(str(number))
+        assert sorted(path.name for path in staging.iterdir()) == [f"{name}.a", f"{name}.b"]
+    texts = {(volume / f"{name}.{part}").read_text() for part in "ab"}
+    assert texts == {str(number)}, texts
+"""
+
+
+def test_containers_on_one_volume_sweep_nobody(tmp_path: Path):
+    times = 2_000 if "ONWARD_FUZZ" in os.environ else 60
+    isolate: list[str] = []
+    if shutil.which("unshare") and not subprocess.call(["unshare", "-rpf", "true"]):
+        isolate = ["unshare", "-rpf"]  # each has process 1; else processes of one machine stand in for them
+    writers = [
+        subprocess.Popen(
+            [*isolate, sys.executable, "-c", _CONTAINER, tmp_path, name, str(times)],
+            stderr=subprocess.PIPE, text=True,
+        )
+        for name in ("one", "two", "three")
+    ]  # fmt: skip
+    messages = [writer.communicate(timeout=600)[1] for writer in writers]
+    assert [writer.returncode for writer in writers] == [0, 0, 0], messages
+    assert len(os.listdir(tmp_path)) == 6
+
+
+def leave_record(folder: Path, **moves) -> None:
+    """What a writer leaves that dies just after its commit."""
+    (folder / files._RECORD).write_bytes(files._Moves(**moves).line())
+
+
+def test_a_writer_that_died_elsewhere_is_waited_for(tmp_path: Path):
+    """Where hosts do not see each other's locks, a folder of another host stays for a day."""
+    other = tmp_path / ".onward-0123456789abcdef"
+    other.mkdir()
+    (other / "lock").touch()
+    write_plain(tmp_path, 1)
+    assert other.is_dir()
+    os.utime(other, (0, 0))
+    write_plain(tmp_path, 2)
+    assert not other.exists()
+
+
+@pytest.mark.skipif(os.name != "posix", reason="links need a privilege on Windows")
+@pytest.mark.parametrize("link", ["", "files", "old"])
+def test_a_record_never_leads_out_of_its_folder(link: str, tmp_path: Path):
+    outside, folder = tmp_path / "outside", tmp_path / "folder"
+    for part in ("files", "old"):
+        (outside / part).mkdir(parents=True)
+    (outside / "secret").write_text("secret")
+    (outside / "files" / "secret").write_text("secret")
+    folder.mkdir()
+    staging = folder / ".onward-0123456789abcdef"
+    if link:
+        staging.mkdir()
+        (staging / ("old" if link == "files" else "files")).mkdir()
+    (staging / link).symlink_to(outside)
+    (folder / "a").write_text("1")
+    leave_record(folder, staging=staging.name, names=["secret"], removed=["a"])
+    with pytest.raises(OSError, match="a writer was interrupted"):
+        read_bytes(folder / "a", limit="text_bytes")
+    assert sorted(path.name for path in outside.iterdir()) == ["files", "old", "secret"]
+    assert (folder / "a").is_file() and not (folder / "secret").exists()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"names": ["../a"]},
+        {"removed": [".."]},
+        {"names": ["C:a"]},
+        {"staging": "../x"},
+        {"staging": "."},
+        {"source": ".."},
+        {"names": [1]},
+    ],
+    ids=str,
+)
+def test_a_record_that_is_not_ours_is_no_commit(change: dict, tmp_path: Path):
+    (tmp_path / "a").write_text("1")
+    moves = {"staging": ".onward-0123456789abcdef", "names": ["b"], "removed": []}
+    leave_record(tmp_path, **(moves | change))
+    assert read_bytes(tmp_path / "a", limit="text_bytes") == b"1"
+    assert not (tmp_path / files._RECORD).exists()
+
+
+@pytest.mark.skipif(os.name != "posix" or os.geteuid() != 0, reason="only root can give files away")
+def test_another_users_record_in_a_shared_folder_is_ignored(tmp_path: Path):
+    (tmp_path / "a").write_text("1")
+    staging = tmp_path / ".onward-0123456789abcdef"
+    (staging / "files").mkdir(parents=True)
+    (staging / "old").mkdir()
+    (staging / "files" / "a").write_text("hostile")
+    leave_record(tmp_path, staging=staging.name, names=["a"], removed=[])
+    os.chown(tmp_path / files._RECORD, 12345, 12345)
+    assert read_bytes(tmp_path / "a", limit="text_bytes") == b"1"
+    write_one(tmp_path, 2)
+    assert (tmp_path / "a").read_text() == "1" and read_one(tmp_path) == 2
+
+
+def test_scratch_folders_of_dead_processes_are_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    program = (
+        "import os, sys, tempfile; from onward import files\n"
+        "tempfile.tempdir = sys.argv[1]\n"
+        "with files.scratch_folder() as f: (f / 'part').write_text('x'); os._exit(9)"
+    )
+    subprocess.run([sys.executable, "-c", program, tmp_path], check=False)
+    stale = os.listdir(tmp_path)
+    with files.scratch_folder() as folder:
+        assert len(stale) == 1 and len(os.listdir(tmp_path)) == 1 and folder.is_dir()
+    assert not os.listdir(tmp_path)

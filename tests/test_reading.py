@@ -11,12 +11,14 @@ SOURCE = Path(onward.__file__).parent
 ALLOWED = {
     "reading.py": "the reader with limits",
     "checkpoint/interchange.py": "a header of bounded length, with its own checks",
-    "graph/passes/head.py": "behind require_shallow",
-    "web/packages.py": "files of packages that are installed",
+    "info/metadata.py": "behind require_shallow, and what it has just written",
+    "web/site.py": "files of packages that are installed",
     "pipeline/finetune.py": "metadata that it has just made",
     "cli/run_folder.py": "settings that it writes",
+    "files.py": "a record of its own, of a bounded size, with a digest",
     "cli/worker.py": "an argument of the process that started it",
-    "cli/commands/distributed.py": "a report in a folder that it has just made",
+    "cli/ranks.py": "a report in a folder that it has just made",
+    "distributed/secret_store.py": "messages of a bounded size, each with the code of who knows the secret",
     "distributed/same_job.py": "what another rank of the same job sends",
 }
 

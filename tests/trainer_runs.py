@@ -22,7 +22,7 @@ def make(artifacts: Path, output: Path | None, **options: Any) -> Trainer:
         "learning_rate": 0.02,
         "schedule": "cosine",
         "warmup": 2,
-        "accumulation": 2,
+        "gradient_accumulation_steps": 2,
         "metrics": ["accuracy"],
         "seed": 5,
         "session_options": one_thread(),

@@ -24,9 +24,9 @@ def measure(settings: Settings) -> Cases:
     from models import NETWORKS
     from prepare import prepare
 
-    from onward.graph.passes.known_shapes import resolve_symbols, specialize_shapes
-    from onward.graph.passes.small_images import convolve_together
-    from onward.graph.passes.specialize import specialize_reset
+    from onward.graph.proto.accumulation import specialize_reset
+    from onward.graph.proto.known_shapes import resolve_symbols, specialize_shapes
+    from onward.graph.proto.small_images import batch_convolutions
 
     cases: Cases = {}
     for name in COUNTED:
@@ -36,7 +36,7 @@ def measure(settings: Settings) -> Cases:
         training = onnx.load(folder / "onward" / "training_model.onnx")
         special = specialize_reset(training, reset=True, keep_shapes=True)
         shapes = {key: array.shape for key, array in np.load(folder / "inputs.npz").items()}
-        convolve_together(special, resolve_symbols(special.graph, shapes))
+        batch_convolutions(special, resolve_symbols(special.graph, shapes))
         specialize_shapes(special, shapes)
         cases[name] = {
             # what exporters write as Constant nodes, training models have as initializers

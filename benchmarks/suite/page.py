@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from suite.figures import Spread, paragraph, ratio_of_rounds
 from suite.plot import ratio_plot
-from suite.settings import ENGINES
+from suite.settings import ENGINES, HERE
 from suite.steps import by_model
 
 if TYPE_CHECKING:
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 __all__ = ["PICTURE", "RESULTS", "page", "picture"]
 
 PICTURE, RESULTS = "assets/benchmarks.svg", "benchmarks.json"
+OTHERS = HERE / "other_results.md"
 LEGEND = {
     "onward": "this library on the stock `onnxruntime`",
     "torch-fused": "PyTorch eager with its fused AdamW",
@@ -28,9 +29,9 @@ def page(results: dict[str, Any], sections: list[Section]) -> str:
     """The whole page; a section without results is left out."""
     stored = [section for section in sections if results.get(section.name, {}).get("cases")]
     if not stored:
-        return "# Benchmarks\n\nNone were run yet: `make bench`.\n"
+        return "# Results\n\nNone were run yet: `make bench`.\n"
     first = results[stored[0].name]["about"]
-    lines = ["# Benchmarks", "", *_opening(first), ""]
+    lines = ["# Results", "", *_opening(first), ""]
     if "steps" in results:
         lines += [f"![Time of a whole training step, Onward divided by each peer]({PICTURE})", ""]
     for section in stored:
@@ -39,6 +40,8 @@ def page(results: dict[str, Any], sections: list[Section]) -> str:
         if found["about"] != first:
             lines += [f"This section was run on {_machine(found['about'])}.", ""]
         lines += [*section.render(found["cases"]), ""]
+    # what scripts print that run elsewhere (a GPU, a browser) or for long is kept by hand
+    lines += [OTHERS.read_text(encoding="utf-8")]
     return "\n".join(lines).rstrip() + "\n"
 
 

@@ -1,5 +1,7 @@
-// Times training steps of each model that `models.json` lists, and shows them beside Python's.
+// Times training steps of each model that `models.json` lists, and counts the bytes that they copy; shown beside Python's.
+import * as wasm from "onnxruntime-web/wasm";
 import { CheckpointState, Module, Optimizer, Runtime } from "onward-web";
+import { copied, countOnHost } from "./copies.js";
 
 const models = await (await fetch("models.json")).json();
 const button = document.getElementById("start");
@@ -24,47 +26,55 @@ async function batches({ name, dims, integers, batch }) {
   };
 }
 
-/** The median time of a step, after some that are not counted. */
-async function time(model) {
-  const runtime = await Runtime.load({ threads: 1 });
-  const state = await CheckpointState.load(`${model.name}/checkpoint`);
-  const module = await Module.create(`${model.name}/training_model.onnx`, state, undefined, { runtime });
-  const optimizer = await Optimizer.create(`${model.name}/optimizer_model.onnx`, module);
+/** The median time of a step, after some that are not counted, and the bytes that one copies there and back. */
+async function measure(model, provider) {
+  const runtime = await Runtime.load({ threads: 1, provider });
+  const folder = provider === "webgpu" ? `${model.name}-webgpu` : model.name;
+  const state = await CheckpointState.load(`${folder}/checkpoint`);
+  const module = await Module.create(`${folder}/training_model.onnx`, state, undefined, { runtime });
+  const optimizer = await Optimizer.create(`${folder}/optimizer_model.onnx`, module);
   const given = await batches(model);
   const taken = [];
+  let before = { ...copied };
   for (let step = 0; step < model.steps; step++) {
+    if (step === model.warm) before = { ...copied };
     const started = performance.now();
     await module.run(...given(step));
     await optimizer.step();
     module.lazyResetGrad();
     taken.push(performance.now() - started);
   }
+  const counted = model.steps - model.warm;
+  const [up, down] = [(copied.up - before.up) / counted, (copied.down - before.down) / counted];
   await module.release();
-  return median(taken.slice(model.warm));
+  if (runtime.provider !== provider) throw new Error(runtime.fallback);
+  return { time: median(taken.slice(model.warm)), up, down };
 }
 
-/** Time one model, or all of them, and fill the table. */
-window.measure = async (wanted) => {
-  const found = {};
+/** Measure one model, or all of them, and fill the table. */
+window.measure = async ({ name: wanted, provider = "wasm" } = {}) => {
+  const figures = {};
+  if (provider === "wasm") countOnHost(wasm);
   for (const model of models.filter(({ name }) => wanted === undefined || name === wanted)) {
     status.textContent = `${model.name} …`;
-    const own = await time(model);
-    found[model.name] = own;
+    const own = await measure(model, provider);
+    figures[model.name] = own;
     const row = rows.insertRow();
-    const ratio = model.python === null ? "" : (own / model.python).toFixed(1);
-    for (const text of [model.name, own.toFixed(2), model.python?.toFixed(2) ?? "", ratio]) {
+    const ratio = model.python === null ? "" : (own.time / model.python).toFixed(1);
+    const copies = `${(own.up / 1000).toFixed(1)} + ${(own.down / 1000).toFixed(1)}`;
+    for (const text of [model.name, provider, own.time.toFixed(2), model.python?.toFixed(2) ?? "", ratio, copies]) {
       row.insertCell().textContent = text;
     }
   }
   status.textContent = "done";
-  return found;
+  return figures;
 };
 
 button.onclick = async () => {
   button.disabled = true;
   rows.replaceChildren();
   try {
-    await window.measure();
+    await window.measure({ provider: document.getElementById("provider").value });
   } catch (error) {
     status.textContent = `it failed: ${error.message}`;
   }

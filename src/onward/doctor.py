@@ -68,7 +68,7 @@ def _guarded(check: Callable[[], Section]) -> Section:
 # Distributions that bring the same `onnxruntime` module: the one installed last overwrites the others.
 _RUNTIMES = (
     "onnxruntime", "onnxruntime-gpu", "onnxruntime-directml", "onnxruntime-rocm", "onnxruntime-migraphx",
-    "onnxruntime-openvino", "onnxruntime-training", "onnxruntime-silicon", "onnxruntime-qnn",
+    "onnxruntime-openvino", "onnxruntime-training", "onnxruntime-silicon", "onnxruntime-qnn", "onnxruntime-webgpu",
 )  # fmt: skip
 _REQUIREMENT = re.compile(r"^(?P<name>[\w.-]+)(?:\[[^]]*\])?(?P<bounds>[^;]*)(?:;(?P<marker>.*))?$")
 
@@ -80,10 +80,10 @@ def _versions() -> Section:
     ]
     runtimes = [name for name in _RUNTIMES if _version(name)]
     for name, least in _required().items():
-        found = _version(name)
-        if name == "onnxruntime" and found is None and runtimes:
+        installed = _version(name)
+        if name == "onnxruntime" and installed is None and runtimes:
             continue  # another distribution of the same module
-        findings.append(_package(name, found, least))
+        findings.append(_package(name, installed, least))
     findings += [Finding(name, _version(name) or "") for name in runtimes if name != "onnxruntime"]
     if len(runtimes) > 1:
         findings.append(
@@ -97,13 +97,13 @@ def _versions() -> Section:
     return Section("versions", tuple(findings))
 
 
-def _package(name: str, found: str | None, least: str) -> Finding:
+def _package(name: str, installed: str | None, least: str) -> Finding:
     command = f"pip install '{name}>={least}'" if least else f"pip install {name}"
-    if found is None:
+    if installed is None:
         return Finding(name, "not installed", State.WRONG, command)
-    if least and _order(found) < _order(least):
-        return Finding(name, f"{found}: Onward needs {least}", State.WRONG, command)
-    return Finding(name, found)
+    if least and _order(installed) < _order(least):
+        return Finding(name, f"{installed}: Onward needs {least}", State.WRONG, command)
+    return Finding(name, installed)
 
 
 def _required() -> dict[str, str]:
@@ -119,14 +119,14 @@ def _requirements() -> list[tuple[str, str, str | None]]:
         lines = metadata.requires("onward") or []
     except metadata.PackageNotFoundError:
         return []
-    found = []
+    requirements = []
     for line in lines:
         match = _REQUIREMENT.match(line.replace(" ", ""))
         if match is not None:
             least = re.search(r">=([\w.]+)", match["bounds"])
             extra = re.search(r"""extra==['"]([\w.-]+)""", match["marker"] or "")
-            found.append((match["name"], least[1] if least else "", extra[1] if extra else None))
-    return found
+            requirements.append((match["name"], least[1] if least else "", extra[1] if extra else None))
+    return requirements
 
 
 def _version(name: str) -> str | None:
@@ -150,18 +150,28 @@ _DEVICES: dict[str, tuple[str, tuple[str, ...], str]] = {
     "dml": ("DmlExecutionProvider", ("Windows",), "onnxruntime-directml"),
     "coreml": ("CoreMLExecutionProvider", ("Darwin",), "onnxruntime"),
     "openvino": ("OpenVINOExecutionProvider", ("Linux", "Windows"), "onnxruntime-openvino"),
+    "webgpu": ("WebGpuExecutionProvider", ("Linux", "Darwin", "Windows"), "onnxruntime-webgpu"),
 }
+# Plug-ins of the stock runtime, which need no other.
+_PLUG_INS = {"webgpu": "pip install 'onward[webgpu]'"}
 
 
 def _providers() -> Section:
     import onnxruntime as ort
 
-    from onward.runtime.devices import why_not
+    from onward.ort_session import plug_in_devices
+    from onward.runtime.devices import Device, adapter_name, why_not
 
     available = ort.get_available_providers()
     findings = []
     for device, (provider, systems, package) in _DEVICES.items():
-        if provider in available:
+        adapters = range(len(plug_in_devices(provider)))
+        if provider not in available and adapters:
+            findings += [
+                Finding(str(Device(device, n)), f"{provider} on {adapter_name(Device(device, n))}")
+                for n in adapters
+            ]
+        elif provider in available:
             # why_not lets the runtime find the CUDA libraries of pip packages
             problem = why_not("cuda") if device == "cuda" else _does_not_start(provider)
             findings.append(
@@ -173,29 +183,30 @@ def _providers() -> Section:
             findings.append(Finding(device, f"not on {platform.system()}", State.ABSENT))
         else:
             value = f"the installed onnxruntime {ort.__version__} was built without {provider}"
-            findings.append(Finding(device, value, State.ABSENT, _instead(package)))
+            fix = _PLUG_INS.get(device) or _instead(package)
+            findings.append(Finding(device, value, State.ABSENT, fix))
     return Section("providers", tuple(findings))
 
 
 def _instead(package: str) -> str:
     """What installs one distribution of the module; they overwrite each other, so those that are there go first."""
     there = " ".join(name for name in _RUNTIMES if _version(name)) or "onnxruntime"
-    wanted = "'onnxruntime-gpu[cuda,cudnn]'" if package == "onnxruntime-gpu" else package
-    return f"pip uninstall -y {there} && pip install {wanted}"
+    # the runtime's own extras bring the CUDA libraries that it was built for
+    requirement = "'onnxruntime-gpu[cuda,cudnn]'" if package == "onnxruntime-gpu" else package
+    return f"pip uninstall -y {there} && pip install {requirement}"
 
 
 def _does_not_start(provider: str) -> str | None:
     """Why a session cannot use a provider that the runtime lists; None where it can."""
     import numpy as np
-    import onnxruntime as ort
 
-    options = ort.SessionOptions()
-    options.log_severity_level = 4
+    from onward.ort_session import create_session
+
     x = np.ones((1, 4), np.uint8)
     try:
         with warnings.catch_warnings():  # that it is not used is said below
             warnings.simplefilter("ignore")
-            session = ort.InferenceSession(_product(np.ones((4, 1), np.int8)), options, providers=[provider])
+            session = create_session(_product(np.ones((4, 1), np.int8)), providers=[provider], fallback=True)
         session.run(None, {"a": x})
     except Exception as error:
         return str(error).splitlines()[0]
@@ -254,14 +265,14 @@ def _cards() -> tuple[list[tuple[str, str]], str]:
     import subprocess
 
     try:
-        asked = subprocess.run(_SMI, capture_output=True, text=True, timeout=20, check=False)
+        query = subprocess.run(_SMI, capture_output=True, text=True, timeout=20, check=False)
     except FileNotFoundError:
         return [], "no NVIDIA driver (nvidia-smi is not there)"
     except (OSError, subprocess.TimeoutExpired) as error:
         return [], f"nvidia-smi fails: {error}"
-    if asked.returncode:
-        return [], f"nvidia-smi fails: {(asked.stdout + asked.stderr).strip().splitlines()[0]}"
-    rows = [[part.strip() for part in line.split(",")] for line in asked.stdout.splitlines() if line.strip()]
+    if query.returncode:
+        return [], f"nvidia-smi fails: {(query.stdout + query.stderr).strip().splitlines()[0]}"
+    rows = [[part.strip() for part in line.split(",")] for line in query.stdout.splitlines() if line.strip()]
     return [(row[0], f"{row[1]}, driver {row[2]}, {row[3]}") for row in rows if len(row) == 4], ""
 
 
@@ -287,13 +298,13 @@ def _processor() -> Section:
 def _full_range() -> Finding:
     """Whether the runtime saturates here: tried, not told from the names of instructions."""
     import numpy as np
-    import onnxruntime as ort
 
-    session = ort.InferenceSession(
-        _product(np.full((64, 16), 127, np.int8)), providers=["CPUExecutionProvider"]
-    )
-    found = session.run(None, {"a": np.full((4, 64), 255, np.uint8)})[0]
-    right = bool(np.all(found == 64 * 127 * 255))
+    from onward.ort_session import create_session
+
+    session = create_session(_product(np.full((64, 16), 127, np.int8)))
+    # the largest products there are: x86 without VNNI adds pairs of them in 16 bits, and saturates
+    sums = session.run(None, {"a": np.full((4, 64), 255, np.uint8)})[0]
+    right = bool(np.all(sums == 64 * 127 * 255))
     value = (
         "right" if right else "saturate: use models that were quantized with reduce_range=True, the default"
     )

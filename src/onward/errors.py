@@ -9,6 +9,8 @@ command line, which prints it; each kind of error has one, and a place that know
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TypeVar
 
@@ -43,6 +45,16 @@ class OnwardError(RuntimeError):
         super().__init__(*args)
         if hint is not None:
             self.hint = hint
+
+
+def did_you_mean(name: str, names: Iterable[str], *, most: int = 1) -> str:
+    """The end of a message about an unknown name: those that are close to it, if any.
+
+    >>> did_you_mean("cosin", ["linear", "cosine"])
+    "; did you mean 'cosine'?"
+    """
+    near = difflib.get_close_matches(name, names, n=most)
+    return f"; did you mean {', '.join(map(repr, near))}?" if near else ""
 
 
 def hinted(error: Raised, hint: str) -> Raised:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import unicodedata
 from collections.abc import Sequence
 
-__all__ = ["csv_cell", "first_of", "printable"]
-
 _FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n")
 
 

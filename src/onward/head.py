@@ -9,7 +9,7 @@ import onnx
 import onnx_ir as ir
 
 from onward.graph.load import ModelSource, load_model
-from onward.graph.passes.head import new_head
+from onward.graph.passes.head import new_head, open_scores
 
 __all__ = ["replace_head"]
 
@@ -47,8 +47,17 @@ def replace_head(
             raise ValueError("name the classes once: classes=[…], or classes=NUMBER with names=[…]")
         classes, names = len(classes), list(classes)
     loaded = load_model(model)
-    made = new_head(loaded, classes=classes, names=names, head=head, output=output, scores=scores, seed=seed)
-    for note in made.notes:
+    new = new_head(loaded, classes=classes, names=names, head=head, output=output, scores=scores, seed=seed)
+    for note in new.notes:
+        _log.info(note)
+    ir.external_data.load_to_model(loaded)
+    return ir.to_proto(loaded)
+
+
+def keep_head(model: ModelSource, *, scores: bool = True) -> onnx.ModelProto:
+    """A copy of a model to train on with the head that it has; `scores` removes a final softmax or sigmoid."""
+    loaded = load_model(model)
+    for note in open_scores(loaded) if scores else ():
         _log.info(note)
     ir.external_data.load_to_model(loaded)
     return ir.to_proto(loaded)

@@ -14,8 +14,6 @@ from collections.abc import Iterator
 
 from onward.errors import LimitError
 
-__all__ = ["Limits", "current", "override", "require"]
-
 _MIB, _GIB = 2**20, 2**30
 
 
@@ -63,10 +61,10 @@ def override(**values: int) -> Iterator[Limits]:
     ...     chosen.nodes
     5000000
     """
-    known = [field.name for field in dataclasses.fields(Limits)]
+    names = [field.name for field in dataclasses.fields(Limits)]
     for name, value in values.items():
-        if name not in known:
-            raise ValueError(f"there is no limit '{name}'; there are {', '.join(known)}")
+        if name not in names:
+            raise ValueError(f"there is no limit '{name}'; there are {', '.join(names)}")
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(f"the limit {name} is {value!r}: it must be a whole number from 1")
     token = _limits.set(dataclasses.replace(current(), **values))
@@ -76,8 +74,8 @@ def override(**values: int) -> Iterator[Limits]:
         _limits.reset(token)
 
 
-def require(name: str, asked: int, what: str) -> None:
-    """Raise `LimitError` where `asked` is over the limit of this name; `what` asks for it."""
+def require(name: str, amount: int, what: str) -> None:
+    """Raise `LimitError` where an amount is over the limit of this name; `what` asks for it."""
     allowed = getattr(current(), name)
-    if asked > allowed:
-        raise LimitError(what, name, asked, allowed)
+    if amount > allowed:
+        raise LimitError(what, name, amount, allowed)

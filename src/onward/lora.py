@@ -23,6 +23,7 @@ from onward.checkpoint.content import CheckpointData, NominalTensor
 from onward.checkpoint.interchange import from_safetensors, to_safetensors
 from onward.checkpoint.store import load, save
 from onward.errors import OnwardError
+from onward.files import write_set
 from onward.graph.cleanup import remove_unused
 from onward.graph.dialect.normalize import normalize
 from onward.graph.load import ModelSource, load_model
@@ -83,16 +84,13 @@ def merge_lora(model: ModelSource, *, dequantize: bool = False) -> onnx.ModelPro
 def extract_lora(state: _State | CheckpointData) -> CheckpointData:
     """The adapters of a state alone, as trainable parameters."""
     data = state if isinstance(state, CheckpointData) else state.to_data()
-    found = {name: v for name, v in {**data.trainable, **data.frozen}.items() if name.endswith(_ADAPTER)}
-    if not found:
+    adapters = {name: v for name, v in {**data.trainable, **data.frozen}.items() if name.endswith(_ADAPTER)}
+    if not adapters:
         raise OnwardError(
             "the state has no adapters: generate its artifacts with lora=LoRA(…)", hint=_TRAIN_SOME
         )
-    if data.nominal:
-        raise OnwardError(
-            "The state is nominal: it has no parameter values. Please load the model parameters first."
-        )
-    return CheckpointData(trainable=found)
+    data.require_values()
+    return CheckpointData(trainable=adapters)
 
 
 def _arrays(adapters: CheckpointData) -> dict[str, np.ndarray]:
@@ -117,13 +115,14 @@ def load_lora(state: _State | CheckpointData, source: CheckpointData | str | os.
     else:
         adapters = extract_lora(load(source))
     data = state if isinstance(state, CheckpointData) else state.to_data()
-    known = {**data.trainable, **data.frozen}
+    parameters = {**data.trainable, **data.frozen}
     for name, value in _arrays(adapters).items():
-        if name not in known:
+        if name not in parameters:
             raise OnwardError(
                 f"the state has no adapter '{name}': were its artifacts made with the same targets?"
             )
-        current = known[name]
+        current = parameters[name]
+        # the first that differs: ranks differ everywhere at once
         if not isinstance(current, NominalTensor) and current.shape != value.shape:
             raise OnwardError(
                 f"adapter '{name}' has shape {value.shape}, the state's {current.shape}: is the rank the same?"
@@ -151,6 +150,7 @@ def save_peft(
     """Write adapters as peft's `PeftModel.from_pretrained` reads them; returns the folder."""
     from safetensors.numpy import save_file
 
+    # safetensors is an extra; adapters in our own format need it not
     tensors, modules = {}, set()
     for name, value in adapters.items():
         label, _, part = name.rpartition(".")
@@ -172,9 +172,9 @@ def save_peft(
         "inference_mode": True,
     }
     target = Path(folder)
-    target.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, target / _TENSORS)
-    (target / _CONFIG).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    with write_set(target) as staging:
+        save_file(tensors, staging / _TENSORS)
+        (staging / _CONFIG).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
     return target
 
 
@@ -189,10 +189,11 @@ def load_peft(folder: str | os.PathLike[str], weights: Sequence[str]) -> tuple[L
             raise OnwardError(f"'{path}': no {name}; peft's save_pretrained writes both")
     try:
         settings = read_json(path / _CONFIG)
+        # no dropout: it is a matter of training, and the file says nothing of that
         lora = LoRA(rank=int(settings["r"]), alpha=float(settings["lora_alpha"]), dropout=0.0)
     except (ValueError, KeyError, TypeError, OverflowError) as error:
         raise OnwardError(f"'{path / _CONFIG}': no LoRA settings of peft ({error})") from error
-    if settings.get("use_rslora"):  # scales by alpha / √rank
+    if settings.get("use_rslora"):  # scales by alpha / √rank, ours by alpha / rank
         lora = dataclasses.replace(lora, alpha=lora.alpha * lora.rank**0.5)
     unsupported = [
         name
@@ -206,23 +207,25 @@ def load_peft(folder: str | os.PathLike[str], weights: Sequence[str]) -> tuple[L
     for key, value in from_safetensors(path / _TENSORS).parameters().items():
         if key.endswith(".base_layer.weight"):  # peft adds the base's own output layer where it is adapted
             continue
-        module, _, rest = key.removeprefix(_PREFIX).partition(".lora_")
-        part = _PARTS.get(f"lora_{rest.partition('.')[0]}")
+        module, _, suffix = key.removeprefix(_PREFIX).partition(".lora_")
+        part = _PARTS.get(f"lora_{suffix.partition('.')[0]}")
         if part is None:
             raise OnwardError(f"'{path}': '{key}' is no adapter of LoRA")
         if module not in labels:
             raise OnwardError(
                 f"'{path}': adapters of '{module}', which this base does not have: is it another base's?"
             )
+        # a weight that was quantized after the adapter was trained has another name, and is the same module
         label = re.sub(r"(_quantized|_as_\dbit|_(DQ_)?[Qq]\d+\w*)+$", "", labels[module])
-        found = np.asarray(value, np.float32)
-        if found.ndim != 2 or found.shape[0 if part == ".lora_a" else 1] != lora.rank:
+        matrix = np.asarray(value, np.float32)
+        if matrix.ndim != 2 or matrix.shape[0 if part == ".lora_a" else 1] != lora.rank:
             raise OnwardError(
-                f"'{path}': '{key}' has shape {found.shape}, and {_CONFIG} says rank {lora.rank}: are both of one "
+                f"'{path}': '{key}' has shape {matrix.shape}, and {_CONFIG} says rank {lora.rank}: are both of one "
                 "adapter?"
             )
-        values[f"{label}{part}"] = found
+        values[f"{label}{part}"] = matrix
     targets = sorted({name.rpartition(".")[0] for name in values})
+    # half an adapter would load, and multiply by nothing
     for label in targets:
         for part in _ADAPTER:
             if f"{label}{part}" not in values:

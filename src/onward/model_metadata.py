@@ -9,8 +9,6 @@ from onward import contract
 from onward.errors import MAKE_ARTIFACTS, LimitError, ModelError
 from onward.reading import names_of, parse_json
 
-__all__ = ["read_labels", "read_names", "read_table"]
-
 
 def read_names(about: Mapping[str, str], key: str) -> list[str]:
     """A list of names; empty where the model has none.
@@ -34,14 +32,14 @@ def read_table(about: Mapping[str, str], key: str) -> dict[str, Any]:
 
 def read_labels(about: Mapping[str, str]) -> dict[str, tuple[int, int | None]]:
     """By input that holds class numbers: how many classes there are, and the number that is ignored."""
-    found = {}
+    labels = {}
     for name, entry in read_table(about, contract.LABELS).items():
         classes = entry.get("classes") if isinstance(entry, dict) else None
         ignored = entry.get("ignore_index") if isinstance(entry, dict) else None
         if type(classes) is not int or not (ignored is None or type(ignored) is int):
             raise _damaged(contract.LABELS, f"'{name}' has no number of classes")
-        found[name] = (classes, ignored)
-    return found
+        labels[name] = (classes, ignored)
+    return labels
 
 
 def _damaged(key: str, reason: object) -> ModelError:

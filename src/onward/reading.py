@@ -12,9 +12,8 @@ import re
 import stat
 from typing import TypeVar
 
+from onward.files import finish_interrupted
 from onward.limits import current, require
-
-__all__ = ["names_of", "parse_json", "read_bytes", "read_json", "read_text", "require_shallow"]
 
 Kind = TypeVar("Kind")
 _OPEN = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
@@ -25,20 +24,21 @@ def read_bytes(path: str | os.PathLike[str], *, limit: str) -> bytes:
 
     What is not a regular file raises an `OSError` at once: opening a pipe would wait for ever.
     """
-    place = os.fspath(path)
-    if "\0" in place:
+    name = os.fspath(path)
+    if "\0" in name:
         raise OSError("the path holds a NUL character")
-    handle = os.open(place, os.O_RDONLY | _OPEN)
+    finish_interrupted(os.path.dirname(name) or ".")
+    handle = os.open(name, os.O_RDONLY | _OPEN)
     with open(handle, "rb") as file:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode):
             raise OSError("it is not a regular file")
-        require(limit, status.st_size, f"'{place}'")
+        require(limit, status.st_size, f"'{name}'")
         allowed = getattr(current(), limit)
         data = file.read(status.st_size + 1)
         while len(data) <= allowed and (more := file.read(2**20)):  # it grows, or its size was not told
             data += more
-        require(limit, len(data), f"'{place}'")
+        require(limit, len(data), f"'{name}'")
         return data
 
 
@@ -63,20 +63,20 @@ def parse_json(text: str, kind: type[Kind] = dict) -> Kind:
     """
     require_shallow(text)
     try:
-        found = json.loads(text)
+        document = json.loads(text)
     except RecursionError:
         raise ValueError("this JSON is nested too deep") from None
-    if not isinstance(found, kind):
-        raise ValueError(f"this is JSON, but a {type(found).__name__}, where a {kind.__name__} is needed")
-    return found
+    if not isinstance(document, kind):
+        raise ValueError(f"this is JSON, but a {type(document).__name__}, where a {kind.__name__} is needed")
+    return document
 
 
 def names_of(text: str) -> list[str]:
     """A JSON list of names, as the metadata of models holds them; a `ValueError` for anything else."""
-    found = parse_json(text, list)
-    if not all(isinstance(name, str) for name in found):
+    names = parse_json(text, list)
+    if not all(isinstance(name, str) for name in names):
         raise ValueError("this is a list, but not one of names")
-    return found
+    return names
 
 
 # A string that does not end runs to the end of the text, so that the search is linear in hostile text too.
@@ -86,8 +86,8 @@ _MARKS = re.compile(r'"(?:[^"\\]|\\.)*+(?:"|\\?\Z)|[\[{\]}]', re.DOTALL)
 def require_shallow(text: str) -> None:
     """Refuse JSON or TOML whose brackets are nested deeper than `text_nesting`: parsers recurse."""
     depth = 0
-    for found in _MARKS.finditer(text):
-        mark = found.group()
+    for match in _MARKS.finditer(text):
+        mark = match.group()
         if mark in "[{":
             depth += 1
             require("text_nesting", depth, "a list or table of this text")

@@ -18,8 +18,6 @@ from typing import Any
 from onward.errors import LimitError, ModelError
 from onward.limits import current
 
-__all__ = ["Watch", "require_time", "run_limited", "watched"]
-
 _EVERY = 0.1  # seconds between looks
 
 

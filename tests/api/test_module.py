@@ -419,3 +419,18 @@ def test_an_array_of_a_type_that_the_runtime_cannot_read_is_named(tmp_path: Path
     x = np.ones((2, 1), onnx.helper.tensor_dtype_to_np_dtype(onnx.TensorProto.BFLOAT16))
     with pytest.raises(TypeError, match="input 'x' is bfloat16, which onnxruntime takes as an OrtValue only"):
         module(x, np.ones((2, 1), np.float32))
+
+
+def test_a_masked_array_is_refused_as_its_mask_would_be_lost(tmp_path: Path) -> None:
+    state, module = load(write_classifier(tmp_path))
+    x, labels = batch(0)
+    masked = np.ma.masked_array(x, mask=np.zeros(x.shape, bool))
+    loss, _ = module(masked, labels)  # a mask of nothing hides nothing
+    assert loss == module(x, labels)[0]
+    masked[0, 0] = np.ma.masked
+    with pytest.raises(ValueError, match=r"'x' is a masked array with 1 masked elements.*filled"):
+        module(masked, labels)
+    name, parameter = next(iter(state.parameters))
+    values = np.ma.masked_array(parameter.data, mask=True)
+    with pytest.raises(ValueError, match=f"'{name}' is a masked array"):
+        state.parameters[name] = values

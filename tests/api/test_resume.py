@@ -13,6 +13,7 @@ import onnxruntime as ort
 import pytest
 
 from onward.api import CheckpointState, CosineLRScheduler, LinearLRScheduler
+from onward.errors import OnwardError
 from onward.onnxblock import optim
 from onward.runtime.environment import EnvironmentWarning
 from small_models import batch, start, write_classifier
@@ -140,3 +141,17 @@ def test_an_unreadable_record_stops_nobody(saved: tuple[Path, Path], recorded: s
     state._data.extras["environment"] = recorded
     CheckpointState.save_checkpoint(state, path, include_optimizer_state=True)
     start(folder, path)
+
+
+@pytest.mark.parametrize("value", ["many", float("nan"), float("inf"), ""], ids=repr)
+@pytest.mark.parametrize("name", ["seed", "train_step", "skipped_in_a_row", "scale_steps", "learning_rate"])
+def test_a_count_that_is_no_number_is_a_damaged_checkpoint(tmp_path: Path, name: str, value: Any) -> None:
+    folder = write_classifier(tmp_path)
+    state, module, optimizer = start(folder, folder / "checkpoint")
+    module(*batch(0))
+    optimizer.step()
+    saved = state.to_data(include_optimizer_state=True)
+    saved.extras[name] = value
+    CheckpointState.save_checkpoint(CheckpointState(saved), tmp_path / "damaged", True)
+    with pytest.raises(OnwardError, match=f"damaged: its '{name}' is .*not a finite number"):
+        start(folder, tmp_path / "damaged")

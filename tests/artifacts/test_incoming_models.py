@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import logging
+import re
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import onnx
@@ -61,6 +63,28 @@ def test_the_training_call_of_torchs_own_exporter(tmp_path: Path) -> None:
     np.testing.assert_allclose(module(x.numpy(), target.numpy()), loss.detach().numpy(), rtol=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore:Exporting a model while it is in training mode")
+@pytest.mark.parametrize("norm", ["folded", "whole", "none"])
+def test_batch_norms_that_torchs_dynamo_exporter_folds_are_named(
+    norm: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("onnxscript")
+
+    layers = [torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.Flatten(), torch.nn.Linear(144, 2)]
+    module = torch.nn.Sequential(*(layers if norm != "none" else [layers[0], *layers[2:]]))
+    program = torch.onnx.export(
+        module.train(), (torch.randn(2, 3, 8, 8),), dynamo=True, verbose=False, optimize=norm == "folded"
+    )
+    note = r"torch.onnx.export folded 1 batch norms .*onward.export.from_torch of the module keeps them"
+    modes: tuple[Literal["train", "frozen"] | None, ...] = (None, "train", "frozen")
+    for mode in modes:
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, logger="onward"):
+            build_artifacts(program.model_proto, loss="mse", batch_norm=mode)
+        assert bool(re.search(note, caplog.text)) == (norm == "folded" and mode != "frozen")
+
+
 @pytest.mark.parametrize("chain", [
     "m = Mod (five, three)  axes = Unsqueeze (m, zero)",  # numpy computes it
     'n = BitShift<direction = "RIGHT"> (u, v)  m = Cast<to = 7> (n)  axes = Reshape (m, one)',
@@ -88,6 +112,31 @@ def test_a_rank_that_stays_unknown_is_named_with_its_node() -> None:
         r = Reshape (x, shape)  t = MatMul (r, r)  y = ReduceSum <keepdims = 0> (t) }"""
     with pytest.raises(ModelError, match=r"'\w+', which \w+ '.*' gives, is unknown; declare a shape"):
         gradient(parsed(text), of="y", wrt=["x"])
+
+
+@pytest.mark.parametrize("declared", [
+    "", "<float[N, 1, 4] s>", "<float[N] s>", "<float[1, 4] s>", "<float[N, 4] s>", "<float[K, L] s>",
+    "<float[N, 1, 4] s, float[N, 1, 3] y>",
+])  # fmt: skip
+def test_a_squeeze_without_axes_has_the_shape_that_is_left_whatever_the_file_declares(
+    declared: str, tmp_path: Path
+) -> None:
+    body = "{ s = Squeeze (x)  y = MatMul (s, w)  z = Relu (y) }"
+    text = f"net (float[N, 1, 4] x) => (float[N, 3] z) {declared} {body}"
+    w = RNG.normal(size=(4, 3)).astype(np.float32)
+    generate_artifacts(parsed(text, w=w), loss="mse", artifact_directory=tmp_path)
+    state = CheckpointState.load_checkpoint(tmp_path / "checkpoint")
+    module = Module(tmp_path / "training_model.onnx", state)
+    target = np.zeros((5, 3), np.float32)
+    scores = np.maximum(X @ w, 0)
+    np.testing.assert_allclose(module(X[:, None], target), (scores**2).mean(), rtol=1e-5)
+    np.testing.assert_allclose(state.parameters["w"].grad, X.T @ scores * 2 / 15, rtol=1e-4, atol=1e-6)
+
+
+def test_a_batch_of_one_may_be_squeezed_away_where_the_file_declares_it() -> None:
+    text = "net (float[N, 1, 4] x) => (float[3] y) <float[4] s> { s = Squeeze (x)  y = MatMul (s, w) }"
+    model = normalize(parsed(text, w=np.ones((4, 3), np.float32)))
+    assert [str(node.outputs[0].shape) for node in model.graph] == ["[4]", "[3]"]
 
 
 def test_a_sum_over_a_value_of_unknown_rank_needs_no_rank() -> None:
@@ -195,3 +244,17 @@ def test_initial_states_that_are_constant_nodes_do_not_train() -> None:
         r=RNG.normal(size=(1, 4, 4)).astype(np.float32),
     )
     assert sorted(build_artifacts(model, loss="mse").checkpoint.trainable) == ["r", "w"]
+
+
+def test_weights_and_biases_that_are_constant_nodes_train() -> None:
+    """Paddle's exporter writes every weight as a Constant node."""
+    model = parsed(
+        """net (float[N, 3] x) => (float[N, 2] y) {
+            w = Constant <value = float[3, 2] {1, 2, 3, 4, 5, 6}> ()
+            b = Constant <value = float[2] {0, 0}> ()
+            limits = Constant <value = float[2] {9, 8}> ()
+            m = MatMul (x, w)
+            s = Add (m, b)
+            y = Min (s, limits) }"""
+    )
+    assert sorted(build_artifacts(model, loss="mse").checkpoint.trainable) == ["b", "w"]

@@ -45,6 +45,7 @@ class Loop:
         self.names = [value.name for value in self.session.get_inputs()]
         self.outputs = [value.name for value in self.session.get_outputs()]
         self.results = int(self.about["onward.results"])
+        self.problem = ""
         file = (folder / state).read_bytes()
         assert hashlib.sha256(file[:-32]).digest() == file[-32:]
         assert file[32:64].hex() == self.about["onward.state_digest"]
@@ -61,7 +62,13 @@ class Loop:
         made = list(self.session.run(self.outputs, dict(zip(self.names, given, strict=True))))
         changed = made[self.results :]
         self.state[len(self.state) - len(changed) :] = changed
-        return made[: self.results]
+        return self.check(made[: self.results])
+
+    def check(self, results: list[Any]) -> list[Any]:
+        """Results without the last one, the problem, which is kept as a sentence."""
+        *results, (line, number) = results
+        self.problem = line and f"{self.about['onward.problems'].splitlines()[line - 1]}{number}"
+        return results
 
     def bytes(self) -> bytes:
         """The tensors as they lie in a file, from byte 64."""
@@ -71,6 +78,30 @@ class Loop:
         dims, offset = self.parts[(kind, name, *slot)]
         dtype = "int64" if kind in ("optimizer_step", "train_step", "random_seed") else "float32"
         return array(bytes(64) + self.bytes(), dtype, dims, offset)
+
+
+class Accumulating(Loop):
+    """The loop over the step that adds up gradients: one more number in, and sums of gradients after the state."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.session = ort.InferenceSession(folder / "accumulate_step.onnx", one_thread())
+        about = self.session.get_modelmeta().custom_metadata_map
+        assert about["onward.state"] == self.about["onward.state"]
+        self.names = [value.name for value in self.session.get_inputs()]
+        self.outputs = [value.name for value in self.session.get_outputs()]
+        lines = [line.split() for line in about["onward.inputs"].splitlines()]
+        shapes = [[int(dim) for dim in dims] for role, _, _, _, *dims in lines if role == "gradient"]
+        self.sums = [np.zeros(shape, np.float32) for shape in shapes]
+
+    def __call__(self, *inputs: np.ndarray, rate: float = 1e-3, update: float = 1.0) -> list[Any]:
+        scalars = [np.array([rate], np.float32), np.array([update], np.float32)]
+        given = [*inputs, *scalars, *self.state, *self.sums]
+        made = list(self.session.run(self.outputs, dict(zip(self.names, given, strict=True))))
+        changed = made[self.results : len(made) - len(self.sums)]
+        self.state[len(self.state) - len(changed) :] = changed
+        self.sums = made[len(made) - len(self.sums) :]
+        return self.check(made[: self.results])
 
 
 class InPlace(Loop):
@@ -91,7 +122,7 @@ class InPlace(Loop):
         for name, tensor in zip(following, self.state[-len(following) :], strict=True):
             binding.bind_output(name, "cpu", 0, tensor.dtype.type, list(tensor.shape), tensor.ctypes.data)
         self.session.run_with_iobinding(binding)
-        return [value.numpy() for value in binding.get_outputs()[: self.results]]
+        return self.check([value.numpy() for value in binding.get_outputs()[: self.results]])
 
 
 class Halves(Loop):
@@ -138,6 +169,10 @@ class Halves(Loop):
                 feeds[value.name] = self.sums.pop(name, np.zeros_like(named[name]))
             else:
                 feeds[value.name] = next(given)
+        shapes = {value.name: value.shape for value in self.gradient.get_inputs()}
+        feeds |= {
+            name: feeds[name].reshape(shapes[name]) for name in named if name in feeds
+        }  # a scalar is [1]
         made = dict(zip([v.name for v in self.gradient.get_outputs()], self.gradient.run(None, feeds)))
         results = []
         for name, value in made.items():
@@ -178,9 +213,10 @@ class Halves(Loop):
                 *([scalars["gradient_scale"]] * ("clip_norm" in about)),
             ]
             feeds += [self.sums[key[1]] for key in trainable] + [self.view(key) for key in changing]
+            feeds = [np.atleast_1d(value) for value in feeds]
             made = self.update.run(None, dict(zip(inputs, feeds, strict=True)))
             for key, value in zip(changing, made, strict=True):
-                self.view(key)[...] = value
+                self.view(key)[...] = value.reshape(self.view(key).shape)
         self.sums.clear()
 
     def update_one(self, inputs: list[str], scalars: dict, name: str, rate: float, decay: float) -> None:
@@ -215,24 +251,43 @@ def artifacts(folder: Path, model: onnx.ModelProto | None = None, **options: Any
 
 
 def assert_trains_as_python(folder: Path, batches: Any, *, rates: Any = RATES, steps: int = STEPS) -> Loop:
-    """Train in four ways; losses, parameters, statistics and optimizer state agree within 1e-6."""
+    """Train in five ways; losses, parameters, statistics and optimizer state agree within 1e-6."""
     state, module, optimizer = start(folder)
-    loop, halves = Loop(folder), Halves(folder)
+    loop, halves, accumulating = Loop(folder), Halves(folder), Accumulating(folder)
+    assert all(value.shape != [] for way in (loop, accumulating) for value in way.session.get_inputs())
+    assert all(value.shape != [] for way in (loop, accumulating) for value in way.session.get_outputs())
     in_place = InPlace(folder) if loop.about["onward.in_place"] == "1" else Loop(folder)
+    inputs: Any = ()
     for _, inputs, rate in zip(range(steps), batches, rates):
         optimizer.set_learning_rate(rate)
         wanted = module(*inputs)
         optimizer.step()
         module.lazy_reset_grad()
         wanted = list(wanted) if isinstance(wanted, tuple) else [wanted]
-        for way in (loop, halves, in_place):
+        for way in (loop, halves, in_place, accumulating):
             found = way(*inputs, rate=rate)
             for one, other in zip(found, wanted, strict=True):
-                np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-6)
-    same_state(loop, state.to_data(include_optimizer_state=True))
-    same_state(halves, state.to_data(include_optimizer_state=True))
+                np.testing.assert_allclose(one, np.atleast_1d(other), rtol=1e-6, atol=1e-6)
+    for way in (loop, halves, accumulating):
+        same_state(way, state.to_data(include_optimizer_state=True))
+    evaluated = module.eval()(*inputs)
+    evaluated = list(evaluated) if isinstance(evaluated, tuple) else [evaluated]
+    for one, other in zip(evaluate(folder, loop, *inputs), evaluated, strict=True):
+        np.testing.assert_allclose(one, np.atleast_1d(other), rtol=1e-5, atol=1e-6)
     assert in_place.bytes() == loop.bytes()
     return loop
+
+
+def evaluate(folder: Path, loop: Loop, *inputs: np.ndarray) -> list[Any]:
+    """The evaluation step over the first tensors of the state, as many as it takes."""
+    session = ort.InferenceSession(folder / "eval_step.onnx", one_thread())
+    assert (
+        session.get_modelmeta().custom_metadata_map["onward.state_digest"]
+        == loop.about["onward.state_digest"]
+    )
+    names = [value.name for value in session.get_inputs()]
+    assert all(value.shape != [] for value in [*session.get_inputs(), *session.get_outputs()])
+    return loop.check(list(session.run(None, dict(zip(names, [*inputs, *loop.state])))))
 
 
 def same_state(loop: Loop, data: checkpoint.CheckpointData) -> None:
@@ -320,7 +375,7 @@ def test_any_batch_size(tmp_path: Path) -> None:
 
 def test_additional_outputs(tmp_path: Path) -> None:
     artifacts(tmp_path, additional_output_names=["scores"])
-    assert assert_trains_as_python(tmp_path, batches()).results == 2
+    assert assert_trains_as_python(tmp_path, batches()).results == 3
 
 
 def test_lora(tmp_path: Path) -> None:
@@ -352,6 +407,78 @@ def test_the_halves_add_up_gradients(rule: Any, tmp_path: Path) -> None:
             optimizer.step()
             module.lazy_reset_grad()
     same_state(halves, state.to_data(include_optimizer_state=True))
+
+
+@pytest.mark.parametrize("rule", ["elementwise", "by parameter", "clipped"])
+def test_the_accumulating_step_adds_up_gradients(rule: str, tmp_path: Path) -> None:
+    optimizers = {
+        "elementwise": optim.adamw(),
+        "by parameter": optim.lamb(),
+        "clipped": OPTIMIZERS["clipped by norm"],
+    }
+    artifacts(tmp_path, embedding(), requires_grad=["table", "w", "factor"], optimizer=optimizers[rule])
+    state, module, optimizer = start(tmp_path)
+    optimizer.set_learning_rate(1e-2)
+    loop, mean, rng = Accumulating(tmp_path), Accumulating(tmp_path), np.random.default_rng(0)
+    for number in range(6):
+        inputs = rng.integers(0, 8200, 9), rng.integers(0, 3, 9)
+        updates = number % 3 == 2
+        (found,) = loop(*inputs, rate=1e-2, update=float(updates))
+        mean(*inputs, rate=1e-2, update=updates / 3)
+        np.testing.assert_allclose(found, np.atleast_1d(module(*inputs)), rtol=1e-6)
+        if updates:
+            optimizer.step()
+            module.lazy_reset_grad()
+            assert not any(total.any() for total in loop.sums)
+    same_state(loop, state.to_data(include_optimizer_state=True))
+    # a third of the sum has a third of the momentum (and clipping has taken the factor out again)
+    one, other = (way.part("slot", "w", "momentum0") for way in (loop, mean))
+    if rule != "clipped":
+        np.testing.assert_allclose(one / 3, other, rtol=0.05, atol=1e-6)
+
+
+def test_a_bad_batch_changes_neither_the_state_nor_the_sums(tmp_path: Path) -> None:
+    artifacts(tmp_path, normalized(), requires_grad=NORMALIZED)
+    loop = Accumulating(tmp_path)
+    loop(*batch(0), update=0.0)
+    before = loop.bytes(), [total.tobytes() for total in loop.sums]
+    x, labels = batch(1)
+    outside = [np.where(np.arange(len(labels)) == 1, number, labels) for number in (7, -1, 2**40, -(2**63))]
+    for bad_x, bad_labels in ((np.full_like(x, np.nan), labels), *((x, numbers) for numbers in outside)):
+        for update in (0.0, 1.0):
+            (loss,) = loop(bad_x, bad_labels, update=update)
+            assert not np.isfinite(loss[0])
+            if bad_x is x:
+                assert loop.problem == f"'labels' has classes from 0 to 2, and not {bad_labels[1]}"
+            else:
+                assert loop.problem.endswith(
+                    "is not finite, and nothing was changed; batches before this one: 1"
+                )
+            assert (loop.bytes(), [total.tobytes() for total in loop.sums]) == before
+    loop(x, labels)
+    assert loop.part("optimizer_step", "optimizer_step") == 1 and loop.part("train_step", "train_step") == 2
+
+
+def test_the_evaluation_step_guards_labels(tmp_path: Path) -> None:
+    artifacts(tmp_path)
+    x, labels = batch(1)
+    loop = Loop(tmp_path)
+    assert np.isnan(evaluate(tmp_path, loop, x, np.full_like(labels, 5))[0])
+    assert loop.problem == "'labels' has classes from 0 to 2, and not 5"
+
+
+def test_a_scalar_input_of_the_model_is_a_vector_of_one(tmp_path: Path) -> None:
+    model = with_weights(
+        """net (float[n, 4] x, float temperature) => (float[n, 3] scores) {
+            a = MatMul (x, w)  scores = Div (a, temperature) }""",
+        w=(4, 3),
+    )
+    artifacts(tmp_path, model, requires_grad=["w"])
+    x, labels = batch(0)
+    loop, (_, module, _) = Loop(tmp_path), start(tmp_path)
+    warm = np.array(0.5, np.float32)
+    (loss,) = loop(x, warm.reshape(1), labels)
+    np.testing.assert_allclose(loss, [module(x, warm, labels)], rtol=1e-6)
 
 
 def test_the_learning_rate_is_an_input(tmp_path: Path) -> None:
@@ -519,6 +646,61 @@ def test_a_step_that_is_not_finite_leaves_the_state_as_it_was(bad: float, clip: 
     assert not np.isfinite(loss) and loop.bytes() == before
     loop(*batch(2))
     assert loop.bytes() != before and loop.part("train_step", "train_step") == 2
+
+
+@pytest.mark.parametrize("number", [3, 7, -1, 2**40])
+def test_a_label_out_of_range_leaves_the_state_as_it_was(number: int, tmp_path: Path) -> None:
+    loop = Loop(artifacts(tmp_path))
+    loop(*batch(0))
+    before = loop.bytes()
+    x, labels = batch(1)
+    labels[2] = number
+    (loss,) = loop(x, labels)
+    assert np.isnan(loss) and loop.bytes() == before
+    assert loop.problem == f"'labels' has classes from 0 to 2, and not {number}"
+    (loss,) = loop(*batch(2))
+    assert np.isfinite(loss) and loop.bytes() != before and not loop.problem
+
+
+def test_a_label_that_is_ignored_is_no_label_out_of_range(tmp_path: Path) -> None:
+    loop = Loop(artifacts(tmp_path, loss=onnxblock.loss.CrossEntropyLoss(ignore_index=-100)))
+    before = loop.bytes()
+    x, labels = batch(1)
+    labels[2] = -100
+    (loss,) = loop(x, labels)
+    assert np.isfinite(loss) and loop.bytes() != before and not loop.problem
+    labels[2] = -1
+    loop(x, labels)
+    assert loop.problem == "'labels' has classes from 0 to 2 or -100, and not -1"
+
+
+def test_the_table_of_inputs_is_all_that_a_program_needs_to_make_them(tmp_path: Path) -> None:
+    """A program without names or types: a line of `onward.inputs` has role, offset, bytes, type and shape of each."""
+    model = normalized()
+    artifacts(tmp_path, model, requires_grad=NORMALIZED)
+    file = (tmp_path / "state.bin").read_bytes()
+    for name in ("train_step", "accumulate_step"):
+        loop = Loop(tmp_path) if name == "train_step" else Accumulating(tmp_path)
+        session = ort.InferenceSession(tmp_path / f"{name}.onnx", one_thread())
+        about = session.get_modelmeta().custom_metadata_map
+        tensors, roles = [], []
+        for line, value in zip(about["onward.inputs"].splitlines(), session.get_inputs(), strict=True):
+            role, *numbers = line.split()
+            offset, size, kind, *dims = map(int, numbers)
+            dtype = onnx.helper.tensor_dtype_to_np_dtype(kind)
+            shape = [dim if isinstance(dim, int) else -1 for dim in value.shape]
+            assert dims == shape and size == np.prod(np.abs(shape)) * dtype.itemsize
+            content = file[offset : offset + size] if offset else bytes(size)
+            tensors.append(np.frombuffer(content, dtype).reshape(np.abs(dims)))
+            roles.append(role)
+        x, labels = batch(0)
+        sums = loop.sums if isinstance(loop, Accumulating) else []
+        scalars = ["rate", "update"] if sums else ["rate"]
+        expected = ["batch"] * 2 + scalars + ["state"] * len(loop.state) + ["gradient"] * len(sums)
+        assert roles == expected
+        tensors[: 2 + len(scalars)] = [x, labels, *(np.full(1, 0.01, np.float32) for _ in scalars)]
+        results = session.run(None, dict(zip([value.name for value in session.get_inputs()], tensors)))
+        np.testing.assert_array_equal(results[0], loop(x, labels, rate=0.01)[0])
 
 
 def overflowing() -> onnx.ModelProto:

@@ -455,3 +455,12 @@ def test_an_operator_of_unknown_type_is_not_taken_for_a_constant() -> None:
     with pytest.raises(UnsupportedOps) as caught:
         gradient(unknown, of="loss", wrt=["w"])
     assert "custom.First" in str(caught.value) and "custom.Second" in str(caught.value)
+
+
+def test_what_the_reference_evaluator_does_not_take_is_a_model_error() -> None:
+    model = onnx.parser.parse_model(
+        '<ir_version: 10, opset_import: ["": 21]> g (float x) => (float y)'
+        "{ r = RandomNormal<shape: ints = []>() y = Add(x, r) }"
+    )
+    with pytest.raises(ModelError, match="reference evaluator does not take the model"):
+        check_gradient(model, {"x": np.ones((), np.float32)})

@@ -16,8 +16,8 @@ from onnx import TensorProto, helper, numpy_helper
 
 import onward.autodiff.engine
 from onward import artifacts, gradient
-from onward.graph.passes.known_shapes import specialize_shapes
-from onward.graph.passes.specialize import specialize_reset
+from onward.graph.proto.accumulation import specialize_reset
+from onward.graph.proto.known_shapes import specialize_shapes
 
 HEAD = '<ir_version: 10, opset_import: ["": 21]> g '
 

@@ -56,6 +56,28 @@ def test_saving_again_gives_the_same_bytes(path: Path) -> None:
     assert path.with_name("again").read_bytes() == path.read_bytes()
 
 
+def test_a_nominal_state_has_names_and_types_and_no_tensors(path: Path) -> None:
+    data = make_data()
+    trainable, frozen = dict.fromkeys(data.trainable, NominalTensor(1)), {"scale": NominalTensor(10)}
+    nominal = path.with_name("nominal_state.bin")
+    to_portable(
+        replace(data, nominal=True, trainable=trainable, frozen=frozen, optimizer=[]), nominal, layout=path
+    )
+    file = nominal.read_bytes()
+    assert struct.unpack_from("<8sIIQ", file) == (b"ONWDSTAT", 1, 1, 64)
+    assert file[32:64] == bytes(32)  # the digest of no model: programs refuse it
+    loaded = from_portable(nominal)
+    assert loaded.nominal and (loaded.trainable, loaded.frozen) == (trainable, frozen)
+    assert loaded.properties == data.properties and not loaded.optimizer
+    assert read_layout(nominal) == make_layout()
+    for offset in (12, 16, 40):  # without the flag, with another end, with a digest
+        forged = bytearray(file[:-32])
+        forged[offset] ^= 1
+        nominal.write_bytes(forged + hashlib.sha256(forged).digest())
+        with pytest.raises(CheckpointError):
+            from_portable(nominal)
+
+
 # ---- damage and malice -----------------------------------------------------------------------------------
 
 
@@ -133,7 +155,7 @@ MISFITS: dict[str, tuple[dict, str]] = {
         "another optimizer",
     ),
     "gradients": ({"accumulation": {"w": zeros(3, 5)}}, "between a training step and the optimizer's"),
-    "no values": ({"nominal": True, "trainable": {"w": NominalTensor(1)}, "frozen": {}}, "nominal"),
+    "no values": ({"nominal": True, "trainable": {"w": NominalTensor(1)}, "frozen": {}}, "belong together"),
 }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from onward.web.packages import _RUNTIME, library
+from onward.web.site import _RUNTIME, library
 
 
 def write_packages(folder: Path, *, webgpu: bool = False) -> Path:

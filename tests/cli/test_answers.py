@@ -102,6 +102,15 @@ ANSWERS: dict[str, tuple[str, list[str], set[str], list[str]]] = {
         {"ok", "versions", "providers", "processor", "threads", "optional_packages"},
         [],
     ),
+    "conform": (
+        "conform --only Tanh -o new.json -o new.html",
+        ["Tanh", "backward", "2 of 2 right", "written: new.json"],
+        {"runtime", "environment", "passed", "workarounds", "failures"},
+        ["new.html", "new.json"],
+    ),
+    "conform with another runtime": (
+        "conform --runtime reference --only Scan*", ["forward scans"], {"passed"}, [],
+    ),
     "lora inject": (
         "lora inject model.onnx new.onnx", ["2 weights adapted", "next: onward artifacts"], {"path", "adapters"},
         ["new.onnx"],

@@ -18,13 +18,14 @@ import pytest
 from cli.conftest import contents
 from cli.newcomer import make_data
 from onward import checkpoint
-from onward.data.read import Data, split
+from onward.data.read import Data
+from onward.data.splits import split
 
 
 def test_help_lists_every_command_with_examples(run: Any) -> None:
     shown = run("--help").stdout
     commands = "export artifacts check train evaluate infer deploy inspect bench gradcheck convert lora distributed web"
-    for name in [*commands.split(), "doctor"]:
+    for name in [*commands.split(), "doctor", "conform"]:
         assert name in shown
         assert "onward " + name in run(name, "--help").stdout or name == "lora"
 
@@ -86,7 +87,8 @@ def test_a_loss_after_a_softmax_is_remarked_upon(place: Path, run: Any) -> None:
     model.graph.output[0].name = "probabilities"
     onnx.save(model, "model.onnx")
     assert "add --loss-input scores" in run("artifacts", "model.onnx", "-l", "cross-entropy").stderr
-    assert "add --loss-input scores" in run("check", "model.onnx", "-l", "cross-entropy", "--steps", 0).stderr
+    checked = run("check", "model.onnx", "-l", "cross-entropy", "--steps", 0, "--json").json
+    assert "add --loss-input scores" in checked["remark"]
     mended = run(
         "artifacts", "model.onnx", "-l", "cross-entropy", "--loss-input", "scores", "-o", "mended", "--json"
     )

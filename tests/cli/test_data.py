@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from cli.newcomer import make_data
-from onward.cli.command import CommandError
 from onward.cli.data import load_data
+from onward.cli.errors import CommandError
 from onward.data.match_inputs import InputSpec, fit
 from onward.data.read import DataOptions
 from onward.errors import DataError

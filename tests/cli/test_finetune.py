@@ -173,12 +173,12 @@ def test_python_takes_arrays_and_names_of_classes(shop: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"loss": "cross"}, "no loss is called 'cross'.*cross-entropy"),
+        ({"loss": "cross"}, "loss is 'cross': it is one of cross-entropy"),
         ({"optimizer": "sdg"}, "no optimizer is called 'sdg'.*did you mean 'sgd'"),
         ({"schedule": "cosin"}, "no schedule 'cosin'.*did you mean 'cosine'"),
         ({"augment": ["flop"]}, "no augmentation is called 'flop'"),
         ({"normalize": "imagent"}, "no normalization 'imagent'"),
-        ({"standardize": True}, "--standardize is for tables"),
+        ({"standardize": True}, "standardize is no option of image-classification"),
     ],
 )
 def test_wrong_words_are_refused_with_the_list(shop: Path, options: dict[str, Any], text: str) -> None:
@@ -434,14 +434,12 @@ def test_hostile_metadata_is_refused_in_one_line(shop: Path, run: Run, about: st
     assert text in run("infer", "hostile.onnx", "-d", "pictures/red/1.png", code=1).stderr
 
 
-def test_int8_of_convolutions_says_that_it_is_slow_and_offers_a_static_form(shop: Path, run: Run) -> None:
+def test_int8_of_convolutions_takes_ranges_from_the_data_of_the_run(shop: Path, run: Run) -> None:
     run("artifacts", "model.onnx", "--classes", "pictures")
     run("train", "artifacts", "-d", "pictures", "-e", 12, "--lr", 0.05, "-b", 8)
     run("deploy", "run")
-    found = run(
-        "deploy", "run", "small.onnx", "--quantize", "int8-static", "--json"
-    ).json  # on the training data
-    assert found["quantization"]["cosine_min"] > 0.98
+    report = run("deploy", "run", "small.onnx", "--quantize", "int8", "--json").json
+    assert report["quantization"]["cosine_min"] > 0.98
     operators = {node.op_type for node in onnx.load("small.onnx").graph.node}
     assert {"QuantizeLinear", "DequantizeLinear"} <= operators
     assert metadata("small.onnx") == metadata("trained.onnx")
@@ -449,22 +447,59 @@ def test_int8_of_convolutions_says_that_it_is_slow_and_offers_a_static_form(shop
     assert [answer(f"pictures/{name}/1.png")["label"] for name in ("red", "blue")] == ["red", "blue"]  # type: ignore[operator]
 
 
-def test_slow_quantization_is_said(shop: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_tries_what_fits_and_never_takes_what_is_larger(shop: Path, run: Run) -> None:
+    run("artifacts", "model.onnx", "--classes", "pictures")
+    run("train", "artifacts", "-d", "pictures", "-e", 1, "-b", 8)
+    report = run("deploy", "run", "best.onnx", "--quantize", "auto", "--json").json
+    refusals = {one["name"]: one["refusal"] for one in report["candidates"]}
+    assert report["chosen"] == "float" and refusals["int8"] == "larger than float"
+    assert "in convolutions" in refusals["int4"]
+    assert all(one["metric"] is not None for one in report["candidates"] if one["size"])
+    run("deploy", "run", "whole.onnx")
+    assert Path("best.onnx").read_bytes() == Path("whole.onnx").read_bytes()
+
+
+def test_slow_quantization_is_refused(shop: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     from onward.export import inference
 
-    run("artifacts", "model.onnx", "--classes", 3)
+    run("artifacts", "model.onnx", "--classes", "pictures")
     real = inference.measure
 
     def slow(*args: Any, **options: Any) -> Any:
         import dataclasses
 
-        return dataclasses.replace(real(*args, **options), speedup=1 / 9)
+        return dataclasses.replace(real(*args, **options), speedup=1 / 9, bytes_before=1 << 30)
 
     monkeypatch.setattr(inference, "measure", slow)
-    said = run("deploy", "artifacts", "int8.onnx", "--quantize", "int8").stderr
-    assert "9.0 times as slow as the float one" in said and "--quantize int8-static" in said
-    refused = run("deploy", "artifacts", "other.onnx", "--quantize", "int8-static", code=1).stderr
-    assert "int8-static needs samples" in refused and "--data" in refused
+    command = ("deploy", "artifacts", "int8.onnx", "--quantize", "int8", "-d", "pictures")
+    said = run(*command, code=1).stderr
+    assert "int8 is 9.0 times as slow as the float model" in said and "--force" in said
+    assert not Path("int8.onnx").exists()
+    run(*command, "--force")
+    said = run("deploy", "artifacts", "other.onnx", "--quantize", "int8-static", code=1).stderr
+    assert "int8-static needs samples" in said and "--data" in said
+
+
+def test_finetune_for_int8_writes_a_file_with_integer_convolutions(shop: Path, run: Run) -> None:
+    said = run(
+        "finetune", "model.onnx", "-d", "pictures", "-o", "small.onnx", "-e", 8, "--lr", 0.05, "-b", 8,
+        "--quantize", "int8", "--run", "qat",
+    ).stderr  # fmt: skip
+    assert "trained for int8; integer kernels:" in said and "rows equal the training graph's" in said
+    kinds = [node.op_type for node in onnx.load("small.onnx").graph.node]
+    assert kinds.count("QuantizeLinear") >= 2 and "BatchNormalization" not in kinds
+    answer = onward.load("small.onnx")
+    assert [answer(f"pictures/{name}/1.png")["label"] for name in ("red", "blue")] == ["red", "blue"]  # type: ignore[operator]
+
+
+def test_artifacts_for_int8_with_a_teacher_train_without_labels(shop: Path, run: Run) -> None:
+    onnx.save(published(), "teacher.onnx")
+    np.savez("pixels.npz", images=np.random.default_rng(0).normal(size=(24, 3, 16, 16)).astype(np.float32))
+    run("artifacts", "model.onnx", "--quantize", "int8", "-d", "pixels.npz", "--teacher", "teacher.onnx")
+    said = run("train", "artifacts", "-d", "pixels.npz", "-e", 1, "-b", 8, "--json").json
+    assert said is not None
+    deployed = run("deploy", "run", "small.onnx", "--json").json
+    assert deployed["bytes"] and "QuantizeLinear" in {n.op_type for n in onnx.load("small.onnx").graph.node}
 
 
 def test_resuming_a_finished_run_says_so(artifacts: Path, run: Run) -> None:

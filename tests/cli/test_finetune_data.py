@@ -20,8 +20,9 @@ from cli.test_finetune import draw, published
 from onward import checkpoint
 from onward.data.augment import Augmentation
 from onward.data.images import read_picture
-from onward.data.read import Data, split
+from onward.data.read import Data
 from onward.data.sound import read_wave
+from onward.data.splits import split
 from onward.errors import DataError, NonFiniteError
 from onward.train.callbacks import Callback
 from trainer_runs import kept
@@ -199,7 +200,7 @@ def test_a_result_is_short_in_words_and_a_cell_may_be_long(desk: Path, run: Run)
     Path("d.csv").write_text(csv(*GOOD))
     result = onward.finetune("model.onnx", "d.csv", epochs=1, progress=False, output_directory="out")
     assert repr(result).startswith("FineTuned(loss ") and repr(result).endswith("3 classes)")
-    with pytest.raises(onward.OnwardError, match="'out' has an earlier run: choose another output_directory"):
+    with pytest.raises(onward.OnwardError, match="'out' has an earlier run: resume it"):
         onward.finetune("model.onnx", "d.csv", epochs=1, progress=False, output_directory="out")
     Path("long.csv").write_text(csv(*GOOD) + f"1,2,3,4,{'9' * 200_000},x\n")
     with pytest.raises(DataError, match=r"row 14: 'e' is infinite"):  # read, whatever its length
@@ -225,7 +226,25 @@ def test_an_image_that_cannot_be_read_is_named_before_training(desk: Path, run: 
         Path("pictures", name).write_bytes(b"no picture")
     run("artifacts", "images.onnx", "--classes", "pictures")
     said = run("train", "artifacts", "-d", "pictures", code=1).stderr
-    assert "cannot read the image 'pictures/blue/7.png' (and 1 more)" in said.replace("\\", "/")
+    assert "cannot read 2 images: pictures/blue/7.png" in said.replace("\\", "/")
+    assert "pictures/red/8.png" in said.replace("\\", "/") and "--skip-bad" in said
+    said = run("train", "artifacts", "-d", "pictures", "--skip-bad").stderr
+    assert "2 of 8 images cannot be read and are left out" in said
+
+
+def test_a_folder_with_train_and_val_is_split_so_and_evaluated_so(desk: Path, run: Run) -> None:
+    onnx.save(published(), "images.onnx")
+    for part in ("train", "val"):
+        draw(Path("ds", part), 4)
+    run("artifacts", "images.onnx", "--classes", "ds")
+    told = run("train", "artifacts", "-d", "ds", "--metric", "accuracy", "--json")
+    assert told.json["samples"] == 12 and "accuracy" in told.json["epochs"][0]
+    assert json.loads(Path("run/run.json").read_text())["classes"] == ["blue", "green", "red"]
+    assert (
+        "has a part for evaluation already"
+        in run("train", "artifacts", "-d", "ds", "--hold-out", 0.5, "-o", "other", code=1).stderr
+    )
+    assert "evaluated on the" in run("evaluate", "run", "-d", "ds").stderr
 
 
 @pytest.mark.parametrize(
@@ -376,7 +395,11 @@ def test_a_run_that_another_process_writes_is_left_alone(trained: Path, run: Run
                 assert f"'run' is being written by process {holder.pid} on " in refused
         finally:
             holder.kill()
-    after = {path.name: path.read_bytes() for path in Path("run").iterdir() if path.name != ".lock"}
+    after = {
+        path.name: path.read_bytes()
+        for path in Path("run").iterdir()
+        if path.name not in (".lock", ".holder")
+    }
     assert after == before
 
 
@@ -466,8 +489,9 @@ def test_answers_name_the_files_and_wrong_inputs_are_refused(desk: Path, run: Ru
     Path("mp3/a/x.mp3").write_bytes(b"ID3")
     said = run("train", "artifacts", "-d", "mp3", "-o", "new", code=1).stderr
     assert "no image and no WAV file in 'mp3' (it has .mp3)" in said
-    refused = run("finetune", "sound.onnx", "-d", "sounds", "-o", "new.onnx", "--lora", code=1).stderr
-    assert "--lora is for the folder of a language model" in refused
+    run("finetune", "sound.onnx", "-d", "sounds", "-o", "new.onnx", "--lora", "--rank", 2, "--run", "beside")
+    trained = onward.CheckpointState.load_checkpoint("beside/best").to_data().trainable
+    assert "head.weight" in trained and any("lora" in name for name in trained) and "w" not in trained
 
 
 def test_a_model_of_a_fixed_batch_trains_and_deploys_with_that_size(desk: Path, run: Run) -> None:

@@ -52,10 +52,11 @@ def test_one_function_takes_both_kinds(base: Path) -> None:
     assert isinstance(onward.load(base / "out")("why"), str)
 
 
-def test_without_lora_the_command_says_what_to_add(base: Path) -> None:
+def test_a_language_model_needs_no_word_for_its_adapters(base: Path) -> None:
     arguments = ["finetune", str(base / "base"), "--data", str(base / "chat.jsonl"), "-o", str(base / "out")]
     ran = CliRunner().invoke(app, arguments)
-    assert ran.exit_code != 0 and "--lora" in ran.output
+    assert ran.exit_code == 0, ran.output
+    assert "task: text-generation, because" in ran.stderr and "onward.export" in ran.stderr
 
 
 def test_a_device_that_is_not_there_is_named(base: Path) -> None:

@@ -14,7 +14,7 @@ from cli.newcomer import make_data
 def test_from_a_file_to_a_trained_quantized_model(place: Path, run: Any) -> None:
     run("artifacts", "model.onnx", "--loss", "cross-entropy")
     run("train", "artifacts", "--data", "data.npz", "--epochs", 20, "--lr", 0.02)
-    run("deploy", "run", "trained.onnx", "--quantize", "int8")
+    run("deploy", "run", "trained.onnx", "--quantize", "int8", "--force")
 
     data = make_data(seed=2)
     answers = ort.InferenceSession("trained.onnx").run(None, {"x": data["x"]})[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import signal
 import struct
@@ -44,16 +45,16 @@ def test_quiet_says_nothing(artifacts: Path, run: Any) -> None:
 
 def interrupt_at(monkeypatch: pytest.MonkeyPatch, step: int, number: int) -> None:
     """Send ourselves a signal inside an update, as a person or a scheduler would."""
-    from onward.train.trainer import Trainer
+    from onward.api import Optimizer
 
-    update = Trainer._update
+    update, updates = Optimizer.step, itertools.count(1)
 
-    def pressed(trainer: Trainer) -> dict[str, Any]:
-        if trainer.step == step - 1:
+    def pressed(optimizer: Optimizer) -> bool:
+        if next(updates) == step:
             signal.raise_signal(number)
-        return update(trainer)
+        return update(optimizer)
 
-    monkeypatch.setattr(Trainer, "_update", pressed)
+    monkeypatch.setattr(Optimizer, "step", pressed)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "terminate"])
@@ -67,6 +68,7 @@ def test_an_interrupted_run_resumes_to_the_same_bytes(
         stopped = run("train", "artifacts", *options, "-o", "parts", code=130)
     assert "stopped after 9 updates" in stopped.stderr
     assert "onward train parts --resume" in stopped.stderr
+    assert "<svg" in Path("parts/report.html").read_text("utf-8")
     run("train", "parts", "--resume")
     whole, parts = parameters(latest(Path("whole"))), parameters(latest(Path("parts")))
     assert latest(Path("whole")).name == latest(Path("parts")).name

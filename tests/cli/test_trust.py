@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import json
+import os
+import re
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +26,7 @@ from onward import limits
 from onward.cli import run_folder
 from onward.cli.app import app
 from onward.cli.commands.check import _bytes
-from onward.cli.commands.distributed import launch
+from onward.cli.errors import CommandError
 
 EVIL = "import pathlib\npathlib.Path('ran').write_text('')\ndef go():\n    return []\n"
 ENTRIES = ["evil:go", "evil:go\n", "x=evil:go", "evil.go:go"]
@@ -117,10 +121,12 @@ def test_options_of_the_wrong_kind_in_a_run_folder(trained: Path, run: Any) -> N
 
 
 def test_every_option_of_a_run_has_a_kind(trained: Path) -> None:
-    options = json.loads((trained / "run.json").read_text(encoding="utf-8"))["options"]
-    for name in options:
-        with pytest.raises(ValueError, match=name):
-            run_folder._check_option(name, object())
+    before = (trained / "run.json").read_bytes()
+    for name in json.loads(before)["options"]:
+        change(trained, **{name: {"of": "another kind"}})
+        with pytest.raises(CommandError, match=f"its option '{name}'"):
+            run_folder.read_run(trained)
+        (trained / "run.json").write_bytes(before)
 
 
 DOCUMENTS = {
@@ -270,11 +276,88 @@ def test_a_table_without_an_end_of_line_is_not_read_whole(trained: Path, run: An
         Path(name).unlink()
 
 
-def test_ranks_import_nothing_from_the_current_folder(evil: Path) -> None:
-    command = [sys.executable, "-c", "import evil"]
-    ended = launch(command, log=Path("log"), quiet=True, look=lambda: None)
-    assert ended.code != 0 and "No module named 'evil'" in Path("log").read_text()
+def test_ranks_import_nothing_from_the_current_folder(artifacts: Path, run: Any) -> None:
+    for name in ("torch", "onnx", "sitecustomize"):
+        Path(f"{name}.py").write_text(EVIL, encoding="utf-8")
+    run("train", "artifacts", "-d", "data.npz", "-e", 1, "-p", 2, "-o", "two")
     assert not Path("ran").exists()
+
+
+# Loaded by Python itself in every process of a command: writes down who unpickles and who listens.
+WATCH = """
+import os, pickle, sys, traceback
+
+def tell(what):
+    with open(os.environ["WATCHED"], "a") as file:
+        file.write(f"{os.getpid()} {what}\\n" + "".join(traceback.format_stack()[:-2]))
+
+def hook(event, arguments):
+    if event == "pickle.find_class":
+        tell(f"unpickles {arguments}")
+    elif event == "socket.bind" and not is_loopback(arguments[1]):
+        tell(f"binds {arguments[1]}")
+
+def is_loopback(address):
+    return not isinstance(address, tuple) or address[0] in ("127.0.0.1", "::1", "localhost")
+
+def telling(name, function):
+    def call(*arguments, **options):
+        tell(f"calls pickle.{name}")
+        return function(*arguments, **options)
+    return call
+
+for name in ("load", "loads"):
+    setattr(pickle, name, telling(name, getattr(pickle, name)))
+sys.addaudithook(hook)
+with open(os.environ["WATCHED"] + ".processes", "a") as file:
+    file.write(f"{os.getpid()}\\n")
+"""
+
+
+def listening(root: int) -> dict[tuple[str, int], str]:
+    """Addresses, as the kernel writes them, where a process or one that descends from it listens."""
+    parents = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            parents[int(folder.name)] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+    family = {root}
+    while grown := {child for child, parent in parents.items() if parent in family} - family:
+        family |= grown
+    inodes = {}
+    for process in family:
+        with contextlib.suppress(OSError):
+            for link in Path(f"/proc/{process}/fd").iterdir():
+                with contextlib.suppress(OSError):
+                    inodes[os.readlink(link)] = process
+    sockets = {}
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            _, local, _, state, *_, inode = line.split()[:10]
+            if state == "0A" and f"socket:[{inode}]" in inodes:
+                sockets[table, inodes[f"socket:[{inode}]"]] = local.partition(":")[0]
+    return sockets
+
+
+LOOPBACK = {"0100007F", "0" * 24 + "01000000"}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_ranks_listen_on_loopback_only_and_unpickle_nothing(artifacts: Path) -> None:
+    Path("watch").mkdir()
+    Path("watch/sitecustomize.py").write_text(WATCH, encoding="utf-8")
+    line = [sys.executable, "-m", "onward", "train", "artifacts", "-d", "data.npz"]
+    line += ["-e", "20", "-p", "2", "-o", "two", "--quiet"]
+    environment = {**os.environ, "PYTHONPATH": "watch", "WATCHED": str(Path("watched").absolute())}
+    command = subprocess.Popen(line, env=environment, stderr=subprocess.PIPE, text=True)
+    sockets: dict[tuple[str, int], str] = {}
+    while command.poll() is None:
+        sockets |= listening(command.pid)
+        time.sleep(0.02)
+    assert command.returncode == 0, command.stderr and command.stderr.read()
+    assert set(sockets.values()) <= LOOPBACK
+    assert len({process for _, process in sockets}) == 2, "both ranks were seen as they listened"
+    assert len(set(Path("watched.processes").read_text().split())) >= 3
+    assert not Path("watched").exists(), Path("watched").read_text()
 
 
 def test_a_table_with_a_nul_character(trained: Path, run: Any) -> None:
@@ -295,3 +378,15 @@ def test_texts_in_a_model_have_no_known_size() -> None:
     assert (
         _bytes(ir.Value(name="x", shape=ir.Shape(["n", 3]), type=ir.TensorType(ir.DataType.FLOAT)), 2) == 24
     )
+
+
+def test_the_security_page_names_tests_that_are_there() -> None:
+    root = Path(__file__).parents[2]
+    page = (root / "docs" / "security.md").read_text("utf-8")
+    for file, name in re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", page):
+        assert (root / file).is_file(), file
+        assert f"def {name}(" in (root / file).read_text("utf-8") or not name, f"{file}::{name}"
+    promises = page.partition("## What is promised")[2].partition("## Limits")[0]
+    rows = [line for line in promises.splitlines() if line.startswith("|") and "---" not in line]
+    assert [row for row in rows if not re.search(r"tests/|the same \||test \|$", row)] == []
+    assert len(rows) > 30

@@ -1,11 +1,12 @@
 // Does with the C++ library what tests ask for on the command line; prints what it found, one number a line.
 //
 //   driver train FOLDER STATE BATCHES STEPS RATE [save=PATH] [export=PATH] [output=NAME] [weights=PATH] [eval]
-//                [linear=WARMUP,TOTAL] [skip] [seed=N] [property=NAME] [modules=N] [accumulate=N]
+//                [linear=WARMUP,TOTAL] [skip] [seed=N] [property=NAME] [modules=N] [accumulate=N] [values=STATE]
 //   driver time FOLDER STATE BATCHES STEPS REPEATS THREADS       (processor time of a step in ms, once for each repeat)
 //   driver load STATE...
 //   driver session FOLDER STATE BATCHES STEPS RATE SAVED
 //   driver mistakes FOLDER STATE BATCHES
+//   driver nominal FOLDER STATE BATCHES
 //
 // BATCHES has, for each batch, each tensor: type (int64), rank (int64), sizes (int64 each), the bytes.
 
@@ -68,6 +69,11 @@ void Train(char** words, const Options& options, onward::CheckpointState& state,
   Ort::Env env(ORT_LOGGING_LEVEL_ERROR, "driver");
   onward::Module module(env, SessionOptions(1), state, folder / "gradient_step.onnx", folder / "eval_model.onnx");
   onward::Optimizer optimizer(module);
+  if (options.count("values")) {
+    auto other = onward::CheckpointState::Load(options.at("values"));
+    const onward::Module source(env, SessionOptions(1), other, folder / "gradient_step.onnx");
+    module.FromBuffer(source.ToBuffer(false), false);
+  }
   if (std::stod(words[6]) > 0) optimizer.SetLearningRate(std::stod(words[6]));
   std::optional<onward::LinearLRScheduler> scheduler;
   if (options.count("linear")) {
@@ -174,7 +180,7 @@ void Mistakes(char** words) {
   const std::filesystem::path folder = words[2];
   Ort::Env env(ORT_LOGGING_LEVEL_ERROR, "driver");
   auto state = onward::CheckpointState::Load(words[3]);
-  onward::Module module(env, SessionOptions(1), state, folder / "gradient_step.onnx");
+  onward::Module module(env, SessionOptions(1), state, folder / "gradient_step.onnx", folder / "eval_model.onnx");
   onward::Optimizer optimizer(module);
   auto batches = ReadBatches(words[4], 2);
   const auto& good = batches.at(0).values;
@@ -215,7 +221,18 @@ void Mistakes(char** words) {
   Expect("a parameter's type", [&] { state.UpdateParameter("b1", classes(8)); });
   Expect("a buffer's size", [&] { module.FromBuffer(floats({2})); });
   Expect("no such property", [&] { state.GetProperty("nothing"); });
-  Expect("no eval model", [&] { module.EvalStep(good); });
+  auto alone = onward::CheckpointState::Load(words[3]);
+  onward::Module trains_only(env, SessionOptions(1), alone, folder / "gradient_step.onnx");
+  Expect("no eval model", [&] { trains_only.EvalStep(good); });
+  Expect("an export without an eval model", [&] {
+    trains_only.ExportModelForInferencing(folder / "new.onnx", {"scores"});
+  });
+  Expect("a status", [&] {
+    const onward::Status status = trains_only.TryExportModelForInferencing(folder / "new.onnx", {"scores"});
+    if (!status) throw onward::Error(status.ErrorMessage());
+  });
+  if (const auto status = onward::Try([&] { module.EvalStep(good); }); !status.IsOK() || !status.ErrorMessage().empty())
+    throw onward::Error("a call that works has an error");
   Expect("no outputs", [&] { module.ExportModelForInferencing(folder / "new.onnx", {}); });
   Expect("no such output", [&] { module.ExportModelForInferencing(folder / "new.onnx", {"nothing"}); });
   Expect("the model itself", [&] {
@@ -223,7 +240,8 @@ void Mistakes(char** words) {
   });
   Expect("another inference model", [&] {
     auto other = onward::CheckpointState::Load(words[3]);
-    onward::Module(env, SessionOptions(1), other, folder / "gradient_step.onnx", {}, folder / "eval_model.onnx")
+    const auto eval = folder / "eval_model.onnx";
+    onward::Module(env, SessionOptions(1), other, folder / "gradient_step.onnx", eval, eval)
         .ExportModelForInferencing(folder / "new.onnx", {"scores"});
   });
   Expect("no such folder", [&] { state.Save(folder / "nowhere" / "state.bin"); });
@@ -241,6 +259,29 @@ void Mistakes(char** words) {
   });
   Expect("a schedule", [&] { onward::LinearLRScheduler(optimizer, -1, 10, 0.1); });
   state.Save(folder / "after.bin");
+}
+
+/// What a state without values refuses.
+void Nominal(char** words) {
+  const std::filesystem::path folder = words[2];
+  Ort::Env env(ORT_LOGGING_LEVEL_ERROR, "driver");
+  auto state = onward::CheckpointState::Load(words[3]);
+  if (!state.IsNominal()) throw onward::Error("the state has values");
+  onward::Module module(env, SessionOptions(1), state, folder / "gradient_step.onnx", folder / "eval_model.onnx");
+  const auto batches = ReadBatches(words[4], module.InputNames().size());
+  const auto name = state.ParameterNames(true).at(0);
+  const std::vector<int64_t> one = {1};
+  Ort::AllocatorWithDefaultOptions allocator;
+  const auto buffer = Ort::Value::CreateTensor<float>(allocator, one.data(), 1);
+  Expect("a training step", [&] { module.TrainStep(batches[0].values); });
+  Expect("an evaluation", [&] { module.EvalStep(batches[0].values); });
+  Expect("an export", [&] { module.ExportModelForInferencing(folder / "new.onnx", {"scores"}); });
+  Expect("a buffer", [&] { module.ToBuffer(); });
+  Expect("a file", [&] { state.Save(folder / "new.bin"); });
+  Expect("weights", [&] { state.SaveWeights(folder / "new.bin"); });
+  Expect("a parameter", [&] { state.GetParameter(name); });
+  Expect("a new parameter", [&] { state.UpdateParameter(name, buffer); });
+  Expect("trainable ones alone", [&] { module.FromBuffer(buffer); });
 }
 
 }  // namespace
@@ -262,6 +303,8 @@ int main(int count, char** words) {
       Session(words);
     } else if (command == "mistakes" && count == 5) {
       Mistakes(words);
+    } else if (command == "nominal" && count == 5) {
+      Nominal(words);
     } else {
       std::cerr << "what should be done?\n";
       return 2;

@@ -372,7 +372,9 @@ MISTAKES = {
     "a parameter's type": "Parameter data type mismatch. Expected: float32, Got: int64",
     "a buffer's size": "Parameters buffer size incorrect. Expected:67, Actual:2",
     "no such property": "Property nothing not found.",
-    "no eval model": "Eval model was not provided.",
+    "no eval model": "Eval model was not provided. Cannot evaluate",
+    "an export without an eval model": "Eval model was not provided. Cannot export a model for inferencing",
+    "a status": "Eval model was not provided. Cannot export a model for inferencing",
     "no outputs": "Expected a non empty vector of graph output names",
     "no such output": "graph nothing could not be found",
     "the model itself": "is what exports are made from: choose another name",
@@ -399,6 +401,29 @@ def test_mistakes_are_explained_and_leave_the_state_as_it_was(driver: Path, tmp_
         assert part in said[name], name
     end = struct.unpack_from("<Q", (tmp_path / "state.bin").read_bytes(), 16)[0]
     assert (tmp_path / "after.bin").read_bytes()[64:end] == (tmp_path / "state.bin").read_bytes()[64:end]
+
+
+def test_a_nominal_state_trains_once_it_has_the_values_of_another(driver: Path, tmp_path: Path) -> None:
+    artifacts(tmp_path, convolutional(), MODELS["CNN with batch norm"][1], nominal_checkpoint=True)
+    nominal, state = tmp_path / "nominal_state.bin", tmp_path / "state.bin"
+    assert nominal.stat().st_size < state.stat().st_size - 1000
+    batches = list(images(20))
+    file = write_batches(tmp_path / "batches", batches)
+    said = dict(line.split(": ", 1) for line in run(driver, "nominal", tmp_path, nominal, file).splitlines())
+    assert len(said) == 9
+    for name, message in said.items():
+        part = (
+            "pass trainable_only=false"
+            if name == "trainable ones alone"
+            else "Please load the model parameters first"
+        )
+        assert "nominal" in message and part in message, name
+    found = numbers(
+        run(driver, "train", tmp_path, nominal, file, 20, 0.01, f"values={state}", f"save={tmp_path / 'new'}")
+    )
+    np.testing.assert_allclose(found, python_losses(tmp_path, batches, 0.01), rtol=1e-6, atol=1e-6)
+    trained = checkpoint.from_portable(tmp_path / "new")
+    assert not trained.nominal and trained.optimizer[0].step == 20
 
 
 def test_a_state_of_another_model_is_refused(driver: Path, tmp_path: Path) -> None:

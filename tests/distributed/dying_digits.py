@@ -7,14 +7,15 @@ import sys
 from pathlib import Path
 
 from onward.distributed.data_parallel import DataParallel
+from onward.distributed.rank_environment import read_environment
 
-if os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+if os.environ["RANK"] == "1" and read_environment().attempt == 0:
     backward = DataParallel.backward
 
-    def dying(self, batches, *, step, failure=None):
-        if step == 37:
+    def dying(self, window):
+        if window.end == 38:
             os.kill(os.getpid(), signal.SIGKILL)
-        return backward(self, batches, step=step, failure=failure)
+        return backward(self, window)
 
     DataParallel.backward = dying
 

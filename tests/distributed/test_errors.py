@@ -30,7 +30,10 @@ SETTINGS = {
     "cuts and names": ({"cuts": ["a"], "stages": {"b": 1}, "pipeline_parallel_size": 2}, "give one of them"),
     "names and no stages": ({"stages": {"b": 1}}, "pipeline_parallel_size is 1"),
     "no epochs": ({"epochs": 0}, "epochs is 0: it must be at least 1"),
-    "a schedule that is not there": ({"schedule": "zigzag"}, "schedule is 'zigzag': choose 1f1b or gpipe"),
+    "a schedule that is not there": (
+        {"pipeline_schedule": "zigzag"},
+        "pipeline_schedule is 'zigzag': choose 1f1b or gpipe",
+    ),
 }
 
 
@@ -94,7 +97,7 @@ def test_a_split_that_cannot_be_is_refused(how, text, residual):
     if "cuts" in how:
         how = {"cuts": [how["cuts"][0].format(loss=loss)]}
     with pytest.raises(RuntimeError) as error:
-        split_graph(prune(model, [loss]).graph, loss, stages=2, given=["x", "labels"], **how)
+        split_graph(prune(model, [loss]).graph, loss, stages=2, inputs=["x", "labels"], **how)
     assert text in str(error.value)
 
 
@@ -260,10 +263,10 @@ def skip_one(folder: str) -> tuple[int, bytes]:
     """An update that only one rank has to skip."""
     comm = connect(timeout=10)
     runner = _start(comm, artifacts=folder, on_nonfinite="skip")
-    before = runner._engine.module.memory.parameters.vector.tobytes()
+    before = runner.engine.module.memory.parameters.vector.tobytes()
     skipped = runner.run(_only_on(0, _not_finite)).skipped
     comm.close()
-    return skipped, before == runner._engine.module.memory.parameters.vector.tobytes()
+    return skipped, before == runner.engine.module.memory.parameters.vector.tobytes()
 
 
 def test_all_ranks_skip_an_update_that_one_has_to_skip(tmp_path):

@@ -19,6 +19,7 @@ from onward.distributed import RunnerSettings, ShardedArrays, TrainingRunner
 from onward.distributed.comm import TorchCommunicator
 from onward.distributed.data_parallel import DataParallel
 from onward.runtime import inference_model as inference
+from onward.train.run_files import RunFiles
 
 pytestmark = pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="the system has no SIGKILL")
 
@@ -62,7 +63,7 @@ def _inject(where: str, rank: int, number: int) -> None:
         if rank == 0:
             at(os, "fsync", 4)
         else:
-            at(TrainingRunner, "save_checkpoint", 2)
+            at(RunFiles, "save", 2)
     elif rank == 0:
         at(inference, "_load", 1)
     else:
@@ -94,7 +95,7 @@ def test_a_rank_killed_in(where, rank, folder, undisturbed, tmp_path):
     with pytest.raises(ranks.Lost) as lost:
         ranks.start(2, train, **job).wait()
     assert lost.value.errors[rank] == f"exit -{int(signal.SIGKILL)}"
-    assert "DistributedError: rank" in lost.value.errors[1 - rank]
+    assert "RankLost: rank" in lost.value.errors[1 - rank]
     ranks.start(2, train, attempt=1, **job).wait()
     assert result(tmp_path) == undisturbed
     assert {path.name for path in tmp_path.iterdir() if path.name[0] != "."} == {"checkpoints", "model.onnx"}
@@ -116,7 +117,7 @@ def test_a_rank_of_several_killed_in(world, folder, tmp_path):
         errors = lost.value.errors
         assert errors.pop(rank) == f"exit -{int(signal.SIGKILL)}"
         assert len(errors) == world - 1
-        assert all("DistributedError: rank" in error for error in errors.values())
+        assert all("RankLost: rank" in error for error in errors.values())
         ranks.start(world, train, attempt=1, **job).wait()
         assert result(tmp_path / str(rank)) == whole
 

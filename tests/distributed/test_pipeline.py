@@ -39,12 +39,16 @@ def train(
         final = runner.end_training(loader)
         if export is not None:
             runner.export_model_for_inferencing(export[0], [export[1]])
-        module = runner._engine.module
+        module = runner.engine.module
         return {
             "losses": history.losses,
             "final": final,
             "norm": runner.optimizer.gradient_norm,
-            "gradients": {name: array.copy() for name, array in module.memory.gradients.arrays().items()},
+            # those that the update saw: engines add them up in units of their own
+            "gradients": {
+                name: array * np.float32(runner.optimizer.gradient_scale)
+                for name, array in module.memory.gradients.arrays().items()
+            },
         }
 
 
@@ -86,7 +90,7 @@ SPLITS = {
     "two that share a weight, in the memory of a device": (
         "encoder with tied embeddings", 2, {"cuts": ["h1"], "device": EMULATED},
     ),
-    "four stages, all forward first": ("encoder with tied embeddings", 4, {"schedule": "gpipe"}),
+    "four stages, all forward first": ("encoder with tied embeddings", 4, {"pipeline_schedule": "gpipe"}),
 }  # fmt: skip
 
 
@@ -113,7 +117,7 @@ def test_stages_give_the_gradients_and_the_model_of_one_process(name, stages, se
         np.testing.assert_allclose(result["norm"], expected["norm"], rtol=1e-5)
         for parameter, gradient in result["gradients"].items():
             scale = np.abs(expected["gradients"][parameter]).max()
-            np.testing.assert_allclose(gradient, expected["gradients"][parameter], atol=1e-6 * scale, rtol=0)
+            np.testing.assert_allclose(gradient, expected["gradients"][parameter], atol=2e-6 * scale, rtol=0)
             seen.add(parameter)
     assert seen == set(expected["gradients"])
     for parameter, array in weights(path).items():

@@ -1,4 +1,4 @@
-"""The example under torchrun, with a rank that is killed on the way."""
+"""The example under our launcher and under torchrun, with a rank that is killed on the way."""
 
 from __future__ import annotations
 
@@ -21,13 +21,25 @@ def undisturbed(output: str) -> None:
     runpy.run_path(str(EXAMPLE))["main"](["--output", output, "--epochs", "2"])
 
 
+LAUNCHERS = {
+    "ours": ["onward.distributed.launch", "-n", "2"],
+    "torchrun": ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
+}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("whole")
+    ranks.run(2, undisturbed, output=str(folder))
+    return folder
+
+
 @pytest.mark.skipif(os.name != "posix", reason="a rank is killed with SIGKILL")
-def test_the_example_with_a_killed_rank_exports_what_it_would_have(tmp_path):
-    ranks.run(2, undisturbed, output=str(tmp_path / "whole"))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += ["--max-restarts", "1", str(HERE / "dying_digits.py")]
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_the_example_with_a_killed_rank_exports_what_it_would_have(launcher, whole, tmp_path):
+    command = [sys.executable, "-m", *LAUNCHERS[launcher], "--max-restarts", "1"]
     done = subprocess.run(
-        [*command, "--output", str(tmp_path / "killed"), "--epochs", "2"],
+        [*command, str(HERE / "dying_digits.py"), "--output", str(tmp_path / "killed"), "--epochs", "2"],
         capture_output=True,
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -37,5 +49,5 @@ def test_the_example_with_a_killed_rank_exports_what_it_would_have(tmp_path):
     assert "2 ranks, 60 updates (30 in this attempt)" in done.stdout
     accuracy = re.search(r"accuracy ([\d.]+)%", done.stdout)
     assert accuracy is not None and float(accuracy[1]) > 80
-    whole, killed = (tmp_path / name / "digits.onnx" for name in ("whole", "killed"))
-    assert whole.read_bytes() == killed.read_bytes()
+    models = [folder / "digits.onnx" for folder in (whole, tmp_path / "killed")]
+    assert models[0].read_bytes() == models[1].read_bytes()

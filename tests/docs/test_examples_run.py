@@ -65,6 +65,7 @@ def stand_in_for_all_that_is_exported() -> None:
 
 PREPARE = {
     "language-models": stand_in_for_a_language_model,
+    "preferences": stand_in_for_all_that_is_exported,
     "exporting-from-hugging-face": stand_in_for_all_that_is_exported,
     "fine-tuning-hugging-face": stand_in_for_the_hub,
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -70,3 +71,13 @@ def test_the_table_of_hugging_face_types_has_every_pair_that_is_tried() -> None:
         ("swin", "image-classification"),
     ):
         assert program.difference(kind, task) < 1e-5
+
+
+def test_the_notebooks_are_the_start_pages() -> None:
+    program = load_program("generate_notebooks")
+    for path, text in program.notebooks().items():
+        assert path.read_text(encoding="utf-8") == text, "run: python docs/generate_notebooks.py"
+        document = json.loads(text)
+        codes = ["".join(cell["source"]) for cell in document["cells"] if cell["cell_type"] == "code"]
+        page = (ROOT / "docs" / f"{path.stem}.md").read_text(encoding="utf-8")
+        assert codes and all(code.strip() in page for code in codes)

@@ -50,3 +50,17 @@ def test_failure_raises_with_the_whole_report():
     fine, broken = compare({"a": ONE}, {"a": ONE}, case="batch 3"), compare({"b": ONE}, {"b": ONE * 2})
     with pytest.raises(ParityError, match=r"(?s)model 'm'.*ok   a \[3\] at batch 3.*FAIL b"):
         merge(fine, broken).raise_if_failed("model 'm'")
+
+
+def test_an_overflow_of_the_originals_own_float32_is_reported_and_allows_nothing():
+    exact = np.float64([1.0, 1e39, 2.0])
+    plain = np.float32([1.0, np.inf, 2.0])
+    report = compare({"y": exact}, {"y": np.float32([1.0, np.inf, 2.0])}, plain={"y": plain})
+    assert report.passed and "own float32 is inf" in str(report)
+    assert not compare({"y": exact}, {"y": np.float32([1.5, np.inf, 2.0])}, plain={"y": plain}).passed
+    assert not compare({"y": exact}, {"y": np.float32([np.inf, np.inf, 2.0])}, plain={"y": plain}).passed
+
+
+def test_equal_infinities_do_not_hide_the_originals_own_rounding():
+    exact, plain = np.float64([-np.inf, 1.0]), np.float32([-np.inf, 1.001])
+    assert compare({"y": exact}, {"y": np.float32([-np.inf, 0.998])}, plain={"y": plain}).passed

@@ -14,8 +14,8 @@ from export.tiny_transformers import tiny_pair
 from onward.errors import ModelError
 from onward.export import from_transformers
 from onward.export.huggingface.cards import generation_settings
+from onward.language.decoding import Options
 from onward.pipeline.load import load
-from onward.pipeline.text_generation import Options
 
 TEXTS = ["the ferry leaves at noon", "nobody expected a small library to train a network on the phone", "why"]
 LAYOUTS = {

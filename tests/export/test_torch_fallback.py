@@ -99,14 +99,16 @@ def test_an_eval_model_that_still_draws_is_named(tmp_path: Path) -> None:
         artifacts.build_artifacts(proto, loss=artifacts.LossType.MSELoss)
 
 
-# ---- the other exporter ----------------------------------------------------------------------------
+# ---- the other exporters ---------------------------------------------------------------------------
 
 
-def test_what_the_tracer_cannot_take_goes_through_torch_export() -> None:
+def test_what_the_tracer_cannot_take_goes_through_primitive_operators() -> None:
     module = Net(lambda y: torch.fft.rfft(y).abs())
-    with pytest.warns(UserWarning, match="exported through torch.export, because the tracer cannot"):
+    with pytest.warns(
+        UserWarning, match="exported through torch's primitive operators, because the tracer cannot"
+    ):
         proto = from_torch(module, torch.randn(3, 8))
-    assert exporter_of(proto) == "dynamo"
+    assert exporter_of(proto) == "primitives"
     assert [tensor.name for tensor in proto.graph.initializer][:2] == ["layer.weight", "layer.bias"]
 
 
@@ -188,12 +190,27 @@ def test_the_keywords_of_torchs_training_call() -> None:
         ({"export_params": False}, ValueError),
         ({"training": torch.onnx.TrainingMode.PRESERVE}, ValueError),
         ({"colour": "red"}, TypeError),
+        ({"dynamo": True}, ValueError),
+        ({"dynamic_shapes": ({0: "batch"},)}, ValueError),
     ],
     ids=str,
 )
 def test_keywords_that_mean_something_else_are_refused(keywords: dict, error: type[Exception]) -> None:
     with pytest.raises(error, match=next(iter(keywords))):
         from_torch(nn.Linear(4, 2), torch.randn(3, 4), **keywords)
+
+
+def test_the_file_may_be_called_f(tmp_path: Path) -> None:
+    assert (
+        from_torch(nn.Linear(4, 2), torch.randn(3, 4), f=tmp_path / "model.onnx") == tmp_path / "model.onnx"
+    )
+    with pytest.raises(TypeError, match="both a path and f"):
+        from_torch(nn.Linear(4, 2), torch.randn(3, 4), tmp_path / "a.onnx", f=tmp_path / "b.onnx")
+
+
+def test_export_options_given_to_artifacts_are_sent_to_the_export() -> None:
+    with pytest.raises(TypeError, match=r"generate_artifacts\(\) got .*'training'.*from_torch takes it"):
+        artifacts.generate_artifacts(b"", training=True)  # type: ignore[call-arg]
 
 
 def test_interpolation_with_antialiasing() -> None:

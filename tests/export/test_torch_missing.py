@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import numpy as np
 import onnx
+import onnxruntime
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
+from onward.artifacts import build_artifacts
 from onward.errors import ExportError
 from onward.export import from_torch
 from same_gradients import assert_gradients_equal_torch
@@ -42,6 +45,9 @@ FUNCTIONS = {
     ),
     "solve": lambda x: torch.linalg.solve(square(x) + 3 * torch.eye(2), square(x)),
     "solve of vectors": lambda x: torch.linalg.solve(square(x)[:, 0] + 3 * torch.eye(2), x[:, :2]),
+    "cholesky solve": lambda x: torch.cholesky_solve(
+        square(x), torch.linalg.cholesky(square(x) @ square(x).mT + torch.eye(2))
+    ),
     "cholesky": lambda x: torch.linalg.cholesky(square(x) @ square(x).mT + torch.eye(2)),
     # several in one export: outputs are compared one by one
     "elementwise": lambda x: (
@@ -57,9 +63,31 @@ FUNCTIONS = {
         torch.where(x > 0.5, torch.nan, x).nanmedian(-1).values + x.nanmedian(),
         (x.round() + x - x.detach()).mode(-1).values,
         torch.sort(x, stable=True, dim=0, descending=True)[0],
+        x.gather(-1, torch.argsort((x > 0), dim=-1, descending=True, stable=True)),
+        x.gather(0, x.argsort(0)),
         x * torch.searchsorted(torch.linspace(-2, 2, 5), x, right=True),
         x * torch.bucketize(x, torch.linspace(-2, 2, 5)),
         x * torch.isin(x.round().long(), torch.tensor([0, 1])),
+    ),
+    "moved": lambda x: (
+        square(x).movedim(-1, 1),
+        square(x).moveaxis((0, -1), (-1, 0)),
+        torch.rot90(x, 1, (-2, -1)) * 2,
+        x.rot90(2) + x.rot90(-4),
+        torch.cat(torch.cat(x.split(2, -1), 0).split(x.size(0), 0), -1),  # a size that the trace follows
+        x.view(len(x), -1, 2).sum(2),
+        torch.zeros(3, 8).index_add(0, torch.tensor([0, 2, 2, 1]), x[:4], alpha=0.5),
+        torch.zeros_like(x).index_add_(1, torch.tensor([0, 0, 1]), x[:, :3]),
+        torch.where(torch.eye(len(x), dtype=torch.bool), 0.0, x @ x.T),
+        torch.zeros_like(x).copy_(x[:1]),
+        F.grid_sample(
+            square(x)[:, :1], F.affine_grid(x[:, :6].view(-1, 2, 3), [len(x), 1, 3, 3], False).tanh()
+        ),
+    ),
+    "hyperbolic": lambda x: (
+        torch.acosh(1.5 + x.abs()) + x.asinh() + torch.atanh(x.sigmoid() * 0.9),
+        x.sinh() + x.cosh(),
+        torch.xlogy(x.relu(), x.abs() + 1) + torch.special.xlogy(0.5, x.exp()),
     ),
     "rows": lambda x: (
         torch.cdist(x, x * 2, p=1),
@@ -71,6 +99,19 @@ FUNCTIONS = {
         torch.full((2, 8), -9.0).index_reduce(0, torch.tensor([0, 1, 1, 0, 1]), x, "amax"),
         torch.linalg.slogdet(x[:2, :2])[1],
         torch.vander(x[0], 3).detach() * x[0, 0],  # torch has no gradient of it
+    ),
+    "diagonals": lambda x: (
+        torch.diag(x, 1),
+        torch.diag(x[0], -2),
+        torch.diag_embed(x, 1),
+        x.diag_embed(dim1=0, dim2=2),
+    ),
+    "integers": lambda x: (
+        x * ((x * 9).long() ^ 5),
+        x * torch.bitwise_xor((x * 9).int(), (x * 3).int()),
+        x * ((x > 0) ^ (x < 0.5)),
+        x * torch.bincount((3 * x.abs()).long().flatten(), minlength=30)[0],
+        x * torch.bincount((x[0] > 0).long(), weights=x[1].detach())[1],
     ),
     "pooling": lambda x: (
         F.adaptive_avg_pool2d(x[None, None], (3, 5)),
@@ -89,6 +130,8 @@ FUNCTIONS = {
             x, torch.tensor([1, 2, -100, 4, 0]), label_smoothing=0.1, weight=torch.arange(1.0, 9.0)
         ),
         F.cross_entropy(x, x.flip(0).softmax(-1).detach(), label_smoothing=0.2),
+        F.multilabel_margin_loss(x, torch.tensor([[3, 0, -1, 1, 2, 4, 5, 6]] * 5), reduction="sum"),
+        F.multilabel_margin_loss(x[0], torch.tensor([7, 1, 2, -1, -1, -1, -1, -1])),
         F.cross_entropy(
             x[None], torch.tensor([[0, 1, 2, 3, 4, 0, 0, 1]]), label_smoothing=0.1, reduction="sum"
         ),
@@ -98,6 +141,11 @@ FUNCTIONS = {
         torch.empty_like(x).normal_(1.0, 0.5) * x,
         torch.normal(x, x.detach().abs()),
         torch.normal(0.0, 1.0, (5, 8)) + x,
+        # DropPath and StochasticDepth at a half, as timm and torchvision draw
+        x * torch.empty(5, 1).bernoulli_(0.5) / 0.5,
+        x * (0.5 + torch.rand(5, 1)).floor(),
+        x * torch.bernoulli(torch.full((5, 1), 0.5)),
+        x * torch.empty(5, 1).bernoulli_(0.499),
     ),
 }
 
@@ -110,6 +158,81 @@ def test_a_function_exports_with_torchs_values_and_gradient(name: str) -> None:
     assert "torchscript" in origin
 
 
+BAGS = {
+    "rows": (torch.tensor([[1, 2, 0, 6], [0, 0, 0, 0], [3, 3, 1, 0]]),),
+    "offsets, one bag empty": (torch.tensor([1, 2, 0, 6, 5, 4, 3, 3, 0]), torch.tensor([0, 2, 2, 5])),
+}
+
+
+@pytest.mark.parametrize("arguments", BAGS.values(), ids=BAGS)
+@pytest.mark.parametrize("padding", [None, 0])
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+def test_bags_of_embeddings_export_with_torchs_values_and_gradient(mode, padding, arguments) -> None:
+    bag = nn.EmbeddingBag(7, 4, mode=mode, padding_idx=padding)
+    proto = from_torch(bag, arguments)
+    assert not {"Loop", "If", "SequenceAt"} & {node.op_type for node in proto.graph.node}
+
+
+class AdaptiveSoftmax(nn.Module):
+    """An adaptive softmax after a linear layer, and which of its results are given."""
+
+    def __init__(self, results) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 8)
+        self.softmax = nn.AdaptiveLogSoftmaxWithLoss(8, 20, cutoffs=[5, 10], div_value=2.0, head_bias=True)
+        self.results = results
+
+    def forward(self, x, *labels):
+        return self.results(self.softmax, self.linear(x), *labels)
+
+
+@pytest.mark.parametrize(
+    "results",
+    [
+        lambda softmax, x, labels: softmax(x, labels),
+        lambda softmax, x, labels: softmax(x[0], labels[0]).output,
+        lambda softmax, x, labels: softmax.log_prob(x),
+    ],
+    ids=["loss", "one row", "probabilities"],
+)
+def test_an_adaptive_softmax_exports_for_any_batch_and_any_cluster(results) -> None:
+    torch.manual_seed(0)
+    labels = torch.tensor([0, 4, 1, 19, 3, 10])  # none of the middle cluster
+    proto = from_torch(AdaptiveSoftmax(results), (torch.randn(6, 6), labels))
+    assert proto.graph.input[0].type.tensor_type.shape.dim[0].dim_param == "batch"
+    build_artifacts(proto, loss=lambda op, output: op.ReduceMean(output, keepdims=0))
+
+
+def test_bags_take_weights_and_a_last_offset_and_refuse_max_norm() -> None:
+    ids, offsets = torch.tensor([1, 2, 0, 6, 5]), torch.tensor([0, 2, 2, 5])
+    from_torch(nn.EmbeddingBag(7, 4, mode="sum", include_last_offset=True), (ids, offsets, torch.randn(5)))
+    with pytest.raises(ExportError, match="max_norm"):
+        from_torch(nn.EmbeddingBag(7, 4, max_norm=1.0), (ids, offsets))
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_row_of_attention_that_sees_nothing_gives_zeros_as_torchs_does(training: bool) -> None:
+    class Encoder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+
+        def forward(self, x, padding):
+            return self.layer(x, src_key_padding_mask=padding)
+
+    padding = torch.zeros(3, 5, dtype=torch.bool)
+    padding[0], padding[1, 3:] = True, True
+    module, x = Encoder().train(training), torch.randn(3, 5, 8)
+    proto = from_torch(module, (x, padding), training=training)
+    if not training:  # in training dropout draws other masks: the export's own check leaves it out
+        feeds = {"x": x.numpy(), "padding": padding.numpy()}
+        (got,) = onnxruntime.InferenceSession(proto.SerializeToString()).run(None, feeds)
+        with torch.no_grad():
+            expected = module.eval()(x, padding).numpy()
+        np.testing.assert_allclose(got[1:], expected[1:], rtol=1e-4, atol=1e-5)
+        assert np.isfinite(got).all()
+
+
 def test_a_module_made_by_torch_jit_is_refused() -> None:
     with pytest.raises(
         ExportError, match=r"'1' was made by torch.jit .*: export the module that it was made from"
@@ -118,7 +241,7 @@ def test_a_module_made_by_torch_jit_is_refused() -> None:
 
 
 class Conditional(nn.Module):
-    """A kernel for each sample, mixed of three: the batch is in the number of groups."""
+    """A kernel for each sample, mixed of three: the batch is the number of groups."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -131,12 +254,23 @@ class Conditional(nn.Module):
         return y.view(x.shape[0], 4, *x.shape[2:])
 
 
+def _axes(proto: onnx.ModelProto) -> list[str | int]:
+    return [d.dim_param or d.dim_value for d in proto.graph.input[0].type.tensor_type.shape.dim]
+
+
+def test_as_many_groups_as_examples_leave_the_batch_free() -> None:
+    proto = from_torch(Conditional(), torch.randn(2, 3, 6, 6))  # compared with torch at other batches
+    assert _axes(proto) == ["batch", 3, "height", "width"]
+
+
 def test_a_batch_that_cannot_be_free_leaves_other_axes_free() -> None:
+    class Running(nn.Conv2d):
+        def forward(self, x):
+            return super().forward(x).cumprod(0)
+
     with pytest.warns(UserWarning, match="the export fixes batch at"):
-        proto = from_torch(Conditional(), torch.randn(2, 3, 6, 6))
-    assert [d.dim_param or d.dim_value for d in proto.graph.input[0].type.tensor_type.shape.dim] == [
-        2, 3, "height", "width",
-    ]  # fmt: skip
+        proto = from_torch(Running(3, 2, 3), torch.randn(2, 3, 6, 6))
+    assert _axes(proto) == [2, 3, "height", "width"]
 
 
 def test_a_running_maximum_knows_nan() -> None:

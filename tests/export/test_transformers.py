@@ -243,13 +243,13 @@ def test_padding_is_left_out_of_the_comparison_unless_it_is_not_finite(
     )  # fmt: skip
     mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
     theirs, ours = np.zeros((2, 3, 4), np.float32), np.zeros((2, 3, 4), np.float32)
-    place = (1, 2) if where == "padding" else (0, 1)
-    ours[(*place, 0)] = wrong
-    kept = tracing._kept(traceable, {"attention_mask": mask}, "y", theirs, ours)
-    assert kept is not None and kept[place] == counts
-    kept[place] = mask[place] != 0
-    assert np.array_equal(kept, mask.numpy() != 0)
-    assert tracing._kept(traceable, {"attention_mask": mask}, "pooled", theirs, ours) is None
+    position = (1, 2) if where == "padding" else (0, 1)
+    ours[(*position, 0)] = wrong
+    unpadded = tracing._unpadded_mask(traceable, {"attention_mask": mask}, "y", theirs, ours)
+    assert unpadded is not None and unpadded[position] == counts
+    unpadded[position] = mask[position] != 0
+    assert np.array_equal(unpadded, mask.numpy() != 0)
+    assert tracing._unpadded_mask(traceable, {"attention_mask": mask}, "pooled", theirs, ours) is None
 
 
 def test_the_card_says_how_much_padding_was_not_compared(tmp_path: Path) -> None:
@@ -282,7 +282,7 @@ def test_a_model_over_the_limit_of_one_file_goes_beside_its_weights(
     with pytest.raises(ExportError, match="do not fit in bytes; pass path="):
         from_transformers(pair, "pooling")
     from_transformers(pair, "pooling", tmp_path / "model.onnx")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["model.onnx", "model.onnx.data"]
+    assert len(list(tmp_path.glob("model.onnx.*.data"))) == 1 and len(list(tmp_path.iterdir())) == 2
     session = onnxruntime.InferenceSession(tmp_path / "model.onnx", providers=["CPUExecutionProvider"])
     assert [output.name for output in session.get_outputs()] == ["embeddings"]
 
@@ -297,9 +297,8 @@ def test_a_model_to_train_over_the_limit_goes_beside_its_weights(
     with pytest.raises(ExportError, match="do not fit in bytes; pass path="):
         from_transformers(pair, "text-classification", training=True)
     from_transformers(pair, "text-classification", tmp_path / "m", opset=18, training=True)
-    assert {"model.onnx", "model.onnx.data", "onward.json"} <= {
-        path.name for path in (tmp_path / "m").iterdir()
-    }
+    assert {"model.onnx", "onward.json"} <= {path.name for path in (tmp_path / "m").iterdir()}
+    assert len(list((tmp_path / "m").glob("model.onnx.*.data"))) == 1
     assert all(
         t.external_data
         for t in onnx.load(tmp_path / "m/model.onnx", load_external_data=False).graph.initializer

@@ -222,6 +222,29 @@ def test_answers_are_the_likeliest_spans_of_the_context(tmp_path: Path) -> None:
         pipeline(question, LONG, top_k=0)
 
 
+def test_a_tokenizer_that_pads_on_the_left_has_the_context_first(tmp_path: Path) -> None:
+    """As transformers' pipeline asks such models: they were trained so."""
+    model, tokenizer = tiny_pair("bert", "question-answering")
+    tokenizer.padding_side = "left"
+    from_transformers((model, tokenizer), "question-answering", tmp_path / "model")
+    pipeline: Any = load(tmp_path / "model")
+    question = "where does the path end"
+    got = pipeline(question, LONG, max_answer_len=4, align_to_words=False)
+    outputs = answer(model, tokenizer, LONG, question)
+    encoded = tokenizer(LONG, question, return_offsets_mapping=True)
+    weighed = torch.tensor([part == 0 for part in encoded.sequence_ids()])
+    weighed[0] = True
+    start, end = (
+        outputs[k][0].masked_fill(~weighed, -torch.inf).softmax(-1) for k in ("start_logits", "end_logits")
+    )
+    start[0] = end[0] = 0
+    joint = torch.outer(start, end).triu().tril(3)
+    first, last = divmod(int(joint.argmax()), joint.shape[1])
+    left, right = encoded["offset_mapping"][first][0], encoded["offset_mapping"][last][1]
+    assert (got["answer"], got["start"]) == (LONG[left:right], left)
+    assert got["score"] == pytest.approx(float(joint.max()), abs=1e-6)
+
+
 def test_a_context_longer_than_the_model_is_read_in_windows(tmp_path: Path) -> None:
     pipeline, _, _ = exported(tmp_path, "bert", "question-answering")
     far = " ".join([TEXT] * 40) + " " + LONG

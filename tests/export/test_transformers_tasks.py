@@ -24,8 +24,8 @@ from onward.export.huggingface.assign import cheapest_pairs
 from onward.export.huggingface.cards import processor_settings
 from onward.export.huggingface.task_losses import LOSSES
 from onward.export.huggingface.tasks import TASKS, TYPES, detect, task_for
-from onward.pipeline.by_task import ANSWERS
 from onward.pipeline.load import load
+from onward.tasks.answers import ANSWERS, answer_function
 
 PICTURE = Image.fromarray(np.random.default_rng(0).integers(0, 256, (40, 56, 3)).astype(np.uint8))
 WAVE = np.random.default_rng(0).normal(size=5000).astype(np.float32)
@@ -43,6 +43,7 @@ def answering(folder: Path, kind: str, task: str, companion: Any = None) -> tupl
 def test_the_table_names_only_what_there_is() -> None:
     rows = [*TASKS.values(), *(task_for(task, kind) for kind, task in TYPES)]
     assert {row.answer for row in rows} <= set(ANSWERS)
+    assert all(callable(answer_function(word)) for word in ANSWERS)
     assert {row.loss for row in rows} - {None} <= set(LOSSES)
     assert all(hasattr(transformers, loader) for row in rows for loader in row.loaders)
 

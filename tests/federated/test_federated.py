@@ -361,3 +361,48 @@ def test_flower_trains_as_client_and_server_do(small: Path, caplog: pytest.LogCa
         flowers[0].fit(common.parameters_to_ndarrays(sent)[:-1], config)
     with pytest.raises(ValueError, match="initial_parameters is given by the server"):
         flower_strategy(server, initial_parameters=sent)
+
+
+def test_the_optimizer_s_state_stays_in_flower_s_context_from_client_to_client(small: Path) -> None:
+    """Flower makes a client for each message: three of them train as one that stays."""
+    common = pytest.importorskip("flwr.common", reason="Flower is an extra: pip install onward[federated]")
+    starts: list[bytes | None] = []
+
+    def make(content: bytes | None) -> Client:
+        starts.append(content)
+        if content is None:
+            return make_client(small)
+        state = CheckpointState.load_checkpoint(content)
+        module = Module(small / "training_model.onnx", state, session_options=one_thread())
+        return Client(state, module, Optimizer(small / "optimizer_model.onnx", module))
+
+    data = [batch(index, 4) for index in range(3)]
+    context = types.SimpleNamespace(state=common.RecordDict())
+    staying = make_client(small)
+    parameters = staying.parameters()
+    for _ in range(3):
+        arrays, examples, _ = flower_client(make, lambda number: data, context=context).fit(
+            list(parameters.values()), {}
+        )
+        update = staying.train(parameters, data)
+        assert examples == 12
+        for array, difference in zip(arrays, update.difference.values(), strict=True):
+            np.testing.assert_array_equal(array, difference)
+    assert starts[0] is None and all(isinstance(content, bytes) for content in starts[1:])
+    with pytest.raises(ValueError, match="give a function that makes a Client"):
+        flower_client(staying, lambda number: data, context=context)
+
+
+def test_flower_is_told_which_clients_evaluate_and_asks_none_unless_told(small: Path) -> None:
+    client_module = pytest.importorskip(
+        "flwr.client", reason="Flower is an extra: pip install onward[federated]"
+    )
+    client = make_client(small)
+    silent = flower_client(client, lambda number: [])
+    able = flower_client(client, lambda number: [], evaluate=lambda client: (0.5, 3, {}))
+    method = client_module.NumPyClient.evaluate
+    assert type(silent).evaluate is method and type(able).evaluate is not method
+    assert able.evaluate(list(client.parameters().values()), {}) == (0.5, 3, {})
+    server = Server(client.parameters())
+    assert flower_strategy(server).fraction_evaluate == 0.0
+    assert flower_strategy(server, fraction_evaluate=0.5).fraction_evaluate == 0.5

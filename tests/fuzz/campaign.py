@@ -416,7 +416,7 @@ def places() -> dict[str, tuple[dict[str, Put], list[Entry]]]:
         "language/model.onnx": (few_models, of_language),
         "language/model.onnx_data": (anything, of_language),
         "language/config.json": (anything | documents, of_language),
-        "language/tokenizer.json": (anything | documents, of_language),
+        "language/tokenizer.json": (anything | documents | cast.tokenizers(), of_language),
         "language/tokenizer_config.json": (anything | documents, of_language),
         "language/generation_config.json": (anything | documents, of_language),
         "language/chat_template.jinja": (anything | cast.templates(), [of_language[0], of_language[4]]),
@@ -427,7 +427,8 @@ def places() -> dict[str, tuple[dict[str, Put], list[Entry]]]:
         "full-disk": ({"": lambda path: None}, list(writers())),
         "artifacts/training_model.onnx (ranks)": (_chosen(MODELS, SLOW_MODELS), on_ranks),
         "data.npz (ranks)": (_chosen(cast.arrays(), SLOW_ARRAYS), on_ranks),
-        "folder/tokenizer.json": (anything | documents, [function(load_folder), command("infer folder -t text")]),
+        "folder/tokenizer.json": (anything | documents | cast.tokenizers(),
+                                  [function(load_folder), command("infer folder -t text")]),
     }  # fmt: skip
 
 
@@ -671,6 +672,11 @@ def _child(entry: Entry, folder: Path, errors: int) -> int:
         hold = {"kinds": kinds, "own": own, "where": where, "text": str(error)[:400]}
         os.write(errors, json.dumps(hold).encode())
 
+    def watch(event: str, arguments: tuple[Any, ...]) -> None:
+        if event in _PROGRAMS:
+            os.write(2, f"{_STARTED} {arguments[0]!r}\n".encode())
+
+    sys.addaudithook(watch)
     if callable(entry.call):
         try:
             entry.call()
@@ -705,6 +711,9 @@ def _one_line(error: Exception) -> str:
 
 # ---- verdicts ----------------------------------------------------------------------------------------------
 
+# what Python says when another program is started
+_PROGRAMS = {"subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.startfile", "pty.spawn"}
+_STARTED = "campaign: it starts"
 OURS = {"OnwardError", "CommandError", "BadParameter"}
 FILES = {"FileNotFoundError", "IsADirectoryError", "NotADirectoryError", "PermissionError", "FileExistsError"}
 _CONTROL = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
@@ -722,6 +731,8 @@ def judge(case: Case, ended: Ended) -> list[str]:
         found.append(f"SIGNAL {signal.Signals(-ended.code).name}: {ended.stderr[-300:]}")
     elif ended.code not in (0, 1, 2):
         found.append(f"CODE {ended.code}: {ended.stderr[-600:]}")
+    if _STARTED in text and not case.place.endswith("(ranks)"):
+        found.append(f"STARTED: {text[text.index(_STARTED) :][:200]}")
     if "Traceback" in text:
         found.append(f"TRACEBACK: {text[-600:]}")
     if _CONTROL.search(text):

@@ -21,7 +21,7 @@ from readers import JSON_WORDS, damage
 
 __all__ = [
     "anything", "arrays", "conversations", "documents", "json_lines", "pictures", "settings", "sounds", "tables",
-    "templates",
+    "templates", "tokenizers",
 ]  # fmt: skip
 
 
@@ -265,6 +265,66 @@ def templates() -> dict[str, Put]:
         "changes": "{% for m in messages %}{{ m.update({'role': 1}) }}{% endfor %}",
     }
     return {name: content(text) for name, text in texts.items()}
+
+
+def tokenizers() -> dict[str, Put]:
+    """The good tokenizer with steps, tokens or words that ask for much, or for what is not there."""
+
+    def replace(pattern: dict[str, str], text: str) -> dict[str, Any]:
+        return {"type": "Replace", "pattern": pattern, "content": text}
+
+    def split(pattern: str) -> dict[str, Any]:
+        return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+
+    def template(ids: list[int]) -> dict[str, Any]:
+        special = {"id": "x", "ids": ids, "tokens": ["x"] * len(ids)}
+        pieces = [{"SpecialToken": {"id": "x", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+        return {
+            "type": "TemplateProcessing",
+            "single": pieces,
+            "pair": pieces,
+            "special_tokens": {"x": special},
+        }
+
+    added = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    changes: dict[str, dict[str, Any]] = {
+        "doubles": {"normalizer": {"type": "Sequence", "normalizers": [replace({"String": "t"}, "tt")] * 33}},
+        "long-replacement": {"normalizer": replace({"String": "t"}, "t" * 5000)},
+        "replaces-nothing": {"normalizer": replace({"Regex": ""}, "x" * 5000)},
+        "prepends": {"normalizer": {"type": "Prepend", "prepend": "x" * 100_000}},
+        "backtracks": {"pre_tokenizer": split("(e+)+$")},
+        "backtracks-longer": {"pre_tokenizer": split("(.*)*(.*)*(.*)*x$")},
+        "nested-repeats": {"pre_tokenizer": split("((((((t{1,99}){1,99}){1,99}){1,99}){1,99}){1,99})")},
+        "not-a-pattern": {"pre_tokenizer": split("(")},
+        "references": {"pre_tokenizer": split(r"(t|e)\1\1\1(?<=x)")},
+        "beyond-the-vocabulary": {"added_tokens": [{"id": 2**31, "content": "text", **added}]},
+        "just-beyond": {"added_tokens": [{"id": 100_000, "content": "text", **added}]},
+        "empty-token": {"added_tokens": [{"id": 3, "content": "", **added}]},
+        "special-ids-beyond": {"post_processor": template([2**31])},
+        "many-special-ids": {"post_processor": template([1] * 50_000)},
+        "no-special-ids": {"post_processor": template([])},
+        "decoder-doubles": {"decoder": {"type": "Sequence", "decoders": [replace({"String": "w"}, "ww")] * 33}},
+        "unknown-step": {"pre_tokenizer": {"type": "Nothing"}},
+        "deep-sequence": {"normalizer": _nested({"type": "NFC"}, 60)},
+        "ids-beyond": {"model": {"type": "WordLevel", "vocab": {"text": 2**31, "[UNK]": 99}, "unk_token": "[UNK]"}},
+        "negative-id": {"model": {"type": "WordLevel", "vocab": {"text": -1}, "unk_token": "text"}},
+        "no-unknown": {"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "[UNK]"}},
+        "merges-of-nothing": {"model": {"type": "BPE", "vocab": {"a": 0}, "merges": ["a b", "b c"]}},
+        "unigram-of-nothing": {"model": {"type": "Unigram", "vocab": [], "unk_id": 7}},
+        "unigram-not-finite": {"model": {"type": "Unigram", "vocab": [["a", 1e999], ["t", -1e999]], "unk_id": 0}},
+        "control": {"added_tokens": [{"id": 1, "content": "\x1b[2Jtext", **added}]},
+    }  # fmt: skip
+
+    def put(parts: dict[str, Any]) -> Put:
+        return changed(lambda data: json.dumps({**json.loads(data), **parts}).encode())
+
+    return {name: put(parts) for name, parts in changes.items()}
+
+
+def _nested(step: dict[str, Any], depth: int) -> dict[str, Any]:
+    for _ in range(depth):
+        step = {"type": "Sequence", "normalizers": [step]}
+    return step
 
 
 def pictures() -> dict[str, Put]:

@@ -25,22 +25,23 @@ import onward
 from onward import checkpoint
 from onward.checkpoint import integrity, portable
 from onward.cli.app import app
-from onward.cli.config_file import read_settings
+from onward.cli.command import read_settings
 from onward.cli.run_folder import read_run
-from onward.data.conversations import encode_lines, read_lines
+from onward.data.columns import read_table
+from onward.data.conversations import Encoder, read_lines
 from onward.data.images import open_picture
-from onward.data.preprocessing import Preprocessing, beside
 from onward.data.read import read_arrays
 from onward.data.sound import fit_wave, read_wave
-from onward.data.tables import read_table
 from onward.data.text import text_settings
 from onward.export.huggingface.folder import read_card
 from onward.federated.update import Update
 from onward.graph.gate import read_proto
 from onward.graph.load import load_model
+from onward.hub.base_folder import open_language_model
+from onward.hub.folder_files import read_processor
+from onward.info.preprocessing import Preprocessing
+from onward.language.chat import read_template
 from onward.lora import load_peft
-from onward.pipeline.base_folder import open_language_model
-from onward.pipeline.chat import read_template
 from onward.runtime.sessions import open_session
 from onward.train.history import History
 
@@ -268,7 +269,7 @@ def _beside(path: Path) -> object:
     from onward.data.images import picture_settings
     from onward.data.match_inputs import InputSpec
 
-    settings = beside(path.parent / "model.onnx")
+    settings = read_processor(path.parent)
     spec = InputSpec("x", np.dtype(np.float32), (None, 3, None, None))
     picture = path.parent / "seen.png"
     Image.new("RGB", (6, 5)).save(picture)
@@ -287,7 +288,7 @@ def _conversations(path: Path) -> object:
     def render(messages, *, prompt):
         return "".join(f"<{m['role']}>{m['content']}" for m in messages) + ("<assistant>" if prompt else "")
 
-    return encode_lines(read_lines(path), _Tokenizer(), render, end=0, max_length=64, vocabulary=100)
+    return Encoder(_Tokenizer(), render, 0, 64, 100).examples(read_lines(path))
 
 
 def _chat(path: Path) -> object:

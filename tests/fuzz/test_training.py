@@ -35,6 +35,10 @@ from onward.distributed.data_parallel import DataParallel
 from onward.errors import NonFiniteError
 from onward.onnxblock import optim
 from onward.runtime.devices import Device
+from onward.train.artifact_set import find_artifacts
+from onward.train.engines import EngineSettings
+from onward.train.progress import Position
+from onward.train.window import ReadAhead, Window
 from small_models import batch, one_thread, write_classifier
 
 LONG = "ONWARD_FUZZ" in os.environ
@@ -313,12 +317,14 @@ class Training(RuleBasedStateMachine):
         chosen = RunnerSettings(artifacts=self.artifacts, learning_rate=RATE, shard_optimizer=sharded)
 
         def rank(comm: Rank) -> None:
-            engine = DataParallel(chosen, checkpoint.load(path), comm)
+            files, options = find_artifacts(self.artifacts), EngineSettings(seed=None)
+            engine = DataParallel(files, checkpoint.load(path), options, chosen, comm)
             engine.optimizer.set_learning_rate(RATE)
-            share = [(x[comm.rank :: world], labels[comm.rank :: world])]
-            report = engine.backward(share, step=0)
+            share = ReadAhead(iter([(x[comm.rank :: world], labels[comm.rank :: world])]))
+            position = Position()
+            report = engine.backward(Window(share, position, size=1, check_interrupt=lambda: None))
             assert report.failure is None, report.failure
-            assert engine.update(weight=size, invalid=None)
+            assert engine.update(weight=size, unit=position.unit, invalid=None)
             data = engine.gather(include_optimizer_state=True)
             if data is not None:
                 checkpoint.save(data, path)

@@ -15,7 +15,7 @@ import pytest
 
 from onward.artifacts import LossType, OptimType, generate_artifacts
 from onward.contract import CONV_WEIGHT
-from onward.graph.passes.conv_forms import Convolution, form_model, noted_convolutions
+from onward.graph.proto.conv_forms import Convolution, form_model, noted_convolutions
 from onward.runtime import autotune
 from onward.runtime.sessions import make_session
 from small_models import one_thread, start, with_weights
@@ -228,7 +228,7 @@ def test_the_environment_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     for value in ("", "0", "1"):
         monkeypatch.setenv("ONWARD_AUTOTUNE", value)
-        found.append((autotune.wanted(False), autotune.wanted(True)))
+        found.append((autotune.is_enabled(False), autotune.is_enabled(True)))
     assert found == [(False, True), (False, False), (True, True)]
 
 

@@ -84,7 +84,7 @@ def test_a_session_for_one_size_has_fewer_nodes(folder: Path) -> None:
 def test_on_a_device_weight_gradients_are_one_product_for_all_taps(folder: Path) -> None:
     emulated, shapes = Device("cpu", memory="device"), {"x": (2, 3, 12, 12), "labels": (2,)}
     step = start(folder, device=emulated)[1].step
-    assert step._fits  # type: ignore[attr-defined]
+    assert step._chooses_forms  # type: ignore[attr-defined]
     made, _ = step.prepared(reset=True, shapes=shapes)  # type: ignore[attr-defined]
     names = [node.name for node in made.graph.node]
     assert any("/channels_last/" in name for name in names)

@@ -8,9 +8,9 @@ from typing import Any
 import onnx.parser
 import pytest
 
-from onward.runtime import placement
+from onward.runtime import sessions
 from onward.runtime.devices import CPU, Device
-from onward.runtime.placement import HostNode, host_nodes
+from onward.runtime.sessions import HostNode, host_nodes
 
 MODEL = """<ir_version: 10, opset_import: ["": 18]> g (float[n, 4] x) => (float[n, 4] y) <int64[1] one = {1}> {
     s = Shape (x)  t = Mul (s, one)  r = Expand (x, t)  y = Det_like (r) }"""
@@ -35,7 +35,7 @@ def test_nodes_on_the_host_are_listed_with_their_reasons(monkeypatch: pytest.Mon
         ("CUDAExecutionProvider", [("Expand", "Expand")]),
         (CPU, [("Shape", "Shape"), ("Mul", "Mul"), ("Erf", "Erf"), ("FusedThing", "new")]),
     )
-    monkeypatch.setattr(placement, "make_session", lambda *_, **__: found)
+    monkeypatch.setattr(sessions, "make_session", lambda *_, **__: found)
     nodes = host_nodes(model, Device("cuda"))
     assert nodes[:3] == [
         HostNode("Shape", "Shape", "computes sizes, which the runtime keeps in host memory"),

@@ -13,6 +13,7 @@ import onnxruntime as ort
 import pytest
 
 from onward.artifacts import OptimType
+from onward.contract import SCALARS
 from onward.errors import ModelError
 from onward.onnxblock import optim
 from onward.optim import adamw as AdamW
@@ -20,7 +21,6 @@ from onward.optim.optimizer_model import ParameterGroup, optimizer_model
 from onward.runtime.memory import FlatBuffer
 from onward.runtime.optimizers import host as host_update
 from onward.runtime.optimizers import make_updater
-from onward.runtime.optimizers.updater import SCALARS
 from small_models import batch, start, write_classifier
 
 SHAPES = {"a": (7, 9), "b": (5,), "c": (40, 3), "d": (1,)}

@@ -102,7 +102,7 @@ def test_one_input_takes_bare_arrays_and_streams_of_them() -> None:
 
 def test_labels_that_are_not_needed_are_left_out() -> None:
     for data in ((X, Y), [(X, Y)], [{"x": X, "y": Y}], {"x": X, "y": Y}):
-        (batch,) = make_batches(data, ["x"], batch_size=9, given=NAMES).epoch(0)
+        (batch,) = make_batches(data, ["x"], batch_size=9, order=NAMES).epoch(0)
         assert len(batch) == 1
         np.testing.assert_array_equal(batch[0], X)
 
@@ -137,3 +137,9 @@ def test_what_gives_no_batches_is_named(data: Any, error: type[Exception], messa
         list(make_batches(data, NAMES).epoch(0))
     with pytest.raises(ValueError, match="batch_size is 0"):
         make_batches((X, Y), NAMES, batch_size=0)
+
+
+def test_a_masked_array_is_refused_as_its_mask_would_be_lost() -> None:
+    x = np.ma.masked_array(np.zeros((4, 2), np.float32), mask=np.eye(4, 2, dtype=bool))
+    with pytest.raises(ValueError, match="masked array with 2 masked elements"):
+        list(make_batches((x, np.zeros(4, np.int64)), ["x", "labels"], batch_size=2))

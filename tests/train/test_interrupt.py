@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from onward.train.interrupt import DeferredInterrupt
+from onward.train.loop import DeferredInterrupt
 
 SIGNALS = [signal.SIGINT, signal.SIGTERM]
 

@@ -237,7 +237,7 @@ def test_the_seed_of_the_run_is_kept(artifacts: Path, whole: Any, tmp_path: Path
 @pytest.mark.parametrize(
     ("options", "fit", "message"),
     [
-        ({"accumulation": 3}, {}, "accumulation was 2, is 3"),
+        ({"gradient_accumulation_steps": 3}, {}, "accumulation was 2, is 3"),
         ({}, {"batch_size": 6}, "batch size was 5, is 6; batches was 10, is 8"),
         ({}, {"shuffle": False}, "shuffle was True, is False"),
         ({"learning_rate": 0.5}, {}, "learning rate was 0.02, is 0.5"),
@@ -301,7 +301,7 @@ def test_batch_norm_skips_clipping_and_schedules_resume_alike(trial: int, tmp_pa
     x = x.copy()
     x[rng.randrange(41)] = np.nan  # one update in each epoch is skipped
     options: dict[str, Any] = {
-        "accumulation": rng.choice((1, 2, 3)),
+        "gradient_accumulation_steps": rng.choice((1, 2, 3)),
         "schedule": ("linear", "one-cycle", "step", "polynomial")[trial],
         "warmup": rng.choice((0, 2, 0.1)),
         "clip_norm": rng.choice((None, 0.5)),

@@ -7,10 +7,12 @@ import io
 import itertools
 import json
 import re
+import signal
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
@@ -18,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from onward import Trainer, checkpoint
 from onward.api import CheckpointState, LinearLRScheduler
 from onward.artifacts import LossType, OptimType, build_artifacts, generate_artifacts
-from onward.errors import ModelError
+from onward.errors import ModelError, OnwardError
 from onward.onnxblock import loss as losses
 from onward.onnxblock import optim
 from onward.train.callbacks import Callback, EarlyStopping, improves
@@ -112,13 +114,6 @@ def test_the_last_window_of_an_epoch_may_be_smaller(plain: Path) -> None:
     trainer = make(plain, gradient_accumulation_steps=3)
     trainer.fit(data(size=20), batch_size=4, epochs=2)  # five batches: windows of three and two
     assert trainer.step == trainer.total_steps == 4
-
-
-def test_the_old_name_of_accumulation_warns_and_works(plain: Path) -> None:
-    with pytest.warns(DeprecationWarning, match="gradient_accumulation_steps"):
-        trainer = make(plain, accumulation=2)
-    trainer.fit(data(size=20), batch_size=4)
-    assert trainer.step == 3
 
 
 def test_clipping(plain: Path) -> None:
@@ -553,3 +548,69 @@ def test_groups_of_parameters_reach_the_optimizer(tmp_path: Path) -> None:
     trainer.fit(data())
     after = snapshot(trainer.state)
     assert {name for name in before if before[name] != after[name]} == {"w1", "w2"}
+
+
+@pytest.mark.parametrize("with_folder", [True, False], ids=["in a folder", "in memory"])
+def test_export_after_early_stopping_writes_the_best_epoch(
+    artifacts: Path, with_folder: bool, tmp_path: Path
+) -> None:
+    states: list[dict[str, np.ndarray]] = []
+
+    class Remember(Callback):
+        def on_epoch(self, trainer: Trainer, row: dict[str, Any]) -> None:
+            states.append({name: parameter.data for name, parameter in trainer.state.parameters})
+
+    # the loss of training falls, that of labels at random rises: the first epochs are the best
+    x, labels = data(1)
+    trainer = make(
+        artifacts,
+        learning_rate=0.3,
+        output_directory=tmp_path / "run" if with_folder else None,
+        callbacks=[EarlyStopping(patience=2), Remember()],
+    )
+    trainer.fit(data(), (x, np.roll(labels, 1)), epochs=50)
+    assert trainer.best is not None and trainer.best["epoch"] == len(states) - 2
+    written = {}
+    for epoch, name in ((None, "default"), ("best", "best"), ("last", "last")):
+        trainer.export(tmp_path / f"{name}.onnx", epoch=epoch)  # type: ignore[arg-type]
+        model = onnx.load(tmp_path / f"{name}.onnx")
+        written[name] = {t.name: onnx.numpy_helper.to_array(t) for t in model.graph.initializer}
+    for name, state in (("default", states[-3]), ("best", states[-3]), ("last", states[-1])):
+        np.testing.assert_array_equal(written[name]["w2"], state["w2"])
+    assert not np.array_equal(states[-1]["w2"], states[-3]["w2"])
+
+
+def test_export_writes_the_last_epoch_where_nothing_stopped_early(artifacts: Path, tmp_path: Path) -> None:
+    trainer = make(artifacts)
+    trainer.fit(data(), data(1), epochs=2)
+    trainer.export(tmp_path / "model.onnx")
+    with pytest.raises(OnwardError, match="no best epoch was kept"):
+        trainer.export(tmp_path / "best.onnx", epoch="best")
+    (found,) = [t for t in onnx.load(tmp_path / "model.onnx").graph.initializer if t.name == "w2"]
+    np.testing.assert_array_equal(onnx.numpy_helper.to_array(found), trainer.state.parameters["w2"].data)
+
+
+def test_a_trainer_stopped_with_ctrl_c_writes_the_report(artifacts: Path, tmp_path: Path) -> None:
+    class Press(Callback):
+        def on_step(self, trainer: Trainer, row: dict[str, Any]) -> None:
+            if row["step"] == 3:
+                signal.raise_signal(signal.SIGINT)
+
+    trainer = make(artifacts, output_directory=tmp_path, callbacks=[Press()])
+    with pytest.raises(KeyboardInterrupt):
+        trainer.fit(data(), epochs=5, batch_size=8)
+    assert checkpoint.load_latest(tmp_path).path.name.endswith("3")
+    assert "Training of" in (tmp_path / "report.html").read_text("utf-8")
+
+
+def test_a_run_ends_after_a_number_of_updates(artifacts: Path, tmp_path: Path) -> None:
+    def run(**options: Any) -> Trainer:
+        trainer = make(artifacts, output_directory=tmp_path / "run", resume=True)
+        trainer.fit(data(size=40), data(1), epochs=2, batch_size=8, evaluate_every=3, **options)
+        return trainer
+
+    assert (first := run(max_updates=7)).step == 7
+    assert [row["step"] for row in first.history.evaluations] == [3, 6]
+    whole = make(artifacts)
+    whole.fit(data(size=40), data(1), epochs=2, batch_size=8)
+    assert snapshot(run().state) == snapshot(whole.state)

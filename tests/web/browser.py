@@ -90,7 +90,3 @@ class Browser:
             self._process.wait(10)
         except subprocess.TimeoutExpired:
             self._process.kill()
-
-
-if __name__ == "__main__":  # for the Makefile: is there a browser to prepare for?
-    raise SystemExit(executable() is None)

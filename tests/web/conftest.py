@@ -6,8 +6,10 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import onnx
 import pytest
 
+from onward.graph.proto.conservative_forms import WEBGPU_FORMS, apply_forms
 from onward.web.serving import make_server
 from onward.web.site import write_site
 from web.browser import MODULES, Browser, why_not
@@ -39,6 +41,7 @@ def harness_address(models: dict[str, Path], tmp_path_factory: pytest.TempPathFa
     files: dict[str, bytes] = {}
     for name, folder in models.items():
         files |= {f"{name}/{path.name}": path.read_bytes() for path in folder.iterdir()}
+        files |= {f"{name}-gpu/{path.name}": for_webgpu(path) for path in folder.iterdir()}
         data = make_data(name)
         files |= {f"{name}/x.bin": data.x.tobytes(), f"{name}/labels.bin": data.labels.tobytes()}
     site = tmp_path_factory.mktemp("harness") / "site"
@@ -46,6 +49,15 @@ def harness_address(models: dict[str, Path], tmp_path_factory: pytest.TempPathFa
     write_site(models["mlp"], site, page=page, files=files, webgpu=True, packages=MODULES)
     with serving(site) as address:
         yield address
+
+
+def for_webgpu(path: Path) -> bytes:
+    """A file of artifacts as `write_site` writes it for WebGPU."""
+    if path.suffix != ".onnx":
+        return path.read_bytes()
+    model = onnx.load(path, load_external_data=False)
+    apply_forms(model, WEBGPU_FORMS)
+    return model.SerializeToString()
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ const context = await chromium.launchPersistentContext(profile, {
   args: [
     "--no-sandbox", "--disable-quic", "--no-first-run", "--disable-background-networking",
     "--disable-component-update", "--disable-sync", "--js-flags=--expose-gc", "--enable-precise-memory-info",
-    ...(process.env.ONWARD_WEBGPU ? WEBGPU : ["--disable-gpu"]),
+    ...WEBGPU,
   ],
 });
 let page = context.pages()[0];

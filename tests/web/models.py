@@ -13,6 +13,7 @@ import onnx.parser
 
 from onward import artifacts
 from onward.graph import save
+from onward.lora import LoRA
 from onward.onnxblock import optim as onblock_optim
 
 _HEAD = '<ir_version: 10, opset_import: ["": 18]>'
@@ -60,6 +61,14 @@ encoder (int64[batch, length] x) => (float[batch, 4] logits)
     pooled = ReduceMean <keepdims = 0> (n2, one)
     logits = Gemm <transB = 1> (pooled, head, head_bias)
 }"""
+_LSTM = """
+lstm (float[batch, length, 8] x) => (float[batch, 10] logits)
+<int64[1] way = {0}> {
+    steps = Transpose <perm = [1, 0, 2]> (x)
+    all, last = LSTM <hidden_size = 16> (steps, weights, recurrent, lstm_bias)
+    h = Squeeze (last, way)
+    logits = Gemm <transB = 1> (h, head, head_bias)
+}"""
 _SHAPES: dict[str, dict[str, tuple[int, ...]]] = {
     "mlp": {"w1": (32, 64), "b1": (32,), "w2": (10, 32), "b2": (10,)},
     # with a base that is a constant, in a file beside the models
@@ -71,9 +80,16 @@ _SHAPES: dict[str, dict[str, tuple[int, ...]]] = {
     "encoder": {"tokens": (30, 16), "wq": (16, 16), "wk": (16, 16), "wv": (16, 16), "wo": (16, 16),
                 "ln1_scale": (16,), "ln1_bias": (16,), "up": (16, 32), "up_bias": (32,), "down": (32, 16),
                 "ln2_scale": (16,), "ln2_bias": (16,), "head": (4, 16), "head_bias": (4,)},
+    "lstm": {"weights": (1, 64, 8), "recurrent": (1, 64, 16), "lstm_bias": (1, 128), "head": (10, 16),
+             "head_bias": (10,)},
+    # adapters beside an MLP that does not change
+    "lora": {"w1": (32, 64), "b1": (32,), "w2": (10, 32), "b2": (10,)},
 }  # fmt: skip
-_TEXTS = {"mlp": _MLP, "based": _MLP, "wide": _MLP, "cnn": _CNN, "encoder": _ENCODER}
-_CLASSES = {"mlp": 10, "based": 10, "wide": 10, "cnn": 10, "encoder": 4}
+_TEXTS = {
+    "mlp": _MLP, "based": _MLP, "wide": _MLP, "cnn": _CNN, "encoder": _ENCODER, "lstm": _LSTM, "lora": _MLP,
+}  # fmt: skip
+_CLASSES = dict.fromkeys(_TEXTS, 10) | {"encoder": 4}
+_SAMPLES = {"cnn": (1, 8, 8), "lstm": (8, 8)}
 MODELS = tuple(_TEXTS)
 # files of the MLP besides its own optimizer model: rules that see whole parameters, momentum, clipping
 OPTIMIZERS: dict[str, Any] = {
@@ -110,12 +126,15 @@ def write_artifacts(
 ) -> Path:
     frozen = [parameter for parameter in _SHAPES[name] if parameter in ("mean", "var")]
     constant = ["w1"] if name == "based" else []
+    lora = LoRA(rank=4) if name == "lora" else None
+    trained = [p for p in _SHAPES[name] if p not in frozen + constant]
     shared = 0 if constant else save._SHARED  # as if the constants took 128 MiB
     with mock.patch.object(save, "_SHARED", shared):
         artifacts.generate_artifacts(
             forward_model(name),
-            requires_grad=[p for p in _SHAPES[name] if p not in frozen + constant],
+            requires_grad=[] if lora else trained,
             frozen_params=frozen,
+            lora=lora,
             loss=artifacts.LossType.CrossEntropyLoss,
             optimizer=optimizer,
             artifact_directory=folder,
@@ -136,4 +155,4 @@ def make_data(name: str, *, batches: int = 100, batch: int = 16, seed: int = 0) 
         return Data(x.astype(np.int64), labels)
     centres = np.random.default_rng(99).normal(size=(classes, 64))
     x = centres[labels] + rng.normal(0, 0.7, (count, 64))
-    return Data(x.astype(np.float32).reshape((count, 1, 8, 8) if name == "cnn" else (count, 64)), labels)
+    return Data(x.astype(np.float32).reshape(count, *_SAMPLES.get(name, (64,))), labels)

@@ -140,6 +140,9 @@ const commands = {
       given: await attempt(() => create(bytes, { externalData: { [file]: path.join(folder, file) } })),
       neither: await attempt(() => create(bytes)),
       elsewhere: await attempt(() => create(path.join(folder, "hostile.onnx"))),
+      "through a link": await attempt(() => create(path.join(folder, "link.onnx"))),
+      "no file": await attempt(() => create(path.join(folder, "folder.onnx"))),
+      "a prototype": await attempt(() => create(path.join(folder, "prototype.onnx"))),
     };
   },
 };

@@ -20,7 +20,7 @@ from checkpoint.samples import encoded, sample
 from onward.api import CheckpointState, Module, Optimizer
 from onward.artifacts import LossType, generate_artifacts
 from onward.graph import save
-from onward.pipeline.language import write_language_artifacts
+from onward.language.finetune import write_language_artifacts
 from web.browser import MODULES
 from web.models import MODELS, OPTIMIZERS, make_data
 from web.test_training import RATE, python_curve
@@ -31,7 +31,6 @@ import language_model
 import ready_made
 
 WEB = MODULES.parent
-SHAPES = {"mlp": [64], "based": [64], "wide": [64], "cnn": [1, 8, 8], "encoder": [6]}
 Node = Callable[..., Any]
 
 
@@ -67,7 +66,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
         folder, made = tmp_path_factory.mktemp(name), make_data(name)
         (folder / "x.bin").write_bytes(made.x.tobytes())
         (folder / "labels.bin").write_bytes(made.labels.tobytes())
-        places[name] = {"data": str(folder), "dims": SHAPES[name], "kind": str(made.x.dtype)}
+        places[name] = {"data": str(folder), "dims": list(made.x.shape[1:]), "kind": str(made.x.dtype)}
     return places
 
 
@@ -199,12 +198,19 @@ def test_constants_in_a_second_file_are_read(
         model, requires_grad=["head"], loss=LossType.CrossEntropyLoss, artifact_directory=tmp_path
     )
     assert (tmp_path / "constants.data").is_file()
+    (tmp_path / "linked.data").symlink_to(tmp_path / "constants.data")
+    (tmp_path / "folder").mkdir()
+    places = {"hostile": "../constants.data", "link": "linked.data", "folder": "folder"}
+    for name, location in places.items():
+        hostile = onnx.load(tmp_path / "training_model.onnx", load_external_data=False)
+        for tensor in hostile.graph.initializer:
+            for entry in tensor.external_data:
+                if entry.key == "location":
+                    entry.value = location
+        onnx.save(hostile, tmp_path / f"{name}.onnx")
     hostile = onnx.load(tmp_path / "training_model.onnx", load_external_data=False)
-    for tensor in hostile.graph.initializer:
-        for entry in tensor.external_data:
-            if entry.key == "location":
-                entry.value = "../constants.data"
-    onnx.save(hostile, tmp_path / "hostile.onnx")
+    hostile.graph.input[0].name = "__proto__"
+    onnx.save(hostile, tmp_path / "prototype.onnx")
     found = node("external", folder=str(tmp_path), file="constants.data")
     state = CheckpointState.load_checkpoint(tmp_path / "checkpoint")
     x = np.arange(8, dtype=np.float32).reshape(2, 4) / 8
@@ -213,6 +219,9 @@ def test_constants_in_a_second_file_are_read(
         np.testing.assert_allclose(found[way]["answer"], loss, rtol=0, atol=1e-6)
     assert 'pass it, externalData: { "constants.data"' in found["neither"]["message"]
     assert "only a file beside the model is read" in found["elsewhere"]["message"]
+    for name in ("through a link", "no file"):
+        assert found[name]["error"] == "ModelError" and "not a regular file" in found[name]["message"]
+    assert found["a prototype"]["error"] == "ModelError" and "rename it" in found["a prototype"]["message"]
 
 
 @pytest.mark.parametrize("runtime", ["wasm", "node"])

@@ -11,8 +11,8 @@ import pytest
 from onward import artifacts
 from onward.errors import CheckpointError, ModelError, OnwardError
 from onward.web import write_site
-from onward.web.packages import library
 from onward.web.serving import make_server
+from onward.web.site import library
 from web.models import forward_model, write_artifacts
 
 

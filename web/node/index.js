@@ -1,14 +1,14 @@
 /** Onward in Node.js and Electron: files by their paths, on onnxruntime-node where no other onnxruntime is given. */
 import { randomBytes } from "node:crypto";
-import { open, readFile, realpath, rename, rm } from "node:fs/promises";
+import { lstat, open, readFile, realpath, rename, rm } from "node:fs/promises";
 import path from "node:path";
 import { fileURLToPath } from "node:url";
 
 import { CheckpointError, CheckpointState, OnwardError } from "../src/core.js";
 import { host } from "../src/runtime/host.js";
 
-const { read: fetchFile, resolve: besideAddress } = host;
-Object.assign(host, { read: readAddress, resolve: beside, load: loadNode });
+const { read: fetchFile, readBeside: fetchBeside } = host;
+Object.assign(host, { read: readAddress, readBeside, load: loadNode });
 
 export * from "../src/core.js";
 
@@ -54,9 +54,13 @@ async function readAddress(address) {
 }
 
 /** @param {string} name @param {string} address of the file beside it */
-function beside(name, address) {
+async function readBeside(name, address) {
   const file = localPath(address);
-  return file === null ? besideAddress(name, address) : path.join(path.dirname(file), name);
+  if (file === null) return fetchBeside(name, address);
+  const there = path.join(path.dirname(file), name);
+  // a model names this file: a link would lead it to any other on this machine, a pipe would never end
+  if (!(await lstat(there)).isFile()) throw new Error("it is not a regular file");
+  return readAddress(there);
 }
 
 /** @param {import("../src/runtime/host.js").RuntimeOptions} options */

@@ -76,6 +76,6 @@ export function shuffleInPlace(items, random) {
 
 /** @param {Record<string, NDArray>} data @param {string} name */
 function byName(data, name) {
-  if (!data[name]) throw new RangeError(`the data has no '${name}', which the model takes; it has ${Object.keys(data).join(", ")}`);
+  if (!Object.hasOwn(data, name)) throw new RangeError(`the data has no '${name}', which the model takes; it has ${Object.keys(data).join(", ")}`);
   return data[name];
 }

@@ -37,7 +37,7 @@ export class Parameter {
   readonly name: string;
   readonly dims: number[];
   readonly requiresGrad: boolean;
-  /** A copy of the numbers; assign to change them. */
+  /** A copy of the numbers; assign to change them. After steps on WebGPU, `await state.sync()` comes first. */
   get data(): TypedArray;
   set data(values: TypedArray);
   /** A copy of the accumulated gradient, null where frozen. */
@@ -60,10 +60,20 @@ export class CheckpointState {
   /** Whether the file had a checksum. */
   readonly sealed: boolean;
   readonly isNominal: boolean;
+  /** Copy here what a GPU holds: after steps on WebGPU, before parameters and gradients are read. */
+  sync(): Promise<void>;
   /** Read a checkpoint, verified before anything of it is used. */
   static load(source: FileSource): Promise<CheckpointState>;
   /** The bytes of a checkpoint file, which Python and this package load. */
   static save(state: CheckpointState, options?: { includeOptimizerState?: boolean }): Promise<Uint8Array>;
+}
+
+export interface RuntimeOptions {
+  provider?: "wasm" | "webgpu";
+  threads?: number;
+  wasmPaths?: string | Record<string, string>;
+  /** Whether the first run of each model on WebGPU is compared with WebAssembly's; true by default. */
+  check?: boolean;
 }
 
 export class Runtime {
@@ -75,12 +85,10 @@ export class Runtime {
   /** Why WebGPU is not used though it was asked for. */
   readonly fallback: string | undefined;
   readonly threads: number | undefined;
+  /** What runs on WebAssembly although the rest of its model runs on WebGPU, and why. */
+  readonly notes: string[];
   /** The onnxruntime of this place: onnxruntime-web in a browser, onnxruntime-node in Node.js. */
-  static load(options?: {
-    provider?: "wasm" | "webgpu";
-    threads?: number;
-    wasmPaths?: string | Record<string, string>;
-  }): Promise<Runtime>;
+  static load(options?: RuntimeOptions): Promise<Runtime>;
   /** An onnxruntime that the program has loaded: a module with InferenceSession and Tensor. */
   static use(ort: object, options?: { provider?: string; sessionOptions?: Record<string, unknown> }): Runtime;
 }
@@ -267,5 +275,54 @@ export class Trainer {
   resume(): void;
   stop(): void;
   shuffled(count: number): number[];
+  release(): Promise<void>;
+}
+
+/** What a trainer in a worker runs on. */
+export interface WorkerRuntime {
+  provider: string;
+  threads: number | undefined;
+  fallback: string | undefined;
+  notes: string[];
+}
+
+/** Called of what a worker does, shortly after it; true from `onStep` or `onEpoch` stops it soon. */
+export interface WorkerCallback {
+  onStart?(trainer: WorkerTrainer): void;
+  onStep?(trainer: WorkerTrainer, row: StepRow): boolean | void;
+  onEpoch?(trainer: WorkerTrainer, row: EpochRow): boolean | void;
+  onEnd?(trainer: WorkerTrainer): void;
+}
+
+/** A `Trainer` in a Web Worker, in browsers: the page stays responsive whatever a step takes. */
+export class WorkerTrainer {
+  private constructor();
+  readonly history: { steps: StepRow[]; epochs: EpochRow[] };
+  readonly callbacks: WorkerCallback[];
+  readonly epoch: number;
+  readonly step: number;
+  readonly totalSteps: number;
+  readonly paused: boolean;
+  readonly runtime: WorkerRuntime;
+  /** Whether the checkpoint had a checksum. */
+  readonly sealed: boolean;
+  learningRate: number;
+  schedule: NonNullable<TrainerOptions["schedule"]>;
+  static create(
+    artifacts: string | URL | ArtifactFiles,
+    options?: Omit<TrainerOptions, "runtime" | "callbacks"> & { runtime?: RuntimeOptions; callbacks?: WorkerCallback[] },
+  ): Promise<WorkerTrainer>;
+  describe(): ModuleDescription;
+  fit(
+    trainData: Dataset, evalData?: Dataset | null, options?: { epochs?: number; batchSize?: number; shuffle?: boolean },
+  ): Promise<{ steps: StepRow[]; epochs: EpochRow[] }>;
+  evaluate(data: Dataset, options?: { batchSize?: number }): Promise<{ loss: number; accuracy?: number }>;
+  /** The bytes of a checkpoint with the state of training. */
+  save(): Promise<Uint8Array>;
+  pause(): void;
+  resume(): void;
+  stop(): void;
+  shuffled(count: number): number[];
+  /** End the worker. */
   release(): Promise<void>;
 }

@@ -5,3 +5,4 @@ import { host } from "./runtime/host.js";
 host.load = loadWeb;
 
 export * from "./core.js";
+export { WorkerTrainer } from "./worker_trainer.js";

@@ -1,13 +1,14 @@
 /**
  * Module: runs the training and the evaluation model over one set of parameters.
  *
- * Parameters and gradients live in flat vectors; sessions are fed views of them. Knows graphs only by their
+ * Parameters and gradients live in flat vectors, or on a GPU from step to step. Knows graphs only by their
  * inputs and outputs; what each is for is in the files' metadata.
  */
 import { extraNumber } from "./checkpoint/data.js";
 import { elementType } from "./checkpoint/dtypes.js";
 import { ModelError, NonFiniteError, OnwardError } from "./errors.js";
 import { FlatBuffer } from "./runtime/flat.js";
+import { GpuError } from "./runtime/gpu_session.js";
 import { checkLabels, prepare } from "./runtime/inputs.js";
 import { BUFFER, OUT, Plan, RESET, SEED } from "./runtime/plan.js";
 import { addOutputs, readHead, specializeReset } from "./runtime/protobuf.js";
@@ -37,9 +38,9 @@ export class Module {
     this._state = state;
     const shapes = new Map(this._plan.trainable.map((name) => [name, this._plan.shape(name)]));
     this._parameters = new FlatBuffer(shapes);
-    this._gradients = new FlatBuffer(shapes);
-    /** @type {Map<string, any>} tensors that sessions are fed, over memory that training changes */
-    this._feeds = new Map();
+    this._gradients = new FlatBuffer(shapes, BUFFER);
+    /** What sessions are fed, and what training changes. */
+    this._memory = runtime.memory();
     /** @type {Map<string, any>} */
     this._sessions = new Map();
     this._exclusive = new Exclusive();
@@ -55,7 +56,7 @@ export class Module {
     this._seed = BigInt(seed ?? extras.get("seed")?.slice(2) ?? 0);
     this._steps = extraNumber(extras.get("train_step")) ?? 0;
     for (const [name, tensor] of accumulation) {
-      this._gradients.views.get(name)?.set(tensor.data);
+      this._gradients.views.get(name)?.set(tensor.data); // nothing was handed to a GPU yet
       this._reset = false;
     }
     state._module = this;
@@ -86,7 +87,7 @@ export class Module {
     const evaluation = evalModel === null ? null : await openArtifact(evalModel, "eval", { outputs, externalData });
     const module = new Module(runtime ?? (await Runtime.load()), training, evaluation, state, { onNonfinite, seed });
     try {
-      await module._session("step");
+      await module._onGpuOrHere(() => module._session("step"));
     } catch (error) {
       state._module = null; // it can be used with a model that opens
       throw error;
@@ -159,9 +160,14 @@ export class Module {
 
   /** Free the sessions; the state stays usable. */
   async release() {
-    this._released = true;
-    await this._releaseSessions();
-    await this._optimizer?.release();
+    try {
+      await this._pull();
+    } finally {
+      this._released = true;
+      await this._releaseSessions();
+      await this._optimizer?.release();
+      await this._memory.release();
+    }
   }
 
   _active() {
@@ -172,80 +178,107 @@ export class Module {
   async _train(inputs) {
     const plan = this._plan;
     const reset = this._reset;
-    const purpose = reset ? "step" : "accumulate";
-    const session = await this._session(purpose);
-    const { Tensor } = this.runtime.ort;
-    const feeds = this._inputFeeds(plan, inputs, session);
     const step = this._steps + 1;
+    /** @type {Record<string, any>} */
+    const own = {};
     if (plan.random) {
       const mixed = BigInt.asIntN(64, this._seed * MIX[0] + BigInt(step) * MIX[1]);
-      feeds[SEED] = new Tensor("int64", BigInt64Array.of(mixed), [1]);
+      own[SEED] = { type: "int64", data: BigInt64Array.of(mixed), dims: [1] };
     }
     if (!reset) {
-      feeds[RESET] = new Tensor("bool", Uint8Array.of(0), [1]);
-      for (const name of plan.inputGradients) {
-        const value = feeds[name];
-        feeds[name + BUFFER] = new Tensor("float32", new Float32Array(value.size), value.dims);
-      }
+      own[RESET] = { type: "bool", data: Uint8Array.of(0), dims: [1] };
+      plan.inputs.forEach((name, index) => {
+        if (!plan.inputGradients.includes(name)) return;
+        const { dims, data } = inputs[index];
+        own[name + BUFFER] = { type: "float32", data: new Float32Array(data.length), dims };
+      });
     }
-    const results = await this._runSession(purpose, feeds, plan, inputs);
+    const results = await this._runSession(reset ? "step" : "accumulate", plan, inputs, own);
     this._steps = step;
     this._reset = false;
-    for (const [name, view] of this._gradients.views) view.set(results[name + OUT].data);
+    for (const name of this._gradients.views.keys()) this._take(name + BUFFER, name + OUT, results);
     const answer = collect(plan, results);
     if (this.onNonfinite !== "ignore" && !Number.isFinite(answer.loss)) {
       this._refuse(`the loss is ${answer.loss} at training step ${step}`);
     } else {
       for (const name of plan.statistics) {
-        if (this._state._data.frozen.has(name)) this._state._tensor(name).data.set(results[`${name}.next`].data);
+        if (this._state._data.frozen.has(name)) this._take(name, `${name}.next`, results);
       }
     }
     for (const tensor of Object.values(results)) tensor.dispose();
     return answer;
   }
 
+  /** Keep an output of a run as a tensor of training. @param {string} name @param {string} output @param {Record<string, any>} results */
+  _take(name, output, results) {
+    this._memory.take(name, results[output]);
+    delete results[output];
+  }
+
   /** @param {Plan} plan @param {import("./runtime/inputs.js").Feed[]} inputs */
   async _evaluate(plan, inputs) {
-    const session = await this._session("evaluate");
-    const results = await this._runSession("evaluate", this._inputFeeds(plan, inputs, session), plan, inputs);
+    const results = await this._runSession("evaluate", plan, inputs, {});
     const answer = collect(plan, results);
     for (const tensor of Object.values(results)) tensor.dispose();
     return answer;
   }
 
-  /** @param {Plan} plan @param {import("./runtime/inputs.js").Feed[]} inputs @param {any} session */
-  _inputFeeds(plan, inputs, session) {
-    const { Tensor } = this.runtime.ort;
-    /** @type {Record<string, any>} */
-    const feeds = {};
-    for (const name of session.inputNames) {
-      const fixed = this._feeds.get(name);
-      if (fixed) feeds[name] = fixed;
-    }
-    plan.inputs.forEach((name, index) => {
-      const { type, data, dims } = inputs[index];
-      if (session.inputNames.includes(name)) feeds[name] = new Tensor(type, data, dims);
-    });
-    return feeds;
-  }
-
   /**
-   * @param {"step" | "accumulate" | "evaluate"} purpose @param {Record<string, any>} feeds @param {Plan} plan
-   * @param {import("./runtime/inputs.js").Feed[]} inputs @returns {Promise<Record<string, any>>}
+   * @param {"step" | "accumulate" | "evaluate"} purpose @param {Plan} plan @param {import("./runtime/inputs.js").Feed[]} inputs
+   * @param {Record<string, import("./runtime/inputs.js").Feed>} own further inputs by name
+   * @returns {Promise<Record<string, any>>}
    */
-  async _runSession(purpose, feeds, plan, inputs) {
-    const onGpu = this.runtime.provider === "webgpu";
+  async _runSession(purpose, plan, inputs, own) {
     try {
-      return await (await this._session(purpose)).run(feeds);
+      return await this._onGpuOrHere(async () => {
+        const session = await this._session(purpose);
+        /** @type {Record<string, any>} */
+        const feeds = {};
+        for (const name of session.inputNames) {
+          const { type, data, dims } = own[name] ?? inputs[plan.inputs.indexOf(name)] ?? {};
+          feeds[name] = type ? new this.runtime.ort.Tensor(type, data, dims) : await this._memory.feed(name);
+        }
+        return session.run(feeds);
+      });
     } catch (error) {
-      if (onGpu) {
-        // some operators open on WebGPU and then refuse to run
-        this.runtime.leaveGpu(`WebGPU cannot run the model: ${message(error)}`);
-        await this._releaseSessions();
-        return this._runSession(purpose, feeds, plan, inputs);
-      }
+      if (error instanceof OnwardError) throw error;
       const given = plan.inputs.map((name, index) => `${name} [${inputs[index].dims}]`).join(", ");
       throw new OnwardError(`the step failed on inputs ${given}: ${message(error)}`, { cause: error });
+    }
+  }
+
+  /** Do something, on WebAssembly from now on where WebGPU cannot. @template T @param {() => Promise<T>} work @returns {Promise<T>} */
+  async _onGpuOrHere(work) {
+    // another module may have found that WebGPU is of no use
+    if (this._memory.onGpu && this.runtime.provider !== "webgpu") await this._leaveGpu(this.runtime.fallback ?? "");
+    try {
+      return await work();
+    } catch (error) {
+      if (!(error instanceof GpuError && this._memory.onGpu)) throw error;
+      await this._leaveGpu(error.message);
+      return work();
+    }
+  }
+
+  /** Go on with WebAssembly, from the numbers that the GPU holds. @param {string} reason */
+  async _leaveGpu(reason) {
+    await this._pull();
+    this.runtime.leaveGpu(reason);
+    await this._releaseSessions();
+    await this._memory.release();
+    this._memory = this.runtime.memory();
+    this._remember();
+    await this._optimizer?._reopen();
+  }
+
+  /** Bring the host's arrays up to date with what a GPU holds. */
+  async _pull() {
+    try {
+      await this._memory.pull();
+    } catch (error) {
+      throw new OnwardError(
+        `the GPU was lost, and with it what was trained since the last checkpoint: ${message(error)}`, { cause: error },
+      );
     }
   }
 
@@ -264,16 +297,22 @@ export class Module {
       const what = purpose === "evaluate" ? "eval model" : "training model";
       const { bytes, externalData } = purpose === "evaluate" ? /** @type {Artifact} */ (evaluation) : training;
       const model = purpose === "step" ? specializeReset(bytes) : bytes;
-      session = await this.runtime.session(model, what, { externalData });
+      const resident = purpose === "evaluate" ? [] : this._resident();
+      session = await this.runtime.session(model, what, { externalData, resident });
       this._sessions.set(purpose, session);
     }
     return session;
   }
 
+  /** The outputs that the next run reads. */
+  _resident() {
+    const statistics = this._plan.statistics.filter((name) => this._state._data.frozen.has(name));
+    return [...this._plan.trainable.map((name) => name + OUT), ...statistics.map((name) => `${name}.next`)];
+  }
+
   /** Multiply the accumulated gradients. @param {number} factor */
-  _scaleGradients(factor) {
-    const { vector } = this._gradients;
-    for (let i = 0; i < vector.length; i++) vector[i] *= factor;
+  async _scaleGradients(factor) {
+    await this._onGpuOrHere(() => this._memory.scale(this._gradients, factor));
   }
 
   /** Something is not finite: nothing may be updated from this step. @param {string} problem */
@@ -329,13 +368,17 @@ export class Module {
         tensor.data = view;
       }
     }
-    const { Tensor } = this.runtime.ort;
-    for (const name of plan.parameters) {
+    this._remember();
+  }
+
+  /** Tell the memory of training what there is. */
+  _remember() {
+    for (const name of this._plan.parameters) {
       const { dtype, dims, data } = this._state._tensor(name);
-      this._feeds.set(name, new Tensor(elementType(dtype)?.name, data, dims));
+      this._memory.add(name, data, elementType(dtype)?.name ?? "", dims);
     }
     for (const [name, view] of this._gradients.views) {
-      this._feeds.set(name + BUFFER, new Tensor("float32", view, plan.shape(name)));
+      this._memory.add(name + BUFFER, view, "float32", this._plan.shape(name));
     }
   }
 

@@ -13,6 +13,8 @@ export class Optimizer {
     this._module = module;
     this._updater = updater;
     this._initialRate = 1e-3;
+    /** @type {import("./runtime/sessions.js").FileSource} */
+    this._source = "";
     /** @type {import("./schedulers.js").LRScheduler | null} */
     this._scheduler = null;
     /** What gradients are multiplied by: 1 / (number of accumulated steps) averages them. */
@@ -26,7 +28,9 @@ export class Optimizer {
   /** @param {import("./runtime/sessions.js").FileSource} optimizerModel @param {Module} module */
   static async create(optimizerModel, module) {
     if (!(module instanceof Module)) throw new TypeError("Optimizer takes a Module");
-    return new Optimizer(module, await makeUpdater(optimizerModel, module));
+    const optimizer = new Optimizer(module, await module._onGpuOrHere(() => makeUpdater(optimizerModel, module)));
+    optimizer._source = optimizerModel;
+    return optimizer;
   }
 
   /**
@@ -39,15 +43,19 @@ export class Optimizer {
       let scale = this.gradientScale;
       const { clipNorm } = this._updater;
       if (clipNorm !== null || module.onNonfinite !== "ignore") {
-        const norm = Math.sqrt(squaredNorm(module._gradients.vector)) * scale;
+        const square = await module._onGpuOrHere(() => module._memory.squaredNorm(module._gradients));
+        const norm = Math.sqrt(square > OVERFLOW || Number.isNaN(square) ? Infinity : square) * scale;
         this.gradientNorm = norm;
         if (module.onNonfinite !== "ignore") {
-          if (module._invalid === null && !Number.isFinite(norm)) module._refuse(this._blame());
+          if (module._invalid === null && !Number.isFinite(norm)) {
+            await module._memory.pull();
+            module._refuse(this._blame());
+          }
           if (module._takeInvalid() !== null) return false;
         }
         if (clipNorm !== null) scale *= Math.min(clipNorm / (norm + 1e-6), 1);
       }
-      await this._updater.run(scale);
+      await module._onGpuOrHere(() => this._updater.run(scale));
       return true;
     });
   }
@@ -77,6 +85,16 @@ export class Optimizer {
     return `the gradient ${which}is not finite at training step ${this._module._steps}`;
   }
 
+  /** Make the update again where the module's memory is now, with the same state. */
+  async _reopen() {
+    const { clipNorm, learningRate, step } = this._updater;
+    const slots = this._updater.slots();
+    await this._updater.release();
+    this._updater = await makeUpdater(this._source, this._module);
+    this._updater.load(step, slots);
+    Object.assign(this._updater, { clipNorm, learningRate });
+  }
+
   /** @param {import("./checkpoint/data.js").CheckpointData} data */
   _restore(data) {
     const group = data.optimizer.find(({ name }) => name === "group0");
@@ -94,11 +112,4 @@ export class Optimizer {
     saved.extras.set("learning_rate", spellFloat(this.getLearningRate()));
     if (this._scheduler) saved.extras.set("scheduler", `s:${this._scheduler.toJSON()}`);
   }
-}
-
-/** Σg², infinite where a gradient is not finite or beyond all reason. @param {Float32Array} vector */
-export function squaredNorm(vector) {
-  let square = 0;
-  for (let i = 0; i < vector.length; i++) square += vector[i] * vector[i];
-  return square > OVERFLOW || Number.isNaN(square) ? Infinity : square;
 }

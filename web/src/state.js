@@ -2,6 +2,7 @@
 import { CheckpointError, OnwardError } from "./errors.js";
 import { decode, encode } from "./checkpoint/codec.js";
 import { CheckpointData } from "./checkpoint/data.js";
+import { BUFFER } from "./runtime/plan.js";
 import { readSource } from "./runtime/sessions.js";
 
 /** @typedef {import("./checkpoint/data.js").StoredTensor} StoredTensor */
@@ -21,6 +22,7 @@ export class Parameter {
 
   /** A copy of the numbers; assign to change them. */
   get data() {
+    this._state._requireFresh(this.name, `'${this.name}'`);
     return this._state._tensor(this.name).data.slice();
   }
 
@@ -35,12 +37,14 @@ export class Parameter {
       throw new OnwardError(`parameter '${this.name}' has ${data.length} numbers, got ${values.length}`);
     }
     data.set(values);
+    this._state._module?._memory.touch(this.name);
   }
 
   /** A copy of the accumulated gradient: zeros before the first step, null where frozen. */
   get grad() {
     if (!this.requiresGrad) return null;
     const view = this._state._module?._gradients.views.get(this.name);
+    if (view) this._state._requireFresh(this.name + BUFFER, `the gradient of '${this.name}'`);
     return view ? view.slice() : new Float32Array(this._state._tensor(this.name).data.length);
   }
 
@@ -132,7 +136,13 @@ export class CheckpointState {
    */
   static async save(state, { includeOptimizerState = false } = {}) {
     if (!(state instanceof CheckpointState)) throw new TypeError("save takes a CheckpointState");
+    await state.sync();
     return encode(state._toData(includeOptimizerState));
+  }
+
+  /** Copy here what a GPU holds: after steps on WebGPU, before parameters and gradients are read. */
+  async sync() {
+    await this._module?._pull();
   }
 
   /** Whether only names and types of the parameters are known. */
@@ -152,6 +162,13 @@ export class CheckpointState {
     if (this._module) this._module._describeProgress(saved);
     else Object.assign(saved, { optimizer: data.optimizer, extras: data.extras, accumulation: data.accumulation });
     return saved;
+  }
+
+  /** @param {string} name of a tensor of training @param {string} what for the message */
+  _requireFresh(name, what) {
+    if (this._module?._memory.has(name) && this._module._memory.isStale(name)) {
+      throw new OnwardError(`${what} is on the GPU, and was changed there: await state.sync() first`);
+    }
   }
 
   /** @param {string} name @returns {StoredTensor} */

@@ -185,24 +185,31 @@ export class Trainer {
     const plan = this.module._plan;
     /** @type {{loss: number, weight: number}[]} batches whose gradients are added up at the moment */
     let window = [];
+    let windowBatches = 0;
+    const size = this._settings.gradientAccumulationSteps;
     const epoch = { loss: 0, weight: 0, batches: 0, samples: 0 };
     this.module.train();
     for (const batch of batches.epoch(this.epoch)) {
       const weight = batchWeight(plan, batch);
+      // Dropout goes by the number of the batch in the run, as in Python: the last update of an epoch may have fewer.
+      this.module._steps = this.step * size + windowBatches;
+      windowBatches += 1;
       epoch.batches += 1;
       epoch.samples += batch[0].dims[0];
       if (weight) {
         const last = window.at(-1)?.weight ?? weight;
         // each sample counts the same: what is there counts in units of the next batch
-        if (last !== weight) this.module._scaleGradients(last / weight);
+        if (last !== weight) await this.module._scaleGradients(last / weight);
         const { loss } = await this.module.run(...batch);
         window.push({ loss, weight });
         epoch.loss += loss * weight;
         epoch.weight += weight;
       }
-      const full = window.length >= this._settings.gradientAccumulationSteps || epoch.batches === batches.count;
-      if (!full || !window.length) continue;
+      if (windowBatches < size && epoch.batches !== batches.count) continue;
+      windowBatches = 0;
+      if (!window.length) continue; // no label that counts
       const row = await this._update(window, scheduler);
+      this.module._steps = this.step * size;
       window = [];
       this.history.steps.push(row);
       if (this.callbacks.map((callback) => callback.onStep?.(this, row)).includes(true)) this._stopped = true;

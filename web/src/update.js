@@ -1,16 +1,16 @@
 /** Runs the optimizer model over a module's parameters. */
-import { elementType, sizeOf } from "./checkpoint/dtypes.js";
+import { sizeOf } from "./checkpoint/dtypes.js";
 import { ModelError, OnwardError } from "./errors.js";
 import { FlatBuffer } from "./runtime/flat.js";
-import { readHead } from "./runtime/protobuf.js";
+import { BUFFER } from "./runtime/plan.js";
+import { readHead, splitScalars } from "./runtime/protobuf.js";
 import { readExternal, readModel } from "./runtime/sessions.js";
 
 /** @typedef {import("./checkpoint/data.js").StoredTensor} StoredTensor */
 /** @typedef {import("./module.js").Module} Module */
 /** @typedef {Map<string, Map<string, StoredTensor>>} Slots state tensors by parameter and slot */
 
-// Elements of one run: large enough that calls do not matter, small enough that their memory does not.
-const BLOCK = 1 << 18;
+const SCALARS = ["learning_rate", "step", "gradient_scale", "weight_decay"];
 
 /**
  * The updater that fits an optimizer model's form.
@@ -31,33 +31,42 @@ export async function makeUpdater(source, module) {
     );
   }
   const externalData = await readExternal(source, head.external, path);
-  const session = await module.runtime.session(bytes, "optimizer model", { gpu: false, externalData });
+  const resident = head.outputs.map(({ name }) => name);
+  // what a step's few numbers come to is computed on the host, in float64, which shaders do not have
+  const parts = module._memory.onGpu ? splitScalars(bytes, SCALARS) : null;
+  const { runtime } = module;
+  const session = await runtime.session(parts?.rest ?? bytes, "optimizer model", { externalData, resident });
+  const program = parts && (await runtime.session(parts.scalars, "optimizer model", { gpu: false, externalData }));
   return options.elementwise
-    ? new FlatUpdater(module, session, options)
-    : new NamedUpdater(module, session, options, head);
+    ? new FlatUpdater(module, { session, program }, options)
+    : new NamedUpdater(module, { session, program }, options, head);
 }
+
+/** @typedef {{session: any, program: any}} Sessions of the update, and of the numbers that it reads, if they are apart */
 
 /** What both forms share: the scalars and the state's life. */
 class Updater {
-  /** @param {Module} module @param {any} session @param {any} options */
-  constructor(module, session, options) {
+  /** @param {Module} module @param {Sessions} sessions @param {any} options */
+  constructor(module, { session, program }, options) {
     this._module = module;
+    this._memory = module._memory;
     this._session = session;
+    this._program = program;
     /** @type {number | null} */
     this.clipNorm = options.clip_norm;
     this.learningRate = 1e-3;
     this.step = 0n;
     this._Tensor = module.runtime.ort.Tensor;
-    this._names = new Set(session.inputNames);
   }
 
   /** One update. @param {number} gradientScale */
   async run(gradientScale) {
-    this.step += 1n;
+    const step = this.step + 1n;
     await this._apply({
-      step: new this._Tensor("int64", BigInt64Array.of(this.step), [1]),
+      step: new this._Tensor("int64", BigInt64Array.of(step), [1]),
       gradient_scale: this._scalar(gradientScale),
     });
+    this.step = step;
   }
 
   /** Take over the state of an earlier run. @param {bigint} step @param {Slots} slots */
@@ -85,6 +94,7 @@ class Updater {
 
   async release() {
     await this._session.release();
+    await this._program?.release();
   }
 
   /** @param {Record<string, any>} scalars @returns {Promise<void>} */
@@ -99,21 +109,27 @@ class Updater {
 
   /** @param {Record<string, any>} feeds */
   async _run(feeds) {
-    return this._session.run(Object.fromEntries(Object.entries(feeds).filter(([name]) => this._names.has(name))));
+    const of = (/** @type {any} */ session, /** @type {Record<string, any>} */ tensors) =>
+      Object.fromEntries(session.inputNames.map((/** @type {string} */ name) => [name, tensors[name]]));
+    const numbers = this._program ? await this._program.run(of(this._program, feeds)) : {};
+    return this._session.run(of(this._session, { ...feeds, ...numbers }));
   }
 }
 
 /** An elementwise rule over all parameters as one vector. */
 class FlatUpdater extends Updater {
-  /** @param {Module} module @param {any} session @param {any} options */
-  constructor(module, session, options) {
-    super(module, session, options);
+  /** @param {Module} module @param {Sessions} sessions @param {any} options */
+  constructor(module, sessions, options) {
+    super(module, sessions, options);
     const shapes = new Map(module._plan.trainable.map((name) => [name, module._plan.shape(name)]));
     /** @type {Map<string, FlatBuffer>} */
     this._slots = new Map(options.slots.map((/** @type {string} */ slot) => [slot, new FlatBuffer(shapes)]));
-    this._vectors = new Map([["parameter", module._parameters.vector]]);
-    for (const [slot, flat] of this._slots) this._vectors.set(slot, flat.vector);
-    this._blocks = this._makeBlocks(options).map((block) => this._bind(block));
+    this._blocks = this._makeBlocks(options);
+    this._blocks.forEach(({ start, stop }, index) => {
+      for (const [slot, { vector }] of this._slots) {
+        this._memory.add(`${slot} ${index}`, vector.subarray(start, stop), "float32", [stop - start]);
+      }
+    });
   }
 
   slots() {
@@ -129,25 +145,30 @@ class FlatUpdater extends Updater {
 
   /** @param {Record<string, any>} scalars */
   async _apply(scalars) {
-    for (const { feeds, views, scale } of this._blocks) {
-      const rate = scale === 1 ? this.learningRate : Math.fround(this.learningRate) * scale;
-      const results = await this._run({ ...scalars, ...feeds, learning_rate: this._scalar(rate) });
-      for (const [name, view] of views) {
-        view.set(results[`${name}.next`].data);
-        results[`${name}.next`].dispose();
+    for (const [index, block] of this._blocks.entries()) {
+      try {
+        await this._applyTo(index, block, scalars);
+      } catch (error) {
+        if (!index) throw error;
+        throw new OnwardError("an update failed in its midst: load the last checkpoint", { cause: error });
       }
     }
   }
 
-  /** @param {{start: number, stop: number, scale: number, decay: number}} block */
-  _bind({ start, stop, scale, decay }) {
-    const views = new Map(Array.from(this._vectors, ([name, vector]) => [name, vector.subarray(start, stop)]));
+  /** @param {number} index @param {{start: number, stop: number, scale: number, decay: number}} block @param {Record<string, any>} scalars */
+  async _applyTo(index, { start, stop, scale, decay }, scalars) {
+    const { _parameters: parameters, _gradients: gradients } = this._module;
+    const rate = scale === 1 ? this.learningRate : Math.fround(this.learningRate) * scale;
     /** @type {Record<string, any>} */
-    const feeds = { weight_decay: this._scalar(decay) };
-    for (const [name, view] of views) feeds[name] = new this._Tensor("float32", view, [view.length]);
-    const gradient = this._module._gradients.vector.subarray(start, stop);
-    feeds.gradient = new this._Tensor("float32", gradient, [gradient.length]);
-    return { feeds, views, scale };
+    const feeds = {
+      ...scalars, learning_rate: this._scalar(rate), weight_decay: this._scalar(decay),
+      parameter: await this._memory.gather(parameters, start, stop),
+      gradient: await this._memory.gather(gradients, start, stop),
+    };
+    for (const slot of this._slots.keys()) feeds[slot] = await this._memory.feed(`${slot} ${index}`);
+    const results = await this._run(feeds);
+    await this._memory.scatter(parameters, start, results["parameter.next"]);
+    for (const slot of this._slots.keys()) this._memory.take(`${slot} ${index}`, results[`${slot}.next`]);
   }
 
   /** Runs of parameters that share their settings, cut into blocks. @param {any} options */
@@ -165,45 +186,30 @@ class FlatUpdater extends Updater {
       if (last && last.group === groupOf.get(name)) last.stop = stop;
       else runs.push({ start, stop, group: groupOf.get(name) });
     });
-    return runs.flatMap(({ start, stop, group }) => {
-      const blocks = [];
-      for (let first = start; first < stop; first += BLOCK) {
-        blocks.push({
-          start: first,
-          stop: Math.min(first + BLOCK, stop),
-          scale: group?.learning_rate_scale ?? 1,
-          decay: group?.weight_decay ?? options.weight_decay,
-        });
-      }
-      return blocks;
-    });
+    return runs.flatMap(({ start: from, stop: to, group }) =>
+      this._module._parameters.blocks(this._memory.block, from, to).map(([start, stop]) => ({
+        start, stop, scale: group?.learning_rate_scale ?? 1, decay: group?.weight_decay ?? options.weight_decay,
+      })),
+    );
   }
 }
 
 /** A rule that sees whole parameters: the optimizer model has inputs and outputs for each by name. */
 class NamedUpdater extends Updater {
-  /** @param {Module} module @param {any} session @param {any} options @param {import("./runtime/protobuf.js").ModelHead} head */
-  constructor(module, session, options, head) {
-    super(module, session, options);
+  /** @param {Module} module @param {Sessions} sessions @param {any} options @param {import("./runtime/protobuf.js").ModelHead} head */
+  constructor(module, sessions, options, head) {
+    super(module, sessions, options);
     const shapes = new Map(head.inputs.map((value) => [value.name, /** @type {number[]} */ (value.dims)]));
     /** @type {Slots} */
     this._slots = new Map();
-    /** @type {Record<string, any>} */
-    this._feeds = { weight_decay: this._scalar(options.weight_decay) };
-    /** @type {Map<string, Float32Array>} */
-    this._targets = new Map();
-    for (const [name, view] of module._parameters.views) {
-      const dims = module._plan.shape(name);
-      this._targets.set(name, view);
-      this._feeds[name] = new this._Tensor("float32", view, dims);
-      this._feeds[`${name}_grad`] = new this._Tensor("float32", module._gradients.views.get(name), dims);
+    this._decay = this._scalar(options.weight_decay);
+    for (const name of module._plan.trainable) {
       const state = new Map();
       for (const slot of options.slots) {
         const slotDims = shapes.get(`${name}.${slot}`) ?? [];
         const data = new Float32Array(sizeOf(slotDims));
         state.set(slot, { dtype: 1, dims: slotDims, data });
-        this._targets.set(`${name}.${slot}`, data);
-        this._feeds[`${name}.${slot}`] = new this._Tensor(elementType(1)?.name, data, slotDims);
+        this._memory.add(`${name}.${slot}`, data, "float32", slotDims);
       }
       this._slots.set(name, state);
     }
@@ -215,10 +221,15 @@ class NamedUpdater extends Updater {
 
   /** @param {Record<string, any>} scalars */
   async _apply(scalars) {
-    const results = await this._run({ ...scalars, ...this._feeds, learning_rate: this._scalar(this.learningRate) });
-    for (const [name, target] of this._targets) {
-      target.set(results[`${name}.next`].data);
-      results[`${name}.next`].dispose();
+    /** @type {Record<string, any>} */
+    const feeds = { ...scalars, learning_rate: this._scalar(this.learningRate), weight_decay: this._decay };
+    const changing = [];
+    for (const [name, slots] of this._slots) {
+      changing.push(name, ...Array.from(slots.keys(), (slot) => `${name}.${slot}`));
+      feeds[`${name}_grad`] = await this._memory.feed(name + BUFFER);
     }
+    for (const name of changing) feeds[name] = await this._memory.feed(name);
+    const results = await this._run(feeds);
+    for (const name of changing) this._memory.take(name, results[`${name}.next`]);
   }
 }

@@ -75,6 +75,33 @@ class CheckpointError : public Error {
       : Error("checkpoint '" + path.string() + "': " + reason) {}
 };
 
+/// What a call came to, where an error is a value: `Try` makes it of any call.
+class Status {
+ public:
+  static Status OK() { return Status(); }
+  explicit Status(std::string message) : message_(std::move(message)) {}
+
+  bool IsOK() const { return !message_; }
+  explicit operator bool() const { return IsOK(); }
+  /// What went wrong; empty where nothing did.
+  std::string ErrorMessage() const { return message_.value_or(""); }
+
+ private:
+  Status() = default;
+  std::optional<std::string> message_;
+};
+
+/// Do something, and say how it went instead of throwing: `auto status = onward::Try([&] { optimizer.Step(); });`
+template <typename Call>
+Status Try(Call&& call) {
+  try {
+    call();
+    return Status::OK();
+  } catch (const std::exception& error) {
+    return Status(std::string(error.what()));
+  }
+}
+
 /// What a checkpoint keeps under a name for the user.
 using Property = std::variant<int64_t, double, std::string>;
 
@@ -577,6 +604,9 @@ class CheckpointState {
     return state;
   }
 
+  /// Whether the parameters have no values yet: `nominal_state.bin` has their names, and `Module::FromBuffer` fills them.
+  bool IsNominal() const { return nominal_; }
+
   /// Write a state file; the old one stays until the new one is safely there.
   void Save(const std::filesystem::path& path) const { Write(path, true); }
 
@@ -588,6 +618,7 @@ class CheckpointState {
 
   /// Write the data file of inference_model.onnx: `inference_model.bin`, to be put beside a copy of that model.
   void SaveWeights(const std::filesystem::path& path) const {
+    RequireValues();
     detail::ReplaceFile(path, [&](std::FILE* file) {
       detail::WriteAll(file, memory_.get(), static_cast<size_t>(layout_.weights_end), path);
     });
@@ -622,6 +653,7 @@ class CheckpointState {
   /// A copy of a parameter.
   Ort::Value GetParameter(const std::string& name) const {
     const detail::Part& part = Require(name);
+    RequireValues();
     Ort::AllocatorWithDefaultOptions allocator;
     Ort::Value copy = Ort::Value::CreateTensor(allocator, part.dims.data(), part.dims.size(), part.type);
     if (part.bytes > 0)
@@ -632,6 +664,7 @@ class CheckpointState {
   /// Give a parameter other numbers, of the same shape and type.
   void UpdateParameter(const std::string& name, const Ort::Value& value) {
     const detail::Part& part = Require(name);
+    RequireValues();
     const auto info = value.GetTensorTypeAndShapeInfo();
     if (info.GetShape() != part.dims)
       throw Error("Parameter data shape mismatch. Expected: " + detail::Shown(part.dims) +
@@ -665,7 +698,8 @@ class CheckpointState {
     std::memcpy(&flags, header + 12, 4);
     std::memcpy(&end_, header + 16, 8);
     std::memcpy(&text, header + 24, 8);
-    if (version != 1 || flags != 0)
+    nominal_ = flags == 1;
+    if (version != 1 || flags > 1)
       throw CheckpointError(path, "written by a newer Onward (version " + std::to_string(version) +
                                       "); update to read it");
     if (text > detail::kMostText || end_ % detail::kAlignment != 0 || end_ < detail::kHeader || end_ > size ||
@@ -691,9 +725,27 @@ class CheckpointState {
     }
     detail::Sha256 table;
     table.Update(layout_.text.data(), layout_.text.size());
-    const auto digest = table.Finish();
-    if (layout_.end != end_ || std::memcmp(digest.data(), memory_.get() + 32, digest.size()) != 0)
+    auto digest = table.Finish();
+    const auto expected_digest = nominal_ ? std::array<uint8_t, detail::kDigest>{} : digest;
+    if ((nominal_ ? detail::kHeader : layout_.end) != end_ ||
+        std::memcmp(expected_digest.data(), memory_.get() + 32, expected_digest.size()) != 0)
       throw CheckpointError(path, "its table does not fit its header");
+    if (nominal_) MakeRoom(digest);
+  }
+
+  /// Memory for the values that will come, with the header that the state has then.
+  void MakeRoom(const std::array<uint8_t, detail::kDigest>& digest) {
+    const uint32_t version = 1;
+    end_ = layout_.end;
+    memory_ = detail::Allocate(end_);
+    std::memcpy(memory_.get(), detail::kMagic.data(), detail::kMagic.size());
+    std::memcpy(memory_.get() + 8, &version, sizeof(version));
+    std::memcpy(memory_.get() + 16, &end_, sizeof(end_));
+    std::memcpy(memory_.get() + 32, digest.data(), digest.size());
+  }
+
+  void RequireValues() const {
+    if (nominal_) throw Error("The state is nominal: its parameters have no values. Please load the model parameters first.");
   }
 
   void ReadText(const std::string& text) {
@@ -768,6 +820,7 @@ class CheckpointState {
   }
 
   void Write(const std::filesystem::path& path, bool everything) const {
+    RequireValues();
     std::string text = layout_.text;
     for (const auto& [name, value] : properties_)
       text += "property\t" + detail::Escape(name) + "\t" + detail::Escape(Spell(value)) + "\n";
@@ -822,7 +875,7 @@ class CheckpointState {
   detail::Layout layout_;
   detail::Memory memory_;
   uint64_t end_ = 0;
-  bool taken_ = false;
+  bool taken_ = false, nominal_ = false;
   std::map<std::string, Property> properties_;
   std::map<std::string, std::string> extras_;
 };
@@ -862,6 +915,7 @@ class Module {
   /// One training step: the loss and the additional outputs. Gradients are added to those of the steps since
   /// `LazyResetGrad`; `Optimizer::Step` updates the parameters with them.
   std::vector<Ort::Value> TrainStep(const std::vector<Ort::Value>& inputs) {
+    state_->RequireValues();
     CheckInputs(step_, inputs);
     for (size_t i = 0; i < inputs.size(); ++i) step_.feeds[step_.batch[i]] = inputs[i];
     MixSeed();
@@ -904,6 +958,7 @@ class Module {
   /// The loss and the additional outputs of the evaluation model: dropout off, batch norm by its statistics.
   std::vector<Ort::Value> EvalStep(const std::vector<Ort::Value>& inputs) {
     OpenEval();
+    state_->RequireValues();
     CheckInputs(eval_, inputs);
     for (size_t i = 0; i < inputs.size(); ++i) eval_.feeds[eval_.batch[i]] = inputs[i];
     std::vector<OrtValue*> made(eval_.outputs.size(), nullptr);
@@ -922,6 +977,9 @@ class Module {
   /// Write the trained model for inference: one file, chosen outputs, weights inside, nothing of training.
   void ExportModelForInferencing(const std::filesystem::path& path,
                                  const std::vector<std::string>& graph_output_names) const {
+    state_->RequireValues();
+    if (!eval_path_)
+      throw ModelError("Eval model was not provided. Cannot export a model for inferencing: give Module the eval model.");
     if (graph_output_names.empty())
       throw ModelError("Expected a non empty vector of graph output names: a list with at least one name.");
     std::error_code ignored;
@@ -940,6 +998,12 @@ class Module {
         });
   }
 
+  /// The same, with a status in place of an error, as onnxruntime's own Module spells it.
+  Status TryExportModelForInferencing(const std::filesystem::path& path,
+                                      const std::vector<std::string>& graph_output_names) const {
+    return Try([&] { ExportModelForInferencing(path, graph_output_names); });
+  }
+
   /// How many numbers the parameters have.
   size_t GetParametersSize(bool trainable_only = true) const {
     size_t count = 0;
@@ -949,6 +1013,7 @@ class Module {
 
   /// All parameters in one float32 vector, in the order of the state.
   Ort::Value ToBuffer(bool trainable_only = true) const {
+    state_->RequireValues();
     Ort::AllocatorWithDefaultOptions allocator;
     const auto size = static_cast<int64_t>(GetParametersSize(trainable_only));
     Ort::Value buffer = Ort::Value::CreateTensor<float>(allocator, &size, 1);
@@ -961,8 +1026,10 @@ class Module {
     return buffer;
   }
 
-  /// Set the parameters from a vector like the one that `ToBuffer` gives.
+  /// Set the parameters from a vector like the one that `ToBuffer` gives; a nominal state takes all of them.
   void FromBuffer(const Ort::Value& buffer, bool trainable_only = true) {
+    if (state_->nominal_ && trainable_only)
+      throw Error("For nominal checkpoint state, all parameters need to be loaded: pass trainable_only=false.");
     const auto info = buffer.GetTensorTypeAndShapeInfo();
     const size_t expected = GetParametersSize(trainable_only);
     if (info.GetElementCount() != expected)
@@ -976,6 +1043,7 @@ class Module {
       std::memcpy(state_->At(part->offset), place, static_cast<size_t>(part->bytes));
       place += part->bytes;
     }
+    state_->nominal_ = false;
   }
 
   /// The names of the inputs that a training step, or an evaluation, takes, in order.
@@ -1090,9 +1158,9 @@ class Module {
     if (version.empty() || graph.About("onward.role") != role)
       throw ModelError("'" + path.string() + "' is no " + role + " of Onward: make it with onward artifacts "
                        "--portable, which writes " + role + ".onnx");
-    if (version != "1")
-      throw ModelError("'" + path.string() + "' is written by a newer Onward (version " + version +
-                       "); update to train with it");
+    if (version != "2")
+      throw ModelError("'" + path.string() + "' is of version " + version + " of the portable step, this library "
+                       "trains version 2: write the artifacts again, or update");
     if (graph.About("onward.state_digest") != detail::Hex(state_->memory_.get() + 32, detail::kDigest))
       throw Error("the checkpoint is the state of another model than '" + path.string() +
                   "': do they belong together?");

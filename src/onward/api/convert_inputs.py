@@ -8,23 +8,25 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import onnxruntime as ort
 
-if TYPE_CHECKING:
-    from onward.runtime.signature import Signature
+from onward.ort_session import array_of, shape_of
 
-__all__ = ["check_labels", "convert", "hand_out", "owned_value", "prepare"]
+if TYPE_CHECKING:
+    from onward.ort_session import Feed
+    from onward.runtime.signature import Signature
 
 # Numbers of types that numpy does not have itself. (`isbuiltin` is also wrong of arrays from another process.)
 _OTHERS = 256
 
 
-def prepare(signature: Signature, inputs: Sequence[Any]) -> tuple[list[Any], bool]:
+def prepare(signature: Signature, inputs: Sequence[Any]) -> tuple[list[Feed], bool]:
     """Arrays or OrtValues in the order of the signature's inputs, and whether to return numpy arrays."""
+    # onnxruntime would name the first missing input by its place; the caller needs all of them by name.
     if len(inputs) != len(signature.inputs):
         raise ValueError(
             f"the model takes {len(signature.inputs)} inputs ({', '.join(signature.inputs)}), got {len(inputs)}"
         )
     as_numpy = not inputs
-    ready = []
+    ready: list[Feed] = []
     for value, name in zip(inputs, signature.inputs):
         if (
             type(value) is np.ndarray
@@ -40,11 +42,17 @@ def prepare(signature: Signature, inputs: Sequence[Any]) -> tuple[list[Any], boo
     return ready, as_numpy
 
 
-def _shape(value: Any) -> Sequence[int]:
-    return value.shape if type(value) is np.ndarray else value.shape()
+def refuse_masked(value: Any, name: str) -> None:
+    """Refuse a masked array with masked elements: numpy would hand on what lies under the mask, silently."""
+    if np.ma.is_masked(value):
+        raise ValueError(
+            f"'{name}' is a masked array with {np.ma.count_masked(value)} masked elements, which the model would read "
+            "as numbers: fill them first, with .filled(…)"
+        )
 
 
 def _to_array(value: Any, name: str) -> np.ndarray:
+    refuse_masked(value, name)
     if hasattr(value, "detach"):  # a torch tensor, perhaps one that has a gradient or lies on a GPU
         value = value.detach().cpu()
     try:
@@ -55,54 +63,56 @@ def _to_array(value: Any, name: str) -> np.ndarray:
         ) from error
 
 
-def _convert(array: np.ndarray, wanted: np.dtype, name: str) -> np.ndarray:
+def _convert(array: np.ndarray, dtype: np.dtype, name: str) -> np.ndarray:
     """Only harmless conversions: float64 → float32, integers that fit."""
-    if wanted == np.object_ and array.dtype.kind in "UO":
+    if dtype == np.object_ and array.dtype.kind in "UO":
         return array.astype(np.object_)
-    if array.dtype.kind == "f" and wanted.kind == "f":
-        return array.astype(wanted)
-    if array.dtype.kind in "iu" and wanted.kind in "iu":
-        limits = np.iinfo(wanted)
-        if array.size and not np.can_cast(array.dtype, wanted):
+    if array.dtype.kind == "f" and dtype.kind == "f":
+        return array.astype(dtype)
+    if array.dtype.kind in "iu" and dtype.kind in "iu":
+        # Whole numbers are looked at: class numbers often come as int32 or uint8 and fit, an overflow would
+        # train on others.
+        limits = np.iinfo(dtype)
+        if array.size and not np.can_cast(array.dtype, dtype):
             least, most = int(array.min()), int(array.max())
             if least < limits.min or most > limits.max:
                 raise ValueError(
-                    f"input '{name}' has values from {least} to {most}: {wanted} cannot hold them"
+                    f"input '{name}' has values from {least} to {most}: {dtype} cannot hold them"
                 )
-        return array.astype(wanted)
-    raise TypeError(f"input '{name}' is {array.dtype}, the model takes {wanted}: convert it with .astype")
+        return array.astype(dtype)
+    raise TypeError(f"input '{name}' is {array.dtype}, the model takes {dtype}: convert it with .astype")
 
 
-def convert(value: Any, wanted: np.dtype | None, name: str) -> np.ndarray:
+def convert(value: Any, dtype: np.dtype | None, name: str) -> np.ndarray:
     """One input as a contiguous array of the model's input type, if the conversion is safe.
 
     >>> convert([1.0, 2.0], np.dtype(np.float32), "x")
     array([1., 2.], dtype=float32)
     """
+    # `type … is`: subclasses such as matrices and masked arrays mean something else by their operators.
     array = value if type(value) is np.ndarray else _to_array(value, name)
-    if wanted is not None and array.dtype != wanted:
-        array = _convert(array, wanted, name)
+    if dtype is not None and array.dtype != dtype:
+        array = _convert(array, dtype, name)
     if array.dtype.num >= _OTHERS:  # bfloat16, float8, int4 …
         raise TypeError(f"input '{name}' is {array.dtype}, which onnxruntime takes as an OrtValue only")
     return array if array.flags.c_contiguous else np.ascontiguousarray(array)
 
 
-def check_labels(signature: Signature, feeds: list[Any], *, stacked: bool = False) -> None:
+def check_labels(signature: Signature, feeds: Sequence[Feed], *, stacked: bool = False) -> None:
     """Reject labels out of range, and a number of labels other than the number of samples.
 
     `stacked` inputs have an axis before their own, with the batches of several steps.
     """
     for index, axis, other, along in signature.same:
         axis, along = axis + stacked, along + stacked
-        one, two = _shape(feeds[index]), _shape(feeds[other])
+        one, two = shape_of(feeds[index]), shape_of(feeds[other])
         if axis < len(one) and along < len(two) and one[axis] != two[along]:
             raise ValueError(
                 f"'{signature.inputs[index]}' {list(one)} and '{signature.inputs[other]}' {list(two)} belong together: "
                 f"axis {axis} of the one and axis {along} of the other must have the same size"
             )
     for index, classes, ignored in signature.labels:
-        value = feeds[index]
-        labels = value if type(value) is np.ndarray else value.numpy()
+        labels = array_of(feeds[index])
         kind = labels.dtype
         if labels.size == 0 or kind.kind != "i" or kind.itemsize < 4:
             continue
@@ -130,6 +140,7 @@ def hand_out(results: list[np.ndarray], as_numpy: bool) -> Any:
 
 def owned_value(array: np.ndarray) -> ort.OrtValue:
     """A value with memory of its own: one made from an array dies with it, even while `.numpy()` shows it."""
+    # Not from the array: onnxruntime does not hold a reference to it.
     value = ort.OrtValue.ortvalue_from_shape_and_type(list(array.shape), array.dtype.type)
     value.update_inplace(np.ascontiguousarray(array))
     return value

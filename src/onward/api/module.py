@@ -19,23 +19,26 @@ import onnxruntime as ort
 from onward.api.convert_inputs import check_labels, hand_out, owned_value, prepare
 from onward.api.state import CheckpointState
 from onward.checkpoint.content import CheckpointData, NominalTensor
+from onward.contract import FIRST_SCALE
 from onward.errors import MAKE_ARTIFACTS, DeviceMemoryError, ModelError, NonFiniteError, OnwardError
-from onward.graph.passes.specialize import FIRST_SCALE
-from onward.runtime.autotune import tune, wanted
+from onward.ort_session import array_of
+from onward.runtime.autotune import is_enabled, tune
 from onward.runtime.devices import DeviceLike, find_device
 from onward.runtime.environment import environment, warn_if_changed
-from onward.runtime.memory import HostTensor, ModelMemory, onnx_type
+from onward.runtime.memory import ModelMemory
 from onward.runtime.sessions import require_one_set
 from onward.runtime.step import EvaluationStep, Step, TrainingStep
+from onward.runtime.tensors import HostTensor, onnx_type
 
 if TYPE_CHECKING:
+    from onward.api.optimizer import Optimizer
+    from onward.ort_session import Feed
     from onward.runtime.sessions import ModelFile
     from onward.runtime.signature import Signature
 
 __all__ = ["Module", "NonFinitePolicy", "RunState"]
 
 NonFinitePolicy = Literal["raise", "skip", "ignore"]
-_LOAD_FIRST = "The state is nominal: it has no parameter values. Please load the model parameters first."
 _PATIENCE = 10
 
 
@@ -95,6 +98,7 @@ class Module:
             )
         self.training = True
         self.on_nonfinite: NonFinitePolicy = on_nonfinite
+        # Before any file is read: a device that this machine lacks is the most common mistake, and quick to find.
         self.device = find_device(device)
         self._state = state
         # 0 is the runtime's word for as many as there are
@@ -103,7 +107,7 @@ class Module:
             train_model_uri,
             device=self.device,
             options=session_options,
-            tune=tune if wanted(autotune) else None,
+            tune=tune if is_enabled(autotune) else None,
         )
         self._evaluation = (
             None
@@ -111,26 +115,27 @@ class Module:
             else EvaluationStep(eval_model_uri, device=self.device, options=session_options)
         )
         self._eval_uri = eval_model_uri
-        given = self._matching(state._data)  # before memory is taken: what a model declares may be anything
+        # before memory is taken: what a model declares may be anything
+        parameters = self._matching(state._data)
+        # One set of buffers for training, evaluation and the optimizer: nothing is copied between them.
         self.memory = ModelMemory(self.signature, self.device, parts=parts)
-        self._loaded = not state._data.nominal
-        self._adopt(given)
+        self._adopt(parameters)
         self._check_evaluation()
         if self._evaluation is not None:
             require_one_set("eval", self._evaluation.signature.artifacts_id, self.signature.artifacts_id)
         self._options = session_options
         self._environment: str | None = None
         self._reset = True
-        extras = state._data.extras
-        warn_if_changed(extras.get("environment"), session_options)
+        data = state._data
+        warn_if_changed(data.extras.get("environment"), session_options)
         self.run_state = RunState(
-            seed=int(extras.get("seed", 0)) if seed is None else seed,
-            steps=int(extras.get("train_step", 0)),
-            skipped_in_a_row=int(extras.get("skipped_in_a_row", 0)),
-            invalid=str(extras["invalid"]) if extras.get("invalid") else None,
-            scale_steps=int(extras.get("scale_steps", 0)),
+            seed=data.whole_number("seed") if seed is None else seed,
+            steps=data.whole_number("train_step"),
+            skipped_in_a_row=data.whole_number("skipped_in_a_row"),
+            invalid=str(data.extras["invalid"]) if data.extras.get("invalid") else None,
+            scale_steps=data.whole_number("scale_steps"),
         )
-        self._optimizer: Any = None
+        self._optimizer: Optimizer | None = None
         self.attach()
         for name, array in state._data.accumulation.items():
             if name in self.memory.gradients.tensors:
@@ -148,7 +153,11 @@ class Module:
     @property
     def is_loaded(self) -> bool:
         """Whether the parameters have values: those of a nominal checkpoint must be loaded first."""
-        return self._loaded
+        return not self._state._data.nominal
+
+    def require_values(self) -> None:
+        """An error where the parameters have no values."""
+        self._state._data.require_values()
 
     def attach(self) -> None:
         """Bind the sessions to the memory; call it again when the layout has changed."""
@@ -160,8 +169,7 @@ class Module:
 
     def __call__(self, *inputs: Any) -> Any:
         """Run a training step, or an evaluation: see the class."""
-        if not self._loaded:
-            raise OnwardError(_LOAD_FIRST)
+        self.require_values()
         if not self.training:
             return self._evaluate(inputs)
         feeds, as_numpy = prepare(self.step.signature, inputs)
@@ -179,8 +187,7 @@ class Module:
         """
         from onward.api.train_steps import train_steps
 
-        if not self._loaded:
-            raise OnwardError(_LOAD_FIRST)
+        self.require_values()
         return train_steps(self, inputs, learning_rates)
 
     def train(self, mode: bool = True) -> Module:
@@ -197,7 +204,9 @@ class Module:
         """Make the next training step overwrite the gradients instead of accumulating."""
         self._reset = True
 
-    def _train(self, feeds: list, as_numpy: bool) -> Any:
+    def _train(self, feeds: list[Feed], as_numpy: bool) -> Any:
+        # Statistics are saved once for each accumulation: a bad step takes back those of the good ones before
+        # it, too.
         guarded, run, memory = self.on_nonfinite != "ignore", self.run_state, self.memory
         if self._reset:
             run.invalid = None
@@ -208,6 +217,7 @@ class Module:
         except DeviceMemoryError:
             self._discard()  # gradients may be half written
             raise
+        # Counted after the run: a step that failed for want of memory is repeated with the same random numbers.
         run.steps += 1
         self._reset = False
         problem = self._find_problem(results[0]) if guarded else None
@@ -243,6 +253,7 @@ class Module:
             return None
         run.skipped_in_a_row += 1
         self._discard()
+        # Ten in a row are no accident of one batch: the run has diverged, and would skip for ever.
         if run.skipped_in_a_row >= _PATIENCE:
             run.invalid = problem
             raise NonFiniteError(f"{_PATIENCE} updates in a row were skipped; the last one because {problem}")
@@ -251,6 +262,7 @@ class Module:
     def _discard(self) -> None:
         """Discard the gradients, and the batch-norm updates of the steps that computed them."""
         self._reset = True
+        # The gradients themselves need no clearing: the next step overwrites them.
         self.memory.restore()
 
     def _evaluate(self, inputs: Sequence[Any]) -> Any:
@@ -273,8 +285,7 @@ class Module:
 
     def get_contiguous_parameters(self, trainable_only: bool = False) -> ort.OrtValue:
         """All parameters in one float32 vector, in the order of the training model's inputs."""
-        if not self._loaded:
-            raise OnwardError(_LOAD_FIRST)
+        self.require_values()
         arrays = self.memory.arrays()
         parts = [
             np.ravel(arrays[name]).astype(np.float32, copy=False) for name in self._order(trainable_only)
@@ -286,16 +297,17 @@ class Module:
         self, buffer: ort.OrtValue | np.ndarray, trainable_only: bool = True
     ) -> None:
         """Set the parameters from a vector like the one that `get_contiguous_parameters` returns."""
-        if not self._loaded and trainable_only:
+        if not self.is_loaded and trainable_only:
             raise OnwardError(
                 "For nominal checkpoint state, all parameters need to be loaded: pass trainable_only=False."
             )
-        vector = buffer.numpy() if isinstance(buffer, ort.OrtValue) else np.asarray(buffer)
+        vector = np.asarray(array_of(buffer))
         expected = self.get_parameters_size(trainable_only)
         if vector.size != expected:
             raise OnwardError(f"Parameters buffer size incorrect. Expected:{expected}, Actual:{vector.size}")
         if vector.dtype != np.float32:
             raise OnwardError(f"Parameters buffer must be float32, got {vector.dtype}")
+        # Any shape of the right size is taken, as onnxruntime-training does.
         vector = vector.reshape(-1)
         start = 0
         for name in self._order(trainable_only):
@@ -303,8 +315,7 @@ class Module:
             size = math.prod(tensor.shape)
             tensor.write(vector[start : start + size].reshape(tensor.shape))
             start += size
-        if not self._loaded:
-            self._loaded = True
+        if not self.is_loaded:
             self._state._data.nominal = False
             self._publish()
 
@@ -312,8 +323,7 @@ class Module:
         self, inference_model_uri: str | os.PathLike[str], graph_output_names: Sequence[str]
     ) -> None:
         """Export the trained model for inference: pruned to the chosen outputs, weights embedded."""
-        if not self._loaded:
-            raise OnwardError(_LOAD_FIRST)
+        self.require_values()
         if self._eval_uri is None:
             raise ModelError(
                 "Eval model was not provided. Cannot export a model for inferencing.", hint=MAKE_ARTIFACTS
@@ -343,32 +353,33 @@ class Module:
     def _matching(self, data: CheckpointData) -> dict[str, np.ndarray | NominalTensor]:
         """The state's parameters, which must be those of the training model, in its shapes."""
         signature = self.signature
-        given = {**data.trainable, **data.frozen}
+        parameters = {**data.trainable, **data.frozen}
         if signature.loss_scale is not None and isinstance(
-            given.get(signature.loss_scale), NominalTensor | None
+            parameters.get(signature.loss_scale), NominalTensor | None
         ):
-            given[signature.loss_scale] = np.full(1, FIRST_SCALE, np.float32)  # models in float32 have none
-        missing = [name for name in signature.parameters if name not in given]
+            # models in float32 have none
+            parameters[signature.loss_scale] = np.full(1, FIRST_SCALE, np.float32)
+        missing = [name for name in signature.parameters if name not in parameters]
         if missing:
             raise OnwardError(
                 f"the checkpoint lacks {len(missing)} parameters of the training model, "
                 f"for example '{missing[0]}': do they belong together?"
             )
         for name in signature.parameters:
-            value = given[name]
+            value = parameters[name]
             if not isinstance(value, NominalTensor) and tuple(value.shape) != tuple(signature.shapes[name]):
                 raise OnwardError(
                     f"parameter '{name}' has shape {tuple(value.shape)} in the checkpoint and "
                     f"{tuple(signature.shapes[name])} in the training model: do they belong together?"
                 )
-        return given
+        return parameters
 
-    def _adopt(self, given: Mapping[str, np.ndarray | NominalTensor]) -> None:
+    def _adopt(self, parameters: Mapping[str, np.ndarray | NominalTensor]) -> None:
         """Move the state's parameters into the buffers that the sessions read."""
         signature, memory = self.signature, self.memory
         trained: dict[str, np.ndarray] = {}
         for name in signature.parameters:
-            value = given[name]
+            value = parameters[name]
             if isinstance(value, NominalTensor):
                 if name not in memory.parameters.spans:
                     memory.add_frozen(name, np.zeros(signature.shapes[name], signature.dtypes[name]))
@@ -377,17 +388,18 @@ class Module:
             else:
                 memory.add_frozen(name, value)
         memory.parameters.write(trained)
-        if self._loaded:
+        if self.is_loaded:
             self._publish()
 
     def _check_evaluation(self) -> None:
         """The eval model reads the same parameters, or some of them."""
         if self._evaluation is None:
             return
-        known, signature = self.signature.shapes, self._evaluation.signature
+        shapes, signature = self.signature.shapes, self._evaluation.signature
         for name in signature.parameters:
-            if known.get(name) != signature.shapes[name]:
-                other = f"has {known[name]}" if name in known else "does not know it"
+            if shapes.get(name) != signature.shapes[name]:
+                # which of the two is wrong, only the user knows
+                other = f"has {shapes[name]}" if name in shapes else "does not know it"
                 raise ModelError(
                     f"the eval model reads parameter '{name}' of shape {signature.shapes[name]}, the training model "
                     f"{other}: do they belong together?"
@@ -422,5 +434,5 @@ class Module:
             self._optimizer._describe_progress(data)
         else:
             data.optimizer = self._state._data.optimizer
-            kept = {k: v for k, v in self._state._data.extras.items() if k not in data.extras}
-            data.extras.update(kept)
+            other_extras = {k: v for k, v in self._state._data.extras.items() if k not in data.extras}
+            data.extras.update(other_extras)

@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from onward.checkpoint.content import CheckpointData, OptimizerGroup
-from onward.errors import OnwardError
-from onward.runtime.optimizers import make_updater, wanted_order
+from onward.runtime.optimizers import group_order, make_updater
 
 if TYPE_CHECKING:
     from onward.api.module import Module
     from onward.api.schedulers import LRScheduler
-    from onward.runtime.many_steps import ManySteps
+    from onward.api.train_steps import ManySteps
     from onward.runtime.memory import Tensor
     from onward.runtime.optimizers.updater import Updater
     from onward.runtime.sessions import ModelFile
@@ -34,12 +33,15 @@ class Optimizer:
     """
 
     def __init__(self, optimizer_uri: ModelFile, module: Module) -> None:
+        # not isinstance: distributed modules and tests stand in for Module
         if not hasattr(module, "run_state"):
             raise TypeError(f"Optimizer takes a Module, got {type(module).__name__}")
         self._module = module
         memory = module.memory
-        if not memory.parameters.on_host and memory.arrange(wanted_order(optimizer_uri, memory.parameters)):
+        if not memory.parameters.on_host and memory.arrange(group_order(optimizer_uri, memory.parameters)):
             module.attach()
+        # The order matters on a device: parameters of one group lie together, so that one run updates all of
+        # them.
         self._updater = self._make_updater(optimizer_uri)
         self._many_steps: ManySteps | None = None
         self._initial_rate = 1e-3
@@ -77,10 +79,8 @@ class Optimizer:
     def step(self) -> bool:
         """Update the parameters; returns False if the update was skipped because of a non-finite gradient."""
         module = self._module
-        if not module.is_loaded:
-            raise OnwardError(
-                "The state is nominal: it has no parameter values. Please load the model parameters first."
-            )
+        module.require_values()
+        # float16 gradients come multiplied by it, so that small ones do not vanish; the update divides it out.
         loss_scale = module.signature.loss_scale and module.memory[module.signature.loss_scale]
         scale = self.gradient_scale / (loss_scale.read().item() if loss_scale else 1.0)
         if self.clip_norm is not None or module.on_nonfinite != "ignore" or loss_scale:
@@ -101,7 +101,10 @@ class Optimizer:
                 if module.take_invalid() is not None:
                     return False
             if self.clip_norm is not None:
+                # as torch's clip_grad_norm_, epsilon included
                 scale *= min(self.clip_norm / (norm + 1e-6), 1.0)
+        # The factor is applied inside the update: scaling the gradients themselves would be one more pass over
+        # memory.
         self._updater.run(scale)
         return True
 
@@ -132,6 +135,8 @@ class Optimizer:
         """
         run, scale = self._module.run_state, loss_scale.read().item()
         if not fits and scale > 1:
+            # Halving finds a scale that fits within a few steps from any start; doubling tries a larger one
+            # only rarely, as each try may cost an update.
             loss_scale.write(np.full(1, scale / 2, np.float32))
             run.scale_steps = 0
             self._module.lazy_reset_grad()
@@ -147,6 +152,7 @@ class Optimizer:
         return math.sqrt(self._module.memory.gradients.whole.squared_norm())
 
     def _blame(self) -> str:
+        # Looked for only once the norm is not finite: the norm itself is one pass, this is one for each tensor.
         names = [
             n for n, array in self._module.memory.gradients.arrays().items() if not np.isfinite(array).all()
         ]
@@ -160,17 +166,18 @@ class Optimizer:
                 self._check_slots(group)
                 self._updater.load(group.step, group.slots)
                 self._initial_rate = group.initial_learning_rate
-                self.set_learning_rate(float(data.extras.get("learning_rate", group.initial_learning_rate)))
+                self.set_learning_rate(data.number("learning_rate", group.initial_learning_rate))
 
     def _check_slots(self, group: OptimizerGroup) -> None:
         """Another optimizer's state is of no use; half of it would train on silently."""
-        kept = self._updater.slot_tensors()
-        wanted = {slot for slots in kept.values() for slot in slots}
-        found = {slot for name, slots in group.slots.items() if name in kept for slot in slots}
-        if group.step and wanted != found:
+        tensors = self._updater.slot_tensors()
+        own_slots = {slot for slots in tensors.values() for slot in slots}
+        saved_slots = {slot for name, slots in group.slots.items() if name in tensors for slot in slots}
+        # A checkpoint that was never updated has empty state, which fits any optimizer.
+        if group.step and own_slots != saved_slots:
             warnings.warn(
-                f"the checkpoint's optimizer state is {sorted(found) or 'empty'}, this optimizer keeps "
-                f"{sorted(wanted) or 'none'}: was it saved with another optimizer? What is missing starts from zero",
+                f"the checkpoint's optimizer state is {sorted(saved_slots) or 'empty'}, this optimizer keeps "
+                f"{sorted(own_slots) or 'none'}: was it saved with another optimizer? What is missing starts from zero",
                 UserWarning,
                 stacklevel=4,
             )

@@ -42,6 +42,7 @@ class LRScheduler:
         self._initial_lr = float(initial_lr)
         self._warmup = warmup_step_count
         self._step = 0
+        # Asked of the optimizer, which has the checkpoint: a schedule is made anew in a resumed run.
         resumed = optimizer.follow(self, self._initial_lr)
         if isinstance(resumed, str):
             self._step = self._resumed_step(resumed)
@@ -54,6 +55,7 @@ class LRScheduler:
         except (ValueError, LimitError) as error:
             raise OnwardError(f"the checkpoint's schedule is damaged: {error}") from None
         step = saved.get("step")
+        # another schedule begins at its own start: its step would mean another rate
         if saved.get("kind") != type(self).__name__:
             return 0
         if type(step) is not int or step < 0:
@@ -80,6 +82,7 @@ class LRScheduler:
         first = self._step
         self._step += count
         self._apply()
+        # The rate that is set is the last one's: what runs next uses the schedule's own.
         return [self.rate(step) for step in range(first, self._step)]
 
     def to_json(self) -> str:
@@ -197,6 +200,7 @@ class OneCycleLRScheduler(LRScheduler):
 
     def factor(self, step: int) -> float:
         """Cosine from 1/div to 1, then from 1 to 1/(div·final_div)"""
+        # torch counts phases from step 0 to total − 1
         top = self._start * self._total - 1
         low, end = 1 / self._div, 1 / (self._div * self._final_div)
         if step <= top:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from onward.api.convert_inputs import refuse_masked
 from onward.checkpoint import store
 from onward.checkpoint.content import CheckpointData, NominalTensor, check_property
 from onward.errors import OnwardError
@@ -63,9 +64,7 @@ class Parameters:
         if name not in self:
             raise KeyError(f"Parameter {name} not found.")
         if self._state._data.nominal:
-            raise OnwardError(
-                f"The state is nominal: it has no value for '{name}'. Please load the parameter states first."
-            )
+            raise _no_value(name)
         return Parameter(name, self._state)
 
     def __setitem__(self, name: str, value: np.ndarray) -> None:
@@ -156,6 +155,7 @@ class CheckpointState:
         data = self._data
         trainable, frozen = data.trainable, data.frozen
         if self._module is not None and not data.nominal:
+            # What the state shows is stale on a device, where training changes memory that is not here.
             held = self._module.memory.arrays()  # on the host, the memory itself
             trainable, frozen = (
                 {n: held.get(n, v) for n, v in group.items()} for group in (trainable, frozen)
@@ -186,19 +186,18 @@ class CheckpointState:
         return [*self._data.trainable, *self._data.frozen]
 
     def _array(self, name: str) -> np.ndarray:
-        found = self._data.trainable.get(name)
-        value = self._data.frozen[name] if found is None else found
+        trainable = self._data.trainable.get(name)
+        value = self._data.frozen[name] if trainable is None else trainable
         if self._module is not None and not self._data.nominal and name in self._module.memory:
             return self._module.memory[name].read()
         if isinstance(value, NominalTensor):
-            raise OnwardError(
-                f"The state is nominal: it has no value for '{name}'. Please load the parameter states first."
-            )
+            raise _no_value(name)
         return value
 
     def _assign(self, name: str, value: np.ndarray) -> None:
         tensor = None if self._module is None else self._module.memory[name]
         current = self._array(name) if tensor is None else tensor
+        refuse_masked(value, name)
         array = np.asarray(value)
         if array.shape != current.shape:
             raise OnwardError(
@@ -211,6 +210,7 @@ class CheckpointState:
             )
         if tensor is None:
             group = self._data.trainable if name in self._data.trainable else self._data.frozen
+            # The caller may go on to change theirs.
             group[name] = array.copy()
         else:
             tensor.write(array)
@@ -219,8 +219,15 @@ class CheckpointState:
         if name not in self._data.trainable:
             return None
         if self._module is None:
+            # as onnxruntime-training: a gradient exists before the first step
             return np.zeros_like(self._array(name))
         return self._module.memory.gradients.tensors[name].read().copy()
+
+
+def _no_value(name: str) -> OnwardError:
+    return OnwardError(
+        f"The state is nominal: it has no value for '{name}'. Please load the parameter states first."
+    )
 
 
 def _braces(shape: tuple[int, ...]) -> str:

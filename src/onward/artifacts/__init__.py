@@ -6,12 +6,17 @@ or none. Only `write` touches the disk. Processes that only train never import t
 
 from __future__ import annotations
 
-from onward.artifacts.generate import (
-    ActivationBudget,
-    Artifacts,
-    build_artifacts,
-    generate_artifacts,
-)
+from onward.artifacts.generate import Artifacts, build_artifacts, generate_artifacts
 from onward.artifacts.names import LossType, OptimType
+from onward.artifacts.teacher import Distillation
+from onward.autodiff.recompute.segments import ActivationBudget
 
-__all__ = ["ActivationBudget", "Artifacts", "LossType", "OptimType", "build_artifacts", "generate_artifacts"]
+__all__ = [
+    "ActivationBudget",
+    "Artifacts",
+    "Distillation",
+    "LossType",
+    "OptimType",
+    "build_artifacts",
+    "generate_artifacts",
+]

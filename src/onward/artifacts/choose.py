@@ -7,20 +7,17 @@ statistics, bounds, rates and other settings are not weights.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import fnmatch
 import logging
 import warnings
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import onnx_ir as ir
 
 from onward import contract
-from onward.errors import SEE_NAMES, ModelError
-from onward.graph.nodes import attribute, captured_values, subgraphs_of
+from onward.errors import SEE_NAMES, ModelError, did_you_mean
+from onward.graph.nodes import ancestors, attribute
 from onward.model_metadata import read_names
-
-__all__ = ["Choice", "UnknownParameterWarning", "choose", "constant_vectors", "resolve"]
 
 _log = logging.getLogger("onward")
 # Inputs that set an operator up; a float initializer there is no weight.
@@ -37,6 +34,8 @@ _SETTINGS = {
     "NonMaxSuppression": (3, 4),
     "STFT": (2,),
 }
+# Types of indices, sizes and masks: an initializer of another type is a weight, or part of one.
+_DATA = (ir.DataType.INT64, ir.DataType.INT32, ir.DataType.BOOL, ir.DataType.STRING)
 
 
 class UnknownParameterWarning(UserWarning):
@@ -64,41 +63,46 @@ def choose(
     frozen_params: Sequence[str] | None,
     *,
     loss: str,
-    given: Collection[str],
+    initializers: Collection[str],
     adapters: Sequence[str] = (),
     vectors: Collection[str] = (),
 ) -> Choice:
     """The trainable and frozen names, patterns resolved, in the order of the model.
 
-    `given` are the initializers of the model without its loss, `vectors` those that were Constant nodes.
+    `initializers` are those of the model without its loss, `vectors` those that were Constant nodes.
     """
     graph = model.graph
-    base = [name for name in graph.initializers if name in given and name not in set(adapters)]
-    frozen = resolve(_known(frozen_params or [], base), base, "frozen_params")
+    # The loss brings constants of its own, which are nobody's parameters.
+    base = [name for name in graph.initializers if name in initializers and name not in set(adapters)]
+    frozen = resolve(_drop_unknown(frozen_params or [], base), base, "frozen_params")
     by_default, notes = False, []
     if requires_grad is None and adapters:
+        # with adapters, all of the base is frozen: that is what they are for
         requires_grad = []
     elif requires_grad is None and contract.REQUIRES_GRAD in model.metadata_props:
         recorded = read_names(model.metadata_props, contract.REQUIRES_GRAD)
         requires_grad = [name for name in recorded if name not in frozen]
         if frozen_params is None:
-            kept = read_names(model.metadata_props, contract.FROZEN_PARAMS)
-            frozen = resolve([name for name in kept if name in graph.initializers], base, "frozen_params")
+            recorded_frozen = read_names(model.metadata_props, contract.FROZEN_PARAMS)
+            frozen = resolve(
+                [name for name in recorded_frozen if name in graph.initializers], base, "frozen_params"
+            )
     elif requires_grad is None:
         by_default = True
         weights = _weights(graph, loss, base, set(vectors))
+        # A spectrogram is part of the data, though exporters write its filters as weights.
         weights = _without_spectrum(graph, loss, weights, notes)
         requires_grad = [name for name in weights if name not in frozen]
         if not requires_grad:
-            raise ModelError(
-                "the model has no weight to train: its parameters must be float32 initializers that reach the loss"
-            )
+            notes.append(_explain_nothing_to_train(graph, loss, frozen, base, vectors))
         statistics = _statistics(graph)
         frozen = [name for name in base if name in frozen or name in statistics]
     # an input is trained where it is named, never by a pattern; nor are whole numbers
     inputs = [value.name or "" for value in graph.inputs]
+    # `*` must not train token ids or the inputs of a quantized layer
     hidden = {*inputs, *(name for name in base if graph.initializers[name].dtype != ir.DataType.FLOAT)}
     chosen = resolve(requires_grad, [*base, *inputs], "requires_grad", by_name_only=hidden)
+    # adapters first: they are what a checkpoint of adapters alone has
     trainable = [*adapters, *chosen]
     both = sorted(set(trainable) & set(frozen))
     if both:
@@ -108,14 +112,44 @@ def choose(
         )
     types = {value.name: value.dtype for value in [*graph.initializers.values(), *graph.inputs]}
     for name in trainable:
-        if types[name] != ir.DataType.FLOAT:
+        if (dtype := types[name]) != ir.DataType.FLOAT:
+            convert = (
+                "call model.float() before the export, or " if dtype and dtype.is_floating_point() else ""
+            )
             raise ModelError(
-                f"'{name}' is {types[name]}: trainable parameters must be float32; freeze it (frozen_params=…)"
+                f"'{name}' is {dtype}: trainable parameters must be float32; {convert}freeze it (frozen_params=…)"
             )
     return Choice(trainable, frozen, by_default, notes)
 
 
-def _known(names: Sequence[str], candidates: Collection[str]) -> Sequence[str]:
+def _explain_nothing_to_train(
+    graph: ir.Graph, loss: str, frozen: Sequence[str], base: Sequence[str], vectors: Collection[str]
+) -> str:
+    """A note that a model without weights trains nothing; an error where it has weights that cannot train."""
+    if frozen:
+        raise ModelError(
+            "frozen_params leaves no weight to train",
+            hint="freeze fewer parameters; requires_grad=[] makes artifacts that train nothing",
+        )
+    needed = _needed(graph, loss)
+    arrays = [
+        v for n in base if (v := graph.initializers[n]).const_value is not None and v.const_value.size > 1
+    ]
+    for value in arrays:
+        if value in needed and value.dtype not in (ir.DataType.FLOAT, *_DATA):
+            raise ModelError(
+                f"the model has no weight to train: '{value.name}' is {value.dtype}, and trainable parameters must be "
+                "float32; begin with the model in float32 (model.float() before its export)"
+            )
+    if any(v not in needed and v.dtype == ir.DataType.FLOAT and v.name not in vectors for v in arrays):
+        raise ModelError(
+            "the model has no weight to train: its parameters must be float32 initializers that reach the loss "
+            f"'{loss}'"
+        )
+    return "the model has no weight: its artifacts compute the loss and train nothing"
+
+
+def _drop_unknown(names: Sequence[str], candidates: Collection[str]) -> Sequence[str]:
     """The names and patterns that a model has; others are warned of, as there is nothing to freeze."""
     if isinstance(names, str):
         return names  # refused by `resolve`
@@ -123,30 +157,30 @@ def _known(names: Sequence[str], candidates: Collection[str]) -> Sequence[str]:
         n for n in names if n not in candidates and not any(fnmatch.fnmatchcase(c, n) for c in candidates)
     ]
     for name in lost:
-        near = difflib.get_close_matches(name, candidates, n=3)
-        hint = f"; did you mean {', '.join(repr(n) for n in near)}?" if near else ""
+        hint = did_you_mean(name, candidates, most=3)
         warnings.warn(UnknownParameterWarning(name, hint), stacklevel=4)
     return [name for name in names if name not in lost]
 
 
 def resolve(
-    wanted: Sequence[str], candidates: Sequence[str], argument: str, *, by_name_only: Collection[str] = ()
+    patterns: Sequence[str], candidates: Sequence[str], argument: str, *, by_name_only: Collection[str] = ()
 ) -> list[str]:
     """Resolve names and patterns to names, in the order of the candidates; an error if one matches nothing."""
-    if isinstance(wanted, str):
-        raise TypeError(f"{argument} takes a list of names; got the string {wanted!r}: write [{wanted!r}]")
-    known = set(candidates)
+    if isinstance(patterns, str):
+        raise TypeError(
+            f"{argument} takes a list of names; got the string {patterns!r}: write [{patterns!r}]"
+        )
+    names = set(candidates)
     chosen: dict[str, None] = {}
-    for name in wanted:
-        if name in known:
+    for name in patterns:
+        if name in names:
             chosen[name] = None
             continue
         is_pattern = bool(set(name) & set("*?["))
         open_to_patterns = [key for key in candidates if key not in by_name_only] if is_pattern else []
         matches = [key for key in open_to_patterns if fnmatch.fnmatchcase(key, name)]
         if not matches:
-            near = difflib.get_close_matches(name, candidates, n=3)
-            hint = f"; did you mean {', '.join(repr(n) for n in near)}?" if near else ""
+            hint = did_you_mean(name, candidates, most=3)
             kind = "no parameter matches" if is_pattern else "no parameter has that name"
             raise ModelError(
                 f"Node arg {name} is not found in the graph ({argument}: {kind}{hint})", hint=SEE_NAMES
@@ -159,15 +193,43 @@ def resolve(
 def constant_vectors(model: ir.Model) -> set[str]:
     """Constant nodes that hold no matrix, or one number again and again: settings and initial states, not weights.
 
-    Exporters write those as Constant nodes and weights as initializers, but some write all weights so.
+    Exporters write those as Constant nodes and weights as initializers, but some (Paddle's) write all weights so:
+    what a layer reads as its weight or bias is one.
     """
-    found = set()
+    names = set()
     for node in model.graph:
-        if node.op_type == "Constant" and node.outputs[0].name:
+        if node.op_type == "Constant" and node.outputs[0].name and not _is_layers_weight(node.outputs[0]):
+            # of Constant's attributes the one that holds a matrix
             tensor = attribute(node, "value")  # its other attributes hold numbers and vectors
             if tensor is None or len(tensor.shape) < 2 or _is_filled(tensor):
-                found.add(node.outputs[0].name)
-    return found
+                names.add(node.outputs[0].name)
+    return names
+
+
+# the inputs of layers that are weights and biases, whatever they hold
+_WEIGHTS: Mapping[str, Collection[int]] = {
+    **dict.fromkeys(("Conv", "ConvTranspose", "Gemm"), (1, 2)),
+    **dict.fromkeys(
+        ("BatchNormalization", "InstanceNormalization", "LayerNormalization", "GroupNormalization"), (1, 2)
+    ),
+    "PRelu": (1,),
+}
+
+
+def _is_layers_weight(value: ir.Value) -> bool:
+    return any(
+        index in _WEIGHTS.get(node.op_type, ())
+        or (node.op_type == "Add" and _is_product(node.inputs[1 - index]))
+        for node, index in value.uses()
+    )
+
+
+def _is_product(value: ir.Value | None) -> bool:
+    """Whether what is added to a value is the bias of a fully connected layer."""
+    node = None if value is None else value.producer()
+    if node is None or node.op_type != "MatMul" or node.inputs[1] is None:
+        return False
+    return ir.convenience.get_const_tensor(node.inputs[1]) is not None
 
 
 def _is_filled(tensor: ir.TensorProtocol) -> bool:
@@ -182,6 +244,7 @@ def _weights(graph: ir.Graph, loss: str, base: Sequence[str], vectors: Collectio
         for index in _SETTINGS.get(node.op_type, ())
         if index < len(node.inputs)
     }
+    # what does not reach the loss would have a gradient of zero, and cost memory
     needed = _needed(graph, loss)
     return [
         name
@@ -191,31 +254,17 @@ def _weights(graph: ir.Graph, loss: str, base: Sequence[str], vectors: Collectio
         and name not in vectors
         and value.dtype == ir.DataType.FLOAT
         and value.const_value is not None
+        # A single number is a scale, an epsilon or a bound far more often than a weight.
         and value.const_value.size > 1
     ]
 
 
 # What computes a spectrogram of a wave, up to the root or logarithm of its power.
 _SPECTRUM = {
-    *(
-        "Conv",
-        "MatMul",
-        "Gemm",
-        "STFT",
-        "DFT",
-        "Mul",
-        "Pow",
-        "Abs",
-        "Neg",
-        "Add",
-        "Sub",
-        "ReduceSum",
-        "Sqrt",
-        "Log",
-    ),
-    *("Reshape", "Transpose", "Slice", "Pad", "Concat", "Unsqueeze", "Squeeze", "Split", "Gather", "Expand"),
-    *("Identity", "Cast", "Shape", "Constant", "Max", "Clip", "Flatten"),
-}
+    "Conv", "MatMul", "Gemm", "STFT", "DFT", "Mul", "Pow", "Abs", "Neg", "Add", "Sub", "ReduceSum", "Sqrt", "Log",
+    "Reshape", "Transpose", "Slice", "Pad", "Concat", "Unsqueeze", "Squeeze", "Split", "Gather", "Expand",
+    "Identity", "Cast", "Shape", "Constant", "Max", "Clip", "Flatten",
+}  # fmt: skip
 
 
 def _without_spectrum(graph: ir.Graph, loss: str, weights: list[str], notes: list[str]) -> list[str]:
@@ -231,6 +280,7 @@ def _without_spectrum(graph: ir.Graph, loss: str, weights: list[str], notes: lis
     }
     if not gates:
         return weights
+    # A filter that reaches the loss on another way as well is a weight after all.
     beyond = _needed(graph, loss, stop=gates)
     filters = [name for name in weights if graph.initializers[name] not in beyond]
     if not filters or len(filters) == len(weights):
@@ -247,7 +297,7 @@ def _is_spectrum(power: ir.Value | None, graph: ir.Graph) -> bool:
     """Whether a value is a sum of squares of filtered inputs."""
     if power is None:
         return False
-    values = _made_of([power], set())
+    values = ancestors([power])
     makers = {node for value in values if (node := value.producer()) is not None}
     kinds = {node.op_type for node in makers}
     taken = [value for value in graph.inputs if value in values]
@@ -262,22 +312,7 @@ def _is_spectrum(power: ir.Value | None, graph: ir.Graph) -> bool:
 def _needed(graph: ir.Graph, loss: str, stop: Collection[ir.Node] = ()) -> set[ir.Value]:
     """Every value that the loss is made of; not what lies before the nodes to stop at."""
     makers = {output.name: node for node in graph for output in node.outputs}
-    return _made_of([makers[loss].outputs[0]] if loss in makers else [], stop)
-
-
-def _made_of(values: Sequence[ir.Value], stop: Collection[ir.Node]) -> set[ir.Value]:
-    todo = list(values)
-    needed: set[ir.Value] = set(todo)
-    while todo:
-        node = todo.pop().producer()
-        if node is None or node in stop:
-            continue
-        inner = captured_values(node) if subgraphs_of(node) else []
-        for value in [*node.inputs, *inner]:
-            if value is not None and value not in needed:
-                needed.add(value)
-                todo.append(value)
-    return needed
+    return ancestors([makers[loss].outputs[0]] if loss in makers else [], stop)
 
 
 def _statistics(graph: ir.Graph) -> set[str]:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 import enum
 from collections.abc import Mapping
 from typing import TypeVar
 
-__all__ = ["LOSSES", "OPTIMIZERS", "LossType", "OptimType", "loss_type", "optimizer_type"]
+from onward.errors import did_you_mean
 
 
 class LossType(enum.Enum):
@@ -69,12 +68,12 @@ def optimizer_type(name: str) -> OptimType:
     return _find(name, OPTIMIZERS, "optimizer")
 
 
-def _find(name: str, known: Mapping[str, Kind], what: str) -> Kind:
+def _find(name: str, kinds: Mapping[str, Kind], what: str) -> Kind:
+    # `CrossEntropyLoss`, `cross_entropy` and `cross-entropy` are one to a reader
     plain = name.strip().lower().replace("_", "-").replace(" ", "-")
-    by_class = {kind.name.lower(): kind for kind in known.values()}
-    found = known.get(plain) or by_class.get(plain)
-    if found is None:
-        near = difflib.get_close_matches(plain, known, n=1)
-        hint = f"; did you mean '{near[0]}'?" if near else ""
-        raise ValueError(f"no {what} is called '{name}': there are {', '.join(known)}{hint}")
-    return found
+    by_class = {kind.name.lower(): kind for kind in kinds.values()}
+    match = kinds.get(plain) or by_class.get(plain)
+    if match is None:
+        hint = did_you_mean(plain, kinds)
+        raise ValueError(f"no {what} is called '{name}': there are {', '.join(kinds)}{hint}")
+    return match

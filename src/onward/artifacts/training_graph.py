@@ -2,7 +2,8 @@
 
 The inputs of the training graph are the user's, the labels, every parameter, a gradient buffer for each trainable,
 a flag that says whether gradients are accumulated or overwritten, and a seed where the model is random. Its outputs
-are the loss, the additional outputs, the gradients, and the next value of each batch-norm statistic.
+are the loss, the additional outputs, the gradients, and the next value of each batch-norm statistic and of each other
+buffer that the model's forward pass changes.
 """
 
 from __future__ import annotations
@@ -19,23 +20,19 @@ import onnx_ir as ir
 
 from onward import contract
 from onward.autodiff.engine import DifferentiableBuilder
-from onward.autodiff.gradient import add_gradients
+from onward.autodiff.gradient import add_gradients, untrainable
 from onward.autodiff.recompute.segments import Recompute, recompute_activations
-from onward.autodiff.stops import untrainable
-from onward.contract import BUFFER, LOSS_SCALE, OUT, RESET, SEED
+from onward.contract import BUFFER, FIRST_SCALE, LOSS_SCALE, OUT, RESET, SEED
 from onward.errors import ModelError
 from onward.graph.nodes import is_differentiable
-from onward.graph.passes.finish import finish
+from onward.graph.passes.finish import finish, order_gradients
 from onward.graph.passes.gelu import fuse_gelu
-from onward.graph.passes.gradients_early import schedule_gradients_early
 from onward.graph.passes.inference_mode import to_inference
 from onward.graph.passes.precision import Precision, lower_precision
 from onward.graph.passes.randomness import make_random_explicit
-from onward.graph.passes.running_stats import make_statistics_explicit
-from onward.graph.passes.specialize import FIRST_SCALE
+from onward.graph.passes.running_stats import Statistic, make_statistics_explicit
 from onward.graph.prune import find_value, values_of
-
-__all__ = ["RESET", "TrainingGraphs", "build_training_graphs", "producer"]
+from onward.model_metadata import read_names
 
 
 @dataclasses.dataclass
@@ -61,21 +58,27 @@ def build_training_graphs(
     """Differentiate `loss` with respect to the trainables; takes over `model`, which must be in the dialect."""
     graph = model.graph
     _refuse_reserved(graph, [loss, *outputs])
-    results = [value.name or "" for value in graph.outputs if value.name != loss]
+    results = [value.name or "" for value in plain_outputs(model) if value.name != loss]
+    state = _moved_state(model)
     _choose_outputs(graph, [loss, *outputs])
     _check_loss(find_value(graph, loss))
     trained = set(trainable)
-    kept = {*frozen, *(name for name in _statistics(graph) if name not in trained)}
-    frozen = [name for name in graph.initializers if name in kept]
-    order = [name for name in graph.initializers if name in trained or name in kept]
+    frozen_names = {*frozen, *(name for name in [*_statistics(graph), *state] if name not in trained)}
+    frozen = [name for name in graph.initializers if name in frozen_names]
+    order = [name for name in graph.initializers if name in trained or name in frozen_names]
     tensors = {name: _tensor(graph.initializers[name]) for name in order}
+    # read while the loss operators are still there: gradients write them out
     labels = _label_ranges(graph)
+    # before gradients are added: it shares nothing with the step but the parameters' names
     evaluation = model.clone()
     _turn_into_inputs(evaluation.graph, order)
-    wanted = [name for name in order if name in trained]
-    wanted += [value.name or "" for value in graph.inputs if value.name in trained]  # gradients of inputs
-    scale = _build_step(model, loss, wanted, order, recompute, precision)
+    differentiated = [name for name in order if name in trained]
+    differentiated += [
+        value.name or "" for value in graph.inputs if value.name in trained
+    ]  # gradients of inputs
+    scale = _build_step(model, loss, differentiated, order, recompute, precision, state)
     if scale is not None:  # state that checkpoints keep, like what is frozen
+        # 2¹⁶ as in torch: too large at first, and halved until it fits
         tensors[scale] = ir.tensor(np.full(1, FIRST_SCALE, np.float32), name=scale)
         order, frozen = [*order, scale], [*frozen, scale]
     about = {
@@ -86,16 +89,16 @@ def build_training_graphs(
         contract.FROZEN: json.dumps(frozen),
         contract.LABELS: json.dumps(labels),
     }
-    for made, role in ((model, "training"), (evaluation, "eval")):
-        made.producer_name, made.producer_version = producer()
-        made.metadata_props.update({**about, contract.ROLE: role})
+    for built, role in ((model, "training"), (evaluation, "eval")):
+        built.producer_name, built.producer_version = producer()
+        built.metadata_props.update({**about, contract.ROLE: role})
     finish(model)
-    schedule_gradients_early(model.graph, flag=RESET)
+    order_gradients(model.graph, flag=RESET)
     _finish_evaluation(evaluation, results)
     _spell_out_inference(evaluation.graph)
     identity = _identity(model)
-    for made in (model, evaluation):
-        made.metadata_props[contract.ARTIFACTS] = identity
+    for built in (model, evaluation):
+        built.metadata_props[contract.ARTIFACTS] = identity
     return TrainingGraphs(
         training=model,
         evaluation=evaluation,
@@ -112,13 +115,15 @@ _DRAWS = frozenset(
 def _finish_evaluation(model: ir.Model, results: Sequence[str]) -> None:
     """Turn it to inference and tidy up; what the forward model's own outputs need stays: exports may ask for them."""
     graph = model.graph
-    asked = list(graph.outputs)
-    known = {output.name: output for node in graph for output in node.outputs}
-    graph.outputs.extend(known[name] for name in results if name in known and known[name] not in asked)
+    requested = list(graph.outputs)
+    values = {output.name: output for node in graph for output in node.outputs}
+    graph.outputs.extend(values[name] for name in results if name in values and values[name] not in requested)
     # Dropout stays visible: users look for it
+    # onnxruntime removes it when it loads the file
     to_inference(model, keep_dropout=True)
     finish(model)
-    del graph.outputs[len(asked) :]
+    while len(graph.outputs) > len(requested):  # a slice that is deleted leaves its values marked as outputs
+        graph.outputs.pop()
     drawing = [node for node in graph if node.op_type in _DRAWS]
     if drawing:
         warnings.warn(
@@ -155,16 +160,17 @@ def _identity(model: ir.Model) -> str:
     digest = hashlib.sha256()
     graph = model.graph
     for value in [*graph.inputs, *graph.outputs]:
+        # not the weights: artifacts of one model, made again, are one set
         digest.update(f"{value.name} {value.type} {value.shape}\n".encode())
     for node in graph.all_nodes():
         reads = [None if value is None else value.name for value in node.inputs]
         makes = [value.name for value in node.outputs]
-        kept = sorted(
+        attributes = sorted(
             (name, attr.value)
             for name, attr in node.attributes.items()
             if attr.type in (ir.AttributeType.INT, ir.AttributeType.FLOAT, ir.AttributeType.INTS)
         )
-        digest.update(f"{node.domain} {node.op_type} {reads} {makes} {kept}\n".encode())
+        digest.update(f"{node.domain} {node.op_type} {reads} {makes} {attributes}\n".encode())
     return digest.hexdigest()[:16]
 
 
@@ -179,20 +185,25 @@ def producer() -> tuple[str, str]:
 def _build_step(
     model: ir.Model,
     loss: str,
-    wanted: Sequence[str],
+    differentiated: Sequence[str],
     order: Sequence[str],
     recompute: Recompute,
     precision: Precision,
+    state: dict[str, ir.Value],
 ) -> str | None:
     """Turn the forward model into the step; the name of the loss's scale, where it has one."""
     graph = model.graph
+    # before differentiation: both passes must see the same random numbers, and a resumed run, too
     seed = make_random_explicit(model)
+    # one operator has one gradient rule; written out it has a dozen nodes, each with its own
     fuse_gelu(model)
     target = find_value(graph, loss)
     op = DifferentiableBuilder(graph)
-    statistics = make_statistics_explicit(op)
-    known = values_of(graph)
-    sources = [known[name] for name in wanted]
+    # A graph cannot write its inputs: the next values are outputs.
+    statistics = [s for s in make_statistics_explicit(op) if s.current.name not in state]
+    values = values_of(graph)
+    statistics += [Statistic(values[name], following) for name, following in state.items()]
+    sources = [values[name] for name in differentiated]
     forward = list(graph)
     for line in untrainable(graph, target, sources):
         warnings.warn(line, stacklevel=2)
@@ -212,6 +223,7 @@ def _build_step(
     results = _accumulated(op, gradients, buffers, reset)
     for value, out in zip(gradients, results):
         _name_output(op, out, f"{value.name}{OUT}", value)
+    # after accumulation: what ends a gradient's computation may be moved
     recompute_activations(op, forward, recompute, results=results)
     for statistic in statistics:
         _name_output(
@@ -222,6 +234,7 @@ def _build_step(
         )
     model.metadata_props[contract.STATISTICS] = json.dumps([s.current.name for s in statistics])
     model.metadata_props[contract.RANDOM] = json.dumps(SEED if seed is not None else None)
+    # last: gradients are derived in float32, and casts go where the products are
     lower_precision(model, order, precision)
     model.metadata_props[contract.PRECISION] = precision
     model.metadata_props.pop(contract.SCALE, None)  # what the forward model says of one is not ours
@@ -242,10 +255,10 @@ def _accumulated(
     def accumulate(gradient: ir.Value, buffer: ir.Value) -> ir.Value:
         return op.Where(reset, gradient, op.Add(buffer, gradient))
 
-    made: dict[int, ir.Value] = {}
+    sums: dict[int, ir.Value] = {}
     places: dict[ir.Value, list[int]] = {}
-    for place, gradient in enumerate(gradients.values()):
-        places.setdefault(gradient, []).append(place)
+    for index, gradient in enumerate(gradients.values()):
+        places.setdefault(gradient, []).append(index)
     for split in dict.fromkeys(gradient.producer() for gradient in places):
         if split is None or split.op_type != "Split" or split.graph is not op.graph or len(split.inputs) != 2:
             continue
@@ -255,11 +268,12 @@ def _accumulated(
         if any(len(places.get(piece, ())) != 1 or piece.uses() for piece in split.outputs):
             continue
         order = [places[piece][0] for piece in split.outputs]
-        joined = accumulate(vector, op.Concat(*(buffers[place] for place in order), axis=0))
-        made.update(zip(order, op.Split(joined, lengths, axis=0, outputs=len(order))))
+        # one sum for all batch norms
+        joined = accumulate(vector, op.Concat(*(buffers[index] for index in order), axis=0))
+        sums.update(zip(order, op.Split(joined, lengths, axis=0, outputs=len(order))))
     return [
-        made[place] if place in made else accumulate(gradient, buffers[place])
-        for place, gradient in enumerate(gradients.values())
+        sums[index] if index in sums else accumulate(gradient, buffers[index])
+        for index, gradient in enumerate(gradients.values())
     ]
 
 
@@ -268,13 +282,14 @@ def _start(op: DifferentiableBuilder, loss: ir.Value, scale: ir.Value | None) ->
     shape, kind = op.static_shape(loss) or (), op.dtype(loss)
     if scale is None:
         return op.constant(np.ones(shape, kind.numpy()), name="one")
+    # Scaling the seed scales every gradient: small ones then do not vanish in float16.
     start: ir.Value = op.Reshape(scale, np.array(shape, np.int64))
     return start if kind == ir.DataType.FLOAT else op.Cast(start, to=kind)
 
 
 def _name_output(op: DifferentiableBuilder, value: ir.Value, name: str, like: ir.Value) -> None:
-    known = {} if op.namer.is_free(name) else values_of(op.graph)
-    for other in [v for v in known.values() if v.name == name and v is not value]:
+    values = {} if op.namer.is_free(name) else values_of(op.graph)
+    for other in [v for v in values.values() if v.name == name and v is not value]:
         if other.is_graph_input() or other.is_graph_output() or other.is_initializer():
             raise ModelError(
                 f"the model has a '{name}', a name that the training step needs for its own output: rename it"
@@ -320,6 +335,23 @@ def _tensor(value: ir.Value) -> ir.TensorProtocol:
     return value.const_value
 
 
+def plain_outputs(model: ir.Model) -> list[ir.Value]:
+    """A forward model's outputs without the next values of its buffers, which come after them."""
+    following = set(_moved_state(model).values())
+    return [value for value in model.graph.outputs if value not in following]
+
+
+def _moved_state(model: ir.Model) -> dict[str, ir.Value]:
+    """By the name of each buffer that the forward pass changes, the output that is its next value."""
+    outputs = {value.name: value for value in model.graph.outputs}
+    names = read_names(model.metadata_props, contract.BUFFERS)
+    return {
+        name: outputs[f"{name}{contract.NEXT}"]
+        for name in names
+        if f"{name}{contract.NEXT}" in outputs and name in model.graph.initializers
+    }
+
+
 def _statistics(graph: ir.Graph) -> list[str]:
     """The running statistics of batch norms in training mode, by name."""
     names: list[str] = []
@@ -345,8 +377,12 @@ def _label_ranges(graph: ir.Graph) -> dict[str, dict[str, int]]:
         if node.op_type not in ("SoftmaxCrossEntropyLoss", "NegativeLogLikelihoodLoss"):
             continue
         scores, labels = node.inputs[0], node.inputs[1]
-        while labels is not None and (made := labels.producer()) is not None and made.op_type in _RESHAPING:
-            labels = made.inputs[0]
+        while (
+            labels is not None
+            and (producing := labels.producer()) is not None
+            and producing.op_type in _RESHAPING
+        ):
+            labels = producing.inputs[0]
         if labels is None or not labels.is_graph_input() or scores is None or scores.shape is None:
             continue
         classes = scores.shape[1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 from collections.abc import Callable, Mapping
@@ -15,7 +16,7 @@ from onward import contract
 from onward.checkpoint.portable import StateLayout, to_portable, weights_of
 from onward.checkpoint.store import save
 from onward.errors import ModelError
-from onward.files import place, staging_folder
+from onward.files import CommittedError, write_set
 from onward.graph.cleanup import simplify
 from onward.graph.passes.inference_mode import to_inference
 from onward.graph.prune import prune, values_of
@@ -24,8 +25,6 @@ from onward.model_metadata import read_names
 
 if TYPE_CHECKING:
     from onward.checkpoint.content import CheckpointData
-
-__all__ = ["write_artifacts", "write_portable"]
 
 _log = logging.getLogger(__name__)
 
@@ -44,12 +43,10 @@ def write_artifacts(
 
     Constants that lie in files beside the model that they came from go to `data_name`, once for all models.
     Everything is written into a temporary folder inside the directory first, where `more` adds files, then
-    moved; old files are put back if a move fails.
+    committed as one set (`onward.files`).
     """
-    made_directory = not directory.exists()
     try:
-        directory.mkdir(parents=True, exist_ok=True)
-        with staging_folder(directory) as staging:
+        with write_set(directory) as staging:
             with constants_beside(list(models.values()), staging, data_name):
                 for name, model in models.items():
                     write_model(model, staging / f"{name}.onnx", external=False, refer=True)
@@ -63,14 +60,13 @@ def write_artifacts(
                 save(data, staging / name)
             if more is not None:
                 more(staging)
-            return place(sorted(staging.iterdir()), directory)
+            names = sorted(path.name for path in staging.iterdir())
+        return [directory / name for name in names]
     except OSError as error:
+        state = "" if isinstance(error, CommittedError) else "; nothing was written or changed"
         raise ModelError(
-            f"cannot write artifacts to '{directory}': {error.strerror or error}; nothing was written or changed"
+            f"cannot write artifacts to '{directory}': {error.strerror or error}{state}"
         ) from error
-    finally:
-        if made_directory and directory.is_dir() and not any(directory.iterdir()):
-            directory.rmdir()
 
 
 def _open(
@@ -80,22 +76,20 @@ def _open(
 
     A model `for_devices` need not run on the CPU: bfloat16 has no kernels there.
     """
-    import onnxruntime
     from onnxruntime.capi.onnxruntime_pybind11_state import NotImplemented as NoKernel
 
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 4
+    from onward.ort_session import create_session, quiet_options
+
     # it is not run: threads would only be started, and a plan of memory takes the square of the number of values
-    options.intra_op_num_threads = 1
+    options = quiet_options(threads=1, optimize=False)
     options.enable_mem_reuse = False
-    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     if ort_format:
         options.optimized_model_filepath = str(path.with_suffix(".ort"))
         options.add_session_config_entry("session.save_model_format", "ORT")
     if custom_op_library is not None:
         options.register_custom_ops_library(os.fspath(custom_op_library))
     try:
-        onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+        create_session(path, options)
     except Exception as error:
         if isinstance(error, NoKernel) and not ort_format:  # a device may have it
             level = logging.DEBUG if for_devices else logging.WARNING
@@ -109,10 +103,23 @@ def _open(
 
 
 def write_portable(
-    folder: Path, prefix: str, evaluation: ir.Model, layout: StateLayout, checkpoint: CheckpointData
+    folder: Path,
+    prefix: str,
+    evaluation: ir.Model,
+    layout: StateLayout,
+    checkpoint: CheckpointData,
+    *,
+    steps: Mapping[str, ir.Model],
+    nominal: CheckpointData | None,
 ) -> None:
-    """Write the state file, the inference model and its weights into a folder."""
+    """Write the state file, the inference model and its weights, and the metadata of both steps into a folder."""
     to_portable(checkpoint, folder / f"{prefix}state.bin", layout=layout)
+    if nominal is not None:
+        to_portable(nominal, folder / f"{prefix}nominal_state.bin", layout=layout)
+    # onnxruntime's bindings for Node.js and Swift do not show a model's metadata
+    for name in ("train_step", "accumulate_step"):
+        about = json.dumps(dict(steps[name].metadata_props), indent=1, sort_keys=True)
+        (folder / f"{prefix}{name}.json").write_text(about + "\n", encoding="utf-8")
     data = folder / f"{prefix}inference_model.bin"
     with open(data, "wb") as file:
         for piece in weights_of(checkpoint, layout):
@@ -134,8 +141,8 @@ def _inference_model(evaluation: ir.Model, layout: StateLayout, data: Path) -> i
     """The evaluation model's own outputs, with weights that lie in a file at the offsets of the state's."""
     model = evaluation.clone()
     about = model.metadata_props
-    known = values_of(model.graph)
-    outputs = [name for name in read_names(about, contract.OUTPUTS) if name in known]
+    values = values_of(model.graph)
+    outputs = [name for name in read_names(about, contract.OUTPUTS) if name in values]
     prune(model, outputs or [about[contract.LOSS]])
     to_inference(model)
     names = [part.name for part, _, _ in layout.parts() if part.role != "slot"]

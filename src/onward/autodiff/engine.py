@@ -13,20 +13,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 import onnx_ir as ir
 
 from onward.autodiff import registry
-from onward.autodiff.sequences import add_sequences
+from onward.autodiff.sequences import add
 from onward.errors import ModelError, OnwardError, UnsupportedOps
 from onward.graph.builder import Builder
 from onward.graph.nodes import captured_values, is_differentiable, stops_gradient, subgraphs_of
-
-__all__ = [
-    "DifferentiableBuilder",
-    "Path",
-    "Visit",
-    "add_cotangent",
-    "backward",
-    "captured_values",
-    "find_path",
-]
+from onward.graph.shapes.dims import dims_of
 
 
 class DifferentiableBuilder(Builder):
@@ -39,7 +30,7 @@ class DifferentiableBuilder(Builder):
         self.visits: list[Visit] = []
         self._saved: list[_Saved] = []
 
-    def wanted(self, value: ir.Value | None) -> bool:
+    def needs_gradient(self, value: ir.Value | None) -> bool:
         """Whether a gradient with respect to this value is needed; a rule may skip the work if not."""
         return value in self.active
 
@@ -73,10 +64,6 @@ class DifferentiableBuilder(Builder):
         """Append a node that was made elsewhere; equal nodes that are emitted later become this one."""
         self.graph.append(node)
         self._remember(node)
-
-    def forget(self) -> None:
-        """Do not reuse nodes emitted so far: some of them may have been removed."""
-        self._known = {}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,14 +104,15 @@ def backward(
     _refuse_unsupported(path, wrt)
     op.active = path.active
     gradients: dict[ir.Value, list[ir.Value]] = {value: [seed] for value, seed in cotangents.items()}
-    asked = set(wrt)
+    sources = set(wrt)
     for node in reversed(path.nodes):
-        arriving = [_total(op, gradients.pop(output, []), output) for output in node.outputs]
+        arriving = [_sum(op, gradients.pop(output, []), output) for output in node.outputs]
         if all(dy is None for dy in arriving):
             continue
         op.visits.append(Visit(node, [dy for dy in arriving if dy is not None], op.graph[-1]))
+        # what is differentiated by may lie on the way to another of its kind
         for output, dy in zip(node.outputs, arriving):
-            if dy is not None and output in asked:
+            if dy is not None and output in sources:
                 gradients[output] = [dy]
         rule = registry.find(node.op_type, node.domain)
         assert rule is not None, node.op_type
@@ -135,25 +123,26 @@ def backward(
                     contribution = op.sum_to(contribution, value)
                 gradients.setdefault(value, []).append(_describe(contribution, value))
     op.scope = ""
-    found = {value: _total(op, gradients.get(value, []), value) for value in wrt}
+    totals = {value: _sum(op, gradients.get(value, []), value) for value in wrt}
     op.compute_saved()
     op.scope = ""
-    return found
+    return totals
 
 
 def add_cotangent(
     op: Builder, cotangents: dict[ir.Value, ir.Value], value: ir.Value, gradient: ir.Value
 ) -> None:
     """Add a contribution to a value's gradient."""
-    known = cotangents.get(value)
-    cotangents[value] = gradient if known is None else _sum(op, [known, gradient], value)
+    earlier = cotangents.get(value)
+    total = None if earlier is None else _sum(op, [earlier, gradient], value)
+    cotangents[value] = gradient if total is None else total
 
 
 def _contributions(
     rule: registry.Rule, op: Builder, node: ir.Node, arriving: list[ir.Value | None]
 ) -> Iterable[tuple[ir.Value, ir.Value]]:
     try:
-        found = rule.function(op, node, *arriving)
+        gradients = rule.function(op, node, *arriving)
     except (OnwardError, MemoryError):
         raise
     except Exception as error:
@@ -162,12 +151,12 @@ def _contributions(
         raise ModelError(
             f"{node.op_type} '{node.name}' is not as ONNX has it, so that it has no gradient: {error!r}"
         ) from error
-    if isinstance(found, Mapping):
-        pairs: Iterable[tuple[ir.Value | None, ir.Value | None]] = found.items()
+    if isinstance(gradients, Mapping):
+        pairs: Iterable[tuple[ir.Value | None, ir.Value | None]] = gradients.items()
     else:
-        if found is None or isinstance(found, ir.Value):
-            found = (found,)
-        pairs = zip(node.inputs, found)
+        if gradients is None or isinstance(gradients, ir.Value):
+            gradients = (gradients,)
+        pairs = zip(node.inputs, gradients)
     for value, contribution in pairs:
         if value is not None and contribution is not None:
             yield value, contribution
@@ -175,28 +164,25 @@ def _contributions(
 
 def _describe(gradient: ir.Value, primal: ir.Value) -> ir.Value:
     """Give a gradient the type and shape of its primal value, where inference lost them."""
-    if (gradient.producer() is not None and gradient.shape is None) or _vaguer(gradient.shape, primal.shape):
+    if (gradient.producer() is not None and gradient.shape is None) or _is_vaguer(
+        gradient.shape, primal.shape
+    ):
         gradient.shape = None if primal.shape is None else ir.Shape(primal.shape)
     return gradient
 
 
-def _vaguer(have: ir.Shape | None, known: ir.Shape | None) -> bool:
-    if have is None or known is None or have.rank() != known.rank():
+def _is_vaguer(have: ir.Shape | None, reference: ir.Shape | None) -> bool:
+    if have is None or reference is None or have.rank() != reference.rank():
         return False
-    return any(
-        not isinstance(h, int) and (isinstance(k, int) or k.value is not None) for h, k in zip(have, known)
-    )
+    return any(not isinstance(h, int) and k is not None for h, k in zip(have, dims_of(reference)))
 
 
-def _total(op: Builder, parts: list[ir.Value], primal: ir.Value) -> ir.Value | None:
-    return _sum(op, parts, primal) if parts else None
-
-
-def _sum(op: Builder, parts: list[ir.Value], primal: ir.Value) -> ir.Value:
-    if len(parts) == 1:
-        return parts[0]
+def _sum(op: Builder, parts: list[ir.Value], primal: ir.Value) -> ir.Value | None:
+    """The sum of what contributes to a value's gradient; None where nothing does."""
+    if len(parts) < 2:
+        return parts[0] if parts else None
     if isinstance(primal.type, ir.SequenceType | ir.OptionalType):
-        return functools.reduce(functools.partial(add_sequences, op), parts)
+        return functools.reduce(functools.partial(add, op), parts)
     # a Sum of three and more copies what it has so far
     return _describe(functools.reduce(op.Add, parts), primal)
 
@@ -206,6 +192,7 @@ def find_path(graph: ir.Graph, targets: Set[ir.Value], wrt: Iterable[ir.Value]) 
     reached = set(wrt)
     order: list[tuple[ir.Node, list[ir.Value]]] = []
     quantized: set[ir.Value] = set()  # integers that stand for real numbers
+    # integers pass no gradient on, but those that quantization made of real numbers do
     for node in graph:
         if registry.is_constant(node.op_type, node.domain) or stops_gradient(node):
             continue
@@ -243,7 +230,7 @@ def _refuse_unsupported(path: Path, wrt: Sequence[ir.Value]) -> None:
     if not _lacks_rules(path):
         return
     missing = list(_missing(path, {value: {value.name or "?"} for value in wrt}))
-    rows = [(_kind(found.node), f"node '{found.node.name}'", found.sources) for found in missing]
+    rows = [(_kind(lacking.node), f"node '{lacking.node.name}'", lacking.sources) for lacking in missing]
     kinds, nodes = (max(len(row[column]) for row in rows) for column in (0, 1))
     lines = []
     for kind, node, names in rows:

@@ -9,14 +9,15 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from onward.autodiff.engine import DifferentiableBuilder, backward
+from onward.autodiff import registry
+from onward.autodiff.engine import DifferentiableBuilder, backward, find_path
 from onward.autodiff.peephole import improve
 from onward.autodiff.prepare import prepare
 from onward.autodiff.sequences import zeros
 from onward.errors import ModelError
 from onward.graph.dialect.normalize import normalize
 from onward.graph.gc_paused import gc_paused
-from onward.graph.nodes import is_differentiable
+from onward.graph.nodes import ancestors, captured_values, is_differentiable, stops_gradient, subgraphs_of
 from onward.graph.passes.finish import finish
 from onward.graph.passes.running_stats import make_statistics_explicit
 from onward.graph.prune import find_value, find_values
@@ -136,11 +137,11 @@ def add_gradients(
     op: DifferentiableBuilder, cotangents: dict[ir.Value, ir.Value], wrt: Sequence[ir.Value]
 ) -> dict[ir.Value, ir.Value]:
     """Like `backward`, with zeros where nothing depends on a value."""
-    infer_graph(op)
+    infer_graph(op)  # ONNX drops the shapes of loops, which gradients of their states need
     prepare(op.graph, cotangents)
-    forward = set(op.graph)
-    found = improve(op, forward, backward(op, cotangents, wrt))
-    return {value: zeros(op, value) if dx is None else dx for value, dx in found.items()}
+    forward = set(op.graph)  # peephole rewrites leave these alone
+    gradients = improve(op, forward, backward(op, cotangents, wrt))
+    return {value: zeros(op, value) if dx is None else dx for value, dx in gradients.items()}
 
 
 def _one(op: DifferentiableBuilder, target: ir.Value) -> ir.Value:
@@ -154,3 +155,52 @@ def _one(op: DifferentiableBuilder, target: ir.Value) -> ir.Value:
         )
     one = np.ones((1,) if dims is None else dims, dtype=op.dtype(target).numpy())
     return op.constant(one, name="one") if dims is not None else op.Expand(op.constant(one), op.Shape(target))
+
+
+# --- Says why a parameter gets no gradient: the operators on its way to the loss that nothing trains through.
+
+
+# Operators that only look at the shape of what they read: they stop nothing.
+_OF_SHAPES = frozenset({"Shape", "Size", "ConstantOfShape", "EyeLike"})
+
+
+def untrainable(graph: ir.Graph, loss: ir.Value, parameters: Sequence[ir.Value]) -> list[str]:
+    """One sentence for each parameter that reaches the loss only through operators without a slope.
+
+    A parameter that does not reach the loss at all is none of them: freezing parts of a model is common.
+    """
+    active = find_path(graph, {loss}, parameters).active
+    idle = [value for value in parameters if value not in active]
+    if not idle:
+        return []
+    needed = ancestors([loss])
+    lines = []
+    for value in idle:
+        stops = _stops(graph, value, needed)
+        if stops:
+            shown = ", ".join(f"{node.op_type} '{node.name}'" for node in stops[:3])
+            lines.append(
+                f"'{value.name}' gets no gradient: {shown} between it and the loss "
+                f"{'is' if len(stops) == 1 else 'are'} constant almost everywhere, so nothing can train through "
+                f"{'it' if len(stops) == 1 else 'them'}"
+            )
+    return lines
+
+
+def _reads(node: ir.Node) -> list[ir.Value]:
+    captured = captured_values(node) if subgraphs_of(node) else []
+    return [value for value in [*node.inputs, *captured] if value is not None]
+
+
+def _stops(graph: ir.Graph, source: ir.Value, needed: set[ir.Value]) -> list[ir.Node]:
+    reached, stops = {source}, []
+    for node in graph:
+        if not any(value in reached for value in _reads(node)) or node.op_type in _OF_SHAPES:
+            continue
+        if not any(output in needed for output in node.outputs):
+            continue
+        if registry.is_constant(node.op_type, node.domain):
+            stops.append(node)
+        elif not stops_gradient(node):
+            reached.update(node.outputs)
+    return stops

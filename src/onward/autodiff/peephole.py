@@ -14,13 +14,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import onnx_ir as ir
 
-from onward.graph.nodes import subgraphs_of
-from onward.graph.passes.running_stats import side_by_side
+from onward.graph.nodes import optional_input, producer_of, single_number, subgraphs_of
+from onward.graph.passes.running_stats import concat_counts
+from onward.graph.shapes.dims import dims_of
 
 if TYPE_CHECKING:
     from onward.graph.builder import Builder
-
-__all__ = ["improve"]
 
 # Linear in the gradient: an infinite input makes other outputs non-finite too.
 _PRODUCTS = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul", "BatchNormalization"})
@@ -41,7 +40,7 @@ def improve(
 ) -> dict[ir.Value, ir.Value | None]:
     """Rewrite the nodes added after a graph's forward nodes; returns the gradients, some as new values."""
     _improve(op, op.graph, forward, set())
-    return {**gradients, **_scale_together(op, gradients)}
+    return {**gradients, **_join_scalings(op, gradients)}
 
 
 def _improve(op: Builder, graph: ir.Graph, forward: set[ir.Node], finite: set[ir.Value]) -> None:
@@ -50,12 +49,12 @@ def _improve(op: Builder, graph: ir.Graph, forward: set[ir.Node], finite: set[ir
             finite.update(node.outputs)
             continue
         if node.op_type == "Transpose":
-            _turn_back(node)
+            _cancel_transposes(node)
             _transpose_factors(node)
         if node.op_type == "Gemm":
             _read_untransposed(node)
         elif node.op_type == "Add":
-            _add_where_kept(node)
+            _scatter_into_sum(op, node)
             for improve_sum in (_join_padded, _slope_of_silu):
                 if graph is op.graph and node.op_type == "Add":
                     improve_sum(op, node)
@@ -76,8 +75,8 @@ def _transpose_factors(node: ir.Node) -> None:
 
     2.4 % of an encoder's nodes (321, without 329) and 1 % of its step at 2×32 tokens; no difference at 8×128.
     """
-    product = None if node.inputs[0] is None else node.inputs[0].producer()
-    if product is None or product.op_type != "Gemm" or len(product.inputs) != 2 or not _turns_matrix(node):
+    product = producer_of(node.inputs[0], "Gemm")
+    if product is None or len(product.inputs) != 2 or not _turns_matrix(node):
         return
     first, second = product.inputs
     turns = [product.attributes.get_int(name, 0) for name in ("transB", "transA")]
@@ -91,10 +90,10 @@ def _transpose_factors(node: ir.Node) -> None:
     node.replace_input_with(1, first)
 
 
-def _turn_back(node: ir.Node) -> None:
+def _cancel_transposes(node: ir.Node) -> None:
     """(Aᵀ)ᵀ   →   A: the gradient of a product with a weight that the model transposes."""
-    before = None if node.inputs[0] is None else node.inputs[0].producer()
-    if before is None or before.op_type != "Transpose" or node.outputs[0].is_graph_output():
+    before = producer_of(node.inputs[0], "Transpose")
+    if before is None or node.outputs[0].is_graph_output():
         return
     second, first = (turn.attributes.get_ints("perm", None) for turn in (node, before))
     if second is None or first is None or before.inputs[0] is None:
@@ -109,9 +108,8 @@ def _read_untransposed(node: ir.Node) -> None:
     Exporters transpose every weight of a linear layer: 2.5 % of an encoder's step at 2×32 tokens, 1 % at 8×128.
     """
     for index, name in enumerate(("transA", "transB")):
-        value = node.inputs[index]
-        turned = None if value is None else value.producer()
-        if turned is not None and turned.op_type == "Transpose" and _turns_matrix(turned):
+        turned = producer_of(node.inputs[index], "Transpose")
+        if turned is not None and _turns_matrix(turned):
             node.replace_input_with(index, turned.inputs[0])
             node.attributes[name] = ir.AttrInt64(name, 1 - node.attributes.get_int(name, 0))
 
@@ -124,15 +122,15 @@ def _turns_matrix(node: ir.Node) -> bool:
     return value is not None and value.shape is not None and value.shape.rank() == 2
 
 
-def _add_where_kept(node: ir.Node) -> None:
+def _scatter_into_sum(op: Builder, node: ir.Node) -> None:
     """a + (zeros with rows added at some places)   →   a with those rows added.
 
     The gradient of a table that is read twice (tied embeddings), without two passes over a table of zeros. Two
     layers with a table of 30,000 rows of 256: 12 % of a step at 16 tokens, 5 % at 128.
     """
     for part, other in (node.inputs, node.inputs[::-1]):
-        scatter = None if part is None else part.producer()
-        if scatter is None or not _adds_to_zeros(scatter) or len(scatter.outputs[0].uses()) != 1:
+        scatter = producer_of(part)
+        if scatter is None or not _adds_to_zeros(op, scatter) or len(scatter.outputs[0].uses()) != 1:
             continue
         if other is None or other.shape != scatter.outputs[0].shape:
             continue  # the sum broadcasts
@@ -147,14 +145,12 @@ def _add_where_kept(node: ir.Node) -> None:
         return
 
 
-def _adds_to_zeros(node: ir.Node) -> bool:
+def _adds_to_zeros(op: Builder, node: ir.Node) -> bool:
     if node.op_type != "ScatterElements" or node.attributes.get_string("reduction", "none") != "add":
         return False
-    base = None if node.inputs[0] is None else node.inputs[0].producer()
-    if base is None or base.op_type != "Expand" or base.inputs[0] is None:
-        return False
-    zero = base.inputs[0].const_value
-    return zero is not None and not base.inputs[0].is_graph_input() and not np.any(zero.numpy())
+    base = producer_of(node.inputs[0], "Expand")
+    zero = None if base is None else op.const_value(base.inputs[0])
+    return zero is not None and not np.any(zero)
 
 
 def _join_padded(op: Builder, node: ir.Node) -> None:
@@ -176,12 +172,10 @@ def _join_padded(op: Builder, node: ir.Node) -> None:
         node.attributes["axis"] = ir.AttrInt64("axis", first.axis)
         values = [first.value, second.value]
     else:
-        with op.inserting(node):
-            op.scope = node.name or "Add"
+        with op.inserting(node, node.name or "Add"):
             joined = op.Concat(first.value, second.value, axis=first.axis)
             values = [joined, op.constant(np.asarray([before, after], np.int64)), None]
             values.append(op.constant(np.asarray([first.axis], np.int64)))
-        op.scope = ""
         node.op_type = "Pad"
         node.resize_inputs(4)
     for index, value in enumerate(values):
@@ -200,8 +194,8 @@ class _Padded:
 
 
 def _padded(op: Builder, value: ir.Value | None) -> _Padded | None:
-    node = None if value is None else value.producer()
-    if node is None or node.op_type != "Pad" or len(node.inputs) != 4 or node.inputs[2] is not None:
+    node = producer_of(value, "Pad")
+    if node is None or len(node.inputs) != 4 or node.inputs[2] is not None:
         return None
     if node.attributes.get_string("mode", "constant") != "constant" or len(node.outputs[0].uses()) != 1:
         return None
@@ -220,9 +214,9 @@ def _slope_of_silu(op: Builder, node: ir.Node) -> None:
     for direct, inner in (node.inputs, node.inputs[::-1]):
         through, slope = _factors(inner)
         for d_x, s_slope in ((through, slope), (slope, through)):
-            s, rest = _factors(s_slope)
-            sigmoid = None if s is None else s.producer()
-            if sigmoid is None or sigmoid.op_type != "Sigmoid" or not _is_one_minus(rest, s):
+            s, complement = _factors(s_slope)
+            sigmoid = producer_of(s, "Sigmoid")
+            if sigmoid is None or not _is_one_minus(complement, s):
                 continue
             x = sigmoid.inputs[0]
             d = _other(d_x, x)
@@ -231,10 +225,8 @@ def _slope_of_silu(op: Builder, node: ir.Node) -> None:
             product = next((u for u in s.consumers() if u.op_type == "Mul" and set(u.inputs) == {x, s}), None)
             if product is None or product.graph is not node.graph:
                 continue
-            with op.inserting(node):
-                op.scope = node.name or "Add"
+            with op.inserting(node, node.name or "Add"):
                 bent = op.Add(op.Sub(x, product.outputs[0]), 1.0)
-            op.scope = ""
             node.op_type = "Mul"
             node.replace_input_with(0, direct)
             node.replace_input_with(1, bent)
@@ -242,8 +234,8 @@ def _slope_of_silu(op: Builder, node: ir.Node) -> None:
 
 
 def _factors(value: ir.Value | None) -> tuple[ir.Value | None, ir.Value | None]:
-    node = None if value is None else value.producer()
-    return (node.inputs[0], node.inputs[1]) if node is not None and node.op_type == "Mul" else (None, None)
+    node = producer_of(value, "Mul")
+    return (None, None) if node is None else (node.inputs[0], node.inputs[1])
 
 
 def _other(product: ir.Value | None, factor: ir.Value | None) -> ir.Value | None:
@@ -253,11 +245,8 @@ def _other(product: ir.Value | None, factor: ir.Value | None) -> ir.Value | None
 
 
 def _is_one_minus(value: ir.Value | None, s: ir.Value | None) -> bool:
-    node = None if value is None else value.producer()
-    if node is None or node.op_type != "Sub" or node.inputs[1] is not s or node.inputs[0] is None:
-        return False
-    one = node.inputs[0].const_value
-    return one is not None and one.size == 1 and one.numpy().item() == 1
+    node = producer_of(value, "Sub")
+    return node is not None and node.inputs[1] is s and single_number(node.inputs[0]) == 1
 
 
 def _multiply_unexpanded(op: Builder, node: ir.Node) -> None:
@@ -267,8 +256,8 @@ def _multiply_unexpanded(op: Builder, node: ir.Node) -> None:
     """
     for index in (0, 1):
         value, other = node.inputs[index], node.inputs[1 - index]
-        expand = None if value is None else value.producer()
-        if value is None or other is None or expand is None or expand.op_type != "Expand":
+        expand = producer_of(value, "Expand")
+        if value is None or other is None or expand is None:
             continue
         source, shape = expand.inputs
         if source is None or value.shape is None or other.shape is None or source.shape is None:
@@ -278,10 +267,8 @@ def _multiply_unexpanded(op: Builder, node: ir.Node) -> None:
         elif other.const_value is not None and other.const_value.size == 1 and not other.is_graph_input():
             if other.shape.rank() > source.shape.rank():
                 continue
-            with op.inserting(node):
-                op.scope = node.name or "Mul"
+            with op.inserting(node, node.name or "Mul"):
                 scaled = op.Mul(source, other)
-            op.scope = ""
             node.op_type = "Expand"
             node.replace_input_with(0, scaled)
             node.replace_input_with(1, shape)
@@ -289,9 +276,7 @@ def _multiply_unexpanded(op: Builder, node: ir.Node) -> None:
 
 
 def _same_sizes(one: ir.Shape, other: ir.Shape) -> bool:
-    return one.rank() == other.rank() and all(
-        a == b and (isinstance(a, int) or a.value is not None) for a, b in zip(one, other)
-    )
+    return dims_of(one) == dims_of(other) and None not in dims_of(one)
 
 
 def _multiply_unclipped(node: ir.Node, finite: set[ir.Value]) -> None:
@@ -300,15 +285,11 @@ def _multiply_unclipped(node: ir.Node, finite: set[ir.Value]) -> None:
     Relu's gradient by itself takes 22 to 35 % less time, from 130,000 numbers on: 1 % of a step of an MLP or a CNN,
     and 3 to 5 % of their nodes (42, without 44; 299, without 307).
     """
-    clip = None if node.inputs[0] is None else node.inputs[0].producer()
-    if clip is None or clip.op_type != "Clip" or len(clip.inputs) != 3:
+    clip = producer_of(node.inputs[0], "Clip")
+    if clip is None or len(clip.inputs) != 3 or clip.inputs[0] not in finite:
         return
-    bounds = [None if value is None else value.const_value for value in clip.inputs[1:]]
-    largest = np.finfo(np.float32).max
-    if all(b is not None and b.size == 1 and abs(b.numpy().item()) == largest for b in bounds):
-        dz = clip.inputs[0]
-        if dz in finite:
-            node.replace_input_with(0, dz)
+    if all(abs(single_number(bound) or 0) == np.finfo(np.float32).max for bound in clip.inputs[1:]):
+        node.replace_input_with(0, clip.inputs[0])
 
 
 def _makes_finite(node: ir.Node, finite: set[ir.Value]) -> bool:
@@ -320,13 +301,10 @@ def _makes_finite(node: ir.Node, finite: set[ir.Value]) -> bool:
         read = read[:1]  # sizes and rates are not 0
     elif node.op_type not in _FINITE:
         return False
-    return all(
-        value is None or value in finite or not _is_real(value) or value.is_initializer() for value in read
-    )
-
-
-def _is_real(value: ir.Value) -> bool:
-    return value.dtype is None or value.dtype.is_floating_point()
+    real = [
+        value for value in read if value is not None and (not value.dtype or value.dtype.is_floating_point())
+    ]
+    return all(value in finite or value.is_initializer() for value in real)
 
 
 def _sum_through_product(op: Builder, node: ir.Node) -> None:
@@ -335,50 +313,46 @@ def _sum_through_product(op: Builder, node: ir.Node) -> None:
     No tensor of the size of the scores: 4 % of an encoder's step at 512 tokens and heads of 32, no difference at 32
     to 128 tokens.
     """
-    product = None if node.inputs[0] is None else node.inputs[0].producer()
-    axes = None if len(node.inputs) < 2 or node.inputs[1] is None else node.inputs[1].const_value
-    if product is None or product.op_type != "Mul" or axes is None or len(product.outputs[0].uses()) != 1:
+    product, axes = producer_of(node.inputs[0], "Mul"), op.const_value(optional_input(node, 1))
+    if product is None or axes is None or len(product.outputs[0].uses()) != 1:
         return
     dy, y = product.inputs
-    softmax = None if y is None else y.producer()
-    if dy is None or y is None or softmax is None or softmax.op_type != "Softmax" or y.shape is None:
+    if dy is None or y is None or y.shape is None or producer_of(y, "Softmax") is None:
         return
-    if axes.numpy().tolist() not in ([-1], [y.shape.rank() - 1]):
+    if axes.tolist() not in ([-1], [y.shape.rank() - 1]):
         return
-    found = _multiplied(y, dy)
-    if found is not None:
-        with op.inserting(node):
-            op.scope = node.name or "ReduceSum"
-            node.replace_input_with(0, op.Mul(*found))
-        op.scope = ""
+    factors = _find_product(y, dy)
+    if factors is not None:
+        with op.inserting(node, node.name or "ReduceSum"):
+            node.replace_input_with(0, op.Mul(*factors))
 
 
-def _multiplied(y: ir.Value, dy: ir.Value) -> tuple[ir.Value, ir.Value] | None:
+def _find_product(y: ir.Value, dy: ir.Value) -> tuple[ir.Value, ir.Value] | None:
     """(dz, z) of the product z = y·V that dy comes from. Dropout may come between, which multiplies y and dy alike."""
-    made = dy.producer()
-    if made is None or len(made.inputs) != 2:
+    producer = dy.producer()
+    if producer is None or len(producer.inputs) != 2:
         return None
-    first, second = made.inputs
+    first, second = producer.inputs
     assert first is not None and second is not None
-    for user in (user for user in y.consumers() if user.graph is made.graph):
-        found = None
+    for user in (user for user in y.consumers() if user.graph is producer.graph):
+        factors = None
         if user.op_type == "Dropout":
-            found = _multiplied(user.outputs[0], dy)
-        elif user.op_type == made.op_type == "Mul":
+            factors = _find_product(user.outputs[0], dy)
+        elif user.op_type == producer.op_type == "Mul":
             factor = user.inputs[1 - user.inputs.index(y)]
-            if factor in made.inputs:
-                rest = first if factor is second else second
-                found = _multiplied(user.outputs[0], rest)
-        elif user.op_type == made.op_type == "MatMul" and user.inputs[0] is y:
-            turned = second.producer()
-            if turned is not None and turned.op_type == "Transpose" and turned.inputs[0] is user.inputs[1]:
-                found = first, user.outputs[0]
-        if found is not None:
-            return found
+            if factor in producer.inputs:
+                other_factor = first if factor is second else second
+                factors = _find_product(user.outputs[0], other_factor)
+        elif user.op_type == producer.op_type == "MatMul" and user.inputs[0] is y:
+            turned = producer_of(second, "Transpose")
+            if turned is not None and turned.inputs[0] is user.inputs[1]:
+                factors = first, user.outputs[0]
+        if factors is not None:
+            return factors
     return None
 
 
-def _scale_together(
+def _join_scalings(
     op: Builder, gradients: Mapping[ir.Value, ir.Value | None]
 ) -> dict[ir.Value, ir.Value | None]:
     """v₁·n₁, v₂·n₂ …   →   (v₁, v₂ …)·(n₁, n₁ …, n₂ …), cut up again, for vectors that are gradients.
@@ -388,23 +362,14 @@ def _scale_together(
     """
     groups: dict[ir.DataType, dict[ir.Value, ir.Node]] = {}
     for parameter, value in gradients.items():
-        node = None if value is None else value.producer()
-        if (
-            value is None
-            or node is None
-            or node.op_type != "Mul"
-            or node.graph is not op.graph
-            or value.uses()
-        ):
+        node = producer_of(value, "Mul")
+        if value is None or node is None or node.graph is not op.graph or value.uses():
             continue
         vector, number = node.inputs
         if vector is None or number is None or value.dtype is None or number.shape is None:
             continue
-        if (
-            op.rank(value) == 1
-            and op.static_shape(vector) == op.static_shape(value)
-            and not number.shape.rank()
-        ):
+        same = op.rank(value) == 1 and op.static_shape(vector) == op.static_shape(value)
+        if same and not number.shape.rank():
             groups.setdefault(value.dtype, {})[parameter] = node  # two parameters may have the same gradient
     moved: dict[ir.Value, ir.Value | None] = {}
     for group in groups.values():
@@ -413,7 +378,7 @@ def _scale_together(
         lengths = [length for node in nodes if (length := op.static_dim(node.outputs[0], 0)) is not None]
         if not _SEVERAL <= len(nodes) == len(lengths):
             continue
-        table = side_by_side(op, numbers)
+        table = concat_counts(op, numbers)
         places = np.repeat(
             np.asarray([numbers.index(n) for node in nodes if (n := node.inputs[1])], np.int32), lengths
         )

@@ -9,9 +9,7 @@ from collections.abc import Collection
 
 import onnx_ir as ir
 
-from onward.graph.nodes import GRADIENT, MASKED, nodes_within, wanted
-
-__all__ = ["prepare"]
+from onward.graph.nodes import GRADIENT, MASKED, is_used, nodes_within, producer_of
 
 
 def prepare(graph: ir.Graph, targets: Collection[ir.Value]) -> None:
@@ -22,7 +20,7 @@ def prepare(graph: ir.Graph, targets: Collection[ir.Value]) -> None:
         if node.op_type == "Softmax" and _is_replaced(node.outputs[0]):
             node.metadata_props[GRADIENT] = MASKED
         elif node.op_type == "SoftmaxCrossEntropyLoss" and len(node.outputs) > 1:
-            if not wanted(node, 1) and node.outputs[1] not in targets:
+            if not is_used(node, 1) and node.outputs[1] not in targets:
                 node.resize_outputs(1)
         elif node.op_type == "ConcatFromSequence":
             _join_tensors(node)
@@ -39,12 +37,11 @@ def _is_replaced(value: ir.Value) -> bool:
 
 def _join_tensors(node: ir.Node) -> None:
     """ConcatFromSequence(SequenceConstruct(a, b, …))   →   Concat(a, b, …): its gradient needs no sequence."""
-    sequence = node.inputs[0]
-    made = None if sequence is None else sequence.producer()
-    if made is None or made.op_type != "SequenceConstruct" or node.attributes.get_int("new_axis", 0):
+    construct = producer_of(node.inputs[0], "SequenceConstruct")
+    if construct is None or node.attributes.get_int("new_axis", 0):
         return
     node.op_type = "Concat"
     node.attributes.pop("new_axis", None)
-    node.resize_inputs(len(made.inputs))
-    for index, part in enumerate(made.inputs):
+    node.resize_inputs(len(construct.inputs))
+    for index, part in enumerate(construct.inputs):
         node.replace_input_with(index, part)

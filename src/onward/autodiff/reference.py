@@ -20,28 +20,13 @@ from onnx.reference.op_run import OpRun
 
 from onward.run_limits import require_time
 
-__all__ = [
-    "IMAGE_OPS",
-    "ConvTranspose",
-    "Erf",
-    "GlobalLpPool",
-    "GlobalMaxPool",
-    "Loop",
-    "MaxPool",
-    "MaxRoiPool",
-    "MaxUnpool",
-    "Optional",
-    "Scan",
-    "SequenceInsert",
-    "SequenceMap",
-    "reference_evaluator",
-]
 
-
-class ConvTranspose(OpRun):
-    """ConvTranspose: each input spreads the kernel over the output; what pads say is cut away."""
-
+class _Standard(OpRun):
     op_domain = ""
+
+
+class ConvTranspose(_Standard):
+    """ConvTranspose: each input spreads the kernel over the output; what pads say is cut away."""
 
     def _run(self, x, w, b=None, **attributes):  # type: ignore[override]
         rank, group = x.ndim - 2, attributes.get("group") or 1
@@ -51,39 +36,37 @@ class ConvTranspose(OpRun):
         kernel = w.shape[2:]
         full = [(n - 1) * s + (k - 1) * d + 1 + e
                 for n, s, k, d, e in zip(x.shape[2:], strides, kernel, dilations, extra)]  # fmt: skip
-        begin, size = _kept(full, list(x.shape[2:]), strides, attributes)
+        begin, size = _output_range(full, list(x.shape[2:]), strides, attributes)
         room = [max(f, a + n) for f, a, n in zip(full, begin, size)]
         images = x.reshape(x.shape[0], group, -1, *x.shape[2:])
         weights = w.reshape(group, -1, *w.shape[1:])
         y = np.zeros((x.shape[0], group, w.shape[1], *room), x.dtype)
         for tap in itertools.product(*map(range, kernel)):
-            place = tuple(
+            target = tuple(
                 slice(t * d, t * d + (n - 1) * s + 1, s)
                 for t, d, n, s in zip(tap, dilations, x.shape[2:], strides)
             )
-            y[(..., *place)] += np.einsum("ngc...,gco->ngo...", images, weights[(..., *tap)])
+            y[(..., *target)] += np.einsum("ngc...,gco->ngo...", images, weights[(..., *tap)])
         y = y.reshape(x.shape[0], -1, *room)
         y = y[(..., *(slice(a, a + n) for a, n in zip(begin, size)))]
         return (y if b is None else y + b.reshape(-1, *[1] * rank),)
 
 
-def _kept(full: list[int], size_in: list[int], strides: Sequence[int], attributes: dict):
+def _output_range(full: list[int], size_in: list[int], strides: Sequence[int], attributes: dict):
     """(where the output begins in the full one, its size)."""
     rank, auto_pad = len(full), attributes.get("auto_pad") or "NOTSET"
     shape = attributes.get("output_shape")
     if not shape and auto_pad in ("NOTSET", "VALID"):
         pads = (attributes.get("pads") if auto_pad == "NOTSET" else None) or [0] * 2 * rank
         return pads[:rank], [f - a - e for f, a, e in zip(full, pads[:rank], pads[rank:])]
-    wanted = list(shape)[-rank:] if shape else [n * s for n, s in zip(size_in, strides)]
-    totals = [max(f - n, 0) for f, n in zip(full, wanted)]
+    sizes = list(shape)[-rank:] if shape else [n * s for n, s in zip(size_in, strides)]
+    totals = [max(f - n, 0) for f, n in zip(full, sizes)]
     begin = [t // 2 if auto_pad == "SAME_UPPER" else t - t // 2 for t in totals]
-    return begin, wanted if shape else [f - t for f, t in zip(full, totals)]
+    return begin, sizes if shape else [f - t for f, t in zip(full, totals)]
 
 
-class MaxPool(OpRun):
+class MaxPool(_Standard):
     """MaxPool with the place of each first maximum, counted over the whole input."""
-
-    op_domain = ""
 
     def _run(self, x, **attributes):  # type: ignore[override]
         kernel = attributes["kernel_shape"]
@@ -101,10 +84,10 @@ class MaxPool(OpRun):
                 np.arange(c) * s + t * d - a for c, s, t, d, a in zip(count, strides, tap, dilations, begin)
             ]
             inside = np.ones(count, bool)
-            for axis, (place, n) in enumerate(zip(places, x.shape[2:])):
-                good = (place >= 0) & (place < n)
+            for axis, (coordinates, n) in enumerate(zip(places, x.shape[2:])):
+                good = (coordinates >= 0) & (coordinates < n)
                 inside &= good.reshape([-1 if i == axis else 1 for i in range(rank)])
-            where = np.ix_(*[np.clip(place, 0, n - 1) for place, n in zip(places, x.shape[2:])])
+            where = np.ix_(*[np.clip(coordinates, 0, n - 1) for coordinates, n in zip(places, x.shape[2:])])
             read = x[(slice(None), slice(None), *where)]
             better = inside & (read > best)
             best = np.where(better, read, best)
@@ -134,10 +117,8 @@ def _windows(size: Sequence[int], kernel, strides, dilations, attributes: dict):
     return begins, counts
 
 
-class MaxUnpool(OpRun):
+class MaxUnpool(_Standard):
     """MaxUnpool: indices count over the whole output."""
-
-    op_domain = ""
 
     def _run(self, x, indices, shape=None, **attributes):  # type: ignore[override]
         if shape is None:
@@ -155,19 +136,15 @@ class MaxUnpool(OpRun):
         return (y.reshape([int(n) for n in shape]),)
 
 
-class GlobalMaxPool(OpRun):
+class GlobalMaxPool(_Standard):
     """GlobalMaxPool over any number of spatial axes."""
-
-    op_domain = ""
 
     def _run(self, x):  # type: ignore[override]
         return (x.max(axis=tuple(range(2, x.ndim)), keepdims=True),)
 
 
-class GlobalLpPool(OpRun):
+class GlobalLpPool(_Standard):
     """GlobalLpPool: the p-norm of each channel."""
-
-    op_domain = ""
 
     def _run(self, x, p=None):  # type: ignore[override]
         p = p or 2
@@ -175,10 +152,8 @@ class GlobalLpPool(OpRun):
         return ((total ** (1 / p)).astype(x.dtype),)
 
 
-class MaxRoiPool(OpRun):
+class MaxRoiPool(_Standard):
     """MaxRoiPool: the maximum of each of pooled_shape bins of a region with whole coordinates."""
-
-    op_domain = ""
 
     def _run(self, x, rois, pooled_shape=None, spatial_scale=None):  # type: ignore[override]
         assert pooled_shape is not None
@@ -208,19 +183,15 @@ def reference_evaluator(model: onnx.ModelProto) -> ReferenceEvaluator:
     )
 
 
-class Erf(OpRun):
+class Erf(_Standard):
     """Erf in the precision of its input."""
-
-    op_domain = ""
 
     def _run(self, x):  # type: ignore[override]
         return (np.asarray(np.vectorize(math.erf, otypes=[np.float64])(x)).astype(x.dtype),)
 
 
-class SequenceInsert(OpRun):
+class SequenceInsert(_Standard):
     """SequenceInsert at any position from −n to n."""
-
-    op_domain = ""
 
     def _run(self, sequence, tensor, position=None):  # type: ignore[override]
         longer = list(sequence)
@@ -228,18 +199,14 @@ class SequenceInsert(OpRun):
         return (longer,)
 
 
-class Optional(OpRun):
+class Optional(_Standard):
     """Optional: numpy needs no wrapper around what is there."""
-
-    op_domain = ""
 
     def _run(self, value=None, type=None):  # type: ignore[override]
         return (value,)
 
 
-class _WithBody(OpRun):
-    op_domain = ""
-
+class _WithBody(_Standard):
     def need_context(self) -> bool:
         return True
 
@@ -257,9 +224,11 @@ class Loop(_WithBody):
         proceed = True if going is None else bool(np.asarray(going).item())
         current, emitted, turn = list(states), [], 0
         while proceed and (limit is None or turn < limit):
-            flag, *rest = self._turn(context or {}, [np.asarray(turn, np.int64), np.asarray(True), *current])
-            current = rest[: len(states)]
-            emitted.append(rest[len(states) :])
+            flag, *results = self._turn(
+                context or {}, [np.asarray(turn, np.int64), np.asarray(True), *current]
+            )
+            current = results[: len(states)]
+            emitted.append(results[len(states) :])
             proceed = bool(np.asarray(flag).item())
             turn += 1
         return (*current, *_stacks(self, emitted, 1 + len(states), [], []))

@@ -10,7 +10,6 @@ import dataclasses
 import functools
 import importlib
 import pkgutil
-import warnings
 from collections.abc import Callable, Mapping, Sequence, Set
 
 import onnx_ir as ir
@@ -120,16 +119,8 @@ def _plain(domain: str) -> str:
 @functools.cache
 def _load_rules() -> None:
     """Import the modules of rules, which register themselves; done on the first lookup."""
+    # not with this module: rules import it
     from onward.autodiff import rules
 
     for module in pkgutil.iter_modules(rules.__path__):
         importlib.import_module(f"{rules.__name__}.{module.name}")
-
-
-def __getattr__(name: str) -> object:
-    if name == "gradient":
-        warnings.warn(
-            "onward.autodiff.registry.gradient is now gradient_rule", DeprecationWarning, stacklevel=2
-        )
-        return gradient_rule
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -13,33 +13,17 @@ import onnx_ir as ir
 if TYPE_CHECKING:
     from onward.graph.builder import Builder
 
-__all__ = [
-    "add",
-    "add_sequences",
-    "append_all",
-    "element_like",
-    "is_sequence",
-    "map_sequence",
-    "part_of",
-    "zeros",
-]
-
 
 def is_sequence(value: ir.Value) -> bool:
     """Whether a value is a sequence of tensors."""
     return isinstance(value.type, ir.SequenceType)
 
 
-def add_sequences(op: Builder, a: ir.Value, b: ir.Value) -> ir.Value:
-    """The sequence of sums of two sequences of one length; of two tensors where they stand for optionals."""
+def add(op: Builder, a: ir.Value, b: ir.Value) -> ir.Value:
+    """The sum of two gradients of one value: of tensors, or of each element of two sequences of one length."""
     if not isinstance(a.type, ir.SequenceType):
         return op.Add(a, b)
     return map_sequence(op, [a, b], lambda inner, x, y: inner.Add(x, y))
-
-
-def add(op: Builder, a: ir.Value, b: ir.Value) -> ir.Value:
-    """The sum of two gradients of one value, whatever its type."""
-    return add_sequences(op, a, b) if isinstance(a.type, ir.SequenceType) else op.Add(a, b)
 
 
 def zeros(op: Builder, like: ir.Value) -> ir.Value:
@@ -69,7 +53,7 @@ def map_sequence(op: Builder, sequences: Sequence[ir.Value], function: Callable)
     mapped.name = op.namer(f"{node.name}.out")
     mapped.type = ir.SequenceType(ir.TensorType(op.dtype(result)))
     mapped.shape = result.shape
-    op.place(node)
+    op.insert(node)
     return mapped
 
 
@@ -101,7 +85,7 @@ def _collect(op: Builder, first: ir.Value, count: ir.Value, element: Callable) -
     (collected,) = node.outputs
     collected.name = op.namer(f"{name}.out")
     collected.type = first.type
-    op.place(node)
+    op.insert(node)
     return collected
 
 

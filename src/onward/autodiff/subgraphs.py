@@ -7,7 +7,7 @@ nodes with subgraphs. Independent of the operator.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import onnx_ir as ir
@@ -15,26 +15,8 @@ import onnx_ir as ir
 from onward.autodiff.engine import DifferentiableBuilder, add_cotangent, backward, find_path
 from onward.autodiff.sequences import add, zeros
 from onward.errors import ModelError
-from onward.graph.nodes import RANDOM, is_differentiable, subgraphs_of
+from onward.graph.nodes import RANDOM, is_differentiable, optional_input, subgraphs_of
 from onward.graph.shapes.bodies import describe, infer_node
-
-__all__ = [
-    "Drawn",
-    "active_values",
-    "argument",
-    "bind",
-    "body_builder",
-    "body_input",
-    "by_value",
-    "close",
-    "differentiate_body",
-    "emit",
-    "inline",
-    "random_values",
-    "refuse_random",
-    "sequence_like",
-    "used",
-]
 
 _Key = TypeVar("_Key")
 
@@ -48,13 +30,9 @@ def body_builder(op: DifferentiableBuilder, name: str) -> DifferentiableBuilder:
     return inner
 
 
-def body_input(
-    op: DifferentiableBuilder, like: ir.Value, name: str, shape: ir.Shape | None = None
-) -> ir.Value:
-    """Add an input of another value's type and shape (or of the shape given) to the builder's graph."""
+def body_input(op: DifferentiableBuilder, like: ir.Value, name: str) -> ir.Value:
+    """Add an input of another value's type and shape to the builder's graph."""
     value = argument(op, like, name)
-    if shape is not None:
-        value.shape = shape
     op.graph.inputs.append(value)
     return value
 
@@ -71,37 +49,33 @@ def inline(
     body: ir.Graph,
     arguments: Sequence[ir.Value],
     *,
-    given: Mapping[Drawn, ir.Value] | None = None,
+    drawn_values: Mapping[Drawn, ir.Value] | None = None,
 ) -> list[ir.Value]:
     """Write the nodes of a body into the builder's graph; returns what stands for the body's outputs.
 
-    Nodes whose random results are all `given` are left out. Nothing is shared with the graphs around, so that the
-    walk through this graph sees every node between its results and captured values.
+    Nodes whose random results are all in `drawn_values` are left out. Nothing is shared with the graphs around, so
+    that the walk through this graph sees every node between its results and captured values.
     """
-    known = dict(zip(body.inputs, arguments))
+    copies = dict(zip(body.inputs, arguments))
     masks: dict[ir.Node, ir.Value] = {}
-    for drawn, value in (given or {}).items():
+    for drawn, value in (drawn_values or {}).items():
         if drawn.node.op_type == "Dropout":
             masks[drawn.node] = value
         else:
-            known[drawn.node.outputs[drawn.index]] = value
-    for initializer in body.initializers.values():
-        if initializer.const_value is not None:
-            known[initializer] = op.constant(
-                initializer.const_value.numpy(), name=initializer.name or "const"
-            )
+            copies[drawn.node.outputs[drawn.index]] = value
+    copies.update(_copy_constants(op, body))
     for node in body:
-        if node.outputs and all(value in known or not value.name for value in node.outputs):
+        if node.outputs and all(value in copies or not value.name for value in node.outputs):
             continue
         if node in masks:
-            known[node.outputs[0]] = _dropped(op, node, masks[node], known)
+            copies[node.outputs[0]] = _apply_mask(op, node, masks[node], copies)
             for mask in node.outputs[1:]:
-                known[mask] = masks[node]
+                copies[mask] = masks[node]
             continue
-        copy = _copy_node(op, node, known)
+        copy = _copy_node(op, node, copies)
         op.adopt(copy)
         infer_node(op, copy)
-    return [known.get(value, value) for value in body.outputs]
+    return [copies.get(value, value) for value in body.outputs]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,7 +98,7 @@ class Drawn:
 
 def random_values(body: ir.Graph) -> list[Drawn]:
     """The random values of a body."""
-    found: list[Drawn] = []
+    values: list[Drawn] = []
     for node in body:
         for inner in subgraphs_of(node):
             for drawn in random_values(inner):
@@ -135,31 +109,31 @@ def random_values(body: ir.Graph) -> list[Drawn]:
         if node.domain not in ("", "ai.onnx") or node.op_type not in RANDOM or _is_idle(node):
             continue
         if node.op_type == "Dropout":
-            found.append(Drawn(node, 1))
+            values.append(Drawn(node, 1))
         else:
-            found.extend(Drawn(node, index) for index, value in enumerate(node.outputs) if value.name)
-    return found
+            values.extend(Drawn(node, index) for index, value in enumerate(node.outputs) if value.name)
+    return values
 
 
-def _dropped(
-    op: DifferentiableBuilder, node: ir.Node, mask: ir.Value, known: Mapping[ir.Value, ir.Value]
+def _apply_mask(
+    op: DifferentiableBuilder, node: ir.Node, mask: ir.Value, copies: Mapping[ir.Value, ir.Value]
 ) -> ir.Value:
     """Dropout by a mask that is known: x·mask/(1 − ratio), or x where it is not training."""
-    x, ratio, training = (None if v is None else known.get(v, v) for v in (*node.inputs, None, None)[:3])
+    x, ratio, training = (None if v is None else copies.get(v, v) for v in (*node.inputs, None, None)[:3])
     assert x is not None
     dtype = op.dtype(x)
-    rest = 0.5 if ratio is None else op.Sub(1.0, op.Cast(ratio, to=int(dtype)))
-    dropped = op.Div(op.Mul(x, op.Cast(mask, to=int(dtype))), rest)
+    keep_rate = 0.5 if ratio is None else op.Sub(1.0, op.Cast(ratio, to=int(dtype)))
+    dropped = op.Div(op.Mul(x, op.Cast(mask, to=int(dtype))), keep_rate)
     return dropped if training is None or training.const_value is not None else op.Where(training, dropped, x)
 
 
 def _is_idle(node: ir.Node) -> bool:
     """Dropout that is not training."""
-    if node.op_type != "Dropout":
-        return False
-    mode = node.inputs[2] if len(node.inputs) > 2 else None
-    tensor = None if mode is None else mode.const_value
-    return mode is None or (tensor is not None and not tensor.numpy().any())
+    mode = optional_input(node, 2)
+    constant = None if mode is None else mode.const_value
+    return node.op_type == "Dropout" and (
+        mode is None or (constant is not None and not constant.numpy().any())
+    )
 
 
 def refuse_random(body: ir.Graph, node: ir.Node) -> None:
@@ -172,9 +146,7 @@ def refuse_random(body: ir.Graph, node: ir.Node) -> None:
 
 
 def differentiate_body(
-    op: DifferentiableBuilder,
-    results: Sequence[tuple[ir.Value, ir.Value | None]],
-    wrt: Sequence[ir.Value],
+    op: DifferentiableBuilder, results: Sequence[tuple[ir.Value, ir.Value | None]], wrt: Sequence[ir.Value]
 ) -> dict[ir.Value, ir.Value | None]:
     """Gradients in a body from pairs of result and the gradient that arrives for it."""
     cotangents: dict[ir.Value, ir.Value] = {}
@@ -182,9 +154,9 @@ def differentiate_body(
         if dy is not None:
             add_cotangent(op, cotangents, value, dy)
     scope = op.scope
-    found = backward(op, cotangents, wrt)
+    gradients = backward(op, cotangents, wrt)
     op.scope = scope
-    return found
+    return gradients
 
 
 def active_values(
@@ -226,7 +198,6 @@ def close(op: DifferentiableBuilder, outputs: Sequence[ir.Value | None], likes: 
     for node in reversed(op.graph):
         if not any(value.uses() or value.is_graph_output() for value in node.outputs):
             op.graph.remove(node, safe=True)
-    op.forget()
 
 
 def emit(
@@ -250,7 +221,7 @@ def emit(
     for index, (value, like) in enumerate(zip(node.outputs, likes)):
         value.name = op.namer(f"{op.scope}/{op_type}.{index}")
         describe(value, like.type, like.shape)
-    op.place(node)
+    op.insert(node)
     return list(node.outputs)
 
 
@@ -280,9 +251,9 @@ def by_value(
     return total
 
 
-def _copy_node(op: DifferentiableBuilder, node: ir.Node, known: dict[ir.Value, ir.Value]) -> ir.Node:
-    inputs = [None if value is None else known.get(value, value) for value in node.inputs]
-    attributes = [_copy_attribute(op, attr, known) for attr in node.attributes.values()]
+def _copy_node(op: DifferentiableBuilder, node: ir.Node, copies: dict[ir.Value, ir.Value]) -> ir.Node:
+    inputs = [None if value is None else copies.get(value, value) for value in node.inputs]
+    attributes = [_copy_attribute(op, attr, copies) for attr in node.attributes.values()]
     copy = ir.Node(
         node.domain,
         node.op_type,
@@ -297,35 +268,35 @@ def _copy_node(op: DifferentiableBuilder, node: ir.Node, known: dict[ir.Value, i
             value.name = op.namer(original.name)
             describe(value, original.type, original.shape)
         else:
-            value.name = ""
-        known[original] = value
+            value.name = ""  # an output that the node leaves out
+        copies[original] = value
     return copy
 
 
-def _copy_attribute(op: DifferentiableBuilder, attr: ir.Attr, known: dict[ir.Value, ir.Value]) -> ir.Attr:
-    copier: Callable[[ir.Graph], ir.Graph] = lambda graph: _copy_graph(op, graph, known)  # noqa: E731
+def _copy_attribute(op: DifferentiableBuilder, attr: ir.Attr, copies: dict[ir.Value, ir.Value]) -> ir.Attr:
     if attr.type == ir.AttributeType.GRAPH:
-        return ir.AttrGraph(attr.name, copier(attr.as_graph()))
+        return ir.AttrGraph(attr.name, _copy_graph(op, attr.as_graph(), copies))
     if attr.type == ir.AttributeType.GRAPHS:
-        return ir.AttrGraphs(attr.name, [copier(graph) for graph in attr.as_graphs()])
+        return ir.AttrGraphs(attr.name, [_copy_graph(op, graph, copies) for graph in attr.as_graphs()])
     return attr
 
 
+def _copy_constants(op: DifferentiableBuilder, graph: ir.Graph) -> dict[ir.Value, ir.Value]:
+    held = [(value, value.const_value) for value in graph.initializers.values()]
+    return {v: op.constant(t.numpy(), name=v.name or "const") for v, t in held if t is not None}
+
+
 def _copy_graph(op: DifferentiableBuilder, graph: ir.Graph, outer: dict[ir.Value, ir.Value]) -> ir.Graph:
-    known = dict(outer)
+    copies = dict(outer)
     inputs = []
     for value in graph.inputs:
         copy = ir.Value(name=op.namer(value.name or "in"))
         describe(copy, value.type, value.shape)
-        known[value] = copy
+        copies[value] = copy
         inputs.append(copy)
-    for initializer in graph.initializers.values():
-        if initializer.const_value is not None:
-            known[initializer] = op.constant(
-                initializer.const_value.numpy(), name=initializer.name or "const"
-            )
-    nodes = [_copy_node(op, node, known) for node in graph]
-    outputs = [known.get(value, value) for value in graph.outputs]
+    copies.update(_copy_constants(op, graph))
+    nodes = [_copy_node(op, node, copies) for node in graph]
+    outputs = [copies.get(value, value) for value in graph.outputs]
     return ir.Graph(
         inputs,
         outputs,

@@ -1,7 +1,5 @@
 """Checkpoints: content (`content`), binary format (`codec`, SPEC.md), files (`store`), safetensors (`interchange`)."""
 
-import warnings
-
 from onward.checkpoint.codec import UncheckedCheckpointWarning, decode, encode
 from onward.checkpoint.content import CheckpointData, NominalTensor, OptimizerGroup, check_property
 from onward.checkpoint.interchange import from_safetensors, to_safetensors
@@ -37,14 +35,3 @@ __all__ = [
     "to_portable",
     "to_safetensors",
 ]
-
-
-def __getattr__(name: str) -> object:
-    if name == "UnsealedCheckpointWarning":
-        warnings.warn(
-            "onward.checkpoint.UnsealedCheckpointWarning is now UncheckedCheckpointWarning",
-            DeprecationWarning,
-            stacklevel=2,
-        )
-        return UncheckedCheckpointWarning
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -3,6 +3,9 @@
 The new content goes to a temporary file beside the target, is flushed to the disk, read again and checked by the
 caller, and only then takes the target's name. Temporary files that a killed process left behind are removed by
 the next save to the same name; those of a living one are locked and stay.
+
+`onward.files` writes sets of files. A checkpoint asks for more than it gives: what was written is read back, the
+permissions of the old file stay, and an error says whether the new file is there.
 """
 
 from __future__ import annotations
@@ -12,7 +15,6 @@ import os
 import re
 import secrets
 import stat
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from hashlib import sha256
@@ -22,24 +24,10 @@ from typing import IO, TYPE_CHECKING
 import numpy as np
 
 from onward.errors import CheckpointError
+from onward.files import finish_interrupted, lock_file, rename, sync_directory
 
 if TYPE_CHECKING:
     from onward.checkpoint.integrity import Writable
-
-try:
-    import fcntl
-except ImportError:  # Windows: an open file cannot be removed there, which does what the lock does elsewhere
-    fcntl = None
-
-__all__ = [
-    "NOT_COMMITTED",
-    "UNCERTAIN",
-    "open_regular",
-    "read_all",
-    "read_into",
-    "replace_file",
-    "temporary_name",
-]
 
 NOT_COMMITTED = "not committed, the old one is kept"
 UNCERTAIN = "committed, durability uncertain"
@@ -78,9 +66,9 @@ def replace_file(
                 check(temporary)
             if before_commit is not None:
                 before_commit(target)
-            if os.name == "nt":
+            if os.name == "nt":  # does not rename open files
                 file.close()
-            _rename(temporary, target)
+            rename(temporary, target)
     except OSError as error:
         raise CheckpointError(path, f"{NOT_COMMITTED}: {error.strerror or error}") from error
     except CheckpointError as error:
@@ -88,26 +76,16 @@ def replace_file(
             path, f"{NOT_COMMITTED}: {error.reason}", field=error.field, offset=error.offset
         ) from error
     try:
-        _sync_directory(target.parent)
+        sync_directory(target.parent)
     except OSError as error:
         raise CheckpointError(path, f"{UNCERTAIN}: {error.strerror or error}") from error
     return target
 
 
-def _sync_directory(directory: Path) -> None:
-    """Flush a directory's entries to the disk, where the system can (not on Windows)."""
-    if os.name == "nt":
-        return
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 @contextlib.contextmanager
 def open_regular(path: str | os.PathLike[str], *, follow: bool = True) -> Iterator[IO[bytes]]:
     """Open a regular file to read it without a buffer; never waits on a pipe and never reads a device."""
+    finish_interrupted(os.path.dirname(os.fspath(path)) or ".")
     flags = os.O_RDONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_NONBLOCK", 0)
     if not follow:
         flags |= getattr(os, "O_NOFOLLOW", 0)
@@ -158,6 +136,7 @@ class _ReadBack:
                 left = left[os.write(self._file.fileno(), left) :]
             self._compare(piece)
             self._position += len(piece)
+            # the disk is busy while the next pieces are hashed and written; the last fsync then has little to wait for
             if self._position - self._flushed >= _FLUSH:
                 self._flushes.append(self._beside.submit(os.fsync, self._file.fileno()))
                 self._flushed = self._position
@@ -194,23 +173,12 @@ def temporary_name(target: Path) -> Path:
 def _replaceable(target: Path) -> int | None:
     """Return the permissions of the file to be replaced, None if there is none; reject other kinds of files."""
     try:
-        found = os.stat(target)
+        mode = os.stat(target).st_mode
     except FileNotFoundError:
         return None
-    if not stat.S_ISREG(found.st_mode):
+    if not stat.S_ISREG(mode):
         raise OSError("there is something that is not a regular file")
-    return stat.S_IMODE(found.st_mode)
-
-
-def _rename(temporary: Path, target: Path) -> None:
-    """Let the temporary take the target's name; Windows refuses while somebody reads the target, so wait."""
-    if os.name == "nt":
-        for delay in (0.01, 0.05, 0.25, 1.0):
-            with contextlib.suppress(PermissionError):
-                os.replace(temporary, target)
-                return
-            time.sleep(delay)
-    os.replace(temporary, target)
+    return stat.S_IMODE(mode)
 
 
 def _prefix(target: Path) -> str:
@@ -235,13 +203,17 @@ def _temporary(target: Path) -> Iterator[tuple[IO[bytes], Path]]:
 
 
 def _create(target: Path) -> tuple[IO[bytes], Path]:
+    # a name that is taken, or a link that somebody put there, would lead the write elsewhere
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0) | getattr(os, "O_NOFOLLOW", 0)
     for _ in range(100):
         path = temporary_name(target)
         file = os.fdopen(os.open(path, flags, 0o666), "r+b", buffering=0)
         try:
             # Another save's sweep may have come between creation and lock: then the file is gone, try again.
-            if _lock(file.fileno()) is not False and (os.name == "nt" or os.fstat(file.fileno()).st_nlink):
+            # Windows needs no lock: it does not remove files that are open.
+            if os.name == "nt" or (
+                lock_file(file.fileno()) is not False and os.fstat(file.fileno()).st_nlink
+            ):
                 return file, path
         except BaseException:
             _discard(file, path)
@@ -257,19 +229,6 @@ def _discard(file: IO[bytes], path: Path) -> None:
         os.unlink(path)
 
 
-def _lock(descriptor: int) -> bool | None:
-    """Return whether this process now holds the file's lock; None if there are no locks here."""
-    if fcntl is None:
-        return None
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return None
-    return True
-
-
 def _sweep(target: Path) -> None:
     """Remove temporaries of this target that no living process holds; never fails.
 
@@ -277,21 +236,21 @@ def _sweep(target: Path) -> None:
     """
     ours = re.compile(rf"{re.escape(_prefix(target))}(\d+\.)?[0-9a-f]{{16}}{re.escape(_SUFFIX)}")
     try:
-        found = [match for name in os.listdir(target.parent) if (match := ours.fullmatch(name))]
+        matches = [match for name in os.listdir(target.parent) if (match := ours.fullmatch(name))]
     except OSError:
         return
-    for match in found:
+    for match in matches:
         path = target.parent / match.string
         with contextlib.suppress(OSError):
             # links take no lock and hold no data
-            if os.path.islink(path) or (fcntl is None and not match.group(1)):
+            if os.path.islink(path) or (os.name == "nt" and not match.group(1)):
                 os.unlink(path)
                 continue
             if match.group(1):
                 continue
             descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
             try:
-                if _lock(descriptor):
+                if lock_file(descriptor):
                     os.unlink(path)
             finally:
                 os.close(descriptor)

@@ -33,25 +33,6 @@ from onward.checkpoint.content import (
 from onward.checkpoint.verify import IDENTIFIER, VERSION, Layout, TensorRecord, verify, verify_external
 from onward.errors import CheckpointError
 
-__all__ = [
-    "ALIGNMENT",
-    "EXTERNAL_THRESHOLD",
-    "Entry",
-    "Group",
-    "Plan",
-    "UncheckedCheckpointWarning",
-    "arrays",
-    "build_metadata",
-    "decode",
-    "encode",
-    "layout_of",
-    "little_endian_bytes",
-    "native_array",
-    "open_layout",
-    "warn_unchecked",
-]
-
-
 ALIGNMENT = 64  # of tensor bytes in the file
 
 
@@ -117,6 +98,7 @@ def build_metadata(plan: Plan, properties: dict[str, PropertyValue], *, external
 
 
 def _build_module(builder: flatbuffers.Builder, plan: Plan, external_base: int) -> int:
+    # children come before their table: a builder cannot begin one inside another
     frozen = _offset_vector(builder, [_build_tensor(builder, entry, external_base) for entry in plan.frozen])
     trainable = _offset_vector(
         builder, [_build_tensor(builder, entry, external_base) for entry in plan.trainable]
@@ -146,8 +128,10 @@ def _build_tensor(builder: flatbuffers.Builder, entry: Entry, external_base: int
     if nominal:
         builder.PrependUOffsetTRelativeSlot(4, no_values, 0)
     elif entry.external:
+        # the schema's default, -1, means that there is none: an offset of 0 has to be written
         builder.PrependInt64Slot(6, external_base + entry.offset, -1)
     else:
+        # the vector begins at its length, four bytes before the values
         builder.PrependUOffsetTRelativeSlot(4, 4 - entry.offset, 0)
     return builder.EndObject()
 
@@ -187,7 +171,7 @@ def _build_properties(builder: flatbuffers.Builder, properties: dict[str, Proper
         else:
             builder.PrependFloat32Slot(1, value, 0.0)
             floats.append(builder.EndObject())
-    vectors = [_offset_vector(builder, found) if found else 0 for found in (ints, floats, strings)]
+    vectors = [_offset_vector(builder, part) if part else 0 for part in (ints, floats, strings)]
     builder.StartObject(3)
     for slot, vector in enumerate(vectors):
         builder.PrependUOffsetTRelativeSlot(slot, vector, 0)
@@ -306,12 +290,12 @@ def arrays(layout: Layout, payload: memoryview, data: memoryview | None, *, path
     for group in layout.groups:
         slots = {name: {r.name: tensor(r) for r in records} for name, records in group.slots.items()}
         if group.name == ACCUMULATION_GROUP:
-            for name, found in slots.items():
-                if list(found) != [ACCUMULATION_SLOT]:
+            for name, arrays_by_slot in slots.items():
+                if list(arrays_by_slot) != [ACCUMULATION_SLOT]:
                     raise CheckpointError(
                         path, f"accumulated gradient of '{name}' is malformed", field=group.name
                     )
-                result.accumulation[name] = found[ACCUMULATION_SLOT]
+                result.accumulation[name] = arrays_by_slot[ACCUMULATION_SLOT]
         else:
             result.optimizer.append(
                 OptimizerGroup(group.name, group.step, group.initial_learning_rate, slots)
@@ -354,8 +338,8 @@ def _plan(data: CheckpointData) -> Plan:
         if group.name.startswith(PREFIX):
             raise ValueError(f"optimizer group '{group.name}': names that start with '{PREFIX}' are reserved")
         slots = [
-            (parameter, [Entry(slot, np.asarray(array)) for slot, array in found.items()])
-            for parameter, found in group.slots.items()
+            (parameter, [Entry(slot, np.asarray(array)) for slot, array in arrays_by_slot.items()])
+            for parameter, arrays_by_slot in group.slots.items()
         ]
         groups.append(Group(group.name, group.step, group.initial_learning_rate, slots))
     if data.accumulation:

@@ -9,10 +9,12 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from math import prod
+from math import isfinite, prod
 from typing import TypeAlias
 
 import numpy as np
+
+from onward.errors import OnwardError
 
 __all__ = [
     "ACCUMULATION_GROUP",
@@ -104,7 +106,7 @@ def code_of(dtype: np.dtype) -> int:
     except KeyError:
         raise TypeError(
             f"a checkpoint cannot hold arrays of type {dtype}; convert to one of "
-            + ", ".join(str(known) for known in _codes())
+            + ", ".join(map(str, _codes()))
         ) from None
 
 
@@ -193,6 +195,36 @@ class CheckpointData:
         """
         return {**self.trainable, **self.frozen}
 
+    def require_values(self) -> None:
+        """An error where only names and types of the parameters are known."""
+        if self.nominal:
+            raise OnwardError(
+                "The state is nominal: it has no parameter values. Please load the model parameters first."
+            )
+
+    def number(self, name: str, default: float) -> float:
+        """One of the extras that is a finite number; an error where a file has something else there.
+
+        >>> CheckpointData(extras={"learning_rate": 0.5}).number("learning_rate", 1e-3)
+        0.5
+        """
+        value = self.extras.get(name, default)
+        if isinstance(value, str) or not isfinite(value):
+            raise OnwardError(
+                f"the checkpoint is damaged: its '{name}' is {str(value)[:40]!r}, which is not a finite number; take "
+                "another copy of the file"
+            )
+        return value
+
+    def whole_number(self, name: str, default: int = 0) -> int:
+        """One of the extras that counts something, or is a seed.
+
+        >>> CheckpointData(extras={"train_step": 7}).whole_number("train_step")
+        7
+        """
+        # as it is: a float would not hold a seed beyond 2⁵³
+        return int(self.number(name, default))
+
 
 def check_property(name: str, value: object) -> PropertyValue:
     """Return a property's value as the int, float or str that the file will hold.
@@ -209,7 +241,7 @@ def check_property(name: str, value: object) -> PropertyValue:
         if not -(2**63) <= number < 2**63:
             raise ValueError(f"property '{name}': {number} does not fit into 64 bits")
         return number
-    if isinstance(value, (float, np.floating)):
+    if isinstance(value, (float, np.floating)):  # the schema's properties have 32 bits
         number = float(value)
         if np.isfinite(number) and abs(number) > float(np.finfo(np.float32).max):
             raise ValueError(f"property '{name}': {number} does not fit into a 32-bit float")
@@ -226,9 +258,9 @@ def check(data: CheckpointData) -> None:
         _check_names(f"{kind} parameter", tensors)
         for name, tensor in tensors.items():
             if isinstance(tensor, NominalTensor) != data.nominal:
-                wanted = "NominalTensor" if data.nominal else "numpy array"
+                expected = "NominalTensor" if data.nominal else "numpy array"
                 raise TypeError(
-                    f"{kind} parameter '{name}': expected a {wanted}, not {type(tensor).__name__}"
+                    f"{kind} parameter '{name}': expected a {expected}, not {type(tensor).__name__}"
                 )
             if isinstance(tensor, NominalTensor):
                 dtype_of(tensor.dtype)

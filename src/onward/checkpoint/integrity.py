@@ -18,21 +18,6 @@ from typing import Protocol
 
 from onward.errors import CheckpointError
 
-__all__ = [
-    "BLOCK_SIZE",
-    "DATA_IN_FILE",
-    "DIGEST_SIZE",
-    "MAGIC",
-    "TRAILER_SIZE",
-    "HashingWriter",
-    "Writable",
-    "add_block",
-    "block_flags",
-    "check_digest",
-    "check_length",
-    "check_trailer",
-]
-
 BLOCK_SIZE = 64  # keeps the alignment of everything behind it
 TRAILER_SIZE = 48
 DIGEST_SIZE = 32
@@ -66,6 +51,7 @@ class HashingWriter:
         self._stream = stream
         self._sha = hashlib.sha256()
         self.length = 0
+        # hashlib releases the interpreter's lock: hashing and writing overlap
         self._beside: ThreadPoolExecutor | None = None
         self._hashing: deque[Future[None]] = deque()
         self._waiting: list[memoryview] = []
@@ -167,9 +153,9 @@ def check_length(tail: bytes | memoryview, size: int, *, path: str, required: bo
     return True
 
 
-def check_digest(found: bytes, expected: bytes, size: int, *, path: str) -> None:
+def check_digest(computed: bytes, expected: bytes, size: int, *, path: str) -> None:
     """Raise unless the digest that was computed is the one in the trailer."""
-    if found != expected:
+    if computed != expected:
         raise CheckpointError(
             path,
             "the file is damaged: its content does not match its checksum",

@@ -163,10 +163,10 @@ def _read_header(prefix: bytes, read: Any, size: int, path: str) -> tuple[Any, d
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    names = dict(pairs)
+    if len(names) != len(pairs):
         raise ValueError("a name occurs twice")
-    return found
+    return names
 
 
 def _offsets(entry: Any, name: str, path: str) -> tuple[int, int]:
@@ -235,12 +235,12 @@ def _agreeing(
 ) -> np.ndarray | NominalTensor:
     if new is None:
         return old
-    wanted = dtype_of(old.dtype) if isinstance(old, NominalTensor) else old.dtype
+    dtype = dtype_of(old.dtype) if isinstance(old, NominalTensor) else old.dtype
     shape = new.shape if isinstance(old, NominalTensor) else old.shape
-    if new.dtype != wanted or new.shape != shape:
+    if new.dtype != dtype or new.shape != shape:
         raise CheckpointError(
             path,
-            f"'{name}': expected {wanted} {list(shape)}, found {new.dtype} {list(new.shape)}",
+            f"'{name}': expected {dtype} {list(shape)}, found {new.dtype} {list(new.shape)}",
             field=name,
         )
     return new

@@ -34,6 +34,7 @@ from onward.errors import CheckpointError
 
 __all__ = [
     "MAGIC",
+    "WEIGHTS",
     "StateLayout",
     "StatePart",
     "StateTensor",
@@ -50,9 +51,10 @@ MAGIC = b"ONWDSTAT"
 VERSION = 1
 ALIGNMENT = 64
 ROLES = ("frozen", "statistic", "trainable", "slot", "optimizer_step", "train_step", "random_seed")
-_WEIGHTS, _COUNTERS = ROLES[:3], ROLES[4:]
+WEIGHTS, _COUNTERS = ROLES[:3], ROLES[4:]
 _HEADER = struct.Struct("<8sIIQQ32s")
 _DIGEST = 32
+_NOMINAL = 1  # the flag of a file without tensors; its digest is zeros, so that programs refuse it as another model's
 _MOST_TEXT = 1 << 28
 # The checkpoint's scalars that are tensors of the state, or say something of one process only.
 _NOT_EXTRAS = ("seed", "train_step", "environment", "invalid", "skipped_in_a_row")
@@ -109,7 +111,7 @@ class StateLayout:
         for tensor in self.tensors:
             offsets.append(position)
             position += aligned(tensor.nbytes)
-            if tensor.parts[0].role in _WEIGHTS:
+            if tensor.parts[0].role in WEIGHTS:
                 weights = position
         object.__setattr__(self, "offsets", offsets)
         object.__setattr__(self, "end", position)
@@ -160,17 +162,21 @@ def to_portable(
 ) -> None:
     """Save a checkpoint's data as a state file of this layout (or that of another state file), atomically.
 
-    State of the optimizer that the data lacks starts from zero.
+    State of the optimizer that the data lacks starts from zero. Nominal data become a file without tensors.
     """
     if not isinstance(layout, StateLayout):
         layout = read_layout(layout)
-    find = _finder(data, layout)
+    tensors: Iterable[bytes | memoryview] = ()
+    if data.nominal:
+        _check_same(data, layout, OptimizerGroup())
+    else:
+        tensors = _tensor_bytes(layout.tensors, _finder(data, layout))
     text = (layout.text() + _scalars(data)).encode()
 
     def write(stream: integrity.Writable) -> None:
         hashing = integrity.HashingWriter(stream)
-        hashing.write(_header(layout, len(text)))
-        for piece in _tensor_bytes(layout.tensors, find):
+        hashing.write(_header(layout, len(text), nominal=data.nominal))
+        for piece in tensors:
             hashing.write(piece)
         hashing.write(text)
         stream.write(hashing.digest())
@@ -181,7 +187,7 @@ def to_portable(
 def weights_of(data: CheckpointData, layout: StateLayout) -> Iterator[bytes | memoryview]:
     """The bytes of the inference model's data: a state file up to the end of its weights."""
     yield _header(layout, 0)
-    weights = [tensor for tensor in layout.tensors if tensor.parts[0].role in _WEIGHTS]
+    weights = [tensor for tensor in layout.tensors if tensor.parts[0].role in WEIGHTS]
     yield from _tensor_bytes(weights, _finder(data, layout))
 
 
@@ -189,6 +195,8 @@ def from_portable(path: str | os.PathLike[str]) -> CheckpointData:
     """A state file as checkpoint data, after verifying all of it; arrays are read-only."""
     name = os.fspath(path)
     buffer, layout, lines = _read(name)
+    if _is_nominal(buffer):
+        return _nominal_data(layout, lines)
     data = CheckpointData()
     group = OptimizerGroup()
     counters: dict[str, int] = {}
@@ -213,6 +221,17 @@ def from_portable(path: str | os.PathLike[str]) -> CheckpointData:
         content.check(data)
     except (TypeError, ValueError) as error:
         raise CheckpointError(name, str(error)) from error
+    return data
+
+
+def _nominal_data(layout: StateLayout, lines: Iterable[tuple[str, str, PropertyValue]]) -> CheckpointData:
+    """Names and types of the parameters; there is no state to count or to continue."""
+    data = CheckpointData(nominal=True)
+    for part, dtype, _ in layout.parts():
+        if part.role in WEIGHTS:
+            tensors = data.trainable if part.role == "trainable" else data.frozen
+            tensors[part.name] = NominalTensor(code_of(dtype))
+    data.properties.update((key, value) for kind, key, value in lines if kind == "property")
     return data
 
 
@@ -255,8 +274,8 @@ def _finder(data: CheckpointData, layout: StateLayout) -> Callable[[StatePart, n
     group = next((group for group in data.optimizer if group.name == "group0"), OptimizerGroup())
     counters = {
         "optimizer_step": group.step,
-        "train_step": int(data.extras.get("train_step", group.step)),
-        "random_seed": int(data.extras.get("seed", 0)),
+        "train_step": data.whole_number("train_step", group.step),
+        "random_seed": data.whole_number("seed"),
     }
     _check_same(data, layout, group)
 
@@ -264,47 +283,53 @@ def _finder(data: CheckpointData, layout: StateLayout) -> Callable[[StatePart, n
         if part.role in counters:
             return np.asarray([counters[part.role]], np.int64)
         if part.role == "slot":
-            found = group.slots.get(part.name, {}).get(part.slot)
-            if found is None:
+            array = group.slots.get(part.name, {}).get(part.slot)
+            if array is None:  # a checkpoint that was saved before the first update
                 return np.zeros(part.shape, dtype)
         else:
-            found = (data.trainable if part.role == "trainable" else data.frozen)[part.name]
-        assert not isinstance(found, NominalTensor)
-        if tuple(found.shape) != part.shape or found.dtype != dtype:
+            array = (data.trainable if part.role == "trainable" else data.frozen)[part.name]
+        assert not isinstance(array, NominalTensor)
+        if tuple(array.shape) != part.shape or array.dtype != dtype:
             raise ValueError(
-                f"'{part.name}' is {found.dtype}{list(found.shape)} in the checkpoint and "
+                f"'{part.name}' is {array.dtype}{list(array.shape)} in the checkpoint and "
                 f"{dtype}{list(part.shape)} in the portable step: do they belong together?"
             )
-        return found
+        return array
 
     return find
 
 
 def _check_same(data: CheckpointData, layout: StateLayout, group: OptimizerGroup) -> None:
     parts = [part for part, _, _ in layout.parts()]
-    for role, given in (("trainable", data.trainable), ("frozen", data.frozen)):
+    for role, tensors in (("trainable", data.trainable), ("frozen", data.frozen)):
         roles = ("frozen", "statistic") if role == "frozen" else (role,)
-        wanted = {part.name for part in parts if part.role in roles}
-        if wanted != given.keys():
-            missing, more = sorted(wanted - given.keys()), sorted(given.keys() - wanted)
-            what = (
+        expected = {part.name for part in parts if part.role in roles}
+        if expected != tensors.keys():
+            missing, more = sorted(expected - tensors.keys()), sorted(tensors.keys() - expected)
+            problem = (
                 f"lacks the {role} parameter '{missing[0]}'"
                 if missing
                 else f"has '{more[0]}' as {role} besides"
             )
-            raise ValueError(f"the checkpoint {what} of the portable step: do they belong together?")
-    kept = {(part.name, part.slot) for part in parts if part.role == "slot"}
-    found = {(parameter, slot) for parameter, slots in group.slots.items() for slot in slots}
-    if found and found != kept:
-        parameter, slot = sorted(found ^ kept)[0]
+            raise ValueError(f"the checkpoint {problem} of the portable step: do they belong together?")
+    expected = {(part.name, part.slot) for part in parts if part.role == "slot"}
+    actual = {(parameter, slot) for parameter, slots in group.slots.items() for slot in slots}
+    if actual and actual != expected:
+        parameter, slot = sorted(actual ^ expected)[0]
         raise ValueError(
             f"the checkpoint's optimizer state differs from the portable step's ('{slot}' of '{parameter}'): was it "
             "saved with another optimizer?"
         )
 
 
-def _header(layout: StateLayout, text: int) -> bytes:
+def _header(layout: StateLayout, text: int, *, nominal: bool = False) -> bytes:
+    if nominal:
+        return _HEADER.pack(MAGIC, VERSION, _NOMINAL, ALIGNMENT, text, bytes(_DIGEST))
     return _HEADER.pack(MAGIC, VERSION, 0, layout.end, text, layout.digest)
+
+
+def _is_nominal(header: np.ndarray) -> bool:
+    return _HEADER.unpack(header[: _HEADER.size].tobytes())[2] == _NOMINAL
 
 
 def _tensor_bytes(
@@ -346,7 +371,8 @@ def _read(name: str) -> tuple[np.ndarray, StateLayout, list[tuple[str, str, Prop
         raise CheckpointError(
             name, f"its table is not one of a state: {error}", field="table", offset=end
         ) from error
-    if layout.end != end or layout.digest != digest:
+    expected = (ALIGNMENT, bytes(_DIGEST)) if _is_nominal(buffer) else (layout.end, layout.digest)
+    if (end, digest) != expected:
         raise CheckpointError(name, "its table does not fit its header", field="table", offset=end)
     return buffer, layout, scalars
 
@@ -355,7 +381,7 @@ def _check_header(head: bytes, size: int, name: str) -> tuple[int, int, bytes]:
     if len(head) < _HEADER.size or head[: len(MAGIC)] != MAGIC:
         raise CheckpointError(name, "this is not a state file of a portable step", field="magic", offset=0)
     _, version, flags, end, text, digest = _HEADER.unpack(head)
-    if version != VERSION or flags:
+    if version != VERSION or flags not in (0, _NOMINAL):
         raise CheckpointError(
             name, f"written by a newer Onward (version {version}, flags {flags:#x}); update to read it",
             field="version", offset=8,
@@ -396,12 +422,12 @@ def _parse(text: str) -> tuple[StateLayout, list[tuple[str, str, PropertyValue]]
 
 def _with_part(tensor: StateTensor, role: str, fields: Sequence[str], offset: int) -> StateTensor:
     """The tensor with one part more, which begins where the one before it ends."""
-    name, dims, place, *slot = fields
+    name, dims, start, *slot = fields
     last = tensor.parts[-1] if tensor.parts else None
     end = 0 if last is None else aligned(last.start + prod(last.shape) * tensor.dtype.itemsize)
     part = StatePart(role, name, _shape(dims), slot[0] if slot else "", end)
     past = end + prod(part.shape) * tensor.dtype.itemsize
-    if not name or _count(place) != offset + end or past > tensor.nbytes or (last and last.role != role):
+    if not name or _count(start) != offset + end or past > tensor.nbytes or (last and last.role != role):
         raise ValueError(f"'{name}' does not lie in '{tensor.name}' where it should")
     return replace(tensor, parts=(*tensor.parts, part))
 
@@ -440,8 +466,8 @@ def _count(text: str) -> int:
 def _unescape(field: str) -> str:
     if "\\" not in field:
         return field
-    parts, rest = [], iter(field)
+    parts, characters = [], iter(field)
     plain = {value[1]: key for key, value in _ESCAPES.items()}
-    for character in rest:
-        parts.append(plain[next(rest, "")] if character == "\\" else character)
+    for character in characters:
+        parts.append(plain[next(characters, "")] if character == "\\" else character)
     return "".join(parts)

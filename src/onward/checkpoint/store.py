@@ -61,19 +61,16 @@ def load(path: str | os.PathLike[str] | bytes | bytearray | memoryview) -> Check
     onward.errors.CheckpointError: checkpoint 'missing': No such file or directory
     """
     if isinstance(path, bytes | bytearray | memoryview):
-        # a copy with an address that every type is aligned to
-        name, view = "the checkpoint given as bytes", np.frombuffer(path, np.uint8).copy().data
-    else:
-        name = os.fspath(path)
-        try:
-            with open_regular(name) as file:
-                size = _plausible_size(file, name)
-                view = read_all(file, size).data
-        except OSError as error:
-            raise CheckpointError(name, error.strerror or str(error)) from error
+        # a copy, at an address that every type is aligned to
+        return codec.decode(np.frombuffer(path, np.uint8).copy().data, path="the checkpoint given as bytes")
+    name = os.fspath(path)
+    try:
+        with open_regular(name) as file:
+            size = _plausible_size(file, name)
+            view = read_all(file, size).data
+    except OSError as error:
+        raise CheckpointError(name, error.strerror or str(error)) from error
     payload, layout, has_trailer = codec.open_layout(view, path=name)
-    if layout.data_beside and not isinstance(path, str | os.PathLike):
-        raise CheckpointError(name, "its values lie in a file beside it: pass the path")
     data = _read_beside(layout, name).data if layout.data_beside else None
     result = codec.arrays(layout, payload, data, path=name)
     if not has_trailer:
@@ -163,13 +160,14 @@ def _read_beside(layout: Layout, path: str) -> np.ndarray:
         raise CheckpointError(path, f"its values are in '{beside}': {error.strerror or error}") from error
 
 
-def _check_beside(layout: Layout, found: os.stat_result, path: str) -> int:
+def _check_beside(layout: Layout, status: os.stat_result, path: str) -> int:
     """Check size and links of the second file; return how many of its bytes are used."""
-    if found.st_nlink > 1:
+    # another name of the file could change it while its tensors are in use
+    if status.st_nlink > 1:
         raise CheckpointError(
             path, f"'{data_path(path)}' has several names (hard links); copy it", field="external data"
         )
-    verify_external(layout, found.st_size, path=str(data_path(path)))
+    verify_external(layout, status.st_size, path=str(data_path(path)))
     external = [record for record in layout.tensors() if record.external]
     used = max(record.start + record.nbytes for record in external)
     if used > sum(record.nbytes for record in external) + 4096 * len(external):
@@ -217,28 +215,30 @@ def save(
     [1.0, 1.0]
     """
     _check_keep(keep)
-    written: dict[str, bytes] = {}
-    kept: list[_Kept] = []
+    digest = b""
+    old: _Replaced | None = None
 
     def write(stream: integrity.Writable) -> None:
-        written["digest"] = codec.encode(data, stream, external_threshold=external_threshold)
+        nonlocal digest
+        digest = codec.encode(data, stream, external_threshold=external_threshold)
 
     def check(temporary: Path) -> None:
-        check_file(temporary, digest=written["digest"])
+        check_file(temporary, digest=digest)
 
     def hold(target: Path) -> None:
-        kept.extend(_hold_old(target, keep))
+        nonlocal old
+        old = _hold_old(target, keep)
 
     try:
         target = replace_file(path, write, check=check, before_commit=hold)
     except BaseException:
-        for old in kept:
-            if old.path is not None:
-                with contextlib.suppress(OSError):
-                    os.unlink(old.path)
+        if old is not None and old.path is not None:
+            with contextlib.suppress(OSError):
+                os.unlink(old.path)
         raise
     try:
-        _shift(target, kept, keep)
+        if old is not None:
+            _shift(target, old, keep)
     except (OSError, CheckpointError) as error:
         reason = error.reason if isinstance(error, CheckpointError) else error.strerror or str(error)
         raise CheckpointError(target, f"{UNCERTAIN}: older ones could not be kept: {reason}") from error
@@ -315,9 +315,9 @@ def load_latest(path: str | os.PathLike[str]) -> Latest:
         for error in skipped:
             warnings.warn(f"skipped: {error}", SkippedCheckpointWarning, stacklevel=2)
         return Latest(data, candidate, skipped)
-    found = "; ".join(f"{os.path.basename(error.path)}: {error.reason}" for error in skipped)
+    reasons = "; ".join(f"{os.path.basename(error.path)}: {error.reason}" for error in skipped)
     raise CheckpointError(
-        os.fspath(path), f"no checkpoint verifies ({found})" if found else "no checkpoint is there"
+        os.fspath(path), f"no checkpoint verifies ({reasons})" if reasons else "no checkpoint is there"
     )
 
 
@@ -327,29 +327,29 @@ def _check_keep(keep: int) -> None:
 
 
 @dataclass(slots=True)
-class _Kept:
+class _Replaced:
     """The file that is about to be replaced: its second name, if any, and if its values are in a second file."""
 
     path: Path | None
     beside: bool
 
 
-def _hold_old(target: Path, keep: int) -> list[_Kept]:
+def _hold_old(target: Path, keep: int) -> _Replaced | None:
     """Give the current file a second name, so that it outlives its replacement; damaged ones are let go."""
     if keep == 1 and not _is_real_file(data_path(target)):
-        return []
+        return None
     try:
         layout, _ = check_file(target)
     except CheckpointError:
-        return []
+        return None
     if keep == 1:
-        return [_Kept(None, layout.data_beside)]
+        return _Replaced(None, layout.data_beside)
     held = temporary_name(target)
     try:
         os.link(target, held)
     except OSError:  # no hard links on this file system
         _copy(target, held)
-    return [_Kept(held, layout.data_beside)]
+    return _Replaced(held, layout.data_beside)
 
 
 def _is_real_file(path: Path) -> bool:
@@ -365,23 +365,20 @@ def _copy(source: Path, destination: Path) -> None:
     replace_file(destination, write)
 
 
-def _shift(target: Path, kept: list[_Kept], keep: int) -> None:
-    """Move `<target>.1` to `.2` and so on, and the file that was replaced to `.1`; drop the rest."""
-    if not kept:
-        return
+def _shift(target: Path, old: _Replaced, keep: int) -> None:
+    """Move `<target>.1` to `.2` and so on, and the file that was replaced to `.1`; drop the oldest."""
     for number in range(keep - 1, 1, -1):
         for suffix in ("", ".data"):
             with contextlib.suppress(FileNotFoundError):
                 os.replace(f"{target}.{number - 1}{suffix}", f"{target}.{number}{suffix}")
-    for old in kept:
-        if old.path is None:
-            if old.beside:  # nothing refers to it any more
-                os.unlink(data_path(target))
-            return
-        if old.beside:
-            os.replace(data_path(target), data_path(f"{target}.1"))
-        with contextlib.suppress(FileNotFoundError):  # another save may have swept it as a left-over
-            os.replace(old.path, f"{target}.1")
+    if old.path is None:
+        if old.beside:  # nothing refers to it any more
+            os.unlink(data_path(target))
+        return
+    if old.beside:
+        os.replace(data_path(target), data_path(f"{target}.1"))
+    with contextlib.suppress(FileNotFoundError):  # another save may have swept it as a left-over
+        os.replace(old.path, f"{target}.1")
     for version in _versions(target):
         number = version.name.removeprefix(f"{target.name}.")
         if number.isdecimal() and int(number) >= keep:
@@ -415,11 +412,11 @@ def _point_data_at(target: Path) -> None:
 
 def _steps(directory: Path) -> list[Path]:
     """Return the step checkpoints of a directory, highest step first."""
-    found = [(int(match[1]), name) for name in _listed(directory) if (match := _STEP.fullmatch(name))]
-    return [directory / name for _, name in sorted(found, reverse=True)]
+    steps = [(int(match[1]), name) for name in _list(directory) if (match := _STEP.fullmatch(name))]
+    return [directory / name for _, name in sorted(steps, reverse=True)]
 
 
-def _listed(directory: Path) -> list[str]:
+def _list(directory: Path) -> list[str]:
     try:
         return os.listdir(directory)
     except OSError as error:
@@ -429,7 +426,7 @@ def _listed(directory: Path) -> list[str]:
 def _versions(path: Path) -> list[Path]:
     """Return a file and the older versions that `save` kept of it, newest first."""
     pattern = re.compile(re.escape(path.name) + r"\.(\d+)")
-    numbers = [int(match[1]) for name in _listed(path.parent) if (match := pattern.fullmatch(name))]
+    numbers = [int(match[1]) for name in _list(path.parent) if (match := pattern.fullmatch(name))]
     current = [path] if os.path.lexists(path) else []
     return current + [path.with_name(f"{path.name}.{number}") for number in sorted(numbers)]
 

@@ -8,20 +8,6 @@ from typing import Annotated, Any
 
 import typer
 
-__all__ = [
-    "BatchNormChoice",
-    "DeviceOption",
-    "LossChoice",
-    "MetricChoice",
-    "OptimizerChoice",
-    "PrecisionChoice",
-    "QuantizeChoice",
-    "ScheduleChoice",
-    "loss_of",
-    "only_our_errors",
-    "optimizer_of",
-]
-
 
 class LossChoice(enum.StrEnum):
     """Losses by their names on the command line."""
@@ -105,6 +91,30 @@ class QuantizeChoice(enum.StrEnum):
     INT8_WEIGHTS = "int8-weights"
     INT4 = "int4"
     FP16 = "fp16"
+
+
+class DeployChoice(enum.StrEnum):
+    """The same, and the best of them by measurement."""
+
+    AUTO = "auto"
+    INT8 = "int8"
+    INT8_TENSOR = "int8-tensor"
+    INT8_STATIC = "int8-static"
+    INT8_WEIGHTS = "int8-weights"
+    INT4 = "int4"
+    FP16 = "fp16"
+
+
+# schemes that training prepares a model for; the others are applied afterwards
+
+
+class TrainedChoice(enum.StrEnum):
+    """Ways of quantization that a model is trained for."""
+
+    INT8 = "int8"
+    INT8_STATIC = "int8-static"
+    INT8_WEIGHTS = "int8-weights"
+    INT4 = "int4"
 
 
 class MetricChoice(enum.StrEnum):

@@ -1,6 +1,6 @@
 """Shared by all commands: --json, --quiet, --debug, --config, and one-line errors.
 
-`command` wraps a function: it gets these options without naming them, its errors become one line with a hint
+`command` makes one of a function: it gets these options without naming them, its errors become one line with a hint
 and exit code 1, Ctrl-C and SIGTERM become exit code 130. A command reports its results through `Output`.
 """
 
@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import difflib
 import functools
 import inspect
 import json
 import logging
+import re
 import signal
 import sys
 import threading
 import time
+import tomllib
 import traceback
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -23,14 +26,15 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
+from typer.core import TyperCommand
 
 from onward import limits
-from onward.cli.config_file import read_settings
-from onward.cli.error_lines import explain
-from onward.cli.errors import CommandError
+from onward.cli.errors import CommandError, explain
+from onward.cli.python_entry import names_code
+from onward.errors import LimitError
 from onward.escape import printable
-
-__all__ = ["CommandError", "Output", "command", "examples", "human_size"]
+from onward.limits import require
+from onward.reading import read_text, require_shallow
 
 _PANEL = "Common"
 _LIMITS = {field.name for field in dataclasses.fields(limits.Limits)}
@@ -58,28 +62,25 @@ class Output:
                 printable(text), style="dim", markup=False
             )
 
-    @contextlib.contextmanager
-    def working(self, text: str) -> Iterator[None]:
-        """Show a spinner on a terminal."""
-        if self.silent:
-            yield
-            return
+    def _progress_console(self) -> Any:
+        """The console that shows progress; None where nobody would see it move."""
         from rich.console import Console
 
         console = Console(stderr=True)
-        if not console.is_terminal:
-            yield
-            return
-        with console.status(text):
+        return None if self.silent or not console.is_terminal else console
+
+    @contextlib.contextmanager
+    def working(self, text: str) -> Iterator[None]:
+        """Show a spinner on a terminal."""
+        console = self._progress_console()
+        with contextlib.nullcontext() if console is None else console.status(text):
             yield
 
     @contextlib.contextmanager
     def counting(self, text: str, total: int | None) -> Iterator[Callable[[int], None]]:
         """A bar with speed and time left on a terminal, for work elsewhere: called with how much is done."""
-        from rich.console import Console
-
-        console = Console(stderr=True)
-        if self.silent or not console.is_terminal:
+        console = self._progress_console()
+        if console is None:
             yield lambda done: None
             return
         from rich import progress
@@ -88,10 +89,10 @@ class Output:
             progress.TextColumn("{task.description}"), progress.BarColumn(), progress.MofNCompleteColumn(),
             progress.TimeRemainingColumn(),
         )  # fmt: skip
-        begun = time.monotonic()
+        started = time.monotonic()
 
         def show(done: int) -> None:
-            speed = done / max(time.monotonic() - begun, 1e-9)
+            speed = done / max(time.monotonic() - started, 1e-9)
             bar.update(task, completed=done, description=f"{text}, {speed:.0f} batches/s")
 
         with progress.Progress(*columns, console=console, transient=True) as bar:
@@ -100,14 +101,11 @@ class Output:
 
     def track(self, items: Sequence[Item], text: str) -> Iterable[Item]:
         """The items, with a bar, speed and time left on a terminal."""
-        if self.silent:
+        console = self._progress_console()
+        if console is None:
             return items
-        from rich.console import Console
         from rich.progress import track
 
-        console = Console(stderr=True)
-        if not console.is_terminal:
-            return items
         return track(items, description=text, console=console, transient=True)
 
     def line(self, text: str) -> None:
@@ -139,6 +137,10 @@ class Output:
             table.add_row(*(Text(printable(str(cell))) for cell in row))
         Console(highlight=False).print(table)
 
+    def sizes(self, title: str, sizes: Mapping[str, int]) -> None:
+        """A table of files and how large they are."""
+        self.table(title, ["file", "size"], [[name, human_size(size)] for name, size in sizes.items()])
+
     def result(self, document: Mapping[str, Any]) -> None:
         """The whole result, for --json."""
         if self.as_json:
@@ -148,6 +150,7 @@ class Output:
         """An error, in one line and a hint; names from a file may be long, so the middle of a long text goes."""
         message, hint = _shortened(message), _shortened(hint)
         if self.as_json:
+            # on stdout, where a program reads the result
             print(json.dumps({"error": message, "hint": hint}))
             return
         print(f"{label}{printable(message)}", file=sys.stderr)
@@ -161,74 +164,53 @@ def _shortened(text: str) -> str:
     return f"{text[: _LONGEST // 2]} … {text[-_LONGEST // 2 :]}"
 
 
-def command(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Give a function that takes an `Output` first the shared options and behaviour of a command.
+@dataclasses.dataclass(frozen=True)
+class Command:
+    """A function with the shared options and behaviour of a command, and examples for the end of its help."""
 
-    An argument that is a dataclass stands for one option of each of its fields.
+    run: Callable[..., None]
+    examples: Sequence[str]
+    cls: type[TyperCommand] | None = None
+
+    def register(self, app: typer.Typer) -> None:
+        """Add the command to an app, by the function's name."""
+        epilog = "\n\n".join(["Examples:", *(f"  $ {line}" for line in self.examples)])
+        app.command(self.run.__name__, cls=self.cls, epilog=epilog)(self.run)
+
+
+def command(
+    *examples: str, cls: type[TyperCommand] | None = None
+) -> Callable[[Callable[..., int | None]], Command]:
+    """Make a command of a function that takes an `Output` first, and returns an exit code or None.
+
+    An argument that is a dataclass stands for one option of each of its fields; its default gives theirs.
     """
-    hints = _hints(function)
-    own = list(inspect.signature(function).parameters.values())[1:]
-    groups = {p.name: hints[p.name] for p in own if dataclasses.is_dataclass(hints[p.name])}
-    shared = {
-        "as_json": Annotated[
-            bool, typer.Option("--json", help="Print the result as JSON.", rich_help_panel=_PANEL)
-        ],
-        "quiet": Annotated[
-            bool, typer.Option("--quiet", "-q", help="Print errors only.", rich_help_panel=_PANEL)
-        ],
-        "debug": Annotated[
-            bool, typer.Option("--debug", help="Show the traceback of an error.", rich_help_panel=_PANEL)
-        ],
-        "limit": Annotated[
-            list[str] | None,
-            typer.Option(
-                "--limit",
-                metavar="NAME=NUMBER",
-                help="Raise a limit on what files may ask for: docs/security.md.",
-                rich_help_panel=_PANEL,
-            ),
-        ],
-        "config": Annotated[
-            Path | None,
-            typer.Option(
-                "--config",
-                metavar="FILE",
-                is_eager=True,
-                callback=_configure,
-                help="Take options from this TOML file; flags win.",
-                rich_help_panel=_PANEL,
-            ),
-        ],
-    }
+    return lambda function: Command(_wrap(function), examples, cls)
+
+
+def _wrap(function: Callable[..., int | None]) -> Callable[..., None]:
+    own = _parameters(function)[1:]
+    groups: dict[str, Any] = {p.name: p.annotation for p in own if dataclasses.is_dataclass(p.annotation)}
 
     @functools.wraps(function)
-    def run(
-        *,
-        as_json: bool,
-        quiet: bool,
-        debug: bool,
-        limit: list[str] | None,
-        config: Path | None,
-        **options: Any,
-    ) -> None:
-        output = Output(as_json=as_json, quiet=quiet, debug=debug)
-        for name, group in groups.items():
-            fields = [field.name for field in dataclasses.fields(group)]
-            options[name] = group(**{field: options.pop(field) for field in fields if field in options})
+    def run(**options: Any) -> None:
+        common = _take(_Common, options)
+        arguments = {name: _take(group, options) for name, group in groups.items()}
+        output = Output(as_json=common.as_json, quiet=common.quiet, debug=common.debug)
         try:
             with (
                 _terminated_as_interrupted(),
                 _own_logging(output),
-                limits.override(**_limits(limit or ())),
+                limits.override(**_limits(common.limit or ())),
             ):
-                code = function(output, **options)
+                code = function(output, **arguments, **options)
         except (typer.Exit, typer.Abort):
             raise
         except KeyboardInterrupt as stop:
             output.fail(str(stop) or "interrupted", "", label="")
             raise typer.Exit(130) from None
         except Exception as error:
-            if debug:
+            if common.debug:
                 traceback.print_exc()
             message, hint = explain(error)
             output.fail(message, hint)
@@ -238,31 +220,29 @@ def command(function: Callable[..., Any]) -> Callable[..., Any]:
 
     parameters = []
     for parameter in own:
-        if parameter.name in groups:
-            parameters += inspect.signature(groups[parameter.name]).parameters.values()
-        else:
-            parameters.append(parameter)
-    hints |= {name: kind for group in groups.values() for name, kind in _hints(group).items()}
-    parameters = [
-        parameter.replace(annotation=hints[parameter.name], kind=inspect.Parameter.KEYWORD_ONLY)
-        for parameter in parameters
-    ]
-    parameters += [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=kind, default=_default(name))
-        for name, kind in shared.items()
-    ]
+        fields = _parameters(groups[parameter.name]) if parameter.name in groups else [parameter]
+        if parameter.name in groups and parameter.default is not parameter.empty:
+            fields = [field.replace(default=getattr(parameter.default, field.name)) for field in fields]
+        parameters += fields
+    parameters += _parameters(_Common)
+    # typer reads the signature for defaults and the annotations for types
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return run
 
 
-def _hints(function: Callable[..., Any]) -> dict[str, Any]:
-    return typing.get_type_hints(function, include_extras=True)
+def _take(group: Any, options: dict[str, Any]) -> Any:
+    """A dataclass of the options that are its fields, which leave the others."""
+    return group(**{field.name: options.pop(field.name) for field in dataclasses.fields(group)})
 
 
-def examples(*lines: str) -> str:
-    """Examples for the end of a command's help."""
-    return "\n\n".join(["Examples:", *(f"  $ {line}" for line in lines)])
+def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
+    """The parameters of a function or a dataclass, by keyword, with their annotations evaluated."""
+    hints = typing.get_type_hints(function, include_extras=True)
+    return [
+        parameter.replace(annotation=hints.get(name), kind=inspect.Parameter.KEYWORD_ONLY)
+        for name, parameter in inspect.signature(function).parameters.items()
+    ]
 
 
 def human_size(count: float) -> str:
@@ -271,28 +251,25 @@ def human_size(count: float) -> str:
     >>> human_size(1536)
     '1.5 KB'
     """
-    for unit in ("B", "KB", "MB", "GB"):
-        if count < 1024 or unit == "GB":
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+    units = ["B", "KB", "MB", "GB"]
+    while count >= 1024 and len(units) > 1:
         count /= 1024
-    raise AssertionError
+        del units[0]
+    return f"{count:.0f} B" if units == ["B", "KB", "MB", "GB"] else f"{count:.1f} {units[0]}"
 
 
-def _default(name: str) -> Any:
-    return None if name in ("config", "limit") else False
-
-
-def _limits(given: Sequence[str]) -> dict[str, int]:
+def _limits(texts: Sequence[str]) -> dict[str, int]:
     """`NAME=NUMBER` options as limits."""
-    found = {}
-    for text in given:
+    limits_by_name = {}
+    for text in texts:
         name, _, number = text.partition("=")
         if name not in _LIMITS or not (number.isascii() and number.isdigit()) or not int(number[:19]):
             raise CommandError(
                 f"--limit takes NAME=NUMBER, got '{text}'", f"the names are {', '.join(sorted(_LIMITS))}"
             )
-        found[name] = int(number[:19])
-    return found
+        # 19 digits hold any limit; Python refuses to convert thousands of them, with an error of its own
+        limits_by_name[name] = int(number[:19])
+    return limits_by_name
 
 
 def _configure(context: typer.Context, path: Path | None) -> Path | None:
@@ -307,6 +284,41 @@ def _configure(context: typer.Context, path: Path | None) -> Path | None:
             wrong.hint = error.hint  # type: ignore[attr-defined]
             raise wrong from error
     return path
+
+
+@dataclasses.dataclass(frozen=True)
+class _Common:
+    """The options of every command."""
+
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the result as JSON.", rich_help_panel=_PANEL)
+    ] = False
+    quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", help="Print errors only.", rich_help_panel=_PANEL)
+    ] = False
+    debug: Annotated[
+        bool, typer.Option("--debug", help="Show the traceback of an error.", rich_help_panel=_PANEL)
+    ] = False
+    limit: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--limit",
+            metavar="NAME=NUMBER",
+            help="Raise a limit on what files may ask for: docs/security.md.",
+            rich_help_panel=_PANEL,
+        ),
+    ] = None
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            "--config",
+            metavar="FILE",
+            is_eager=True,  # the other options take their defaults from the file
+            callback=_configure,
+            help="Take options from this TOML file; flags win.",
+            rich_help_panel=_PANEL,
+        ),
+    ] = None
 
 
 @contextlib.contextmanager
@@ -339,6 +351,7 @@ class _Notes(logging.Handler):
 @contextlib.contextmanager
 def _terminated_as_interrupted() -> Iterator[None]:
     """Handle SIGTERM like Ctrl-C, so that a scheduler's stop cleans up and saves too."""
+    # only the main thread may set a handler, and one that is there belongs to the program that called us
     usual = threading.current_thread() is threading.main_thread() and (
         signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     )
@@ -357,3 +370,79 @@ def _plain(value: Any) -> Any:
     if hasattr(value, "tolist"):
         return value.tolist()
     return str(value)
+
+
+# --- Options from a TOML file: a table for each command, keys as the long options without dashes.
+#
+#     [train]
+#     epochs = 20
+#     learning-rate = 1e-3
+#
+# Such a file never runs code: module:function is for the command line only.
+
+
+# A string that does not end runs to the end of its line, so that the search is linear in hostile text too.
+_QUOTED = re.compile(r"\"(?:[^\"\\\n]|\\[^\n])*+(?:\"|\\?$)|'[^'\n]*+(?:'|$)", re.MULTILINE)
+_PARTS = re.compile(r"[=,{}\[\]\n#]")
+
+
+def read_settings(path: Path, command: Any, name: str) -> dict[str, Any]:
+    """The options that a file has for a command, by parameter name."""
+    try:
+        text = read_text(path)
+        _require_shallow(text)
+        document = tomllib.loads(text)
+    except OSError as error:
+        raise CommandError(
+            f"cannot read '{path}': {error.strerror or error}", "is the path right?"
+        ) from error
+    except LimitError as error:
+        raise CommandError(f"'{path}' is rejected: {error}", error.hint) from error
+    except (ValueError, RecursionError) as error:
+        raise CommandError(
+            f"'{path}' is not valid TOML: {error}", "one option a line, as in: epochs = 20"
+        ) from error
+    table = document.get(name, {})
+    if not isinstance(table, dict):
+        raise CommandError(f"'{path}': [{name}] must be a table", f"write it as [{name}] with one key a line")
+    parameters = {_spelling(parameter): parameter for parameter in command.params}
+    parameters |= {
+        parameter.name.replace("_", "-"): parameter for parameter in command.params if parameter.name
+    }
+    settings: dict[str, Any] = {}
+    for key, value in table.items():
+        parameter = parameters.get(key.replace("_", "-"))
+        if parameter is None:
+            near = difflib.get_close_matches(key, parameters, n=1)
+            hint = f"did you mean '{near[0]}'?" if near else f"there are {', '.join(sorted(parameters))}"
+            raise CommandError(f"'{path}': [{name}] has the unknown option '{key}'", hint)
+        code = names_code(value)
+        if code is not None:
+            raise CommandError(
+                f"'{path}': [{name}] {key} names Python code, '{code}', and a file never runs code here",
+                f"if you trust that code, name it on the command line: {_option(parameter)} {code}".replace(
+                    "  ", " "
+                ),
+            )
+        if getattr(parameter, "multiple", False) and not isinstance(value, list):
+            value = [value]
+        settings[parameter.name] = value
+    return settings
+
+
+def _require_shallow(text: str) -> None:
+    """Refuse brackets and dotted keys that nest deep: the parser's memory grows with the square of the dots."""
+    require_shallow(text)
+    for part in _PARTS.split(_QUOTED.sub("", text)):
+        require("text_nesting", part.count("."), "a dotted key")
+
+
+def _option(parameter: Any) -> str:
+    """How a parameter is named on the command line; nothing for an argument."""
+    return f"--{_spelling(parameter)}" if any(text.startswith("-") for text in parameter.opts) else ""
+
+
+def _spelling(parameter: Any) -> str:
+    """The long option of a parameter, without dashes."""
+    longest = max(parameter.opts, key=len, default=parameter.name or "")
+    return longest.lstrip("-")

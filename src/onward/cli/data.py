@@ -3,23 +3,32 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from onward import contract
 from onward.cli.errors import CommandError
-from onward.cli.model_file import read_model
+from onward.cli.paths import read_metadata, read_model
 from onward.cli.python_entry import import_entry, is_entry
+from onward.cli.shared_options import parse_pairs
 from onward.contract import SEED
+from onward.data.labels import numbered_classes
 from onward.data.match_inputs import InputSpec, specs_of
-from onward.data.preprocessing import KEY, Preprocessing, image_settings
-from onward.data.read import FORMATS, Data, DataOptions, check_labels, prepare, read_data, split
-from onward.data.tables import numbered_classes
+from onward.data.read import FORMATS, Data, DataOptions, check_labels, prepare, read_data
+from onward.data.splits import own_split, split
+from onward.hub.read_info import read_info
+from onward.info.preprocessing import image_settings
+from onward.limits import require
 from onward.model_metadata import read_labels, read_names, read_table
 
-__all__ = ["input_specs", "keep_tokenizer", "load_data", "load_training_data", "parse_pairs", "user_inputs"]
+if TYPE_CHECKING:
+    from onward.cli.run_options import RunOptions
+    from onward.info.model_info import ModelInfo
 
 
 def load_data(
@@ -27,52 +36,71 @@ def load_data(
 ) -> Data:
     """Read `[NAME=]PATH` or `module:function` sources for a model with these inputs."""
     if len(sources) == 1 and is_entry(sources[0]):
-        return Data(None, program=_call(sources[0]))
+        return Data({}, program=_call(sources[0]))
     return read_data([_named(source) for source in sources], inputs, options or DataOptions())
 
 
+def load_samples(
+    sources: Sequence[str], inputs: Sequence[InputSpec], options: DataOptions, most: int
+) -> dict[str, np.ndarray]:
+    """The first samples of files, by input."""
+    loaded = load_data(sources, inputs, options)
+    if not loaded.arrays:
+        raise CommandError("--data takes files here, not a function", "save some samples as .npz")
+    return {name: np.asarray(array[:most]) for name, array in loaded.arrays.items()}
+
+
 def load_training_data(
-    artifacts: Path, directory: Path, options: Mapping[str, Any], inputs: Sequence[InputSpec]
+    artifacts: Path, directory: Path, options: RunOptions, inputs: Sequence[InputSpec]
 ) -> tuple[Data, Data, Data | None]:
     """The data of a run by its options: all of it, the part to train on and the part to evaluate on, prepared."""
-    model = artifacts / f"{options.get('prefix', '')}training_model.onnx"
-    about = {entry.key: entry.value for entry in read_model(model).metadata_props}
-    given = _training_options(artifacts, directory, options, about, str(model))
-    whole = load_data(options["data"] or (), inputs, given)
+    about = read_metadata(artifacts / f"{options.prefix}training_model.onnx")
+    info = read_info(artifacts, prefix=options.prefix)
+    reading = _training_options(artifacts, directory, options, about, info)
+    whole = load_data(options.data or (), inputs, reading)
     check_labels(whole, read_table(about, contract.LABELS))
-    if whole.arrays is not None and whole.classes is None and contract.HEAD in about:
-        whole.classes = numbered_classes(given.class_count)
+    if whole.arrays and whole.classes is None and contract.HEAD in about:
+        whole.classes = numbered_classes(reading.class_count)
     train, evaluation = whole, None
-    if options["eval_data"]:
-        same = dataclasses.replace(given, classes=whole.classes, drop=())
+    if options.eval_data:
+        # numbered as the training data was; columns that it dropped are left out by the features below
+        same = dataclasses.replace(reading, classes=whole.classes, drop=())
         if whole.features is not None:  # the same columns in the same order, whatever else the file has
             same = dataclasses.replace(same, features=whole.features)
-        evaluation = load_data(options["eval_data"], inputs, same)
+        evaluation = load_data(options.eval_data, inputs, same)
         check_labels(evaluation, read_table(about, contract.LABELS))
-    elif options.get("hold_out") is not None:
-        train, evaluation = split(whole, options["hold_out"], seed=options["seed"])
+    elif (parts := own_split(whole)) is not None:
+        if options.hold_out is not None:
+            raise CommandError(
+                "--hold-out: the data has a part for evaluation already",
+                "leave it away, or give --data DATA/train",
+            )
+        train, evaluation = parts
+    elif options.hold_out is not None:
+        train, evaluation = split(whole, options.hold_out, seed=options.seed)
         train.notes = whole.notes
-    prepare(train, [] if evaluation is None else [evaluation], standardize=options["standardize"])
+    prepare(train, [] if evaluation is None else [evaluation], standardize=options.standardize)
     return whole, train, evaluation
 
 
 def _training_options(
-    artifacts: Path, directory: Path, options: Mapping[str, Any], about: Mapping[str, str], model: str
+    artifacts: Path, directory: Path, options: RunOptions, about: Mapping[str, str], info: ModelInfo
 ) -> DataOptions:
     """How the data is read: by flags, or as the artifacts say that the model wants it."""
     return DataOptions(
-        mapping=parse_pairs(options["mapping"] or (), "--map"),
-        label=options["label"],
-        classes=read_names(about, contract.CLASSES) if contract.CLASSES in about else None,
-        preprocessing=Preprocessing.from_json(about[KEY], model) if KEY in about else None,
-        image=image_settings(normalize=options["normalize"], resize=options["resize"], crop=options["crop"]),
-        text_column=options["text_column"],
-        tokenizer=None if options["tokenizer"] is None else Path(options["tokenizer"]),
-        max_length=options["max_length"],
-        sampling_rate=options["sample_rate"],
+        mapping=parse_pairs(options.mapping or (), "--map"),
+        label=options.label,
+        classes=info.class_names,
+        preprocessing=info.preprocessing,
+        image=image_settings(normalize=options.normalize, resize=options.resize, crop=options.crop),
+        text_column=options.text_column,
+        tokenizer=options.tokenizer,
+        max_length=options.max_length,
+        sampling_rate=options.sample_rate,
         near=[artifacts, directory],
         class_count=next((count for count, _ in read_labels(about).values()), None),
-        drop=options["drop"] or (),
+        drop=options.drop or (),
+        skip_bad=options.skip_bad,
     )
 
 
@@ -83,9 +111,9 @@ def keep_tokenizer(data: Data, folder: Path) -> None:
         shutil.copyfile(data.tokenizer, target)
 
 
-def input_specs(model: str, names: Sequence[str] | None = None) -> list[InputSpec]:
+def input_specs(model: Path, names: Sequence[str] | None = None) -> list[InputSpec]:
     """The inputs of a model file, all or those of these names, in that order."""
-    return specs_of(read_model(Path(model)).graph, names)
+    return specs_of(read_model(model).graph, names)
 
 
 def user_inputs(model: Path) -> list[InputSpec]:
@@ -100,28 +128,35 @@ def user_inputs(model: Path) -> list[InputSpec]:
     ]
 
 
-def parse_pairs(pairs: Sequence[str], option: str) -> dict[str, str]:
-    """`NAME=VALUE` options as a dict."""
-    found: dict[str, str] = {}
-    for pair in pairs:
-        name, equals, value = pair.partition("=")
-        if not equals or not name or not value:
-            raise CommandError(f"{option} takes NAME=VALUE, got '{pair}'", f"for example {option} image=x")
-        found[name] = value
-    return found
-
-
 def _named(source: str) -> tuple[str | None, Path]:
-    name, equals, rest = source.partition("=")
-    if equals and not Path(source).exists():
-        path, given = Path(rest), name
+    name, equals, file = source.partition("=")
+    if equals and not Path(source).exists():  # the name of a file may hold a '='
+        path, input_name = Path(file), name
     else:
-        path, given = Path(source), None
+        path, input_name = Path(source), None
     if not path.exists():
         raise CommandError(f"no data at '{path}'", f"data is {FORMATS}")
-    return given, path
+    return input_name, path
 
 
 def _call(entry: str) -> Any:
-    made = import_entry(entry)
-    return made() if callable(made) else made
+    entry_value = import_entry(entry)
+    return entry_value() if callable(entry_value) else entry_value
+
+
+def random_inputs(
+    inputs: Sequence[InputSpec], *, size: int = 2, seed: int = 0, classes: Mapping[str, int] | None = None
+) -> dict[str, np.ndarray]:
+    """Random arrays: dimensions that may vary become `size`, whole numbers stay below the number of classes."""
+    rng = np.random.default_rng(seed)
+    arrays = {}
+    for spec in inputs:
+        dims = [size if dim is None else dim for dim in ((size,) if spec.dims is None else spec.dims)]
+        require(
+            "value_bytes", 8 * math.prod(dims), f"random numbers for '{spec.name}' of shape {dims}, in bytes,"
+        )
+        if spec.dtype.kind == "f":
+            arrays[spec.name] = rng.standard_normal(dims).astype(spec.dtype)
+        else:
+            arrays[spec.name] = rng.integers(0, (classes or {}).get(spec.name, 2), dims).astype(spec.dtype)
+    return arrays

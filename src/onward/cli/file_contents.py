@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections import Counter
 from collections.abc import Mapping
@@ -9,13 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from onward import contract
-from onward.cli.command import CommandError
-from onward.cli.model_file import read_model
-from onward.cli.run_folder import read_run
-from onward.errors import LimitError
+from onward.cli.errors import CommandError
+from onward.cli.paths import read_model
+from onward.cli.run_folder import EarlierRun, read_run
+from onward.errors import LimitError, OnwardError
 from onward.reading import names_of
-
-__all__ = ["describe", "describe_checkpoint", "describe_model"]
 
 _MODELS = ("training_model", "eval_model", "optimizer_model")
 
@@ -23,13 +22,13 @@ _MODELS = ("training_model", "eval_model", "optimizer_model")
 def describe(path: Path, *, prefix: str = "") -> dict[str, Any]:
     """The contents of a path; `kind` says what it is."""
     if path.is_dir():
-        return _describe_folder(path, prefix)
+        return {**_describe_folder(path, prefix), "info": _describe_info(path, prefix)}
     if not path.is_file():
         raise CommandError(
             f"nothing at '{path}'", "name a model, a checkpoint, or a folder of artifacts or a run"
         )
     if path.suffix == ".onnx":
-        return describe_model(path)
+        return {**describe_model(path), "info": _describe_info(path, prefix)}
     if path.suffix == ".safetensors":
         return _describe_safetensors(path)
     return describe_checkpoint(path)
@@ -37,18 +36,11 @@ def describe(path: Path, *, prefix: str = "") -> dict[str, Any]:
 
 def describe_model(path: Path) -> dict[str, Any]:
     """Inputs, outputs, operators, parameters and metadata of a model; weights are not read."""
-    import onnx
-
     proto = read_model(path)
     graph = proto.graph
     about = {entry.key: entry.value for entry in proto.metadata_props}
     trainable, frozen = _roles(about)
-    parameters = [
-        _tensor(
-            t.name, onnx.TensorProto.DataType.Name(t.data_type).lower(), list(t.dims), t.name in trainable
-        )
-        for t in graph.initializer
-    ]
+    parameters = [_tensor(t.name, t.data_type, list(t.dims), t.name in trainable) for t in graph.initializer]
     fed = [value for value in graph.input if value.name in {*trainable, *frozen}]
     constant = {tensor.name for tensor in graph.initializer}
     outside = sorted({e.value for t in graph.initializer for e in t.external_data if e.key == "location"})
@@ -67,6 +59,16 @@ def describe_model(path: Path) -> dict[str, Any]:
         "operators": dict(Counter(_operators(graph)).most_common()),
         "metadata": about,
     }
+
+
+def _describe_info(path: Path, prefix: str) -> list[tuple[str, str, str]]:
+    """What the model is for, each fact with its source; sources that disagree are shown, not refused."""
+    from onward.hub.read_info import read_info
+
+    try:
+        return read_info(path, prefix=prefix).facts()
+    except OnwardError as error:
+        return [("problem", str(error), "")]
 
 
 def describe_checkpoint(path: Path) -> dict[str, Any]:
@@ -110,11 +112,13 @@ def _describe_folder(folder: Path, prefix: str) -> dict[str, Any]:
     run = read_run(folder)
     if run:
         return _describe_run(folder, run)
-    models = {name: folder / f"{prefix}{name}.onnx" for name in _MODELS}
-    found = {name: describe_model(path) for name, path in models.items() if path.is_file()}
-    if not found and (folder / "onward.json").is_file():  # a folder of `onward export`
+    paths = {name: folder / f"{prefix}{name}.onnx" for name in _MODELS}
+    models = {name: describe_model(path) for name, path in paths.items() if path.is_file()}
+    if not models and (folder / "onward.json").is_file():  # a folder of `onward export`
         return describe_model(folder / "model.onnx")
-    if not found:
+    if not models and not prefix and _describe_info(folder, prefix):
+        return {"kind": "folder", "path": str(folder)}
+    if not models:
         raise CommandError(
             f"'{folder}' holds neither artifacts nor a run", "is the folder (or --prefix) right?"
         )
@@ -122,38 +126,38 @@ def _describe_folder(folder: Path, prefix: str) -> dict[str, Any]:
     return {
         "kind": "artifacts",
         "path": str(folder),
-        "models": found,
+        "models": models,
         "checkpoint": describe_checkpoint(state) if state.is_file() else None,
     }
 
 
-def _describe_run(folder: Path, run: Mapping[str, Any]) -> dict[str, Any]:
+def _describe_run(folder: Path, run: EarlierRun) -> dict[str, Any]:
     from onward.errors import CheckpointError
     from onward.train.history import History
 
-    checkpoints = []
-    names = [*sorted(folder.glob("checkpoint-*")), folder / "best"]
-    for path in (path for path in names if path.is_file() and path.suffix != ".data"):
-        try:
-            checkpoints.append({"file": path.name, **_brief(describe_checkpoint(path))})
-        except CheckpointError as error:
-            checkpoints.append(
-                {"file": path.name, "bytes": path.stat().st_size, "integrity": f"DAMAGED: {error.reason}"}
-            )
+    checkpoints: list[dict[str, Any]] = []
+    for path in [*sorted(folder.glob("checkpoint-*")), folder / "best"]:
+        if path.is_file() and path.suffix != ".data":
+            row: dict[str, Any] = {"file": path.name, "bytes": path.stat().st_size, "step": None}
+            try:
+                contents = describe_checkpoint(path)
+                row["integrity"] = contents["integrity"]
+                if contents["optimizer"]:
+                    row["step"] = contents["optimizer"][0]["step"]
+            except CheckpointError as error:
+                row["integrity"] = f"DAMAGED: {error.reason}"
+            checkpoints.append(row)
     return {
         "kind": "run",
         "path": str(folder),
-        "artifacts": str(run["artifacts"]),
-        "options": {name: value for name, value in run["options"].items() if value not in (None, [], "")},
-        "classes": run.get("classes"),
+        "artifacts": str(run.artifacts),
+        "options": {
+            name: value for name, value in run.options.to_json().items() if value not in (None, [], "")
+        },
+        "classes": run.classes,
         "checkpoints": checkpoints,
         "epochs": History.load(folder / "history.json").epochs,
     }
-
-
-def _brief(found: Mapping[str, Any]) -> dict[str, Any]:
-    step = found["optimizer"][0]["step"] if found["optimizer"] else None
-    return {"bytes": found["bytes"], "step": step, "integrity": found["integrity"]}
 
 
 def _describe_safetensors(path: Path) -> dict[str, Any]:
@@ -213,41 +217,31 @@ def _value(value: Any) -> dict[str, Any]:
 
 
 def _fed(value: Any, trainable: bool) -> dict[str, Any]:
-    found = _value(value)
-    shape = [dim for dim in found["shape"] or [] if isinstance(dim, int)]
-    return _tensor(value.name, found["type"], shape, trainable)
+    """A parameter that is an input: its values are in the checkpoint."""
+    shape = [dim.dim_value for dim in value.type.tensor_type.shape.dim if dim.HasField("dim_value")]
+    return _tensor(value.name, value.type.tensor_type.elem_type, shape, trainable)
 
 
 def _array(name: str, array: Any, trainable: bool) -> dict[str, Any]:
     import numpy as np
 
+    described = {"name": name, "type": str(array.dtype), "trainable": trainable}
     if not isinstance(array, np.ndarray):  # nominal: a name and a type
-        return {
-            "name": name,
-            "type": str(array.dtype),
-            "shape": None,
-            "values": 0,
-            "bytes": 0,
-            "trainable": trainable,
-        }
-    return _tensor(name, str(array.dtype), list(array.shape), trainable) | {"bytes": array.nbytes}
+        return {**described, "shape": None, "values": 0, "bytes": 0}
+    return {**described, "shape": list(array.shape), "values": array.size, "bytes": array.nbytes}
 
 
-def _tensor(name: str, kind: str, shape: list[int], trainable: bool) -> dict[str, Any]:
-    count = 1
-    for dim in shape:
-        count *= dim
+def _tensor(name: str, code: int, shape: list[int], trainable: bool) -> dict[str, Any]:
+    import onnx_ir as ir
+
+    kind = ir.DataType(code)
+    count = math.prod(shape)
+    width = 0 if kind in (ir.DataType.STRING, ir.DataType.UNDEFINED) else kind.itemsize
     return {
         "name": name,
-        "type": kind,
+        "type": kind.name.lower(),
         "shape": shape,
         "values": count,
-        "bytes": int(count * _WIDTHS.get(kind, 4)),
+        "bytes": int(count * width),
         "trainable": trainable,
     }
-
-
-_WIDTHS: dict[str, float] = {
-    "double": 8, "int64": 8, "uint64": 8, "float16": 2, "bfloat16": 2, "int16": 2, "uint16": 2,
-    "int8": 1, "uint8": 1, "bool": 1, "int4": 0.5, "uint4": 0.5,
-}  # fmt: skip

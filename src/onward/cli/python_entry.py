@@ -14,8 +14,6 @@ from typing import Any
 
 from onward.cli.errors import CommandError
 
-__all__ = ["import_entry", "is_entry", "names_code"]
-
 _ENTRY = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 

@@ -8,11 +8,16 @@ from __future__ import annotations
 import dataclasses
 import difflib
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from onward.data.layouts import find_samples
+from onward.data.preprocess import sound
+from onward.data.sound import SOUNDS, fit_wave, read_wave
 from onward.errors import DataError
+from onward.limits import require
 
 if TYPE_CHECKING:
     from onward.data.match_inputs import InputSpec
@@ -50,8 +55,8 @@ class Augmentation:
     spread: tuple[float, ...] = ()
 
     def __call__(self, batch: Sequence[Any], rng: np.random.Generator) -> list[Any]:
-        made = list(batch)
-        pixels = np.array(made[self.picture])
+        arrays = list(batch)
+        pixels = np.array(arrays[self.picture])
         if pixels.ndim != 4:
             raise DataError(f"augmentation needs pictures, and the input has shape {list(pixels.shape)}")
         if self.channels_last:
@@ -68,14 +73,14 @@ class Augmentation:
                 raise DataError("mixup needs a model that takes labels", "leave it away")
             share = rng.beta(self.mixup, self.mixup, len(pixels)).astype(pixels.dtype)
             other = rng.permutation(len(pixels))
-            labels = np.asarray(made[self.label])
+            labels = np.asarray(arrays[self.label])
             pixels = share[:, None, None, None] * pixels + (1 - share)[:, None, None, None] * pixels[other]
             own = rng.random(len(labels)) < share
-            made[self.label] = np.where(own.reshape(-1, *(1,) * (labels.ndim - 1)), labels, labels[other])
-        made[self.picture] = np.ascontiguousarray(
+            arrays[self.label] = np.where(own.reshape(-1, *(1,) * (labels.ndim - 1)), labels, labels[other])
+        arrays[self.picture] = np.ascontiguousarray(
             pixels.transpose(0, 2, 3, 1) if self.channels_last else pixels
         )
-        return made
+        return arrays
 
     def _coloured(self, pixels: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         """Brightness, contrast and colour, in units of the picture before it was normalised."""
@@ -94,51 +99,63 @@ class Augmentation:
         return ((plain - mean) / spread).astype(pixels.dtype)
 
 
-def make_augmentation(wanted: Sequence[str], inputs: Sequence[InputSpec], data: Data) -> Augmentation:
+def make_augmentation(names: Sequence[str], inputs: Sequence[InputSpec], data: Data) -> Augmentation:
     """What is asked for, for data that was read: it knows which array has the pictures and how they were normalised."""
-    strengths = parse_augmentations(wanted)
-    arrays = data.arrays or {}
+    strengths = parse_augmentations(names)
+    arrays = data.arrays
     pictures = [i for i, spec in enumerate(inputs) if len(getattr(arrays.get(spec.name), "shape", ())) == 4]
     if len(pictures) != 1:
         raise DataError("augmentation needs data with one array of pictures", "leave it away")
-    labels = [i for i, spec in enumerate(inputs) if spec.is_integer]
-    done = data.preprocessing.settings if data.preprocessing is not None else {}
+    # what the data calls otherwise is the target: truth values of labels, which the loss takes as numbers
+    labels = [i for i, spec in enumerate(inputs) if spec.is_integer or spec.name not in arrays]
+    mean, spread = normalization_of(data.settings)
     return Augmentation(
         picture=pictures[0],
         label=labels[0] if labels else None,
-        channels_last=done.get("layout") == "NHWC",
-        mean=tuple(done.get("image_mean") or ()) if done.get("do_normalize", True) else (),
-        spread=tuple(done.get("image_std") or ()) if done.get("do_normalize", True) else (),
+        channels_last=data.settings.get("layout") == "NHWC",
+        mean=mean,
+        spread=spread,
         **strengths,
     )
 
 
-def parse_augmentations(wanted: Sequence[str]) -> dict[str, float]:
+def normalization_of(settings: Mapping[str, Any]) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """The mean and deviation that pictures were brought to; empty where they were not."""
+    if not settings.get("do_normalize", True):
+        return (), ()
+    return tuple(settings.get("image_mean") or ()), tuple(settings.get("image_std") or ())
+
+
+def parse_augmentations(
+    names: Sequence[str], defaults: Mapping[str, float] = AUGMENTATIONS
+) -> dict[str, float]:
     """`flip`, `crop=0.2` and so on as strengths; an error for what there is not.
+
+    `defaults` are those that there are, with the strength of each where no number is given.
 
     >>> parse_augmentations(["flip", "crop=0.2"])
     {'flip': 0.5, 'crop': 0.2}
     """
-    found: dict[str, float] = {}
-    for text in [part for item in wanted for part in item.split(",") if part.strip()]:
+    strengths: dict[str, float] = {}
+    for text in [part for item in names for part in item.split(",") if part.strip()]:
         name, equals, number = (part.strip().lower() for part in text.partition("="))
         name = _SPELLINGS.get(name, name)
-        if name not in AUGMENTATIONS:
-            near = difflib.get_close_matches(name, AUGMENTATIONS, n=1)
-            hint = f"did you mean '{near[0]}'?" if near else f"there are {', '.join(AUGMENTATIONS)}"
+        if name not in defaults:
+            near = difflib.get_close_matches(name, defaults, n=1)
+            hint = f"did you mean '{near[0]}'?" if near else f"there are {', '.join(defaults)}"
             raise DataError(f"no augmentation is called '{name}'", hint)
         try:
-            strength = float(number) if equals else AUGMENTATIONS[name]
+            strength = float(number) if equals else defaults[name]
         except ValueError:
             strength = -1.0
-        most = 10.0 if name == "mixup" else 1.0 if name == "flip" else 0.9
+        most = 10.0 if name == "mixup" else 1.0 if name in ("flip", "mosaic") else 0.9
         if not 0 <= strength <= most:
             raise DataError(
                 f"'{text.strip()}': it is a number from 0 to {most:g}",
-                f"for example {name}={AUGMENTATIONS[name]}",
+                f"for example {name}={defaults[name]}",
             )
-        found[name] = strength
-    return found
+        strengths[name] = strength
+    return strengths
 
 
 def _moved(pixels: np.ndarray, reach: float, rng: np.random.Generator) -> np.ndarray:
@@ -149,14 +166,77 @@ def _moved(pixels: np.ndarray, reach: float, rng: np.random.Generator) -> np.nda
     top, left = rng.integers(0, height - tall + 1), rng.integers(0, width - wide + 1)
     rows = top + np.linspace(0, tall - 1, height)
     columns = left + np.linspace(0, wide - 1, width)
-    return _sample(_sample(pixels, rows, 1), columns, 2)
+    return interpolate(interpolate(pixels, rows, -2), columns, -1)
 
 
-def _sample(pixels: np.ndarray, places: np.ndarray, axis: int) -> np.ndarray:
-    """Linear interpolation along one axis."""
-    below = np.floor(places).astype(int)
-    above = np.minimum(below + 1, pixels.shape[axis] - 1)
-    shape = [1, 1, 1]
-    shape[axis] = len(places)
-    share = (places - below).astype(pixels.dtype).reshape(shape)
-    return np.take(pixels, below, axis) * (1 - share) + np.take(pixels, above, axis) * share
+def interpolate(planes: np.ndarray, positions: np.ndarray, axis: int) -> np.ndarray:
+    """Rows or columns (axis −2 or −1) at these positions, each between two pixels."""
+    positions = np.clip(positions, 0, planes.shape[axis] - 1)
+    below = np.floor(positions).astype(int)
+    above = np.minimum(below + 1, planes.shape[axis] - 1)
+    share = (positions - below).astype(planes.dtype)
+    share = share[:, None] if axis == -2 else share
+    return np.take(planes, below, axis) * (1 - share) + np.take(planes, above, axis) * share
+
+
+# --- Noise in training waves: recordings of a folder, mixed in at random loudness.
+#
+# Works on batches of waves as the model takes them, and only in training. All draws are from the generator of
+# the batch, so that a resumed run and one on several processes hear the same.
+
+
+# decibels by which the wave is louder than the noise: from as loud as the noise to where nobody hears it
+LOUDEST, FAINTEST = 0.0, 40.0
+
+
+@dataclasses.dataclass(frozen=True)
+class NoiseMix:
+    """A function of a batch and a random generator, for `Trainer.fit(transform=…)`.
+
+    `wave` is the place of the waves among the inputs. Each gets a random part of one of `recordings`, which are of the
+    model's rate, at a signal-to-noise ratio from `LOUDEST` to `FAINTEST` decibels; silence gets the noise's own
+    loudness, reduced by as much. `normalized` waves are brought to mean 0 and deviation 1 again.
+    """
+
+    wave: int
+    recordings: Sequence[np.ndarray]
+    normalized: bool = False
+
+    def __call__(self, batch: Sequence[Any], rng: np.random.Generator) -> list[Any]:
+        """The batch with noise in its waves."""
+        waves = np.asarray(batch[self.wave])
+        mixed = [self._mix(wave.reshape(-1), rng).reshape(wave.shape) for wave in waves]
+        arrays = list(batch)
+        arrays[self.wave] = np.stack(mixed).astype(waves.dtype)
+        return arrays
+
+    def _mix(self, wave: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+        recording = self.recordings[int(rng.integers(len(self.recordings)))]
+        start = rng.integers(len(recording))
+        # from the end of a recording on it begins again
+        noise = np.take(recording, np.arange(start, start + len(wave)), mode="wrap").astype(np.float64)
+        ratio = 10 ** (-rng.uniform(LOUDEST, FAINTEST) / 20)
+        loudness, noise_loudness = (float(np.sqrt(np.mean(np.square(part)))) for part in (wave, noise))
+        if noise_loudness == 0:
+            return wave
+        mixed = wave + noise * (ratio * (loudness or noise_loudness) / noise_loudness)
+        return sound(mixed.astype(np.float32), {"do_normalize": True}) if self.normalized else mixed
+
+
+def make_noise(folder: Path, inputs: Sequence[InputSpec], data: Data) -> NoiseMix:
+    """The recordings of a folder for data that was read from WAV files: it knows the model's input and its rate."""
+    done = data.preprocessing
+    wave = next((i for i, spec in enumerate(inputs) if done is not None and spec.name == done.input), None)
+    if done is None or done.kind != "sound" or wave is None:
+        raise DataError("--noise is for WAV files, and the data has none", "leave it away")
+    if not folder.is_dir():
+        raise DataError(f"--noise {folder}: no folder there", "name a folder of WAV files")
+    files = find_samples(folder, SOUNDS, "sound", labelled=False).files
+    recordings, size = [], 0
+    for file in files:
+        recordings.append(fit_wave(*read_wave(file), {"sampling_rate": done.settings["sampling_rate"]}))
+        size += recordings[-1].nbytes
+        require("unpacked_bytes", size, f"'{folder}': what its recordings take in memory, in bytes,")
+    if not any(recording.any() for recording in recordings):
+        raise DataError(f"'{folder}' has silence only", "give recordings of noise")
+    return NoiseMix(wave, recordings, bool(done.settings.get("do_normalize")))

@@ -1,24 +1,26 @@
 """Texts and conversations for language models: from JSON lines to token batches with labels.
 
-A line is `{"messages": [{"role", "content"}, …]}`, `{"prompt", "completion"}` or `{"text"}`. What the model is not
-to learn to say, the prompts and the user's turns, has the label -100. Knows tokenizers and templates by what they
+A line is `{"messages": [{"role", "content"}, …]}`, `{"prompt", "completion"}` or `{"text"}`; one with two answers of
+which one is preferred `{"prompt", "chosen", "rejected"}`, or two conversations without the prompt. What the model is
+not to learn to say, the prompts and the user's turns, has the label -100. Knows tokenizers and templates by what they
 do; nothing of models.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from onward.data.collate import CollatedBatches, shuffle_batches
 from onward.errors import DataError, LimitError, ModelError
 from onward.reading import parse_json
-
-__all__ = ["Batches", "Example", "encode_lines", "pack", "read_lines"]
 
 IGNORED = -100
 # Lengths are rounded up to a multiple of this: few shapes, so that memory plans are found again.
@@ -45,86 +47,229 @@ class Example:
         return sum(label != IGNORED for label in self.labels[1:])
 
 
-def read_lines(path: Path) -> list[Mapping[str, Any]]:
-    """The objects of a JSON lines file."""
+@dataclass(frozen=True)
+class Pair:
+    """Two answers to a prompt, the preferred one first, and the log probabilities that both had before training."""
+
+    chosen: Example
+    rejected: Example
+    reference: tuple[float, float] = (0.0, 0.0)
+
+
+# objects by where they stand: the number of a line, or words for it
+Lines = Mapping[int | str, Mapping[str, Any]]
+# names of the roles in the conversations that ShareGPT began
+_SPEAKERS = {"human": "user", "gpt": "assistant"}
+
+
+def read_lines(path: Path) -> Lines:
+    """The objects of a JSON lines file by the numbers of their lines, or of a file that is one JSON list."""
     if not path.is_file():
         raise DataError(f"'{path}': no such file")
-    lines = []
-    number = 1
+    lines: dict[int | str, Mapping[str, Any]] = {}
+    listed, number = None, 0
     try:
-        with open(path, encoding="utf-8") as file:
-            for text in file:
-                if text.strip():
-                    lines.append(parse_json(text))
-                number += 1
+        with open(path, "rb") as file:
+            # bytes, so that what is no UTF-8 is reported with its line
+            for number, raw in enumerate(file, 1):
+                text = raw.decode("utf-8-sig" if number == 1 else "utf-8")
+                if not lines and text.lstrip().startswith("["):
+                    listed = text + file.read().decode("utf-8")
+                elif text.strip():
+                    lines[number] = parse_json(text)
+    except UnicodeDecodeError as error:
+        raise DataError(f"'{path}' line {number}: not UTF-8 ({error.reason})", "save it as UTF-8") from error
     except (ValueError, LimitError) as error:
-        raise DataError(f"'{path}' line {number}: not a JSON object ({error})") from error
+        raise DataError(f"'{path}' line {number}: not a JSON object ({error})", _one_a_line()) from error
+    if listed is not None:
+        return _read_list(path, listed, number)
     if not lines:
-        raise DataError(f"'{path}' has no lines")
+        raise DataError(f"'{path}' has no lines", _one_a_line())
     return lines
 
 
-def encode_lines(
-    lines: Sequence[Mapping[str, Any]],
-    tokenizer: Any,
-    render: Render | None,
-    *,
-    end: int | None,
-    max_length: int,
-    vocabulary: int,
-    where: str = "data",
-) -> list[Example]:
-    """Every line as an example, cut at `max_length`; lines without a label that counts are an error."""
-    examples = []
-    for number, line in enumerate(lines, 1):
-        place = f"{where} line {number}"
-        for name in ("prompt", "completion", "text"):
-            if name in line and not isinstance(line[name], str):
-                raise DataError(f"{place}: '{name}' is {str(line[name])[:40]!r}, and must be text")
-        if "messages" in line:
-            if render is None:
+def _one_a_line() -> str:
+    return 'examples are one JSON object a line, such as {"prompt": "…", "completion": "…"}'
+
+
+def _read_list(path: Path, text: str, line: int) -> Lines:
+    """The objects of a JSON list, each by its number and the line that it begins in."""
+    try:
+        count = len(parse_json(text, list))  # refuses what is nested too deep before anything recurses
+    except (ValueError, LimitError) as error:
+        raise DataError(f"'{path}': not a JSON list ({error})", _one_a_line()) from error
+    lines: dict[int | str, Mapping[str, Any]] = {}
+    decoder, offset, seen = json.JSONDecoder(), text.index("["), 0
+    for number in range(1, count + 1):
+        offset = _SPACE.match(text, offset + 1).end()  # type: ignore[union-attr]
+        line, seen = line + text.count("\n", seen, offset), offset
+        value, offset = decoder.raw_decode(text, offset)
+        if not isinstance(value, dict):
+            raise DataError(f"'{path}' line {line}: {str(value)[:40]!r} is no JSON object", _one_a_line())
+        lines[f"line {line}, example {number}"] = value
+        offset = _SPACE.match(text, offset).end()  # type: ignore[union-attr]
+    if not lines:
+        raise DataError(f"'{path}' is an empty list", _one_a_line())
+    return lines
+
+
+_SPACE = re.compile(r"[ \t\r\n]*")
+
+
+def place_of(where: str, number: int | str) -> str:
+    """How errors name an object of a file, or of data in memory."""
+    return f"{where} {number}" if isinstance(number, str) else f"{where} line {number}"
+
+
+def needs_template(line: Mapping[str, Any]) -> bool:
+    """Whether a line has messages, which only a chat template makes a text of."""
+    return any(isinstance(line.get(name), list) for name in ("messages", "conversations", "prompt", "chosen"))
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """How lines become tokens: `end` closes a text, `longest` is the most tokens, `where` names the data in errors.
+
+    `limit` is how many tokens the model reads, where that is known.
+    """
+
+    tokenizer: Any
+    render: Render | None
+    end: int | None
+    longest: int
+    vocabulary: int
+    where: str = "data"
+    limit: int | None = None
+
+    def examples(self, lines: Lines) -> list[Example]:
+        """Every line as an example, cut at the longest length; a line without a label that counts is an error."""
+        by_place = {place_of(self.where, number): line for number, line in lines.items()}
+        return [self._cut(self._encode(line, where), where) for where, line in by_place.items()]
+
+    def pairs(self, lines: Lines) -> list[Pair]:
+        """Every line as a pair of answers to the same prompt, each cut at the longest length."""
+        pairs = []
+        for number, line in lines.items():
+            where = place_of(self.where, number)
+            line = _with_prompt(line)
+            missing = [name for name in ("prompt", "chosen", "rejected") if name not in line]
+            if missing:
                 raise DataError(
-                    f"{place}: has messages, and the tokenizer has no chat template; give prompt and completion instead"
+                    f"{where}: has no {' and no '.join(missing)}; preferences are prompt, chosen and rejected"
                 )
-            try:
-                made = _conversation(line["messages"], tokenizer, render, place)
-            except ModelError as error:  # of the template
-                raise DataError(f"{place}: {error}") from error
-        elif "prompt" in line and "completion" in line:
-            made = _completion(line["prompt"], line["completion"], tokenizer, end)
-        elif "text" in line:
-            ids = tokenizer.encode(line["text"]).ids + ([] if end is None else [end])
-            made = Example(ids, list(ids))
-        else:
-            raise DataError(
-                f"{place}: has {', '.join(line)}; expected messages, prompt and completion, or text"
+            if line["chosen"] == line["rejected"]:
+                raise DataError(f"{where}: chosen and rejected are the same answer")
+            chosen, rejected = (
+                self._cut(self._answer(line["prompt"], line[name], where), where)
+                for name in ("chosen", "rejected")
             )
-        if made.ids and max(made.ids) >= vocabulary:
+            pairs.append(Pair(chosen, rejected))
+        return pairs
+
+    def _answer(self, prompt: Any, answer: Any, where: str) -> Example:
+        """A prompt with an answer: two texts, or a conversation up to its last messages and these."""
+        if isinstance(prompt, list):
+            last = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
+            if not isinstance(last, list):
+                raise DataError(f"{where}: an answer is {str(answer)[:40]!r}, and must be text or messages")
+            return self._conversation([*prompt, *last], where, first=len(prompt))
+        for text in (prompt, answer):
+            if not isinstance(text, str):
+                raise DataError(
+                    f"{where}: {str(text)[:40]!r} must be text, as the prompt and the answers are"
+                )
+        if not answer.strip():
+            raise DataError(f"{where}: the answer is empty", "leave the line out")
+        return self._completion(prompt, answer)
+
+    def _encode(self, line: Mapping[str, Any], where: str) -> Example:
+        if "text" in line and not isinstance(line["text"], str):
+            raise DataError(f"{where}: 'text' is {str(line['text'])[:40]!r}, and must be text")
+        if "messages" in line:
+            return self._conversation(line["messages"], where)
+        if isinstance(line.get("conversations"), list):
+            return self._conversation(list(map(_renamed, line["conversations"])), where)
+        if "prompt" in line and "completion" in line:
+            return self._answer(line["prompt"], line["completion"], where)
+        if "text" in line:
+            ids = self.tokenizer.encode(line["text"]).ids + self._ending()
+            return Example(ids, list(ids))
+        if "chosen" in line and "rejected" in line:
             raise DataError(
-                f"{place}: token {max(made.ids)} is outside the model's vocabulary of {vocabulary}; "
+                f"{where}: has chosen and rejected answers, which are for another loss",
+                "learn preferences with loss='dpo' or 'orpo' (--loss dpo)",
+            )
+        if "prompt" in line:
+            raise DataError(f"{where}: has a prompt and no completion")
+        raise DataError(f"{where}: has {', '.join(line)}; expected messages, prompt and completion, or text")
+
+    def _ending(self) -> list[int]:
+        return [] if self.end is None else [self.end]
+
+    def _completion(self, prompt: str, completion: str) -> Example:
+        before = self.tokenizer.encode(prompt).ids
+        whole = self.tokenizer.encode(prompt + completion).ids + self._ending()
+        shared = _shared(before, whole)
+        return Example(whole, [IGNORED] * shared + whole[shared:])
+
+    def _conversation(self, messages: Any, where: str, *, first: int = 0) -> Example:
+        if self.render is None:
+            raise DataError(
+                f"{where}: has messages, and the tokenizer has no chat template; give prompt and completion instead"
+            )
+        try:
+            return _encode_conversation(messages, self.tokenizer, self.render, where, first=first)
+        except ModelError as error:  # of the template
+            raise DataError(f"{where}: {error}") from error
+
+    def _cut(self, example: Example, where: str) -> Example:
+        if example.ids and max(example.ids) >= self.vocabulary:
+            raise DataError(
+                f"{where}: token {max(example.ids)} is outside the model's vocabulary of {self.vocabulary}; "
                 "is the tokenizer the model's own?"
             )
-        cut = Example(made.ids[:max_length], made.labels[:max_length])
-        if all(label == IGNORED for label in cut.labels[1:]):
+        cut = Example(example.ids[: self.longest], example.labels[: self.longest])
+        if cut.counted():
+            return cut
+        if not example.counted():
             raise DataError(
-                f"{place}: nothing to learn from within {max_length} tokens (no answer of the assistant); "
-                "raise max_length or leave the line out"
+                f"{where}: nothing to learn from: no answer of the assistant", "leave the line out"
             )
-        examples.append(cut)
-    return examples
+        first = next(index for index, label in enumerate(example.labels) if index and label != IGNORED)
+        more = "shorten it" if self.longest == self.limit else "raise max_length (--max-length)"
+        raise DataError(
+            f"{where}: nothing to learn from within {self.longest} tokens: the answer begins after {first}",
+            f"{more} or leave the line out",
+        )
 
 
-def _completion(prompt: str, completion: str, tokenizer: Any, end: int | None) -> Example:
-    before = tokenizer.encode(prompt).ids
-    whole = tokenizer.encode(prompt + completion).ids + ([] if end is None else [end])
-    shared = _shared(before, whole)
-    return Example(whole, [IGNORED] * shared + whole[shared:])
+def _with_prompt(line: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Two conversations as their common beginning, which is the prompt, and two answers."""
+    chosen, rejected = line.get("chosen"), line.get("rejected")
+    if "prompt" in line or not isinstance(chosen, list) or not isinstance(rejected, list):
+        return line
+    count = min(_shared(chosen, rejected), len(chosen) - 1, len(rejected) - 1)
+    if count < 1:
+        return line
+    return {**line, "prompt": chosen[:count], "chosen": chosen[count:], "rejected": rejected[count:]}
 
 
-def _conversation(messages: Any, tokenizer: Any, render: Render, place: str) -> Example:
-    """The whole conversation; the assistant's turns count, found by where the text before and after them ends."""
+def _renamed(message: Any) -> Any:
+    """A message in the words of chat templates."""
+    if not isinstance(message, Mapping) or "from" not in message:
+        return message
+    return {"role": _SPEAKERS.get(message["from"], message["from"]), "content": message.get("value")}
+
+
+def _encode_conversation(
+    messages: Any, tokenizer: Any, render: Render, where: str, *, first: int = 0
+) -> Example:
+    """The whole conversation; the assistant's turns count, found by where the text before and after them ends.
+
+    Of the messages before number `first` none counts.
+    """
     if not isinstance(messages, list) or not messages:
-        raise DataError(f"{place}: messages must be a list of role and content")
+        raise DataError(f"{where}: messages must be a list of role and content")
     for message in messages:
         if (
             not isinstance(message, Mapping)
@@ -132,19 +277,23 @@ def _conversation(messages: Any, tokenizer: Any, render: Render, place: str) -> 
             or "content" not in message
         ):
             raise DataError(
-                f"{place}: a message is an object with role and content, not {str(message)[:60]!r}"
+                f"{where}: a message is an object with role and content, not {str(message)[:60]!r}"
             )
-        if message["content"] is None and not message.get("tool_calls"):
-            raise DataError(f"{place}: the content of a message of {message['role']!r} is null")
+        content, role = message["content"], message["role"]
+        if not content and not message.get("tool_calls"):
+            state = "null" if content is None else "empty"
+            if state == "null" or role == "assistant":
+                raise DataError(f"{where}: the content of a message of {role!r} is {state}")
+        if not isinstance(content, str | list | None):
+            raise DataError(f"{where}: the content of a message is {content!r}, and must be text")
     text = render(messages, prompt=False)
     encoding = tokenizer.encode(text, add_special_tokens=False)
     spans = []
     for index, message in enumerate(messages):
-        if isinstance(message, Mapping) and message.get("role") == "assistant":
+        if message["role"] == "assistant" and index >= first:
             start = render(messages[:index], prompt=True)
             stop = render(messages[: index + 1], prompt=False)
-            first = _common(start, text)
-            spans.append((first, _common(stop, text)))
+            spans.append((_common(start, text), _common(stop, text)))
     labels = [
         token if any(start < right and left < stop for start, stop in spans) and right > left else IGNORED
         for token, (left, right) in zip(encoding.ids, encoding.offsets)
@@ -162,7 +311,7 @@ def _common(a: str, b: str) -> int:
     return count
 
 
-def _shared(a: Sequence[int], b: Sequence[int]) -> int:
+def _shared(a: Sequence[Any], b: Sequence[Any]) -> int:
     count = 0
     while count < min(len(a), len(b)) and a[count] == b[count]:
         count += 1
@@ -175,6 +324,7 @@ def pack(examples: Sequence[Example], length: int) -> list[Example]:
     The first token of each is no label: nothing before it says what it should be.
     """
     packed: list[tuple[list[int], list[int], list[int]]] = []
+    # first fit, decreasing: at worst about 11/9 of the fewest rows possible
     for example in sorted(examples, key=lambda example: -len(example.ids)):
         labels = [IGNORED, *example.labels[1:]]
         for ids, marks, starts in packed:
@@ -188,53 +338,72 @@ def pack(examples: Sequence[Example], length: int) -> list[Example]:
     return [Example(ids, labels, tuple(starts)) for ids, labels, starts in packed]
 
 
-class Batches:
-    """Batches of like length, padded on the right, in another order each time they are gone through."""
+class Batches(CollatedBatches):
+    """Batches of like length, padded on the right, in another order in each epoch; `names` are the model's inputs.
+
+    The two answers of a pair are rows behind one another, and a batch has so many pairs.
+    """
 
     def __init__(
         self,
-        examples: Sequence[Example],
+        samples: Sequence[Example | Pair],
         batch_size: int,
         *,
         pad: int,
-        inputs: Sequence[str],
+        names: Sequence[str],
         seed: int = 0,
         shuffle: bool = True,
     ) -> None:
-        if batch_size < 1:
-            raise ValueError(f"batch_size is {batch_size}: it must be 1 or more")
-        self._examples, self._size, self._pad = list(examples), batch_size, pad
-        self._inputs, self._shuffle = list(inputs), shuffle
-        self._random = np.random.default_rng(seed)
+        self._examples, self._pad, self._names = list(samples), pad, list(names)
+        super().__init__(
+            len(samples),
+            lambda rows: list(self.batch([self._examples[row] for row in rows]).values()),
+            batch_size=batch_size,
+            shuffle=shuffle,
+            seed=seed,
+            lengths=[max(len(row.ids) for row in _rows(sample)) for sample in samples],
+        )
 
-    def __len__(self) -> int:
-        return -(-len(self._examples) // self._size)
-
-    def __iter__(self) -> Iterator[dict[str, np.ndarray]]:
-        order = np.arange(len(self._examples))
+    def _order(self, number: int) -> np.ndarray:
+        rng = np.random.default_rng([self._seed, number])
+        order = np.arange(self.samples)
         if self._shuffle:
-            self._random.shuffle(order)
-        # Like lengths together; equal ones keep the order of chance.
-        order = np.asarray(sorted(order, key=lambda index: -len(self._examples[index].ids)))
-        groups = [order[start : start + self._size] for start in range(0, len(order), self._size)]
-        if self._shuffle:
-            self._random.shuffle(groups)  # type: ignore[arg-type]
-        for group in groups:
-            yield self.batch([self._examples[index] for index in group])
+            rng.shuffle(order)
+        # texts differ in length more than other samples: all are sorted, for evaluation too
+        assert self._lengths is not None
+        order = order[np.argsort(-self._lengths[order], kind="stable")]
+        return shuffle_batches(order, self._size, rng) if self._shuffle else order
 
-    def batch(self, chosen: Sequence[Example]) -> dict[str, np.ndarray]:
-        """Some examples as the model takes them."""
-        longest = max(len(example.ids) for example in chosen)
+    def batch(self, samples: Sequence[Example | Pair]) -> dict[str, np.ndarray]:
+        """Some samples as the model takes them."""
+        examples = [row for sample in samples for row in _rows(sample)]
+        longest = max((len(example.ids) for example in examples), default=1)
         width = -(-longest // _STEP) * _STEP
-        ids = np.full((len(chosen), width), self._pad, np.int64)
-        labels = np.full((len(chosen), width), IGNORED, np.int64)
-        mask, segments = np.zeros((2, len(chosen), width), np.int64)
-        positions = np.tile(np.arange(width), (len(chosen), 1))
-        for row, example in enumerate(chosen):
+        ids = np.full((len(examples), width), self._pad, np.int64)
+        labels = np.full((len(examples), width), IGNORED, np.int64)
+        mask, segments = np.zeros((2, len(examples), width), np.int64)
+        positions = np.tile(np.arange(width), (len(examples), 1))
+        for row, example in enumerate(examples):
             size = len(example.ids)
-            ids[row, :size], labels[row, :size], mask[row, :size] = example.ids, example.labels, 1
+            ids[row, :size], mask[row, :size] = example.ids, 1
+            labels[row, 1:size] = example.labels[1:]  # nothing says what the first token should be
             for start in example.starts:
                 segments[row, start:size] += 1
                 positions[row, start:] = np.arange(width - start)
-        batch = {"input_ids": ids, "attention_mask": mask, "position_ids": positions, "segment_ids": segments}
-        return {**{name: batch[name] for name in self._inputs}, "labels": labels}
+        arrays = {
+            "input_ids": ids,
+            "attention_mask": mask,
+            "position_ids": positions,
+            "segment_ids": segments,
+        }
+        if "answers" in self._names:  # of ORPO, which learns the chosen texts with their prompts
+            arrays["answers"] = (labels != IGNORED).astype(np.int64)
+            labels[::2, 1:] = np.where(mask[::2, 1:], ids[::2, 1:], IGNORED)
+        if "reference" in self._names:
+            scores = [score for sample in samples if isinstance(sample, Pair) for score in sample.reference]
+            arrays["reference"] = np.asarray(scores, np.float32)
+        return {name: {**arrays, "labels": labels}[name] for name in self._names}
+
+
+def _rows(sample: Example | Pair) -> tuple[Example, ...]:
+    return (sample.chosen, sample.rejected) if isinstance(sample, Pair) else (sample,)

@@ -12,9 +12,8 @@ import numpy as np
 from onward.errors import DataError
 from onward.train.batches import Rows
 
-_MOST = 5  # arrays among which to look for the ones that fit
-
-__all__ = ["InputSpec", "fit", "specs_of"]
+# arrays among which to look for the ones that fit: all orders of them are tried
+_MOST = 5
 
 
 @dataclass(frozen=True)
@@ -65,9 +64,9 @@ def fit(
     mapping = mapping or {}
     if not arrays:
         raise DataError(f"'{where}' has no array", "is it the right file?")
-    known = {spec.name for spec in inputs}
+    input_names = {spec.name for spec in inputs}
     for name, array_name in mapping.items():
-        if name not in known:
+        if name not in input_names:
             raise DataError(
                 f"--map {name}={array_name}: the model has no input '{name}'", f"it takes {_list(inputs)}"
             )
@@ -145,12 +144,12 @@ def _shaped(array: np.ndarray, spec: InputSpec, name: str) -> np.ndarray:
     dims = spec.dims
     if dims is None or _agrees(array.shape, dims):
         return array
-    rest = dims[1:]
+    row_dims = dims[1:]
     per_row = int(np.prod(array.shape[1:]))
-    unknown = [i for i, dim in enumerate(rest) if dim is None]
-    fixed = int(np.prod([dim for dim in rest if dim is not None]))
+    unknown = [i for i, dim in enumerate(row_dims) if dim is None]
+    fixed = int(np.prod([dim for dim in row_dims if dim is not None]))
     if not unknown and per_row == fixed:
-        return array.reshape(len(array), *(dim or 0 for dim in rest))
+        return array.reshape(len(array), *(dim or 0 for dim in row_dims))
     raise DataError(
         f"'{name}' has shape {list(array.shape)}, the input '{spec.name}' takes {spec}",
         "change the data, or say which array is which with --map INPUT=ARRAY",

@@ -12,8 +12,6 @@ import numpy as np
 
 from onward.limits import require
 
-__all__ = ["image", "picture_size", "plain_settings", "sound"]
-
 _LARGEST_SIDE = 1 << 14
 
 
@@ -25,6 +23,8 @@ def image(picture: Any, settings: Mapping[str, Any] | None) -> np.ndarray:
     if settings is None:
         return np.asarray(picture, np.float32)
     channels = settings.get("channels", 3)
+    if settings.get("letterbox"):
+        picture, settings = _letterboxed(picture, settings), {**settings, "do_resize": False}
     if (
         settings.get("do_resize", True)
         and settings.get("size")
@@ -42,6 +42,7 @@ def image(picture: Any, settings: Mapping[str, Any] | None) -> np.ndarray:
         raise ValueError(f"an image is [height, width, channels], got shape {list(pixels.shape)}")
     pixels = pixels[..., :3].astype(np.float32)
     if channels == 1 and pixels.shape[-1] == 3:
+        # luma as Pillow computes it (ITU-R 601), rounded to whole numbers
         pixels = np.floor(pixels @ np.asarray([[0.299], [0.587], [0.114]], np.float32) + 0.5)
     elif channels == 3 and pixels.shape[-1] == 1:
         pixels = np.repeat(pixels, 3, axis=-1)
@@ -67,44 +68,44 @@ def image(picture: Any, settings: Mapping[str, Any] | None) -> np.ndarray:
     return np.ascontiguousarray(pixels.transpose(2, 0, 1))
 
 
-def plain_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """An image processor's settings in the words that `image` knows: what some types do beyond the others, spelled out.
+def letterbox(size: tuple[int, int], settings: Mapping[str, Any]) -> tuple[float, float, int, int]:
+    """How a picture of this height and width lies in the model's: its scale down and across, and its top and left.
 
-    >>> plain_settings({"image_processor_type": "ConvNextImageProcessor", "size": {"shortest_edge": 224}})["crop_size"]
-    {'height': 224, 'width': 224}
+    >>> letterbox((50, 100), {"size": {"height": 64, "width": 64}, "letterbox": "centre"})
+    (0.64, 0.64, 16, 0)
     """
-    made = dict(settings)
-    kind, size = str(settings.get("image_processor_type") or ""), settings.get("size")
-    edge = size.get("shortest_edge") if isinstance(size, Mapping) else None
-    share = settings.get("crop_pct")
-    if kind.startswith("ConvNext") and edge:
-        if edge < 384:
-            made["size"] = {"shortest_edge": int(edge / (share or 224 / 256))}
-            made |= {"do_center_crop": True, "crop_size": {"height": edge, "width": edge}}
-        else:
-            made["size"] = {"height": edge, "width": edge}
-    elif kind.startswith("Levit") and edge:
-        made["size"] = {"shortest_edge": int(256 / 224 * edge)}
-    elif kind.startswith("PoolFormer") and share and isinstance(size, Mapping):
-        sides = {name: int(value / share) for name, value in size.items()}
-        square = not edge and sides.get("height") == sides.get("width")
-        made["size"] = {"shortest_edge": sides["height"]} if square else sides
-    elif kind.startswith("EfficientNet"):
-        normal = settings.get("do_normalize", True)
-        mean, spread = ([float(x) for x in settings.get(name) or [fill] * 3]
-                        for name, fill in (("image_mean", 0.0), ("image_std", 1.0)))  # fmt: skip
-        if settings.get("rescale_offset"):  # one less after rescaling
-            mean = [x + 1.0 for x in (mean if normal else [0.0] * 3)]
-        elif not normal:
-            mean = [0.0] * 3
-        twice = settings.get("include_top", True)
-        spread = [(x if normal else 1.0) * (x if twice else 1.0) for x in spread]
-        made |= {"do_normalize": True, "image_mean": mean, "image_std": spread}
-    return made
+    height, width = _within(size, settings["size"])
+    if not settings.get("letterbox"):
+        return height / size[0], width / size[1], 0, 0
+    scale = min(height / size[0], width / size[1])
+    centred = settings["letterbox"] == "centre"
+    top, left = (
+        (side - round(scale * own)) // 2 if centred else 0 for side, own in zip((height, width), size)
+    )
+    return scale, scale, top, left
+
+
+def _letterboxed(picture: Any, settings: Mapping[str, Any]) -> np.ndarray:
+    """A picture as large as fits, and grey around it: what was square stays square."""
+    height, width = _within(picture_size(picture), settings["size"])
+    scale, _, top, left = letterbox(picture_size(picture), settings)
+    tall, wide = (max(1, round(scale * side)) for side in picture_size(picture))
+    resample = settings.get("resample", 2)
+    if hasattr(picture, "resize") and not hasattr(picture, "dtype"):  # Pillow's own, which is faster
+        pixels = np.asarray(picture.resize((wide, tall), resample))
+    else:
+        pixels = np.asarray(picture)
+        pixels = _resize(pixels if pixels.ndim == 3 else pixels[..., None], (tall, wide), resample)
+    pixels = pixels if pixels.ndim == 3 else pixels[..., None]
+    boxed = np.full((height, width, pixels.shape[-1]), settings.get("pad_value", 114), np.uint8)
+    boxed[top : top + tall, left : left + wide] = pixels
+    return boxed
 
 
 def picture_size(picture: Any) -> tuple[int, int]:
     """Height and width of a Pillow image, of [height, width, channels] or of [channels, height, width]."""
+    if hasattr(picture, "height") and hasattr(picture, "width"):  # without its pixels
+        return int(picture.height), int(picture.width)
     shape = np.shape(picture)
     if len(shape) == 3 and shape[0] in (1, 3) and shape[-1] not in (1, 3, 4):
         return int(shape[1]), int(shape[2])
@@ -161,10 +162,12 @@ def _whisper(samples: np.ndarray, settings: Mapping[str, Any]) -> np.ndarray:
     fitted = np.zeros(length, np.float64)
     fitted[: min(length, len(samples))] = samples[:length]
     padded = np.pad(fitted, size // 2, mode="reflect")
+    # periodic, as torch.hann_window makes it: numpy's own window ends where it began
     window = np.hanning(size + 1)[:-1]
     power = _power(padded, window, size, hop)[:-1]
     filters = _mel_filters(size // 2 + 1, int(settings["feature_size"]), 0.0, 8000.0, rate, slaney=True)
     logs = np.log10(np.maximum(power @ filters, 1e-10))
+    # what is 80 decibels below the loudest is silence to Whisper
     logs = np.maximum(logs, logs.max() - 8.0)
     return ((logs + 4.0) / 4.0).T.astype(np.float32)
 
@@ -172,10 +175,13 @@ def _whisper(samples: np.ndarray, settings: Mapping[str, Any]) -> np.ndarray:
 def _kaldi(samples: np.ndarray, settings: Mapping[str, Any], kind: str) -> np.ndarray:
     """[frames, bins]: Kaldi's filter bank, as AST, Speech2Text and SeamlessM4T want it."""
     rate, bins = int(settings.get("sampling_rate", 16000)), int(settings.get("num_mel_bins", 80))
+    # Kaldi's numbers are those of 16-bit samples
     scaled = samples.astype(np.float64) * (1.0 if kind == "ASTFeatureExtractor" else 2.0**15)
+    # Kaldi's own window is a Hann window to the power of 0.85
     window = np.hanning(400) if kind == "ASTFeatureExtractor" else np.hanning(400) ** 0.85
     power = _power(scaled, window, 512, 160, emphasis=0.97)
     filters = _mel_filters(257, bins, 20.0, rate / 2, rate, slaney=False)
+    # silence has the smallest step of float32, so that its logarithm is finite
     logs = np.log(np.maximum(power @ filters, 1.192092955078125e-07))
     if kind == "ASTFeatureExtractor":
         longest = int(settings.get("max_length", 1024))
@@ -202,6 +208,7 @@ def _power(
         raise ValueError(f"{len(samples)} samples are too few: one window takes {len(window)}")
     frames = np.lib.stride_tricks.sliding_window_view(samples, len(window))[::hop].astype(np.float64)
     if emphasis is not None:
+        # Kaldi takes the mean of each window out, then makes high frequencies louder
         frames = frames - frames.mean(axis=1, keepdims=True)
         before = np.concatenate([frames[:, :1], frames[:, :-1]], axis=1)
         frames = frames - emphasis * before

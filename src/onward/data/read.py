@@ -1,7 +1,7 @@
 """Reads files into arrays for a model's inputs, with class names and preprocessing.
 
-Chooses the file format by suffix. `read_data` reads, `split` holds out samples for evaluation, `prepare` fits
-preprocessing on the training samples only and applies it to both.
+Chooses the file format by suffix. `read_data` reads, `prepare` fits preprocessing on the training samples only and
+applies it to those that `splits` has held out, too.
 """
 
 from __future__ import annotations
@@ -15,37 +15,22 @@ from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
-from onward.data.images import PICTURES, read_images
+from onward.data.columns import TABLES, read_table, require_unpacked
+from onward.data.images import PICTURES, read_images, why_unreadable_image
+from onward.data.label_sets import join_label_columns, number_label_sets, takes_label_sets
+from onward.data.labels import number_labels
+from onward.data.layouts import YAML, Dataset, Samples, check_files, dataset_files, find_samples, read_dataset
 from onward.data.match_inputs import InputSpec, fit
-from onward.data.sound import SOUNDS, read_sounds
-from onward.data.tables import (
-    TABLES,
-    Features,
-    apply_table,
-    assemble,
-    fit_table,
-    read_table,
-    require_unpacked,
-)
+from onward.data.sound import SOUNDS, read_sounds, why_unreadable_sound
+from onward.data.tables import Features, apply_table, assemble, fit_table
 from onward.data.text import find_tokenizer, read_texts, takes_tokens
 from onward.errors import DataError, NonFiniteError, OnwardError
 from onward.escape import first_of
+from onward.info.model_info import ModelInfo
 from onward.train.batches import Rows
 
 if TYPE_CHECKING:
-    from onward.data.preprocessing import Preprocessing
-
-__all__ = [
-    "FORMATS",
-    "Data",
-    "DataOptions",
-    "blame_data",
-    "check_labels",
-    "prepare",
-    "read_arrays",
-    "read_data",
-    "split",
-]
+    from onward.info.preprocessing import Preprocessing
 
 FORMATS = (
     ".npz, .npy, .csv, .jsonl, .parquet, .safetensors, a folder of images or WAV files, or module:function"
@@ -54,9 +39,9 @@ FORMATS = (
 
 @dataclasses.dataclass
 class Data:
-    """Data that was read: arrays in the order of the model's inputs, or the return value of a function."""
+    """Data that was read: arrays in the order of the model's inputs, or the return value of a function (`program`)."""
 
-    arrays: dict[str, Any] | None
+    arrays: dict[str, Any]
     program: Any = None
     classes: list[str] | None = None
     preprocessing: Preprocessing | None = None
@@ -65,17 +50,24 @@ class Data:
     exact: np.ndarray | None = None
     tokenizer: Path | None = None
     label: str | None = None  # the column of a table that has the labels
+    # the part that each sample is in ("train", "validation", "test"), where the data is split already
+    splits: np.ndarray | None = None
     notes: list[str] = dataclasses.field(default_factory=list)
 
     @property
     def value(self) -> Any:
         """What `Trainer.fit` takes."""
-        return self.program if self.arrays is None else self.arrays
+        return self.arrays or self.program
 
     @property
     def samples(self) -> int | None:
         """How many samples there are, where known."""
-        return None if self.arrays is None else len(next(iter(self.arrays.values())))
+        return len(next(iter(self.arrays.values()))) if self.arrays else None
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """What is done to pictures, sounds, texts or rows; empty where they are taken as they are."""
+        return {} if self.preprocessing is None else self.preprocessing.settings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,6 +77,8 @@ class DataOptions:
     mapping: Mapping[str, str] = dataclasses.field(default_factory=dict)
     label: str | None = None
     classes: Sequence[str] | None = None
+    # whether data may name the classes where no source does, in alphabetical order: when they are learned
+    data_names_classes: bool = True
     # what training did, where this is not training
     preprocessing: Preprocessing | None = None
     image: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -99,6 +93,18 @@ class DataOptions:
     # columns of tables that are not read; or those that are, where other data has said so
     drop: Sequence[str] = ()
     features: Features | None = None
+    # whether files that cannot be read are left out
+    skip_bad: bool = False
+
+
+@dataclasses.dataclass
+class _Reading:
+    """What is being read: for which inputs, how, and what there is of it so far."""
+
+    inputs: Sequence[InputSpec]
+    options: DataOptions
+    arrays: dict[str, Any]
+    data: Data
 
 
 def read_data(
@@ -107,84 +113,190 @@ def read_data(
     """Read (name of the input or None, path) sources for a model with these inputs."""
     if not sources:
         raise DataError("no data was given", f"name it with --data: {FORMATS}")
-    arrays: dict[str, Any] = {}
-    found = Data({})
+    data = Data({})
+    _refuse_unused(options, sources, inputs)
+    reading = _Reading(inputs, options, {}, data)
     for name, path in sources:
-        if path.is_dir() or path.suffix.lower() in PICTURES | SOUNDS:
-            _read_folder(path, name, inputs, options, arrays, found)
+        if path.is_dir() or path.suffix.lower() in PICTURES | SOUNDS | YAML:
+            _read_folder(path, name, reading)
         elif path.suffix.lower() in TABLES:
-            _read_table(path, inputs, options, arrays, found)
+            _use_columns(read_table(path), str(path), reading)
         else:
-            arrays |= read_arrays(path, name)
-    found.arrays, notes = fit(
-        arrays, inputs, mapping=options.mapping, where=", ".join(str(path) for _, path in sources)
+            reading.arrays |= read_arrays(path, name)
+    data.arrays, notes = fit(
+        reading.arrays, inputs, mapping=options.mapping, where=", ".join(str(path) for _, path in sources)
     )
-    found.notes += notes
-    if found.classes is None and options.classes is not None:
-        found.classes = list(options.classes)
-    return found
+    data.notes += notes
+    if data.classes is not None and options.classes is None and not options.data_names_classes:
+        ModelInfo().number(data.classes, ", ".join(str(path) for _, path in sources))
+    if data.classes is None and options.classes is not None:
+        data.classes = list(options.classes)
+    return data
 
 
-def _read_folder(
-    path: Path, name: str | None, inputs: Sequence[InputSpec], options: DataOptions, arrays: dict, found: Data
+def _refuse_unused(
+    options: DataOptions, sources: Sequence[tuple[str | None, Path]], inputs: Sequence[InputSpec]
 ) -> None:
-    sounds = path.suffix.lower() in SOUNDS or (
-        path.is_dir()
-        and any(path.rglob("*.wav"))
-        and not any(p.suffix.lower() in PICTURES for p in path.rglob("*"))
-    )
-    if path.is_dir() and not sounds and not any(p.suffix.lower() in PICTURES for p in path.rglob("*")):
-        kinds = sorted({p.suffix for p in path.rglob("*") if p.is_file() and p.suffix})
-        others = f" (it has {', '.join(kinds[:4])})" if kinds else ""
+    """Refuse options of another kind of data: one that does nothing would look as if it had been followed."""
+    suffixes = {path.suffix.lower() for _, path in sources if not path.is_dir()}
+    folders = any(path.is_dir() or path.suffix.lower() in YAML for _, path in sources)
+    tables = folders or bool(suffixes & TABLES)
+    unused = {
+        "--normalize, --resize and --crop are for images": options.image
+        and not (folders or suffixes & PICTURES),
+        "--sampling-rate is for sounds": options.sampling_rate and not (folders or suffixes & SOUNDS),
+        "--skip-bad is for images and sounds": options.skip_bad
+        and not (folders or suffixes & (PICTURES | SOUNDS)),
+        "--drop is for tables": options.drop and not tables,
+        "--text-column is for texts": options.text_column and not (tables and takes_tokens(inputs)),
+        "--max-length is for texts": options.max_length and not (tables and takes_tokens(inputs)),
+    }
+    for message, refused in unused.items():
+        if refused:
+            paths = ", ".join(f"'{path}'" for _, path in sources)
+            raise DataError(f"{message}, and {paths} has none that the model takes", "leave it away")
+
+
+def _read_folder(path: Path, name: str | None, reading: _Reading) -> None:
+    suffixes = {path.suffix.lower()}
+    if path.is_dir():
+        suffixes = {file.suffix.lower() for file in path.rglob("*") if file.is_file()}
+    elif path.suffix.lower() in YAML:
+        suffixes = {file.suffix.lower() for file in path.parent.rglob("*") if file.is_file()}
+    pictures = bool(suffixes & PICTURES)
+    parts = {} if pictures or suffixes & SOUNDS else dataset_files(path)
+    if parts:
+        _read_dataset(path, parts, name, reading)
+        return
+    if not pictures and not suffixes & SOUNDS:
+        others = f" (it has {', '.join(sorted(suffixes - {''})[:4])})" if suffixes - {""} else ""
         raise DataError(
             f"no image and no WAV file in '{path}'{others}",
             "they lie in one folder for each class: folder/cat/1.png; convert other formats first",
         )
+    endings, what = (PICTURES, "image") if pictures else (SOUNDS, "sound")
+    labelled = target_input(reading.inputs) is not None
+    together = takes_label_sets(target_input(reading.inputs))
+    label = reading.options.label
+    samples = find_samples(path, endings, what, labelled=labelled, label=label, together=together)
+    _use_files(samples, str(path), what, name, reading)
+
+
+def _use_files(samples: Samples, where: str, what: str, name: str | None, reading: _Reading) -> None:
+    """Pictures or sounds as arrays: prepared as training did, or as the model says."""
+    options, inputs, data = reading.options, reading.inputs, reading.data
     earlier = options.preprocessing
-    if sounds:
-        given: dict[str, Any] = dict(earlier.settings) if earlier and earlier.kind == "sound" else {}
-        if options.sampling_rate:
-            given["sampling_rate"] = options.sampling_rate
-        made = read_sounds(path, inputs, name=name, classes=options.classes, settings=given)
-    else:
-        given = dict(earlier.settings) if earlier and earlier.kind == "image" else {}
-        made = read_images(
-            path, inputs, name=name, classes=options.classes, settings={**given, **options.image}
+    settings: dict[str, Any] = dict(earlier.settings) if earlier and earlier.kind == what else {}
+    unknown = settings.pop("unknown", None)
+    if unknown is not None and not options.image:
+        raise DataError(
+            f"the model's {unknown} prepares pictures in a way that is not known here",
+            "prepare them with it and give arrays (.npz), or say what to do: --normalize, --resize, --crop",
         )
-        if not (given or options.image) and made.preprocessing.settings["do_rescale"]:
-            found.notes.append("pixels go from 0 to 1; --normalize imagenet if the model wants it so")
-        size = made.preprocessing.settings.get("size")
-        spec = next(spec for spec in inputs if spec.name == made.preprocessing.input)
-        if not (given or options.image) and isinstance(size, dict) and None in (spec.dims or ())[1:]:
-            found.notes.append(
-                f"the model takes images of any size: they are resized to {size['width']} × {size['height']}; "
-                "--resize sets another"
-            )
-    arrays |= made.arrays
-    found.classes, found.preprocessing = made.classes, made.preprocessing
+    if what == "image":
+        settings |= options.image
+        read, why_unreadable = read_images, why_unreadable_image
+    else:
+        settings |= {"sampling_rate": options.sampling_rate} if options.sampling_rate else {}
+        read, why_unreadable = read_sounds, why_unreadable_sound
+    samples, notes = check_files(samples, why_unreadable, what, skip_bad=options.skip_bad)
+    arrays, data.preprocessing = read(samples.files, inputs, name, settings)
+    reading.arrays |= arrays
+    data.splits = samples.splits
+    data.notes += notes
+    if what == "image" and not settings:
+        data.notes += _assumed_pixels(data.preprocessing, inputs)
+    target = target_input(inputs)
+    if target is not None and samples.labels is not None:
+        classes = options.classes or samples.classes
+        if takes_label_sets(target):
+            files = samples.files
+            numbers, data.classes = number_label_sets(samples.labels, classes, lambda row: f"'{files[row]}'")
+        else:
+            numbers, data.classes = number_labels(samples.labels, classes, options.class_count, where)
+        reading.arrays[target.name] = numbers
 
 
-def _read_table(
-    path: Path, inputs: Sequence[InputSpec], options: DataOptions, arrays: dict, found: Data
-) -> None:
-    columns = read_table(path)
+def target_input(inputs: Sequence[InputSpec]) -> InputSpec | None:
+    """The input that takes labels; None where the model takes none."""
+    if len(inputs) > 1 and takes_label_sets(inputs[-1]):
+        return inputs[-1]
+    return next((spec for spec in inputs if spec.is_integer), None)
+
+
+def _assumed_pixels(preprocessing: Preprocessing, inputs: Sequence[InputSpec]) -> list[str]:
+    """What nobody said about the pictures, and is done to them."""
+    settings, notes = preprocessing.settings, []
+    if settings["do_rescale"]:
+        notes.append("pixels go from 0 to 1; --normalize imagenet if the model wants it so")
+    size = settings.get("size")
+    spec = next(spec for spec in inputs if spec.name == preprocessing.input)
+    if isinstance(size, dict) and None in (spec.dims or ())[1:]:
+        notes.append(
+            f"the model takes images of any size: they are resized to {size['width']} × {size['height']}; "
+            "--resize sets another"
+        )
+    return notes
+
+
+def _read_dataset(folder: Path, parts: Mapping[str, list[Path]], name: str | None, reading: _Reading) -> None:
+    """A folder of Hugging Face's `datasets`: pictures or sounds with a label, or a table."""
+    dataset = read_dataset(folder, parts)
+    options = reading.options
+    reading.data.splits = dataset.splits
+    label = options.label or next(iter(dataset.classes), None)
+    classes = options.classes if options.classes is not None else dataset.classes.get(label or "")
+    if not dataset.files:
+        options = dataclasses.replace(options, label=label, classes=classes)
+        _use_columns(dataset.columns, str(folder), dataclasses.replace(reading, options=options))
+        return
+    if len(dataset.files) > 1:
+        raise DataError(f"'{folder}' has files in {', '.join(dataset.files)}", "keep one of these columns")
+    what = "sound" if any(content[:4] == b"RIFF" for content in _first_bytes(dataset)) else "image"
+    label = label or ("label" if "label" in dataset.columns else None)
+    samples = Samples(
+        next(iter(dataset.files.values())),
+        dataset.columns.get(label or ""),
+        dataset.splits,
+        dataset.classes.get(label or ""),
+    )
+    if target_input(reading.inputs) is not None and samples.labels is None:
+        raise DataError(
+            f"'{folder}': which column is the label?",
+            f"it has {', '.join(dataset.columns)}; --label names it",
+        )
+    _use_files(samples, str(folder), what, name, reading)
+
+
+def _first_bytes(dataset: Dataset) -> list[bytes]:
+    return [files[0].content[:4] for files in dataset.files.values() if files]
+
+
+def _use_columns(columns: dict[str, np.ndarray], where: str, reading: _Reading) -> None:
+    """The columns of a table as arrays: texts as tokens, the label as numbers, the others as features."""
+    inputs, options, arrays, data = reading.inputs, reading.options, reading.arrays, reading.data
     for name in options.drop:
         if name not in columns:
-            raise DataError(f"--drop {name}: '{path}' has no such column", f"it has {', '.join(columns)}")
+            raise DataError(f"--drop {name}: '{where}' has no such column", f"it has {', '.join(columns)}")
         del columns[name]
     earlier = options.preprocessing
     target = inputs[-1].name if len(inputs) > 1 else None
+    if len(inputs) > 1 and takes_label_sets(inputs[-1]):
+        # a text's columns of 0 and 1 are labels; a table's may be features
+        others = takes_tokens(inputs) and "label" not in columns
+        columns, label = join_label_columns(columns, options.label, options.classes, where, others=others)
+        options = dataclasses.replace(options, label=label)
     if takes_tokens(inputs) and "input_ids" not in columns:
         settings = earlier.settings if earlier and earlier.kind == "text" else {}
         tokenizer = options.tokenizer or find_tokenizer(*options.near)
-        tokens, left, made = read_texts(
-            columns, inputs, tokenizer, label=options.label, where=str(path),
+        tokens, left, preprocessing = read_texts(
+            columns, inputs, tokenizer, label=options.label, where=where,
             column=options.text_column or settings.get("column"),
-            max_length=options.max_length or settings.get("max_length"),
+            max_length=options.max_length or settings.get("max_length"), pad_id=settings.get("pad_id"),
         )  # fmt: skip
         arrays |= tokens
-        found.preprocessing, found.tokenizer = made, tokenizer
-        found.notes.append(f"texts are in column '{made.settings['column']}'")
+        data.preprocessing, data.tokenizer = preprocessing, tokenizer
+        data.notes.append(f"texts are in column '{preprocessing.settings['column']}'")
         columns = {name: columns[name] for name in left}
         inputs = [spec for spec in inputs if spec.name not in tokens]
         if not inputs:
@@ -196,106 +308,61 @@ def _read_table(
         if columns and label is not None:
             column = columns.pop(label)
             columns[inputs[0].name] = column
-            found.label = label
-    known = options.features
+            data.label = label
+    features = options.features
     if earlier is not None and earlier.kind == "table":
         settings = earlier.settings
-        known = Features(earlier.input, list(settings["columns"]), settings.get("categories", {}))
+        features = Features(earlier.input, list(settings["columns"]), settings.get("categories", {}))
     table = assemble(
         columns, inputs, label=options.label, classes=options.classes, class_count=options.class_count,
-        where=str(path), earlier=known, target=target,
+        where=where, earlier=features, target=target,
     )  # fmt: skip
     arrays |= table.arrays
-    found.classes = table.classes or found.classes
-    found.features = table.features
-    found.label = found.label or table.label
-    found.notes += table.notes
+    data.classes = table.classes or data.classes
+    data.features = table.features
+    data.label = data.label or table.label
+    data.notes += table.notes
     if earlier is not None and earlier.kind == "table" and earlier.input in arrays:
         arrays[earlier.input] = apply_table(arrays[earlier.input], earlier.settings)
-        found.preprocessing, found.features = earlier, None
+        data.preprocessing, data.features = earlier, None
     elif table.features is not None:
-        found.exact = exact = table.arrays[table.features.input]
+        data.exact = exact = table.arrays[table.features.input]
         if np.isnan(exact).any():  # until they are filled
             arrays[table.features.input] = np.nan_to_num(exact)
-
-
-def split(data: Data, share: float, *, seed: int) -> tuple[Data, Data]:
-    """A training and an evaluation part, the same for the same seed; every class is in both where it can be."""
-    if not 0 < share < 1:
-        raise DataError(f"--hold-out is {share}: it is a share of the samples", "for example --hold-out 0.1")
-    if data.arrays is None or data.samples is None:
-        raise DataError("--hold-out needs arrays, not a function", "give --eval-data instead")
-    count = round(share * data.samples)
-    if not 0 < count < data.samples:
-        raise DataError(
-            f"--hold-out {share} of {data.samples} samples leaves nothing on one side", "choose another share"
-        )
-    held_out = _held_out(data.arrays, count, np.random.default_rng(seed))
-    parts = []
-    for chosen in (np.flatnonzero(~held_out), np.flatnonzero(held_out)):
-        arrays = {
-            name: array.part(chosen) if isinstance(array, Rows) else array[chosen]
-            for name, array in data.arrays.items()
-        }
-        exact = None if data.exact is None else data.exact[chosen]
-        parts.append(dataclasses.replace(data, arrays=arrays, exact=exact, notes=[]))
-    return parts[0], parts[1]
-
-
-def _held_out(arrays: Mapping[str, Any], count: int, rng: np.random.Generator) -> np.ndarray:
-    """Which samples to hold out: as many of each class as its share, where the last array has classes."""
-    labels = list(arrays.values())[-1]
-    samples = len(labels)
-    order = rng.permutation(samples)
-    chosen = np.zeros(samples, bool)
-    if isinstance(labels, Rows) or labels.ndim != 1 or labels.dtype.kind not in "iub" or len(arrays) < 2:
-        chosen[order[:count]] = True
-        return chosen
-    _, classes, sizes = np.unique(labels, return_inverse=True, return_counts=True)
-    if len(sizes) * 2 > samples:
-        chosen[order[:count]] = True
-        return chosen
-    # the place of each sample among those of its class, from 0 to 1: the first of all classes are taken
-    place = np.empty(samples)
-    for kind in range(len(sizes)):
-        members = order[classes[order] == kind]
-        place[members] = (np.arange(len(members)) + rng.random()) / len(members)
-    chosen[np.argsort(place, kind="stable")[:count]] = True
-    for kind, size in enumerate(sizes):  # a class that is on one side only, though it need not be
-        members = order[classes[order] == kind]
-        if size > 1 and chosen[members].all():
-            chosen[members[0]] = False
-        elif size > 1 and not chosen[members].any() and count >= len(sizes):
-            chosen[members[0]] = True
-    return chosen
 
 
 def prepare(train: Data, others: Sequence[Data], *, standardize: bool = False) -> None:
     """Fit on the training samples what has to be learned, and do it to all; changes them in place."""
     train.notes += _balance(train)
-    if train.arrays is None or train.features is None or train.exact is None:
+    if train.features is None or train.exact is None:
         if standardize:
             raise DataError("--standardize is for tables", "leave it away")
         return
     name = train.features.input
-    made, notes = fit_table(train.exact, train.features, standardize=standardize)
+    preprocessing, notes = fit_table(train.exact, train.features, standardize=standardize)
     train.notes += notes
     for data in (train, *others):
-        if data.arrays is None or data.exact is None:
+        if data.exact is None:
             continue
         kind, shape = data.arrays[name].dtype, data.arrays[name].shape
-        array = apply_table(data.exact, made.settings)
+        array = apply_table(data.exact, preprocessing.settings)
         if kind.kind in "iu":
             if standardize:
                 raise DataError(f"--standardize makes fractions, and '{name}' takes {kind}", "leave it away")
             array = np.round(array)
-        data.arrays[name], data.preprocessing = array.astype(kind).reshape(shape), made
+        data.arrays[name], data.preprocessing = array.astype(kind).reshape(shape), preprocessing
 
 
 def _balance(data: Data) -> list[str]:
     """A remark where one class has far fewer samples than another: the accuracy says little then."""
-    labels = list((data.arrays or {0: np.zeros(0)}).values())[-1]
-    if data.classes is None or isinstance(labels, Rows) or labels.dtype.kind not in "iu" or labels.ndim != 1:
+    labels = next(reversed(data.arrays.values()), None)
+    if (
+        data.classes is None
+        or labels is None
+        or isinstance(labels, Rows)
+        or labels.dtype.kind not in "iu"
+        or labels.ndim != 1
+    ):
         return []
     sizes = np.bincount(labels[labels >= 0], minlength=len(data.classes))[: len(data.classes)]
     least, most = int(sizes.argmin()), int(sizes.argmax())
@@ -372,7 +439,7 @@ def _read_npy(file: IO[bytes], size: int) -> np.ndarray:
 
 def check_labels(data: Data, ranges: Mapping[str, Mapping[str, Any]]) -> None:
     """Reject labels out of range, with their row; and more class names than the model has classes."""
-    if data.arrays is None:
+    if not data.arrays:
         return
     for name, entry in ranges.items():
         labels, count, ignored = data.arrays.get(name), int(entry["classes"]), entry.get("ignore_index")
@@ -392,20 +459,20 @@ def check_labels(data: Data, ranges: Mapping[str, Mapping[str, Any]]) -> None:
         if ignored is not None:
             bad &= np.asarray(labels) != ignored
         if bad.any():
-            where, known = np.argwhere(bad)[0], np.unique(labels)
+            where, values = np.argwhere(bad)[0], np.unique(labels)
             column = "" if data.label is None else f" in column '{data.label}' (--label names another one)"
-            shown = first_of(known.tolist())
+            shown = first_of(values.tolist())
             raise DataError(
                 f"row {int(where[0])} of the data (from 0): '{name}' has label {labels[tuple(where)]}, and the model "
                 f"has {count} classes, so labels are 0 to {count - 1}",
-                f"the data has {len(known)} different labels{column}: {shown}; fix them, or make a head for them: "
-                f"onward artifacts MODEL --classes {len(known)}",
+                f"the data has {len(values)} different labels{column}: {shown}; fix them, or make a head for them: "
+                f"onward artifacts MODEL --classes {len(values)}",
             )
 
 
 def blame_data(error: NonFiniteError, data: Data) -> Exception:
     """A loss or gradient that is not finite: the row of the data that is to blame, where one is."""
-    for name, array in (data.arrays or {}).items():
+    for name, array in data.arrays.items():
         if isinstance(array, Rows) or array.dtype.kind != "f" or np.isfinite(array).all():
             continue
         row = int(np.argwhere(~np.isfinite(array))[0][0])

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from onward.data.images import class_files
-from onward.data.preprocessing import Preprocessing
+from onward.data.columns import EmbeddedFile
+from onward.data.preprocess import sound
 from onward.errors import DataError
+from onward.info.preprocessing import Preprocessing
 from onward.limits import require
 from onward.reading import read_bytes
 from onward.train.batches import Rows
@@ -20,27 +19,14 @@ from onward.train.batches import Rows
 if TYPE_CHECKING:
     from onward.data.match_inputs import InputSpec
 
-__all__ = ["SOUNDS", "Waves", "fit_wave", "read_sounds", "read_wave", "sound_input"]
-
 SOUNDS = frozenset({".wav"})
 _RATE = 16000
-
-
-@dataclass
-class Sounds:
-    """Waves and, where folders name classes and the model takes labels, their numbers."""
-
-    arrays: dict[str, Any]
-    classes: list[str] | None
-    preprocessing: Preprocessing
 
 
 class Waves(Rows):
     """WAV files as an array of waves of one length."""
 
-    def __init__(
-        self, files: Sequence[Path], settings: Mapping[str, Any], *, dtype: Any = np.float32
-    ) -> None:
+    def __init__(self, files: Sequence[Any], settings: Mapping[str, Any], *, dtype: Any = np.float32) -> None:
         self.files, self.settings, self.dtype = list(files), dict(settings), np.dtype(dtype)
         self.shape = (len(self.files), *self.read(np.asarray([0]))[0].shape)
 
@@ -54,25 +40,25 @@ class Waves(Rows):
 
 
 def read_sounds(
-    folder: Path,
-    inputs: Sequence[InputSpec],
-    *,
-    name: str | None = None,
-    classes: Sequence[str] | None = None,
-    settings: Mapping[str, Any] | None = None,
-) -> Sounds:
-    """All WAV files of a folder, or one file, for the model's input of waves."""
-    found, labels, known = class_files(folder, inputs, SOUNDS, "sound", classes=classes)
+    files: Sequence[Any], inputs: Sequence[InputSpec], name: str | None, settings: Mapping[str, Any]
+) -> tuple[dict[str, Any], Preprocessing]:
+    """WAV files for the model's input of waves, and what is done to them."""
     spec, layout, length = sound_input(inputs, name)
-    made = {"sampling_rate": _RATE, **(settings or {}), "layout": layout}
+    used = {"sampling_rate": _RATE, **settings, "layout": layout}
     if length is not None:
-        made["length"] = length
-    elif "length" not in made:
-        made["length"] = max(len(fit_wave(*read_wave(path), {**made, "layout": "T"})) for path in found)
-    arrays: dict[str, Any] = {spec.name: Waves(found, made, dtype=spec.dtype)}
-    if labels is not None:
-        arrays[labels[0]] = labels[1]
-    return Sounds(arrays, known, Preprocessing("sound", spec.name, made))
+        used["length"] = length
+    elif "length" not in used:
+        used["length"] = max(len(fit_wave(*read_wave(file), {**used, "layout": "T"})) for file in files)
+    return {spec.name: Waves(files, used, dtype=spec.dtype)}, Preprocessing("sound", spec.name, used)
+
+
+def why_unreadable_sound(file: Any) -> str | None:
+    """Why a sound cannot be read; None where it can."""
+    try:
+        read_wave(file)
+    except DataError as error:
+        return str(error).removeprefix(f"cannot read the sound '{file}': ")
+    return None
 
 
 def sound_input(inputs: Sequence[InputSpec], name: str | None) -> tuple[InputSpec, str, int | None]:
@@ -95,7 +81,8 @@ def sound_input(inputs: Sequence[InputSpec], name: str | None) -> tuple[InputSpe
 def read_wave(path: Any) -> tuple[np.ndarray, int]:
     """The samples of a WAV file from −1 to 1, all channels averaged, and their rate."""
     try:
-        content = read_bytes(path, limit="unpacked_bytes")
+        embedded = isinstance(path, EmbeddedFile)
+        content = path.content if embedded else read_bytes(path, limit="unpacked_bytes")
     except OSError as error:
         why = error.strerror or error
         raise DataError(f"cannot read the sound '{path}': {why}", "is the path right?") from error
@@ -106,6 +93,7 @@ def read_wave(path: Any) -> tuple[np.ndarray, int]:
         raise DataError(
             f"cannot read the sound '{path}': {error}", "WAV with whole numbers or floats is understood"
         ) from error
+    # a file that was cut off may end between the channels of a frame
     samples = samples[: len(samples) // channels * channels]
     if not len(samples):
         raise DataError(f"'{path}' has no sound in it", "remove it")
@@ -116,22 +104,22 @@ def _chunks(content: bytes) -> tuple[int, int, int, int, bytes]:
     """Format, channels, rate, bits of a sample and the data of a WAV file."""
     if content[:4] != b"RIFF" or content[8:12] != b"WAVE":
         raise ValueError("it is no WAV file")
-    place, found = 12, None
-    while place + 8 <= len(content):
-        name, size = content[place : place + 4], struct.unpack_from("<I", content, place + 4)[0]
-        body = content[place + 8 : place + 8 + size]
+    offset, sound_format = 12, None
+    while offset + 8 <= len(content):
+        name, size = content[offset : offset + 4], struct.unpack_from("<I", content, offset + 4)[0]
+        body = content[offset + 8 : offset + 8 + size]
         if name == b"fmt ":
             kind, channels, rate, _, _, bits = struct.unpack_from("<HHIIHH", body)
             if kind == 0xFFFE and len(body) >= 26:  # extensible: the format is in its own place
                 kind = struct.unpack_from("<H", body, 24)[0]
             if not channels or not rate:
                 raise ValueError(f"it has {channels} channels and a rate of {rate}")
-            found = kind, channels, rate, bits
+            sound_format = kind, channels, rate, bits
         elif name == b"data":
-            if found is None:
+            if sound_format is None:
                 break
-            return (*found, body)
-        place += 8 + size + size % 2
+            return (*sound_format, body)
+        offset += 8 + size + size % 2
     raise ValueError("it has no sound in it, or is cut off")
 
 
@@ -142,6 +130,7 @@ def _samples(data: bytes, kind: int, bits: int) -> np.ndarray:
     if (kind, bits) == (1, 16):
         return np.frombuffer(whole, "<i2").astype(np.float32) / 2**15
     if (kind, bits) == (1, 24):
+        # numpy has no type of three bytes; from the top of 32 bits the shift brings the sign down
         parts = np.frombuffer(whole, np.uint8).reshape(-1, 3).astype(np.int32)
         numbers = (parts[:, 0] << 8 | parts[:, 1] << 16 | parts[:, 2] << 24) >> 8
         return numbers.astype(np.float32) / 2**23
@@ -154,9 +143,11 @@ def _samples(data: bytes, kind: int, bits: int) -> np.ndarray:
 
 def fit_wave(samples: np.ndarray, rate: int, settings: Mapping[str, Any]) -> np.ndarray:
     """A wave in the rate and length of a model: resampled, cut in the middle or followed by silence."""
-    wanted = settings.get("sampling_rate", rate)
-    if rate != wanted:
-        samples = _resample(samples, rate, wanted)
+    target_rate = settings.get("sampling_rate", rate)
+    if rate != target_rate:
+        samples = _resample(samples, rate, target_rate)
+    if settings.get("do_normalize"):  # before silence is added, as Hugging Face's feature extractors do
+        samples = sound(samples, {"do_normalize": True})
     length = settings.get("length")
     if length:
         start = max(0, (len(samples) - length) // 2)
@@ -167,14 +158,16 @@ def fit_wave(samples: np.ndarray, rate: int, settings: Mapping[str, Any]) -> np.
     return samples[None] if layout == "1T" else samples[:, None] if layout == "T1" else samples
 
 
-def _resample(samples: np.ndarray, rate: int, wanted: int) -> np.ndarray:
+def _resample(samples: np.ndarray, rate: int, target_rate: int) -> np.ndarray:
     """Another rate through the spectrum: what the new rate cannot hold is left out, so that nothing aliases."""
-    count = max(1, round(len(samples) * wanted / rate))
+    count = max(1, round(len(samples) * target_rate / rate))
     require(
-        "unpacked_bytes", 16 * count, f"a sound at {rate} samples a second brought to {wanted}, in bytes,"
+        "unpacked_bytes",
+        16 * count,
+        f"a sound at {rate} samples a second brought to {target_rate}, in bytes,",
     )
     spectrum = np.fft.rfft(samples)
-    kept = min(len(spectrum), count // 2 + 1)
-    made = np.zeros(count // 2 + 1, spectrum.dtype)
-    made[:kept] = spectrum[:kept]
-    return (np.fft.irfft(made, count) * (count / len(samples))).astype(np.float32)
+    count_kept = min(len(spectrum), count // 2 + 1)
+    resampled = np.zeros(count // 2 + 1, spectrum.dtype)
+    resampled[:count_kept] = spectrum[:count_kept]
+    return (np.fft.irfft(resampled, count) * (count / len(samples))).astype(np.float32)

@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from onward.data.preprocessing import Preprocessing
 from onward.errors import DataError
+from onward.info.preprocessing import Preprocessing
 from onward.reading import read_json, read_text
 
 if TYPE_CHECKING:
     from onward.data.match_inputs import InputSpec
 
-__all__ = [
-    "TOKENS",
-    "find_tokenizer",
-    "open_tokenizer",
-    "read_texts",
-    "read_tokenizer",
-    "text_settings",
-    "tokenize",
-]
-
 TOKENS = ("input_ids", "attention_mask", "token_type_ids")
+TEXT_COLUMNS = ("text", "sentence", "review", "content")
 # enough for a paragraph; longer texts cost time squared
 _LONGEST = 256
 
@@ -37,12 +30,12 @@ def takes_tokens(inputs: Sequence[InputSpec]) -> bool:
 
 def find_tokenizer(*places: Path) -> Path | None:
     """The first tokenizer.json in these folders or beside these files; a file that is one itself counts."""
-    for place in places:
+    for folder in places:
         for path in (
-            place,
-            place / "tokenizer.json",
-            place.parent / "tokenizer.json",
-            place / "pipeline" / "tokenizer.json",
+            folder,
+            folder / "tokenizer.json",
+            folder.parent / "tokenizer.json",
+            folder / "pipeline" / "tokenizer.json",
         ):
             if path.suffix == ".json" and path.is_file():
                 return path
@@ -55,15 +48,95 @@ def read_tokenizer(path: Path) -> Any:
         from tokenizers import Tokenizer
     except ImportError as error:
         raise DataError("text needs the package tokenizers", "pip install 'onward[text]'") from error
+    text = read_text(path)
     try:
-        tokenizer = Tokenizer.from_str(read_text(path))
+        document = read_json(path)
+        _require_bounded(path, document)
+        tokenizer = _of_characters(document) or Tokenizer.from_str(text)
+    except DataError:
+        raise
     except Exception as error:  # the package raises plain Exception
         raise DataError(
             f"'{path}' is not a tokenizer: {error}", "a tokenizer.json of Hugging Face is needed"
         ) from error
+    # a file may pad every text to the length it was trained with: 512 tokens cost their square
     tokenizer.no_padding()
     tokenizer.no_truncation()
+    return GuardedTokenizer(tokenizer, path)
+
+
+def _of_characters(document: Mapping[str, Any]) -> Any:
+    """The tokenizer of a table from each character to its number, as models of characters have; None for another file.
+
+    A character that is not in the table becomes the number of "", "[UNK]" or "<unk>", or else 0.
+    """
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+
+    numbers = [number for number in document.values() if type(number) is int]
+    if not document or len(numbers) != len(document) or min(numbers) < 0:
+        return None
+    unknown = next((name for name in ("", "[UNK]", "<unk>") if name in document), None)
+    table = dict(document)
+    if unknown is None:
+        unknown = next((name for name, number in document.items() if number == 0), "[UNK]")
+        table.setdefault(unknown, 0)
+    tokenizer = Tokenizer(models.WordLevel(table, unk_token=unknown))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     return tokenizer
+
+
+class GuardedTokenizer:
+    """A tokenizer of the tokenizers package whose failures are errors of ours.
+
+    A pattern that backtracks without end makes the package panic, and that passes every `except Exception`.
+    """
+
+    def __init__(self, tokenizer: Any, path: Path) -> None:
+        self._tokenizer, self._path = tokenizer, path
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._tokenizer, name)
+        return functools.partial(self._call, value) if name.startswith(("encode", "decode")) else value
+
+    def _call(self, function: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except (KeyboardInterrupt, SystemExit, GeneratorExit):
+            raise
+        except BaseException as error:  # pyo3's PanicException is no Exception
+            raise DataError(
+                f"'{self._path}' fails on a text: {error}",
+                "its patterns do not suit this text; is the file right?",
+            ) from error
+
+
+# How many times longer a text may become; a normalizer that writes <0x0A> for a line break makes 6 of 1.
+_LARGEST_GROWTH = 1024
+
+
+def _require_bounded(path: Path, document: Any) -> None:
+    """Refuse steps that together make a text much longer: thirty that write "aa" for "a" take any memory."""
+    for stage in ("normalizer", "pre_tokenizer", "decoder"):
+        growth = _growth(document.get(stage))
+        if growth > _LARGEST_GROWTH:
+            raise DataError(
+                f"'{path}': its {stage} may make a text {growth:,.0f} times longer", "is the file right?"
+            )
+
+
+def _growth(step: Any) -> float:
+    """How many times longer than its input the output of a step may be."""
+    if not isinstance(step, Mapping):
+        return 1.0
+    parts = next((step[key] for key in ("normalizers", "pretokenizers", "decoders") if key in step), None)
+    if isinstance(parts, list):
+        return math.prod(map(_growth, parts))
+    if step.get("type") != "Replace":
+        return 1.0
+    pattern, content = step.get("pattern"), len(str(step.get("content", "")))
+    text = pattern.get("String") if isinstance(pattern, Mapping) else None
+    # a regular expression may match nothing at all, before each character
+    return max(1.0, content / len(text)) if isinstance(text, str) and text else 1.0 + content
 
 
 def open_tokenizer(path: Path, settings: Mapping[str, Any]) -> Any:
@@ -106,15 +179,15 @@ def tokenize(
         "attention_mask": ("attention_mask", 0),
         "token_type_ids": ("type_ids", 0),
     }
-    made = {}
+    arrays = {}
     for name in [name for name in TOKENS if name in names]:
         attribute, filler = columns[name]
         array = np.full((len(encodings), width), filler, np.int64)
         for row, encoding in enumerate(encodings):
             values = getattr(encoding, attribute)
             array[row, : len(values)] = values
-        made[name] = array
-    return made
+        arrays[name] = array
+    return arrays
 
 
 def read_texts(
@@ -125,11 +198,12 @@ def read_texts(
     label: str | None,
     column: str | None = None,
     max_length: int | None = None,
+    pad_id: int | None = None,
     where: str = "the table",
 ) -> tuple[dict[str, np.ndarray], list[str], Preprocessing]:
     """The token arrays of a table's text column, the other columns, and what was done."""
     words = [name for name, values in columns.items() if values.dtype.kind in "UO" and name != label]
-    name = column or next((n for n in words if n.lower() in ("text", "sentence", "review", "content")), None)
+    name = column or next((n for n in words if n.lower() in TEXT_COLUMNS), None)
     if name is None and label is None and len(words) > 1:
         name = max(words, key=lambda word: sum(len(str(cell)) for cell in columns[word][:256]))
     name = name or next(iter(words), None)
@@ -147,6 +221,8 @@ def read_texts(
     if hole is not None:
         raise DataError(f"'{where}', sample {hole} (from 0): '{name}' is empty", "fill it, or drop the row")
     settings = {**text_settings(tokenizer, max_length=max_length), "column": name}
+    if pad_id is not None:
+        settings["pad_id"] = pad_id
     names = [spec.name for spec in inputs]
     arrays = tokenize(list(columns[name]), open_tokenizer(tokenizer, settings), settings, names)
     left = [other for other in columns if other != name]

@@ -7,6 +7,7 @@ size, and then raised by all ranks, with the same class and message.
 from __future__ import annotations
 
 import hashlib
+import io
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,14 +15,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from onward.checkpoint import codec
 from onward.distributed.errors import DistributedError, OtherStageFailed
 from onward.errors import CheckpointError, ExportError, ModelError, NonFiniteError, OnwardError
 
 if TYPE_CHECKING:
+    from onward.checkpoint.content import CheckpointData
     from onward.distributed.comm import Communicator
     from onward.runtime.memory import Tensor
-
-__all__ = ["agree", "all_or_none", "broadcast_bytes", "raise_together", "same_everywhere"]
 
 _TEXT = 2000
 # What can be raised by its own name on a rank where it did not happen; anything else is a DistributedError.
@@ -64,6 +65,7 @@ def raise_together(comm: Communicator, failure: Exception | None) -> None:
         raise failure
     reasons = np.zeros(comm.world, np.int64)
     if failure is not None:
+        # an error of a rank's own comes before the echo of another's
         reasons[comm.rank] = 1 if isinstance(failure, OtherStageFailed) else 2
     comm.all_reduce(reasons)
     if not reasons.any():
@@ -79,6 +81,7 @@ def raise_together(comm: Communicator, failure: Exception | None) -> None:
     if failure is not None and reasons[comm.rank] == 2:  # its own, with its own traceback
         raise failure
     text = message[1:].tobytes().rstrip(b"\0").decode(errors="replace") + f" (on rank {source})"
+    # only its place in a table is sent: no class is made from what another machine says
     kind = _KINDS[int(message[0])]
     raise CheckpointError(*text.split("\n", 1)) if kind is CheckpointError else kind(text)
 
@@ -107,6 +110,28 @@ def broadcast_bytes(comm: Communicator, data: bytes | None) -> bytes:
     return whole.tobytes()
 
 
+def send_bytes(comm: Communicator, data: bytes, *, to: int) -> None:
+    """Send bytes to a rank that does not know how many there are."""
+    comm.send(np.array([len(data)], np.int64), to=to)
+    comm.send(np.frombuffer(data, np.uint8).copy(), to=to)
+
+
+def receive_bytes(comm: Communicator, *, source: int) -> bytes:
+    """What `send_bytes` sends."""
+    size = np.zeros(1, np.int64)
+    comm.receive(size, source=source)
+    content = np.empty(size[0], np.uint8)
+    comm.receive(content, source=source)
+    return content.tobytes()
+
+
+def encode_state(data: CheckpointData) -> bytes:
+    """A state as the bytes of a checkpoint file, which `codec.decode` verifies."""
+    stream = io.BytesIO()
+    codec.encode(data, stream)
+    return stream.getvalue()
+
+
 def same_everywhere(comm: Communicator, tensors: Sequence[Tensor]) -> bool:
     """Check that the ranks hold the same bytes; otherwise broadcast rank 0's, with a warning.
 
@@ -114,6 +139,7 @@ def same_everywhere(comm: Communicator, tensors: Sequence[Tensor]) -> bool:
     """
     digest = hashlib.sha256()
     for tensor in tensors:
+        # digests are compared, not tensors: 32 bytes cross the wire where all is well
         digest.update(np.ascontiguousarray(tensor.read()).data)
     own = np.frombuffer(digest.digest(), np.uint8)
     first = own.copy()

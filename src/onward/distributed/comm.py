@@ -8,59 +8,54 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
-from onward.distributed.errors import DistributedError
+from onward.distributed.errors import DistributedError, RankLost
+from onward.distributed.rank_environment import RankEnvironment, read_environment
+from onward.runtime.device_tensor import DeviceTensor
 from onward.runtime.devices import Device, DeviceLike, find_device
-from onward.runtime.memory import DeviceTensor, HostTensor, Tensor
-
-__all__ = ["Buffer", "Communicator", "LocalCommunicator", "TorchCommunicator", "connect", "device_of_rank"]
+from onward.runtime.tensors import HostTensor, Tensor
 
 # What ranks exchange, in place: an array, or a tensor of the memory of training, on the host or a device.
 Buffer = np.ndarray | Tensor
 
 
-class Communicator(Protocol):
-    """The interface of a process group; every method but `send` and `receive` is collective."""
+class Communicator:
+    """A process group; here a world of one rank. Every method but `send` and `receive` is collective."""
 
-    rank: int
-    world: int
+    rank, world = 0, 1
 
     def all_reduce(self, array: Buffer, *, compress: bool = False) -> None:
         """Replace the array by its sum over the ranks; `compress` sends float32 as bfloat16."""
-        ...
 
     def reduce_scatter(self, array: Buffer, bounds: Sequence[int], *, compress: bool = False) -> None:
         """Replace this rank's part, `array[bounds[rank]:bounds[rank + 1]]`, by its sum; parts are equal."""
-        ...
 
     def all_gather(self, array: Buffer, bounds: Sequence[int]) -> None:
         """Fill the array from each rank's part of it."""
-        ...
 
     def broadcast(self, array: Buffer, *, root: int = 0) -> None:
         """Replace the array by the root's."""
-        ...
 
     def send(self, array: Buffer, *, to: int) -> None:
         """Send an array to one rank."""
-        ...
+        raise DistributedError(f"a world of one rank has no rank {to}")
 
     def receive(self, array: Buffer, *, source: int) -> None:
         """Fill an array with what one rank sends."""
-        ...
+        raise DistributedError(f"a world of one rank has no rank {source}")
 
     def close(self) -> None:
         """Leave the group."""
-        ...
 
 
-class LocalCommunicator:
+class LocalCommunicator(Communicator):
     """A world of one rank.
 
     >>> comm = LocalCommunicator()
@@ -70,34 +65,8 @@ class LocalCommunicator:
     (1, [1.0, 1.0])
     """
 
-    rank = 0
-    world = 1
 
-    def all_reduce(self, array: Buffer, *, compress: bool = False) -> None:
-        """The sum over one rank is what is there."""
-
-    def reduce_scatter(self, array: Buffer, bounds: Sequence[int], *, compress: bool = False) -> None:
-        """The only part is the whole."""
-
-    def all_gather(self, array: Buffer, bounds: Sequence[int]) -> None:
-        """The only part is the whole."""
-
-    def broadcast(self, array: Buffer, *, root: int = 0) -> None:
-        """The root is this rank."""
-
-    def send(self, array: Buffer, *, to: int) -> None:
-        """There is nobody to send to."""
-        raise DistributedError(f"a world of one rank has no rank {to}")
-
-    def receive(self, array: Buffer, *, source: int) -> None:
-        """There is nobody to receive from."""
-        raise DistributedError(f"a world of one rank has no rank {source}")
-
-    def close(self) -> None:
-        """Nothing to leave."""
-
-
-class TorchCommunicator:
+class TorchCommunicator(Communicator):
     """A process group of torch.distributed; `group=None` is the whole world.
 
     `sent` counts what this rank gave to all-reduces in bytes, a reduce-scatter or all-gather as one half of
@@ -105,7 +74,13 @@ class TorchCommunicator:
     """
 
     def __init__(
-        self, group: Any = None, *, nccl: bool = False, timeout: float = 0.0, owned: bool = False
+        self,
+        group: Any = None,
+        *,
+        nccl: bool = False,
+        timeout: float = 0.0,
+        owned: bool = False,
+        store: Any = None,
     ) -> None:
         import torch.distributed as dist
 
@@ -114,8 +89,10 @@ class TorchCommunicator:
         self.rank = dist.get_rank(group)
         self.world = dist.get_world_size(group)
         self.nccl = nccl
-        self._timeout = timeout
-        self._owned = owned
+        self.timeout = timeout
+        self.owned = owned
+        # torch holds only its own half of a store that is written in Python, and calls it for each new group
+        self.store = store
         self.sent = 0
 
     def all_reduce(self, array: Buffer, *, compress: bool = False) -> None:
@@ -131,6 +108,7 @@ class TorchCommunicator:
 
         with self._tensor(array) as tensor, self.explained("reduce-scatter"):
             whole = _compressed(tensor, compress)
+            # memory of its own: the collective must not write what it reads
             own = torch.empty_like(whole[bounds[self.rank] : bounds[self.rank + 1]])
             self._count(whole, share=2)
             _newest(self._dist, "reduce_scatter_single", "reduce_scatter_tensor")(
@@ -140,6 +118,7 @@ class TorchCommunicator:
 
     def all_gather(self, array: Buffer, bounds: Sequence[int]) -> None:
         with self._tensor(array) as tensor, self.explained("all-gather"):
+            # a copy: the collective writes all of the tensor, this part as well
             own = tensor[bounds[self.rank] : bounds[self.rank + 1]].clone()
             self._count(tensor, share=2)
             _newest(self._dist, "all_gather_single", "all_gather_into_tensor")(tensor, own, group=self.group)
@@ -160,8 +139,10 @@ class TorchCommunicator:
             self._dist.recv(tensor, self._global(source), group=self.group)
 
     def close(self) -> None:
-        if self._owned and self._dist.is_initialized():
+        if self.owned and self._dist.is_initialized():
             self._dist.destroy_process_group()
+            if hasattr(self.store, "close"):
+                self.store.close()
 
     def _global(self, rank: int) -> int:
         return rank if self.group is None else self._dist.get_global_rank(self.group, rank)
@@ -180,15 +161,15 @@ class TorchCommunicator:
                 yield torch.from_numpy(staged)
                 array.write(staged)
                 return
-            there = torch.as_tensor(array, device="cuda")
+            on_gpu = torch.as_tensor(array, device="cuda")
             # onnxruntime's runs end with their work done; torch's collectives end in a stream of its own
-            yield there
-            torch.cuda.synchronize(there.device)
+            yield on_gpu
+            torch.cuda.synchronize(on_gpu.device)
             return
-        here = array.array if isinstance(array, HostTensor) else np.asarray(array)
-        if not here.flags.c_contiguous:
+        on_host = array.array if isinstance(array, HostTensor) else np.asarray(array)
+        if not on_host.flags.c_contiguous:
             raise AssertionError("an array that is communicated must be contiguous")
-        yield torch.from_numpy(here)
+        yield torch.from_numpy(on_host)
 
     @contextmanager
     def explained(self, what: str) -> Iterator[None]:
@@ -196,16 +177,16 @@ class TorchCommunicator:
         try:
             yield
         except RuntimeError as error:
-            raise DistributedError(
+            raise RankLost(
                 f"rank {self.rank} of {self.world}: {what} failed: another rank died, or did not respond within "
-                f"{self._timeout:g} s. See that rank's own error; restart with torchrun --max-restarts. ({error})"
+                f"{self.timeout:g} s. See that rank's own error; --max-restarts starts all ranks again. ({error})"
             ) from error
 
 
 def connect(
     *, timeout: float = 600.0, backend: str | None = None, device: DeviceLike = "cpu"
 ) -> Communicator:
-    """Join the world that the launcher describes (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT), or be alone.
+    """Join the world that the launcher describes (see `rank_environment`), or be alone.
 
     `timeout` is how many seconds a rank waits for the others before it gives up. The memory of GPUs goes through
     NCCL where each rank of a machine has a GPU of its own, else through the host and gloo; `backend` decides
@@ -216,7 +197,8 @@ def connect(
     """
     if timeout <= 0:
         raise ValueError(f"timeout is {timeout}: it must be a positive number of seconds")
-    world = _integer("WORLD_SIZE", 1)
+    environment = read_environment()
+    rank, world = environment.rank, environment.world
     if world == 1:
         return LocalCommunicator()
     try:
@@ -225,32 +207,33 @@ def connect(
         raise DistributedError(
             f"{world} ranks need torch.distributed: pip install onward[distributed]"
         ) from error
-    rank = _integer("RANK", None)
-    nccl = _takes_nccl(backend, device, world)
+    nccl = _takes_nccl(backend, device, environment)
     if nccl:
         import torch
 
         torch.cuda.set_device(find_device(device_of_rank(device)).number)
     span = timedelta(seconds=timeout)
-    owned = not dist.is_initialized()
+    owned, store = not dist.is_initialized(), None
     if owned:
+        _keep_to_loopback(environment)
         try:
+            store = _store(dist, environment, span)
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if nccl else "gloo",
-                store=_store(dist, rank, span),
+                store=store,
                 rank=rank,
                 world_size=world,
                 timeout=span,
             )
-        except (RuntimeError, ValueError) as error:
+        except (RuntimeError, ValueError, OSError) as error:
             raise DistributedError(
                 f"rank {rank} of {world} could not join the others within {timeout:g} s: are all ranks started, "
                 f"and is MASTER_ADDR:MASTER_PORT reachable from each? ({error})"
             ) from error
-    return TorchCommunicator(nccl=nccl, timeout=timeout, owned=owned)
+    return TorchCommunicator(nccl=nccl, timeout=timeout, owned=owned, store=store)
 
 
-def _takes_nccl(backend: str | None, device: DeviceLike, world: int) -> bool:
+def _takes_nccl(backend: str | None, device: DeviceLike, environment: RankEnvironment) -> bool:
     """Whether NCCL carries the memory of GPUs; it does not let two ranks share one."""
     import torch
     import torch.distributed as dist
@@ -261,21 +244,40 @@ def _takes_nccl(backend: str | None, device: DeviceLike, world: int) -> bool:
         raise DistributedError("backend='nccl' needs a torch with CUDA and a GPU: use backend='gloo'")
     if backend is not None or kind not in ("cuda", "auto"):
         return backend == "nccl"
-    return possible and _integer("LOCAL_WORLD_SIZE", world) <= torch.cuda.device_count()
+    return possible and (environment.local_world or environment.world) <= torch.cuda.device_count()
 
 
-def _store(dist: Any, rank: int, timeout: timedelta) -> Any:
-    """A store of this attempt's own: keys that a dead attempt left must not be taken for ours."""
-    address = os.environ.get("MASTER_ADDR")
-    if address is None:
-        raise DistributedError("MASTER_ADDR is not set: start with torchrun, or see docs/distributed.md")
-    # torchrun's agent already hosts a store at the address; under other launchers rank 0 does
-    hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    store = dist.TCPStore(
-        address, _integer("MASTER_PORT", None), is_master=rank == 0 and not hosted, timeout=timeout
-    )
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return dist.PrefixStore(f"attempt_{attempt}", store)
+def _keep_to_loopback(environment: RankEnvironment) -> None:
+    """Let gloo and NCCL listen on the loopback interface only, where all ranks are on this machine.
+
+    They listen where the host's name leads to otherwise, which is an address that others can reach.
+    """
+    if not environment.on_loopback:
+        return
+    interface = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
+    if interface is None:  # Windows names none of its own; gloo's Windows build takes the host's name
+        return
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        os.environ[variable] = interface
+
+
+def _store(dist: Any, environment: RankEnvironment, timeout: timedelta) -> Any:
+    """Where the ranks leave their addresses for each other."""
+    if environment.store_file is not None:
+        store = dist.FileStore(str(environment.store_file), environment.world)
+        store.set_timeout(timeout)
+        return store
+    address, port = environment.address, environment.port
+    if environment.has_agent_store:
+        store = dist.TCPStore(address, port, is_master=False, timeout=timeout)
+        # keys that a dead attempt left in the agent's store must not be taken for ours
+        return dist.PrefixStore(f"attempt_{environment.attempt}", store)
+    from onward.distributed.secret_store import SecretStore
+
+    return SecretStore(
+        address or "", port, environment.secret,
+        attempt=environment.attempt, is_server=environment.rank == 0, timeout=timeout,
+    )  # fmt: skip
 
 
 def _newest(module: Any, *names: str) -> Any:
@@ -290,17 +292,6 @@ def _compressed(tensor: Any, compress: bool) -> Any:
     return tensor.to(torch.bfloat16) if compress and tensor.dtype == torch.float32 else tensor
 
 
-def _integer(name: str, default: int | None) -> int:
-    text = os.environ.get(name)
-    if text is None:
-        if default is None:
-            raise DistributedError(f"{name} is not set: start with torchrun, or see docs/distributed.md")
-        return default
-    if not text.isdecimal():
-        raise DistributedError(f"{name} is '{text}': it must be a number")
-    return int(text)
-
-
 def device_of_rank(device: DeviceLike) -> DeviceLike:
     """The device of this rank: where a machine has several GPUs, "cuda" gives each of its ranks another."""
     chosen = Device("cuda") if device == "cuda" else device
@@ -309,4 +300,4 @@ def device_of_rank(device: DeviceLike) -> DeviceLike:
     import torch
 
     count = torch.cuda.device_count()
-    return dataclasses.replace(chosen, number=_integer("LOCAL_RANK", 0) % count) if count > 1 else chosen
+    return dataclasses.replace(chosen, number=read_environment().local_rank % count) if count > 1 else chosen

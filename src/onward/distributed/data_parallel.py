@@ -6,148 +6,93 @@ shards of different sizes are weighted correctly. Gradients are accumulated loca
 
 from __future__ import annotations
 
-import dataclasses
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import onnxruntime as ort
 
-from onward.api.module import Module
 from onward.api.optimizer import Optimizer
-from onward.api.state import CheckpointState
-from onward.distributed.agreement import same_everywhere
-from onward.distributed.comm import Communicator, device_of_rank
-from onward.distributed.sharding import ShardedOptimizer, bounds_of
+from onward.checkpoint.content import CheckpointData, OptimizerGroup
+from onward.distributed.errors import DistributedError
+from onward.distributed.rank_engine import RankEngine, reconcile, weight_of
+from onward.runtime.memory import FlatBuffer
+from onward.runtime.optimizers import make_updater
+from onward.runtime.optimizers.updater import ElementwiseUpdater
+from onward.train.engines import LocalEngine
 
 if TYPE_CHECKING:
-    from onward.checkpoint.content import CheckpointData
+    from onward.api.module import Module
+    from onward.distributed.comm import Communicator
     from onward.distributed.settings import RunnerSettings
-    from onward.runtime.memory import ModelMemory
+    from onward.runtime.optimizers.updater import Slots, Updater
+    from onward.runtime.sessions import ModelFile
     from onward.runtime.signature import Signature
-
-__all__ = ["DataParallel", "Report", "reconcile", "session_options", "weight_of"]
+    from onward.train.artifact_set import ArtifactFiles
+    from onward.train.engines import EngineSettings
 
 # Seeds of neighbouring ranks must not meet those of neighbouring steps.
 _RANK_STRIDE = 0x5851F42D4C957F2D
 
 
-@dataclasses.dataclass
-class Report:
-    """One rank's report after its shard of an update: sums over its samples, or its error."""
-
-    loss: float = 0.0
-    weight: float = 0.0
-    invalid: str | None = None
-    failure: Exception | None = None
-
-
-class DataParallel:
+class DataParallel(RankEngine, LocalEngine):
     """The engine of data-parallel training on one rank; `backward` and `evaluate` do not communicate."""
 
-    def __init__(self, parameters: RunnerSettings, data: CheckpointData, comm: Communicator) -> None:
-        self._settings, self._comm = parameters, comm
-        sharded = parameters.shard_optimizer and comm.world > 1
-        data.extras.setdefault("seed", parameters.seed)
-        self.state = CheckpointState(data)
-        self.module = Module(
-            parameters.training_model,
-            self.state,
-            parameters.eval_model,
-            device_of_rank(parameters.device),
-            session_options(parameters),
-            on_nonfinite=parameters.on_nonfinite,
-            parts=comm.world if sharded else 1,  # buffers that divide into equal shares, one for each rank
-        )
+    def __init__(
+        self,
+        files: ArtifactFiles,
+        data: CheckpointData,
+        settings: EngineSettings,
+        parameters: RunnerSettings,
+        comm: Communicator,
+    ) -> None:
+        self._parameters, self._comm = parameters, comm
+        self.rank = self.replica = comm.rank
+        self.world = self.replicas = comm.world
+        self.sums_loss = parameters.loss_reduction == "sum"
+        self._sharded = parameters.shard_optimizer and comm.world > 1
+        # buffers that divide into equal shares, one for each rank
+        super().__init__(files, data, settings, parts=comm.world if self._sharded else 1)
         self._base_seed = self.module.run_state.seed
         self.module.run_state.seed = (self._base_seed + comm.rank * _RANK_STRIDE) % (1 << 63)
-        self.optimizer: Optimizer = (
-            ShardedOptimizer(parameters.optimizer_model, self.module, comm)
-            if sharded
-            else Optimizer(parameters.optimizer_model, self.module)
-        )
 
-    @property
-    def input_names(self) -> Sequence[str]:
-        """What a batch consists of."""
-        return self.module.signature.inputs
+    def _make_optimizer(self, model: ModelFile) -> Optimizer:
+        if self._sharded:
+            return ShardedOptimizer(model, self.module, self._comm)
+        return super()._make_optimizer(model)
 
-    def backward(
-        self, batches: Sequence[Sequence[Any]], *, step: int, failure: Exception | None = None
-    ) -> Report:
-        """Gradients of this rank's share, times its weight, in the module's buffer; never raises."""
-        report = Report(failure=failure)
-        if failure is not None:
-            return report
-        module = self.module
-        gradients, run = module.memory.gradients.whole, module.run_state
-        before = 0.0
-        try:
-            module.train()
-            module.lazy_reset_grad()
-            for index, batch in enumerate(batches):
-                weight = self._weigh(module.signature, batch)
-                if weight == 0:
-                    continue
-                if before not in (0.0, weight):  # what is there counts in units of the next batch
-                    gradients.scale(before / weight)
-                before = weight
-                run.steps = step + index
-                result = module(*batch)
-                loss = result[0] if isinstance(result, tuple) else result
-                report.loss += float(np.reshape(loss, -1)[0]) * weight
-                report.weight += weight
-            if before == 0:
-                gradients.clear()
-            elif before != 1:
-                gradients.scale(before)
-            report.invalid, run.invalid = run.invalid, None
-        except Exception as error:
-            report.failure = error
-        run.steps = step + len(batches)
-        return report
+    def weigh(self, signature: Signature, batch: Sequence[Any]) -> float:
+        """What a mean over a batch counts; a sum counts once where it has samples."""
+        if self.sums_loss:
+            return 1.0 if len(np.atleast_1d(np.asarray(batch[0]))) else 0.0
+        return weight_of(signature, batch, self._parameters)
 
-    def update(self, *, weight: float, invalid: str | None) -> bool:
-        """Reduce the gradients and apply them; collective. False where the update was skipped."""
-        module, settings = self.module, self._settings
-        if invalid is not None:
-            module.run_state.invalid = invalid
-            return module.take_invalid() is None
+    def reduce_gradients(self, unit: float) -> float:
+        """Sum the gradients of all ranks."""
+        module, comm = self.module, self._comm
+        if comm.world == 1:
+            return unit
         vector = module.memory.gradients.whole
-        if isinstance(self.optimizer, ShardedOptimizer):
-            bounds = bounds_of(vector.shape[0], self._comm.world)
-            self._comm.reduce_scatter(vector, bounds, compress=settings.compress)
+        # Ranks have seen different numbers of samples: sums are what adds up, not means. A rank without any has
+        # the gradients of an earlier update in its buffer.
+        if not unit:
+            vector.clear()
+        elif unit != 1:
+            vector.scale(unit)
+        if self._sharded:
+            bounds = bounds_of(vector.shape[0], comm.world)
+            comm.reduce_scatter(vector, bounds, compress=self._parameters.compress)
         else:
-            self._comm.all_reduce(vector, compress=settings.compress)
+            comm.all_reduce(vector, compress=self._parameters.compress)
         module.step.gradients_changed()
-        self.optimizer.gradient_scale = 1.0 / weight if settings.loss_reduction == "mean" else 1.0
-        done = self.optimizer.step()
-        module.lazy_reset_grad()
-        return done
-
-    def evaluate(self, batches: Iterator[Sequence[Any]]) -> Report:
-        """The loss of the evaluation model over this rank's batches; never raises."""
-        report, module = Report(), self.module.eval()
-        try:
-            for batch in batches:
-                weight = self._weigh(module.active.signature, batch)
-                if weight == 0:
-                    continue
-                result = module(*batch)
-                loss = result[0] if isinstance(result, tuple) else result
-                report.loss += float(np.reshape(loss, -1)[0]) * weight
-                report.weight += weight
-        except Exception as error:
-            report.failure = error
-        return report
+        return 1.0
 
     def reconcile(self) -> None:
         """Synchronize batch-norm statistics and check that parameters are equal; collective."""
-        reconcile(self._comm, self.module.memory, how=self._settings.statistics)
+        reconcile(self._comm, self.module.memory, how=self._parameters.statistics)
 
     def gather(self, *, include_optimizer_state: bool) -> CheckpointData | None:
-        """The whole state on rank 0, None elsewhere; collective. Arrays are not copied."""
         slots = None
         if include_optimizer_state and isinstance(self.optimizer, ShardedOptimizer):
             slots = self.optimizer.gather_slots()
@@ -160,40 +105,6 @@ class DataParallel:
                 data.optimizer[0].slots = slots
         return data
 
-    def _weigh(self, signature: Signature, batch: Sequence[Any]) -> float:
-        if self._settings.loss_reduction == "sum":
-            return 1.0 if len(np.atleast_1d(np.asarray(batch[0]))) else 0.0
-        return weight_of(signature, batch, self._settings)
-
-
-def reconcile(comm: Communicator, memory: ModelMemory, *, how: str) -> None:
-    """Replace batch-norm statistics by the mean over the ranks, or by rank 0's; make sure of the same parameters.
-
-    Statistics are linear in what each batch adds, so the mean needs to be taken only where it is looked at.
-    """
-    for part in memory.statistics if comm.world > 1 else ():
-        flat = part.whole.read().astype(np.float32)
-        if how == "rank0":
-            comm.broadcast(flat)
-        else:
-            comm.all_reduce(flat)
-            flat /= np.float32(comm.world)
-        part.whole.write(flat)
-    same_everywhere(comm, [memory.parameters.whole, *(part.whole for part in memory.statistics)])
-
-
-def weight_of(signature: Signature, batch: Sequence[Any], parameters: RunnerSettings) -> float:
-    """What a mean over a batch counts: labels that are not ignored, else samples; or what the user says."""
-    if parameters.count is not None:
-        return float(parameters.count(batch))
-    for index, _, ignored in signature.labels:
-        if index < len(batch) and not isinstance(batch[index], ort.OrtValue):
-            labels = np.asarray(batch[index])
-            return float(labels.size if ignored is None else np.count_nonzero(labels != ignored))
-    first = batch[0]
-    shape = first.shape() if isinstance(first, ort.OrtValue) else np.shape(first)
-    return float(shape[0]) if shape else 1.0
-
 
 def session_options(parameters: RunnerSettings) -> ort.SessionOptions:
     """Threads of one rank: launchers set OMP_NUM_THREADS, which the runtime does not read."""
@@ -205,3 +116,89 @@ def session_options(parameters: RunnerSettings) -> ort.SessionOptions:
         # ranks share a machine: a thread that spins takes another rank's core
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     return options
+
+
+# --- Sharded optimizer state (ZeRO stage 1): each rank stores and updates one shard of the flat buffers.
+#
+# Gradients are reduced to the rank that needs them, parameters gathered after the update: the same volume as
+# one all-reduce, and 1/N of the optimizer's memory. The result equals the unsharded one, bit-exactly where
+# the reduction adds in the same order.
+
+
+def bounds_of(size: int, world: int) -> list[int]:
+    """Where each rank's equal part of a flat buffer begins, and the end."""
+    share, remainder = divmod(size, world)
+    if remainder:
+        raise AssertionError(f"{size} does not divide into {world} equal parts")
+    return [rank * share for rank in range(world + 1)]
+
+
+class ShardedOptimizer(Optimizer):
+    """An optimizer that holds this rank's share of the state; `step` is collective."""
+
+    def __init__(self, optimizer_uri: ModelFile, module: Module, comm: Communicator) -> None:
+        self._comm = comm
+        self._bounds = bounds_of(module.memory.parameters.whole.shape[0], comm.world)
+        # this rank's part
+        self._start, self._stop = self._bounds[comm.rank : comm.rank + 2]
+        super().__init__(optimizer_uri, module)
+
+    def step(self) -> bool:
+        """Update this rank's share, then exchange the parameters."""
+        done = super().step()
+        if done:
+            self._comm.all_gather(self._module.memory.parameters.whole, self._bounds)
+        return done
+
+    def gather_slots(self) -> Slots | None:
+        """The whole state, on rank 0 (None elsewhere); collective."""
+        updater = self._updater
+        assert isinstance(updater, ElementwiseUpdater)
+        shapes = self._module.memory.parameters.shapes
+        whole = {slot: FlatBuffer(shapes, parts=self._comm.world) for slot in updater.slot_vectors()}
+        for slot, own in updater.slot_vectors().items():
+            for source in range(self._comm.world):
+                target = whole[slot].vector[self._bounds[source] : self._bounds[source + 1]]
+                if source == self._comm.rank:
+                    target[: own.size] = own
+                if source != 0 and self._comm.rank == source:
+                    self._comm.send(target, to=0)
+                elif source != 0 and self._comm.rank == 0:
+                    self._comm.receive(target, source=source)
+        if self._comm.rank != 0:
+            return None
+        return {name: {slot: flat.views[name] for slot, flat in whole.items()} for name in shapes}
+
+    def _make_updater(self, uri: ModelFile) -> Updater:
+        memory = self._module.memory
+        parameters, gradients = (
+            flat.part(self._start, self._stop) for flat in (memory.parameters, memory.gradients)
+        )
+        updater = make_updater(uri, parameters, gradients, threads=self._module.threads)
+        if not isinstance(updater, ElementwiseUpdater):
+            raise DistributedError(
+                "shard_optimizer needs an optimizer that treats each number alone (AdamW, SGD, …); this one looks "
+                "at whole parameters: use shard_optimizer=False"
+            )
+        return updater
+
+    def _norm(self) -> float:
+        own = self._module.memory.gradients.whole.view(self._start, [self._stop - self._start])
+        square = np.array([own.squared_norm()], np.float64)
+        self._comm.all_reduce(square)
+        return float(np.sqrt(square[0]))
+
+    def _restore(self, data: CheckpointData) -> None:
+        groups = []
+        for group in data.optimizer:
+            slots = {
+                name: {slot: self._share(name, array) for slot, array in state.items()}
+                for name, state in group.slots.items()
+            }
+            groups.append(OptimizerGroup(group.name, group.step, group.initial_learning_rate, slots))
+        super()._restore(CheckpointData(optimizer=groups, extras=data.extras))
+
+    def _share(self, name: str, array: np.ndarray) -> np.ndarray:
+        """What this rank keeps of a parameter's state."""
+        first, last = self._module.memory.parameters.spans.get(name, (0, 0))
+        return np.ravel(array)[max(first, self._start) - first : max(min(last, self._stop) - first, 0)]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from onward.errors import OnwardError
 
-__all__ = ["DistributedError", "OtherStageFailed"]
-
 
 class DistributedError(OnwardError):
     """Distributed training cannot start or continue."""
+
+
+class RankLost(DistributedError):
+    """Another rank died or did not respond: what a restart from the last checkpoint may heal."""
 
 
 class OtherStageFailed(DistributedError):

@@ -1,84 +1,47 @@
 """TrainingRunner: the same program on every rank trains one model and rank 0 writes the result.
 
-Handles epochs, updates, checkpoints and export; an engine (data parallel or pipeline parallel) runs one update.
-Every method is collective: all ranks call it, in the same order.
+A front of `Trainer`, whose loop runs over an engine of several ranks (data parallel or pipeline parallel). Every
+method is collective: all ranks call it, in the same order.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import io
+import math
 import os
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from onward.checkpoint import codec, store
-from onward.distributed.agreement import all_or_none, broadcast_bytes, raise_together
-from onward.distributed.comm import Communicator, connect
-from onward.distributed.data_parallel import DataParallel, Report
+from onward.checkpoint import codec
+from onward.distributed.agreement import all_or_none, broadcast_bytes, encode_state
+from onward.distributed.comm import Buffer, Communicator, TorchCommunicator, connect, device_of_rank
+from onward.distributed.data_parallel import DataParallel, session_options
 from onward.distributed.errors import DistributedError
 from onward.distributed.same_job import describe_job, describe_loader, require_same
-from onward.distributed.settings import Grid, RunnerSettings, make_grid
-from onward.distributed.two_level import two_level
-from onward.errors import MAKE_ARTIFACTS, ModelError, OnwardError
-from onward.runtime import inference_model
-from onward.train.batches import in_order
+from onward.distributed.settings import RunnerSettings, make_grid
+from onward.errors import MAKE_ARTIFACTS, ModelError
+from onward.runtime.tensors import HostTensor, Tensor
+from onward.train.artifact_set import read_artifacts
+from onward.train.batches import Batches, StreamBatches
+from onward.train.engines import EngineFactory
+from onward.train.trainer import Trainer
 
 if TYPE_CHECKING:
     from onward.api.optimizer import Optimizer
     from onward.api.schedulers import LRScheduler
     from onward.checkpoint.content import CheckpointData
+    from onward.distributed.settings import Grid
+    from onward.train.artifact_set import ArtifactFiles
+    from onward.train.engines import Engine, EngineSettings
+    from onward.train.history import History
 
-__all__ = ["History", "TrainingRunner"]
-
-_NOMINAL = "The state is nominal: it has no parameter values. Please load the model parameters first."
-
-
-class Engine(Protocol):
-    """What does an update; `update`, `reconcile` and `gather` are collective."""
-
-    optimizer: Optimizer
-
-    @property
-    def input_names(self) -> Sequence[str]:
-        """What a batch consists of."""
-        ...
-
-    def backward(
-        self, batches: Sequence[Sequence[Any]], *, step: int, failure: Exception | None = None
-    ) -> Report:
-        """Gradients of this rank's share; never raises. `failure` is why there are no batches."""
-        ...
-
-    def update(self, *, weight: float, invalid: str | None) -> bool:
-        """Reduce and apply; False where skipped."""
-        ...
-
-    def evaluate(self, batches: Iterator[Sequence[Any]]) -> Report:
-        """The loss of this rank's share in evaluation; never raises."""
-        ...
-
-    def reconcile(self) -> None:
-        """The same state on all ranks."""
-        ...
-
-    def gather(self, *, include_optimizer_state: bool) -> CheckpointData | None:
-        """The whole state, on rank 0."""
-        ...
-
-
-@dataclasses.dataclass
-class History:
-    """Losses over all ranks: of each update, and of each evaluation by the update it came after."""
-
-    losses: list[float] = dataclasses.field(default_factory=list)
-    evaluations: dict[int, float] = dataclasses.field(default_factory=dict)
-    skipped: int = 0
+__all__ = ["TrainingRunner"]
 
 
 class TrainingRunner:
@@ -103,65 +66,63 @@ class TrainingRunner:
         if not isinstance(parameters, RunnerSettings):
             raise TypeError(f"TrainingRunner takes RunnerSettings, got {type(parameters).__name__}")
         self.parameters = parameters
-        self.updates = 0
-        self._given = communicator
+        self._borrowed = communicator
         self._comm: Communicator | None = None
-        self._grid: Grid | None = None
-        self._engine: Engine | None = None
-        self._scheduler: LRScheduler | None = None
-        self._epoch = 0
-        self._batch = 0
-        self._nominal = False
+        self._trainer: Trainer | None = None
 
     # ---- the four calls ----------------------------------------------------------------------------
 
     def initialize(self) -> None:
         """Join the process group, broadcast rank 0's state (the latest checkpoint, if any), load the models."""
-        if self._engine is not None:
+        if self._trainer is not None:
             raise DistributedError("this runner is initialized already")
         settings = self.parameters
-        comm = self._given or connect(
-            timeout=settings.timeout, backend=settings.backend, device=settings.device
+        engines = join_ranks(settings, self._borrowed)
+        self._comm = comm = engines.comm
+        with all_or_none(comm):
+            artifacts = read_artifacts(
+                settings.training_model, settings.eval_model, settings.optimizer_model, settings.checkpoint
+            )
+        self._trainer = Trainer(
+            artifacts,
+            output_directory=settings.checkpoint_directory,
+            learning_rate=settings.learning_rate,
+            schedule=self._schedule if settings.scheduler is not None else "constant",
+            warmup=0,
+            gradient_accumulation_steps=settings.gradient_accumulation_steps,
+            # none is that of the optimizer model, not what the artifacts recommend
+            clip_norm=settings.clip_norm or 0,
+            metrics=settings.metrics,
+            callbacks=settings.callbacks,
+            seed=settings.seed,
+            on_nonfinite=settings.on_nonfinite,
+            keep=settings.keep_checkpoints,
+            progress=False,
+            resume=True,
+            engines=engines,
         )
-        require_same(comm, describe_job(settings))
-        with all_or_none(comm):
-            self._grid = make_grid(settings, rank=comm.rank, world=comm.world)
-        self._comm = comm = two_level(comm, settings.reduce_group_size, timeout=settings.timeout)
-        data = self._first_state(comm)
-        self._nominal = data.nominal
-        extras = data.extras
-        with all_or_none(comm):
-            self._engine = self._make_engine(data, comm)
-            fresh = not data.optimizer
-            if fresh:
-                self._engine.optimizer.set_learning_rate(settings.learning_rate)
-            if settings.clip_norm is not None:
-                self._engine.optimizer.clip_norm = settings.clip_norm
-            if settings.scheduler is not None:
-                self._scheduler = settings.scheduler(self._engine.optimizer)
-        self.updates = int(extras.get("distributed.updates", 0))
-        self._epoch = int(extras.get("distributed.epoch", 0))
-        self._batch = int(extras.get("distributed.batch", 0))
 
     def run(self, train_loader: Any, test_loader: Any = None) -> History:
         """Train for the epochs (or steps) of the parameters, from where a resumed run stopped."""
-        _, comm = self._ready()
+        trainer, comm = self._ready()
+        settings = self.parameters
         require_same(comm, describe_loader(train_loader, "training data"))
         require_same(comm, describe_loader(test_loader, "evaluation data"))
-        settings, history = self.parameters, History()
-        while self._epoch < settings.epochs and not self._finished():
-            self._train_epoch(train_loader, test_loader, history)
-            if self._finished():
-                break
-            self._epoch, self._batch = self._epoch + 1, 0
-            if test_loader is not None and settings.evaluate_every is None:
-                history.evaluations[self.updates] = self.evaluate(test_loader)
-        return history
+        steps, saves = settings.num_train_steps, settings.checkpoint_directory is not None
+        return trainer.fit(
+            self._batches(train_loader),
+            None if test_loader is None else self._batches(test_loader),
+            epochs=settings.epochs,
+            max_updates=None if steps is None else steps // settings.gradient_accumulation_steps,
+            save_every=settings.checkpoint_every if saves else None,
+            evaluate_every=settings.evaluate_every,
+            best_metric=settings.best_metric,
+        )
 
     def end_training(self, test_loader: Any = None) -> float | None:
         """Synchronize the state of all ranks, save it if checkpoints are on, evaluate; returns that loss."""
-        engine, _ = self._ready()
-        engine.reconcile()
+        trainer, _ = self._ready()
+        trainer.engine.reconcile()
         if self.parameters.checkpoint_directory is not None:
             self.save_checkpoint()
         return None if test_loader is None else self.evaluate(test_loader)
@@ -173,59 +134,35 @@ class TrainingRunner:
 
         All ranks wait for the file, and all raise if it could not be written.
         """
-        engine, comm = self._ready()
+        trainer, comm = self._ready()
         with all_or_none(comm):
-            if self._nominal:
-                raise OnwardError(_NOMINAL)
             if self.parameters.eval_model is None:
                 raise ModelError(
                     "Eval model was not provided. Cannot export a model for inferencing.", hint=MAKE_ARTIFACTS
                 )
             if isinstance(graph_output_names, str) or not graph_output_names:
                 raise ModelError("Expected a non empty vector of graph output names: a list of names.")
-        engine.reconcile()
-        data = engine.gather(include_optimizer_state=False)
-        with all_or_none(comm):
-            if data is not None:
-                inference_model.export(self.parameters.eval_model, data, graph_output_names, path)
+        trainer.export(path, graph_output_names, epoch="last")
 
     # ---- between them ------------------------------------------------------------------------------
 
     def evaluate(self, loader: Any) -> float:
         """The mean loss of the evaluation model over all ranks' batches."""
-        engine, comm = self._ready()
-        engine.reconcile()
-        with all_or_none(comm):
-            stream = iter(self._batches(loader, 0, 0))
-        report = engine.evaluate(stream)
-        totals = np.array([report.loss, report.weight, report.failure is not None], np.float64)
-        comm.all_reduce(totals)
-        if totals[2]:
-            raise_together(comm, report.failure)
-        if totals[1] == 0:
-            raise DistributedError("there is nothing to evaluate: the test loaders of all ranks are empty")
-        return float(totals[0] / totals[1])
+        trainer, _ = self._ready()
+        return trainer.evaluate(self._batches(loader))["loss"]
 
     def save_checkpoint(self) -> Path | None:
         """Let rank 0 write a checkpoint of this moment; returns its path there."""
-        engine, comm = self._ready()
-        directory = self.parameters.checkpoint_directory
+        trainer, comm = self._ready()
         with all_or_none(comm):
-            if directory is None:
+            if self.parameters.checkpoint_directory is None:
                 raise ValueError("no checkpoint_directory was given")
-        assert directory is not None
-        engine.reconcile()
-        data = engine.gather(include_optimizer_state=True)
-        path = None
-        with all_or_none(comm):
-            if data is not None:
-                data.extras["distributed.updates"] = self.updates
-                data.extras["distributed.epoch"] = self._epoch
-                data.extras["distributed.batch"] = self._batch
-                path = store.save_step(
-                    data, directory, step=self.updates, keep=self.parameters.keep_checkpoints
-                )
-        return path
+        return trainer.save_checkpoint()
+
+    @property
+    def updates(self) -> int:
+        """How many updates were made."""
+        return 0 if self._trainer is None else self._trainer.step
 
     @property
     def rank(self) -> int:
@@ -238,32 +175,33 @@ class TrainingRunner:
         return self._ready()[1].world
 
     @property
+    def engine(self) -> Engine:
+        """What does the updates on this rank."""
+        return self._ready()[0].engine
+
+    @property
     def replica(self) -> int:
         """Which share of the data is this rank's: all stages of one pipeline take the same."""
-        self._ready()
-        assert self._grid is not None
-        return self._grid.replica
+        return self.engine.replica
 
     @property
     def replicas(self) -> int:
         """How many shares the data has."""
-        self._ready()
-        assert self._grid is not None
-        return self._grid.data
+        return self.engine.replicas
 
     @property
     def optimizer(self) -> Optimizer:
         """The optimizer of this rank: its learning rate and its gradient norm."""
-        return self._ready()[0].optimizer
+        return self.engine.optimizer
 
     def close(self) -> None:
         """Leave the other ranks."""
-        comm, self._comm, self._engine = self._comm, None, None
-        if comm is not None and self._given is None:
+        comm, self._comm, self._trainer = self._comm, None, None
+        if comm is not None and self._borrowed is None:
             comm.close()
 
     def __enter__(self) -> TrainingRunner:
-        if self._engine is None:
+        if self._trainer is None:
             self.initialize()
         return self
 
@@ -274,114 +212,133 @@ class TrainingRunner:
 
     # ---- inside ------------------------------------------------------------------------------------
 
-    def _ready(self) -> tuple[Engine, Communicator]:
-        if self._engine is None or self._comm is None:
+    def _ready(self) -> tuple[Trainer, Communicator]:
+        if self._trainer is None or self._comm is None:
             raise DistributedError("call initialize() first")
-        return self._engine, self._comm
+        return self._trainer, self._comm
 
-    def _make_engine(self, data: CheckpointData, comm: Communicator) -> Engine:
-        grid = self._grid
-        assert grid is not None
-        if grid.pipeline == 1:
-            return DataParallel(self.parameters, data, comm)
-        from onward.distributed.stages.pipeline_parallel import PipelineParallel
+    def _schedule(self, optimizer: Optimizer, total: int | None) -> LRScheduler:
+        assert self.parameters.scheduler is not None
+        return self.parameters.scheduler(optimizer)
 
-        return PipelineParallel(self.parameters, data, comm, grid)
+    def _batches(self, loader: Any) -> Batches:
+        if isinstance(loader, Batches):
+            return loader
+        trainer, comm = self._ready()
+        with all_or_none(comm):
+            if not isinstance(loader, Iterable):
+                raise TypeError(
+                    f"a loader must be a ShardedArrays or an iterable of batches, got {type(loader).__name__}"
+                )
+        return StreamBatches(loader, trainer.module.signature.inputs)
 
-    def _first_state(self, comm: Communicator) -> CheckpointData:
-        """Rank 0 reads the latest checkpoint, or the first one; the others get its bytes."""
-        content: bytes | None = None
+
+# --- Makes the engines of a run on several ranks: data parallel, with sharded optimizer state, or pipeline
+# stages.
+
+
+class RankEngines(EngineFactory):
+    """The engines of one rank of several; every call is collective."""
+
+    holds_lock = False
+
+    def __init__(self, settings: RunnerSettings, comm: Communicator, grid: Grid) -> None:
+        self.rank, self.comm = comm.rank, comm
+        self._device = device_of_rank(settings.device)
+        self._session_options = session_options(settings)
+        self._settings, self._grid = settings, grid
+
+    def make(self, files: ArtifactFiles, data: CheckpointData, settings: EngineSettings) -> Engine:
+        # on this rank's own device and with its own threads
+        settings = dataclasses.replace(settings, device=self._device, session_options=self._session_options)
+        with all_or_none(self.comm):
+            if self._grid.pipeline == 1:
+                return DataParallel(files, data, settings, self._settings, self.comm)
+            from onward.distributed.stages.pipeline_parallel import PipelineParallel
+
+            return PipelineParallel(data, settings, self._settings, self.comm, self._grid)
+
+    def share(self, read: Callable[[], CheckpointData | None]) -> CheckpointData | None:
+        """What rank 0 reads: the others get its bytes, and need no access to its files."""
+        comm = self.comm
         data: CheckpointData | None = None
+        content: bytes | None = None
         with all_or_none(comm):
             if comm.rank == 0:
-                data = self._read_state()
-                if comm.world > 1:
-                    stream = io.BytesIO()
-                    codec.encode(data, stream)
-                    content = stream.getvalue()
+                data = read()
+                content = b"" if data is None or comm.world == 1 else encode_state(data)
         if comm.world == 1:
-            assert data is not None
             return data
         content = broadcast_bytes(comm, content)
-        return codec.decode(content) if data is None else data
+        return data if comm.rank == 0 or not content else codec.decode(content)
 
-    def _read_state(self) -> CheckpointData:
-        directory = self.parameters.checkpoint_directory
-        if directory is not None:
-            Path(directory).mkdir(parents=True, exist_ok=True)
-            if any(name.startswith("checkpoint-") for name in os.listdir(directory)):
-                return store.load_latest(directory).data
-        return store.load(self.parameters.checkpoint)
+    def all_or_none(self) -> AbstractContextManager[None]:
+        """For a block that does not communicate: an error in it on one rank is raised on all."""
+        return all_or_none(self.comm)
 
-    def _finished(self) -> bool:
-        steps = self.parameters.num_train_steps
-        return steps is not None and self.updates * self.parameters.gradient_accumulation_steps >= steps
+    def close(self) -> None:
+        """Leave the other ranks."""
+        self.comm.close()
 
-    def _train_epoch(self, train_loader: Any, test_loader: Any, history: History) -> None:
-        settings = self.parameters
-        with all_or_none(self._ready()[1]):
-            stream = iter(self._batches(train_loader, self._epoch, self._batch))
-        while not self._finished():
-            if not self._update(stream, history):
-                return
-            self._batch += settings.gradient_accumulation_steps
-            if settings.checkpoint_directory is not None and self.updates % settings.checkpoint_every == 0:
-                self.save_checkpoint()
-            every = settings.evaluate_every
-            if test_loader is not None and every is not None and self.updates % every == 0:
-                history.evaluations[self.updates] = self.evaluate(test_loader)
 
-    def _update(self, stream: Iterator[Sequence[Any]], history: History) -> bool:
-        """One update from the next batches of all ranks; False where no rank has any left."""
-        engine, comm = self._ready()
-        accumulated = self.parameters.gradient_accumulation_steps
-        batches: list[Sequence[Any]] = []
-        failure: Exception | None = None
-        try:
-            batches = list(islice(stream, accumulated))
-        except Exception as error:
-            failure = error
-        report = engine.backward(batches, step=self.updates * accumulated, failure=failure)
-        totals = np.array(
-            [
-                report.failure is not None,
-                len(batches),
-                report.loss,
-                report.weight,
-                report.invalid is not None,
-            ],
-            np.float64,
+def join_ranks(settings: RunnerSettings, communicator: Communicator | None = None) -> RankEngines:
+    """Join the other ranks of a run, which must have the same settings; collective."""
+    comm = communicator or connect(timeout=settings.timeout, backend=settings.backend, device=settings.device)
+    require_same(comm, describe_job(settings))
+    with all_or_none(comm):
+        grid = make_grid(settings, rank=comm.rank, world=comm.world)
+    return RankEngines(settings, two_level(comm, settings.reduce_group_size, timeout=settings.timeout), grid)
+
+
+# --- All-reduce in two levels, for many ranks: within a group, across the groups, within the group again.
+#
+# gloo reduces in a ring, whose 2(N−1) messages in a row are what counts among hundreds of ranks. Rings of G
+# and of N/G ranks need 2(G−1) + 2(N/G−1), and move as many bytes as one ring.
+
+
+# Below this size only latency counts, and two plain reductions have less of it than three steps.
+_SMALL = 1 << 14
+
+
+class TwoLevelCommunicator(TorchCommunicator):
+    """A world whose all-reduce goes through groups; all else is the world's own."""
+
+    def __init__(self, world: TorchCommunicator, inner: TorchCommunicator, outer: TorchCommunicator) -> None:
+        super().__init__(
+            world.group, nccl=world.nccl, timeout=world.timeout, owned=world.owned, store=world.store
         )
-        comm.all_reduce(totals)
-        failed, taken, loss, weight, invalid = totals.tolist()
-        if failed:
-            raise_together(comm, report.failure)
-        if not taken:
-            return False
-        if not weight:
-            raise DistributedError(
-                f"update {self.updates}: nothing counts in the batches of all ranks (no samples, or all labels ignored)"
-            )
-        problem = report.invalid or ("the loss is not finite on another rank" if invalid else None)
-        if not engine.update(weight=weight, invalid=problem):
-            history.skipped += 1
-        if self._scheduler is not None:
-            self._scheduler.step()
-        self.updates += 1
-        history.losses.append(loss / weight if self.parameters.loss_reduction == "mean" else loss)
-        return True
+        self._inner, self._outer = inner, outer
 
-    def _batches(self, loader: Any, epoch: int, skip: int) -> Iterable[Sequence[Any]]:
-        grid = self._grid
-        assert grid is not None
-        if hasattr(loader, "epoch"):
-            return loader.epoch(epoch, rank=grid.replica, world=grid.data, skip=skip)
-        for part in (loader, getattr(loader, "sampler", None)):
-            if part is not None and hasattr(part, "set_epoch"):
-                part.set_epoch(epoch)
-        if not isinstance(loader, Iterable):
-            raise TypeError(
-                f"a loader must be a ShardedArrays or an iterable of batches, got {type(loader).__name__}"
-            )
-        names = self._ready()[0].input_names
-        return (in_order(batch, names) for batch in islice(loader, skip, None))
+    def all_reduce(self, array: Buffer, *, compress: bool = False) -> None:
+        """Reduce a part of the array on each rank of a group, across groups, and gather the parts."""
+        vector: Tensor = HostTensor(array.reshape(-1)) if isinstance(array, np.ndarray) else array
+        size = math.prod(vector.shape)
+        share = size // self._inner.world if size * vector.dtype.itemsize >= _SMALL else 0
+        whole = share * self._inner.world
+        if share:
+            bounds = [share * rank for rank in range(self._inner.world + 1)]
+            large = vector.view(0, [whole])
+            self._inner.reduce_scatter(large, bounds, compress=compress)
+            own = bounds[self._inner.rank]
+            self._outer.all_reduce(vector.view(own, [share]), compress=compress)
+            self._inner.all_gather(large, bounds)
+        if whole < size:
+            remainder = vector.view(whole, [size - whole])
+            self._inner.all_reduce(remainder)
+            self._outer.all_reduce(remainder)
+
+
+def two_level(world: Communicator, size: int, *, timeout: float) -> Communicator:
+    """Groups of `size` neighbouring ranks; collective."""
+    if world.world % size:
+        raise ValueError(f"world_size({world.world}) is not divisible by reduce_group_size({size})")
+    if size in (1, world.world) or not isinstance(world, TorchCommunicator):
+        return world
+    import torch.distributed as dist
+
+    ranks = np.arange(world.world).reshape(-1, size)
+    span = timedelta(seconds=timeout)
+    inner, _ = dist.new_subgroups_by_enumeration(ranks.tolist(), timeout=span)
+    outer, _ = dist.new_subgroups_by_enumeration(ranks.T.tolist(), timeout=span)
+    inside, across = (TorchCommunicator(group, nccl=world.nccl, timeout=timeout) for group in (inner, outer))
+    return TwoLevelCommunicator(world, inside, across)

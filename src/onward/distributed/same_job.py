@@ -28,12 +28,10 @@ if TYPE_CHECKING:
     from onward.distributed.comm import Communicator
     from onward.distributed.settings import RunnerSettings
 
-__all__ = ["describe_job", "describe_loader", "require_same"]
-
 _MODELS = ("training_model", "eval_model", "optimizer_model")
 # what may differ between machines: places, and how a rank does its own part
 _OWN = frozenset(
-    {*_MODELS, "artifacts", "checkpoint", "checkpoint_directory", "timeout", "device", "threads"}
+    {*_MODELS, "artifacts", "checkpoint", "checkpoint_directory", "timeout", "device", "threads", "callbacks"}
 )
 _SHOWN = 5
 
@@ -85,17 +83,17 @@ def require_same(comm: Communicator, about: Mapping[str, str]) -> None:
 
 def _digest(path: str | os.PathLike[str]) -> str:
     """The beginning of the SHA-256 of a model's file and of the data files that it names."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     try:
-        _add(found, Path(path))
+        _add(digest, Path(path))
         model = read_proto(path)
     except OSError as error:
         return f"not readable ({error.strerror or error})"
     except ModelError:  # what is wrong with it is said where it is loaded
-        return found.hexdigest()[:16]
-    for place in sorted({external_range(tensor)[0] for tensor in external_tensors(model)}):
-        _add(found, Path(path).parent / place)
-    return found.hexdigest()[:16]
+        return digest.hexdigest()[:16]
+    for location in sorted({external_range(tensor)[0] for tensor in external_tensors(model)}):
+        _add(digest, Path(path).parent / location)
+    return digest.hexdigest()[:16]
 
 
 def _add(digest: Any, path: Path) -> None:

@@ -8,13 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from onward.renamed import renamed_arguments
-
 if TYPE_CHECKING:
     from onward.api.module import NonFinitePolicy
     from onward.api.optimizer import Optimizer
     from onward.api.schedulers import LRScheduler
     from onward.runtime.devices import DeviceLike
+    from onward.train.callbacks import Callback
+    from onward.train.metrics import Metric
 
 __all__ = ["Grid", "RunnerSettings", "make_grid"]
 
@@ -22,7 +22,70 @@ PathLike = str | os.PathLike[str]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RunnerSettings:
+class _Files:
+    """Which models train, and from which state."""
+
+    artifacts: PathLike | None = None
+    training_model: Path = Path("training_model.onnx")
+    eval_model: Path | None = Path("eval_model.onnx")
+    optimizer_model: Path = Path("optimizer_model.onnx")
+    checkpoint: Path = Path("checkpoint")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Updates:
+    """How long a run is, and how parameters change."""
+
+    epochs: int = 1
+    num_train_steps: int | None = None
+    learning_rate: float = 1e-3
+    scheduler: Callable[[Optimizer], LRScheduler] | None = None
+    clip_norm: float | None = None
+    gradient_accumulation_steps: int = 1
+    on_nonfinite: NonFinitePolicy = "raise"
+    seed: int = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Ranks:
+    """How ranks share data, the reduction of gradients and the state."""
+
+    data_parallel_size: int | None = None
+    horizontal_parallel_size: int = 1
+    statistics: Literal["average", "rank0"] = "average"
+    shard_optimizer: bool = False
+    compress: bool = False
+    reduce_group_size: int = 1
+    loss_reduction: Literal["mean", "sum"] = "mean"
+    count: Callable[[Sequence[Any]], float] | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Stages:
+    """How a model is cut into the stages of a pipeline."""
+
+    pipeline_parallel_size: int = 1
+    cuts: Sequence[str | Sequence[str]] | None = None
+    stages: Mapping[str, int] | None = None
+    micro_batches: int | None = None
+    pipeline_schedule: Literal["1f1b", "gpipe"] = "1f1b"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Checkpoints:
+    """What a run writes, and what it reports."""
+
+    checkpoint_directory: PathLike | None = None
+    checkpoint_every: int = 100
+    keep_checkpoints: int = 2
+    evaluate_every: int | None = None
+    metrics: Sequence[str | Metric] = ()
+    best_metric: str | None = None
+    callbacks: Sequence[Callback] = ()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunnerSettings(_Files, _Updates, _Ranks, _Stages, _Checkpoints):
     """The settings of a `TrainingRunner`; the same on every rank.
 
     Files: `artifacts` is a folder of `generate_artifacts`, or name the four files. Only rank 0 reads the
@@ -41,47 +104,13 @@ class RunnerSettings:
     Pipeline: `pipeline_parallel_size` stages, cut after the values in `cuts` (one or several names for each
     cut), by `stages` (node or output name → stage), or balanced by cost; `micro_batches` of each batch.
 
-    Checkpoints: every `checkpoint_every` updates to `checkpoint_directory`, from which a run resumes.
+    Checkpoints: every `checkpoint_every` updates and at the end of each epoch to `checkpoint_directory`, from which a
+    run resumes; rank 0 also keeps the history, a report and the best epoch there. `metrics`, `best_metric` and
+    `callbacks` are those of `Trainer`; callbacks are called on rank 0.
 
     >>> RunnerSettings(artifacts="out", epochs=3).training_model.name
     'training_model.onnx'
     """
-
-    artifacts: PathLike | None = None
-    training_model: Path = Path("training_model.onnx")
-    eval_model: Path | None = Path("eval_model.onnx")
-    optimizer_model: Path = Path("optimizer_model.onnx")
-    checkpoint: Path = Path("checkpoint")
-
-    epochs: int = 1
-    num_train_steps: int | None = None
-    learning_rate: float = 1e-3
-    scheduler: Callable[[Optimizer], LRScheduler] | None = None
-    clip_norm: float | None = None
-    gradient_accumulation_steps: int = 1
-    on_nonfinite: NonFinitePolicy = "raise"
-    seed: int = 0
-
-    data_parallel_size: int | None = None
-    horizontal_parallel_size: int = 1
-    pipeline_parallel_size: int = 1
-
-    statistics: Literal["average", "rank0"] = "average"
-    shard_optimizer: bool = False
-    compress: bool = False
-    reduce_group_size: int = 1
-    loss_reduction: Literal["mean", "sum"] = "mean"
-    count: Callable[[Sequence[Any]], float] | None = None
-
-    cuts: Sequence[str | Sequence[str]] | None = None
-    stages: Mapping[str, int] | None = None
-    micro_batches: int | None = None
-    pipeline_schedule: Literal["1f1b", "gpipe"] = "1f1b"
-
-    checkpoint_directory: PathLike | None = None
-    checkpoint_every: int = 100
-    keep_checkpoints: int = 2
-    evaluate_every: int | None = None
 
     timeout: float = 600.0
     backend: Literal["gloo", "nccl"] | None = None
@@ -93,23 +122,12 @@ class RunnerSettings:
         for name in ("training_model", "eval_model", "optimizer_model", "checkpoint"):
             value = getattr(self, name)
             if value is not None:
+                # frozen for those who read it
                 object.__setattr__(self, name, folder / value)
-        positive = [
-            "epochs",
-            "gradient_accumulation_steps",
-            "checkpoint_every",
-            "keep_checkpoints",
-            "threads",
-        ]
-        positive += ["horizontal_parallel_size", "pipeline_parallel_size", "reduce_group_size"]
-        positive += [
-            n
-            for n in ("num_train_steps", "micro_batches", "data_parallel_size", "evaluate_every")
-            if getattr(self, n) is not None
-        ]
-        for name in positive:
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}: it must be at least 1")
+        for name in _COUNTS:
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} is {value}: it must be at least 1")
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise ValueError(f"clip_norm is {self.clip_norm}: it must be positive, or None for none")
         if self.num_train_steps is not None and self.num_train_steps % self.gradient_accumulation_steps:
@@ -134,8 +152,12 @@ class RunnerSettings:
                 )
 
 
-RunnerSettings.__init__ = renamed_arguments(schedule="pipeline_schedule")(RunnerSettings.__init__)
-
+_COUNTS = (
+    "epochs", "num_train_steps", "gradient_accumulation_steps", "data_parallel_size", "horizontal_parallel_size",
+    "pipeline_parallel_size", "micro_batches", "reduce_group_size", "checkpoint_every", "keep_checkpoints",
+    "evaluate_every", "threads",
+)  # fmt: skip
+# checked here: a type alone stops nobody
 _CHOICES: dict[str, tuple] = {
     "statistics": ("average", "rank0"),
     "loss_reduction": ("mean", "sum"),

@@ -24,7 +24,7 @@ __all__ = ["dynamic_batch", "fixed_batch", "open_if_fixed"]
 
 def fixed_batch(model: ModelSource) -> int | None:
     """The batch size that a model is fixed to: a number that begins its outputs and an input, or None."""
-    return batch_of(load_model(model, apart=True))
+    return batch_of(load_model(model, by_reference=True))
 
 
 def dynamic_batch(
@@ -60,14 +60,14 @@ def dynamic_batch(
             f"the batch of the model is fixed to {size} and cannot be opened: {error}",
             hint=f"train it with batches of {size}",
         ) from error
-    made = ir.to_proto(opened)
-    del made.graph.value_info[:]
-    report = _compare(original, made, size, inputs, rtol=rtol, atol=atol)
+    opened_proto = ir.to_proto(opened)
+    del opened_proto.graph.value_info[:]
+    report = _compare(original, opened_proto, size, inputs, rtol=rtol, atol=atol)
     if not report.passed:
         raise ParityError(
             f"the model's samples depend on each other, so its batch stays {size}; on more samples:\n{report}"
         )
-    return made
+    return opened_proto
 
 
 def open_if_fixed(model: ModelSource) -> tuple[ModelSource, str | None]:
@@ -83,7 +83,7 @@ def open_if_fixed(model: ModelSource) -> tuple[ModelSource, str | None]:
 
 def _compare(
     original: ir.Model,
-    made: onnx.ModelProto,
+    opened_proto: onnx.ModelProto,
     size: int,
     inputs: Mapping[str, np.ndarray] | None,
     *,
@@ -91,21 +91,21 @@ def _compare(
     atol: float,
 ) -> Report:
     """Two batches one by one through the model, and both at once, then one sample alone, through the copy."""
-    before, after = open_session(ir.to_proto(original)), open_session(made)
+    before, after = open_session(ir.to_proto(original)), open_session(opened_proto)
     reads = [value.name for value in before.get_inputs()]  # older files list weights among the inputs as well
     random = [sample_inputs(original, seed=seed) for seed in (0, 1)]
-    feeds = [{name: given[name] for name in reads} for given in (inputs or random[0], random[1])]
+    feeds = [{name: batch[name] for name in reads} for batch in (inputs or random[0], random[1])]
     opened = {value.name for value in after.get_inputs() if value.shape[:1] == [BATCH]}
     for name in feeds[0].keys() - opened:
         feeds[1][name] = feeds[0][name]
-    names = [value.name for value in made.graph.output]
-    wanted = [before.run(names, feed) for feed in feeds]
+    names = [value.name for value in opened_proto.graph.output]
+    expected = [before.run(names, feed) for feed in feeds]
     joined = {
         name: np.concatenate([feed[name] for feed in feeds]) if name in opened else feeds[0][name]
         for name in feeds[0]
     }
     single = {name: array[:1] if name in opened else array for name, array in joined.items()}
-    both = dict(zip(names, (np.concatenate(pair) for pair in zip(*wanted))))
+    both = dict(zip(names, (np.concatenate(pair) for pair in zip(*expected))))
     try:
         got = dict(zip(names, map(np.asarray, after.run(names, joined))))
         alone = dict(zip(names, map(np.asarray, after.run(names, single))))

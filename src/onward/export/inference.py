@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
-import shutil
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -13,22 +12,48 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
+from onward import contract
 from onward.api.state import CheckpointState
 from onward.checkpoint import store
 from onward.checkpoint.content import CheckpointData
 from onward.errors import ExportError, ParityError
 from onward.export.parity import Report, compare
+from onward.export.quantize.candidates import refuse_worse
 from onward.export.quantize.quantizer import QuantizationReport, measure, quantize, scheme_name
-from onward.export.quantize.static import STATIC, quantize_static
+from onward.files import scratch_folder
 from onward.graph.load import load_model
 from onward.graph.prune import prune
 from onward.graph.save import write_model
-from onward.renamed import renamed_arguments
+from onward.model_metadata import read_table
 from onward.runtime.devices import Device, DeviceLike, find_device
 from onward.runtime.inference_model import inference_model, place_files
 from onward.runtime.sessions import open_session
 
 __all__ = ["InferenceExport", "for_inference", "sample_inputs"]
+
+
+@dataclasses.dataclass(frozen=True)
+class IntegerAgreement:
+    """How the integer kernels of a model that was trained for them agree with the training graph, row by row.
+
+    A row is equal within 1e-4 of the largest output. Others differ where a sum of floats rounds to the other side of
+    a tie than the integer sum; `error` is Σd²/Σy² over all rows, and `largest` the largest difference.
+    """
+
+    rows: int
+    equal: int
+    largest: float
+    error: float
+
+    def __str__(self) -> str:
+        return (
+            f"integer kernels: {self.equal} of {self.rows} rows equal the training graph's; "
+            f"in the others ties round differently, by {self.largest:.2g} at most"
+        )
+
+
+# What rounding to the other side of ties may add up to, as a share of the outputs' energy.
+_TIES = 1e-3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,17 +64,19 @@ class InferenceExport:
     size: int
     parity: Report | None
     quantization: QuantizationReport | None
+    integers: IntegerAgreement | None = None
 
     def __str__(self) -> str:
         lines = [f"{self.path} ({self.size / 1e6:.2f} MB)"]
         if self.parity is not None:
             lines.append(str(self.parity))
+        if self.integers is not None:
+            lines.append(str(self.integers))
         if self.quantization is not None:
             lines.append(str(self.quantization))
         return "\n".join(lines)
 
 
-@renamed_arguments(quantize_to="quantize")
 def for_inference(
     eval_model: str | os.PathLike[str] | bytes | onnx.ModelProto,
     state: CheckpointState | CheckpointData | str | os.PathLike[str],
@@ -64,16 +91,19 @@ def for_inference(
     opset: int | None = None,
     metadata: Mapping[str, str] | None = None,
     device: DeviceLike = "cpu",
+    force: bool = True,
 ) -> InferenceExport:
     """Export a trained model for inference, and check that its outputs equal the evaluation model's.
 
     `state` is a CheckpointState or the path of a checkpoint. `inputs` are used for the check (random ones of
     the model's shapes by default); a difference above the tolerances raises `ParityError` and keeps an
-    existing file. `quantize` is "int8", "int8-tensor", "int4", "int8-weights", "fp16", or
-    "int8-static", which finds ranges on `inputs` and is the fast one for convolutions; its effect is measured and
-    reported, not judged. `external_data` puts the weights into a file of their own; `opset`
-    writes the model in an older one, where its operators have the same meaning there. `metadata` is written into
-    the file besides: the names of its classes, say. The check compares the written model on `device` with the
+    existing file. `quantize` is "int8", "int8-static", "int8-tensor", "int4", "int8-weights" or "fp16"; convolutions
+    and "int8-static" take ranges from `inputs`. Its effect is measured and reported, not judged. A model that was
+    trained with `quantize=` is folded into integers without it, and `integers` says how the kernels agree with
+    training. `external_data` puts the weights into a file of their own; `opset` writes the model in an older one,
+    where its operators have the same meaning there. `metadata` is written into the file besides: the names of its
+    classes, say. Without `force`, a quantized file that is larger or slower than the float one is an error. The
+    check compares the written model on `device` with the
     evaluation model on the CPU.
 
     >>> written = for_inference("out/eval_model.onnx", "out/checkpoint", ["scores"], "model.onnx")
@@ -83,10 +113,9 @@ def for_inference(
     data = _data(state)
     chosen = find_device(device)
     target = Path(path)
-    scheme = STATIC if quantize == STATIC else scheme_name(quantize)
-    if scheme == STATIC and inputs is None:
-        raise ExportError(f"{STATIC} needs samples of the data to find ranges on: pass inputs=…")
+    scheme = scheme_name(quantize)
     model = inference_model(eval_model, data, outputs)
+    scheme, is_folded = _remaining_scheme(model, scheme)
     model.metadata_props.update(metadata or {})
     if opset is not None:
         from onward.graph.dialect.lower import lower
@@ -94,45 +123,84 @@ def for_inference(
         model = lower(model, opset)
     feeds = dict(inputs) if inputs is not None else sample_inputs(model)
     names = [value.name or "" for value in model.graph.outputs]
-    wanted = _reference(eval_model, data, names, feeds, given=inputs is not None)
+    expected = _reference(eval_model, data, names, feeds, user_inputs=inputs is not None)
     parity: Report | None = None
     quantization: QuantizationReport | None = None
+    integers: IntegerAgreement | None = None
 
     def write(folder: Path) -> None:
-        nonlocal parity, quantization
-        made = folder / target.name
-        write_model(model, made, external=external_data)
-        if wanted is not None:
-            parity = compare(wanted, _run(str(made), feeds, chosen), rtol=rtol, atol=atol)
-            if not parity.passed:
-                raise ParityError(
-                    f"the exported model differs from the evaluation model; not written:\n{parity}"
-                )
-        if scheme is not None:
-            quantization = _quantize(made, scheme, feeds if wanted is not None else None, external_data)
+        nonlocal parity, quantization, integers
+        # What is quantized is written elsewhere first: only its smaller form is part of the set.
+        with scratch_folder(folder) if scheme is not None else contextlib.nullcontext(folder) as whole:
+            path = whole / target.name
+            write_model(model, path, external=external_data)
+            if expected is not None and is_folded:
+                integers = _compare_integers(expected, _run(str(path), feeds, chosen))
+            elif expected is not None:
+                parity = compare(expected, _run(str(path), feeds, chosen), rtol=rtol, atol=atol)
+                if not parity.passed:
+                    raise ParityError(
+                        f"the exported model differs from the evaluation model; not written:\n{parity}"
+                    )
+            if scheme is not None:
+                samples = feeds if expected is not None else None
+                quantization = _quantize(path, folder / target.name, scheme, samples, inputs, external_data)
+                if quantization is not None and not force:
+                    refuse_worse(quantization, scheme)
 
     files = place_files(target, write)
-    return InferenceExport(target, sum(file.stat().st_size for file in files), parity, quantization)
+    return InferenceExport(target, sum(file.stat().st_size for file in files), parity, quantization, integers)
+
+
+def _remaining_scheme(model: ir.Model, scheme: str | None) -> tuple[str | None, bool]:
+    """The scheme that is still to be applied, and whether the model came folded from training for one."""
+    if contract.QUANTIZATION not in model.metadata_props:
+        return scheme, False
+    trained = read_table(model.metadata_props, contract.QUANTIZATION).get("scheme")
+    if scheme not in (None, trained):
+        raise ExportError(
+            f"the model was trained for {trained}, and is quantized already: it cannot be {scheme} too",
+            hint="leave --quantize out, or train without it",
+        )
+    return None, True
+
+
+def _compare_integers(
+    expected: Mapping[str, np.ndarray], answers: Mapping[str, np.ndarray]
+) -> IntegerAgreement:
+    """Count the rows in which integer kernels give what training gave; an error where ties do not explain it."""
+    rows = equal = 0
+    largest = error = 0.0
+    for name, right in expected.items():
+        if right.dtype.kind != "f" or not right.ndim:
+            continue
+        wide = right.reshape(len(right), -1).astype(np.float64)
+        difference = np.abs(answers[name].reshape(wide.shape) - wide)
+        rows += len(wide)
+        equal += int(np.sum(difference.max(axis=1, initial=0.0) <= 1e-4 * np.abs(wide).max(initial=0.0)))
+        largest = max(largest, float(difference.max(initial=0.0)))
+        error = max(error, float(np.sum(difference**2) / max(np.sum(wide**2), 1e-30)))
+    agreement = IntegerAgreement(rows, equal, largest, error)
+    if not error <= _TIES:
+        raise ParityError(
+            f"the folded model differs from the training graph by more than ties; not written: {agreement}"
+        )
+    return agreement
 
 
 def _quantize(
-    path: Path, scheme: str, feeds: Mapping[str, np.ndarray] | None, external: bool | None
+    whole: Path,
+    target: Path,
+    scheme: str,
+    feeds: Mapping[str, np.ndarray] | None,
+    calibration: Mapping[str, np.ndarray] | None,
+    external: bool | None,
 ) -> QuantizationReport | None:
-    """Replace a model by its quantized form, in the same folder; measured where there are inputs for it."""
-    with tempfile.TemporaryDirectory(prefix="onward-float-") as elsewhere:
-        whole = Path(elsewhere) / path.name
-        for file in list(path.parent.iterdir()):  # the model, and its data if that is apart
-            shutil.move(file, whole.with_name(file.name))
-        if scheme == STATIC:
-            assert feeds is not None
-            quantize_static(whole, feeds, path)
-        else:
-            quantize(str(whole), scheme, path=path)
-        if external:
-            smaller = load_model(path.read_bytes())
-            path.unlink()
-            write_model(smaller, path, external=True)
-        return None if feeds is None else measure(str(whole), str(path), [feeds])
+    """Write a model's quantized form; measured where there are inputs for it, calibrated on the user's alone."""
+    quantize(str(whole), scheme, path=target, calibration=calibration)
+    if external:
+        write_model(load_model(target.read_bytes()), target, external=True)
+    return None if feeds is None else measure(str(whole), str(target), [feeds])
 
 
 def sample_inputs(model: ir.Model, *, seed: int = 0, size: int = 4) -> dict[str, np.ndarray]:
@@ -163,7 +231,7 @@ def _reference(
     names: Sequence[str],
     feeds: Mapping[str, np.ndarray],
     *,
-    given: bool,
+    user_inputs: bool,
 ) -> dict[str, np.ndarray] | None:
     """The outputs of the evaluation graph itself, parameters fed; None where random inputs do not fit it."""
     model = prune(load_model(eval_model), list(names))
@@ -174,7 +242,7 @@ def _reference(
     try:
         return _run(ir.to_proto(model).SerializeToString(), {**feeds, **parameters})
     except Exception as error:
-        if given:
+        if user_inputs:
             raise ExportError(f"the evaluation model does not run on the given inputs: {error}") from error
         return None
 
@@ -183,6 +251,6 @@ def _run(
     model: bytes | str, feeds: Mapping[str, np.ndarray], device: Device | None = None
 ) -> dict[str, np.ndarray]:
     session = open_session(model, providers=(device or Device("cpu")).providers())
-    wanted = {value.name for value in session.get_inputs()}
-    results = session.run(None, {name: array for name, array in feeds.items() if name in wanted})
+    input_names = {value.name for value in session.get_inputs()}
+    results = session.run(None, {name: array for name, array in feeds.items() if name in input_names})
     return {value.name: np.asarray(result) for value, result in zip(session.get_outputs(), results)}

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import io
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from onward.checkpoint import encode
 from onward.errors import OnwardError
 from onward.federated.client import Client
 from onward.federated.update import Update, layout_digest
@@ -16,59 +18,86 @@ from onward.federated.update import Update, layout_digest
 if TYPE_CHECKING:
     from onward.federated.server import Server
 
-__all__ = ["flower_client", "flower_strategy"]
-
 _LAYOUT = "onward.layout"
+_CONTEXT, _CHECKPOINT = "onward", "checkpoint"
 _log = logging.getLogger(__name__)
 
+MakeClient = Callable[[bytes | None], Client]
 Batches = Callable[[int], Iterable[Sequence[Any]]]
 Evaluate = Callable[[Client], tuple[float, int, dict[str, float]]]
 
 
 def flower_client(
-    client: Client, batches: Batches, *, steps: int | None = None, evaluate: Evaluate | None = None
+    client: Client | MakeClient,
+    batches: Batches,
+    *,
+    steps: int | None = None,
+    evaluate: Evaluate | None = None,
+    context: Any = None,
 ) -> Any:
     """A `flwr.client.NumPyClient` that trains a round on `batches(round)` and sends the difference.
 
-    `evaluate` returns loss, number of examples and metrics of the client, which has the server's parameters then.
+    A `PrivateClient` takes all of its examples there.
+
+    Flower makes a client for each message. With its `context`, give a function that makes a `Client` of a
+    checkpoint's bytes (`None` in the first round): the optimizer's state is kept in the context from round to round.
+    `evaluate` returns loss, number of examples and metrics of the client, which has the server's parameters then;
+    without it Flower learns that this client does not evaluate.
     """
     flwr = _import()
-    names = list(client.parameters())
+    if isinstance(client, Client):
+        if context is not None:
+            raise ValueError(
+                "with context=, give a function that makes a Client of a checkpoint's bytes or None"
+            )
+        trainer = client
+    else:
+        record = None if context is None else context.state.get(_CONTEXT)
+        trainer = client(None if record is None else record[_CHECKPOINT])
+    names = list(trainer.parameters())
 
     def load(arrays: list[np.ndarray], config: dict[str, Any]) -> dict[str, np.ndarray]:
-        given = dict(zip(names, arrays))
-        own = layout_digest(client.parameters())
+        received = dict(zip(names, arrays))
+        own = layout_digest(trainer.parameters())
         if len(arrays) != len(names) or config.get(_LAYOUT, own) != own:
             raise OnwardError(
                 "the server trains another model: names, types or shapes of its parameters differ"
             )
-        client.load(given)
-        return given
+        trainer.load(received)
+        return received
 
     class FlowerClient(flwr.client.NumPyClient):
         def get_parameters(self, config: dict[str, Any]) -> list[np.ndarray]:
-            return list(client.parameters().values())
+            return list(trainer.parameters().values())
 
         def fit(
             self, parameters: list[np.ndarray], config: dict[str, Any]
         ) -> tuple[list[np.ndarray], int, dict]:
-            given = load(parameters, config)
-            update = client.train(given, batches(int(config.get("round", 1))), steps=steps)
-            return [update.difference[name] for name in names], update.examples, {_LAYOUT: update.layout}
+            received = load(parameters, config)
+            update = trainer.train(received, batches(int(config.get("round", 1))), steps=steps)
+            if context is not None:
+                stream = io.BytesIO()
+                encode(trainer.state.to_data(include_optimizer_state=True), stream)
+                context.state[_CONTEXT] = flwr.common.ConfigRecord({_CHECKPOINT: stream.getvalue()})
+            metrics = {**trainer.metrics(), _LAYOUT: update.layout}
+            return [update.difference[name] for name in names], update.examples, metrics
 
+    if evaluate is None:
+        return FlowerClient()
+
+    class EvaluatingClient(FlowerClient):  # Flower asks whether there is such a method
         def evaluate(self, parameters: list[np.ndarray], config: dict[str, Any]) -> tuple[float, int, dict]:
-            if evaluate is None:
-                raise OnwardError("this client does not evaluate: give flower_client evaluate=…")
             load(parameters, config)
-            return evaluate(client)
+            return evaluate(trainer)
 
-    return FlowerClient()
+    return EvaluatingClient()
 
 
 def flower_strategy(server: Server, **options: Any) -> Any:
     """A `flwr.server.strategy.FedAvg` that averages differences with the checks of `Server`.
 
-    `options` are FedAvg's: `fraction_fit`, `min_available_clients`, `evaluate_fn` …
+    `options` are FedAvg's: `fraction_fit`, `min_available_clients`, `evaluate_fn` … Clients are asked to evaluate only
+    with `fraction_evaluate`: those without `evaluate=` cannot.
     """
     flwr = _import()
     common = flwr.common
@@ -84,6 +113,7 @@ def flower_strategy(server: Server, **options: Any) -> Any:
         def aggregate_fit(self, server_round: int, results: Any, failures: Any) -> tuple[Any, dict[str, Any]]:
             if not results or (failures and not self.accept_failures):
                 return None, {}
+            # by client: the report names who was refused
             updates = {proxy.cid: _read(common, result, names) for proxy, result in results}
             if len(updates) < len(results):
                 raise OnwardError("two updates of one client came in one round")
@@ -95,10 +125,15 @@ def flower_strategy(server: Server, **options: Any) -> Any:
             for reason in report.refused.values():
                 _log.warning("round %d: %s", server_round, reason)
             metrics = {"refused": len(report.refused), "clipped": len(report.clipped), "norm": report.norm}
+            epsilons = [result.metrics["epsilon"] for _, result in results if "epsilon" in result.metrics]
+            if epsilons:  # of private clients, as they say themselves
+                metrics["epsilon"] = max(epsilons)
             return common.ndarrays_to_parameters(list(server.parameters.values())), metrics
 
     start = common.ndarrays_to_parameters(list(server.parameters.values()))
+    # Flower would begin a round with fewer clients than the server takes updates of.
     settings = {"min_fit_clients": server.min_updates, "min_available_clients": server.min_updates, **options}
+    settings.setdefault("fraction_evaluate", 0.0)
     return Strategy(
         initial_parameters=start, on_fit_config_fn=config, on_evaluate_config_fn=config, **settings
     )

@@ -17,8 +17,6 @@ from onward.checkpoint import CheckpointData, NominalTensor
 from onward.errors import OnwardError
 from onward.federated.update import Arrays, Update, UpdateError, layout_digest
 
-__all__ = ["RoundReport", "Server", "UpdateError"]
-
 # What the bytes of an update take besides its numbers: names and shapes.
 _OVERHEAD = 1 << 16
 
@@ -77,6 +75,7 @@ class Server:
                 raise ValueError(
                     f"parameter '{name}' is {array.dtype}, or not finite: the mean needs finite floats"
                 )
+        # once: parameters change every round, their layout never
         self.layout = layout_digest(self.parameters)
         self.min_updates, self.max_examples = min_updates, max_examples
         self.rounds = 0
@@ -85,6 +84,8 @@ class Server:
     def receive(self, content: bytes, *, sender: str = "<bytes>") -> Update:
         """Read a client's update; more bytes than an update of this model has are refused unread."""
         names = sum(len(name.encode()) for name in self.parameters)
+        # 1 KiB for the name, shape and type of each tensor, whatever encoding they have; a bound, not a
+        # prediction.
         most = sum(array.nbytes + 1024 for array in self.parameters.values()) + names + _OVERHEAD
         if len(content) > most:
             raise UpdateError(
@@ -98,6 +99,7 @@ class Server:
         """Reject an update that is another model's, not finite, or that claims more examples than it may."""
         examples = update.examples
         if (
+            # True is an int for Python, and would count as one example.
             not isinstance(examples, int)
             or isinstance(examples, bool)
             or not 1 <= examples <= self.max_examples
@@ -106,6 +108,7 @@ class Server:
                 f"'{sender}' says that it trained on {examples} examples: 1 to {self.max_examples} are taken "
                 "(max_examples)"
             )
+        # Both are compared: what a client claims of its model, and what it has sent.
         if update.layout != self.layout or layout_digest(update.difference) != self.layout:
             raise UpdateError(f"'{sender}' sent an update of another model: names, types or shapes differ")
         for name, array in update.difference.items():
@@ -134,11 +137,14 @@ class Server:
         limit = (
             math.inf if self._clip_factor is None else self._clip_factor * numbers.median_low(norms.values())
         )
+        # median_low is the norm of a client that is there, the lower of the two in the middle: with an even number of
+        # clients, one that sends large numbers moves the limit less
         limit = min(limit, math.inf if self._max_norm is None else self._max_norm)
         total = sum(update.examples for update in good.values())
         weights = {client: update.examples / total for client, update in good.items()}
         scales = {client: weight * min(1.0, limit / norms[client] if norms[client] else 1.0)
                   for client, weight in weights.items()}  # fmt: skip
+        # In float64: the sum over hundreds of clients of nearly equal numbers loses digits in float32.
         means = {
             name: sum(
                 scale * good[client].difference[name].astype(np.float64) for client, scale in scales.items()
@@ -146,10 +152,12 @@ class Server:
             for name in self.parameters
         }
         with np.errstate(over="ignore"):
+            # the new parameters beside the old, until all of them are known to be finite
             following = {
                 name: (array + self._rate * means[name]).astype(array.dtype)
                 for name, array in self.parameters.items()
             }
+        # Finite differences may still sum to more than the type holds; nothing has been changed yet.
         for name, array in following.items():
             if not np.isfinite(array).all():
                 raise OnwardError(f"the mean of the updates overflows in '{name}'; nothing was changed")
@@ -164,8 +172,8 @@ class Server:
 
         The optimizer's state is left out: it belonged to other parameters.
         """
-        known = checkpoint.parameters()
-        missing = [name for name in self.parameters if name not in known]
+        names = checkpoint.parameters()
+        missing = [name for name in self.parameters if name not in names]
         if missing:
             raise ValueError(f"the checkpoint has no parameter '{missing[0]}': is it another model's?")
 

@@ -11,11 +11,9 @@ from typing import TypeAlias
 
 import numpy as np
 
-from onward.api import CheckpointState
+from onward.api.state import CheckpointState
 from onward.checkpoint import CheckpointData, decode, encode, from_portable, is_portable, load
 from onward.errors import OnwardError
-
-__all__ = ["Arrays", "Update", "UpdateError", "layout_digest", "parameters_of"]
 
 Arrays: TypeAlias = Mapping[str, np.ndarray]
 Source: TypeAlias = CheckpointData | CheckpointState | str | os.PathLike[str]
@@ -34,6 +32,7 @@ def layout_digest(parameters: Arrays) -> str:
     >>> layout_digest({"w": np.zeros(3, np.float32)})[:8]
     '8cf9b568'
     """
+    # Sorted: two programs may list the same parameters in another order.
     lines = [f"{name}\t{array.dtype}\t{list(array.shape)}\n" for name, array in sorted(parameters.items())]
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 
@@ -50,16 +49,17 @@ def parameters_of(source: Source, statistics: Sequence[str] = ()) -> dict[str, n
     """
     if isinstance(source, CheckpointState):
         names = [name for name, parameter in source.parameters if parameter.requires_grad]
+        # Copies: on the host a parameter's data is the memory that the next step writes.
         return {name: np.array(source.parameters[name].data) for name in [*names, *statistics]}
     if not isinstance(source, CheckpointData):
         source = from_portable(source) if is_portable(source) else load(source)
     if source.nominal:
         raise ValueError("the checkpoint is nominal: it has no parameter values")
-    known = source.parameters()
-    missing = [name for name in statistics if name not in known]
+    arrays = source.parameters()
+    missing = [name for name in statistics if name not in arrays]
     if missing:
         raise ValueError(f"the checkpoint has no statistic '{missing[0]}'")
-    return {name: np.array(known[name]) for name in [*source.trainable, *statistics]}
+    return {name: np.array(arrays[name]) for name in [*source.trainable, *statistics]}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,6 +99,7 @@ class Update:
         >>> Update.from_bytes(update.to_bytes()).examples
         5
         """
+        # a checkpoint's own bytes: its reader bounds every size and checks a digest
         stream = io.BytesIO()
         about = {_EXAMPLES: self.examples, _LAYOUT: self.layout}
         encode(CheckpointData(trainable=dict(self.difference), properties=about), stream)
@@ -109,6 +110,7 @@ class Update:
         """Read what `to_bytes` wrote, verified; `sender` is for messages."""
         data = decode(content, path=sender)
         examples, layout = data.properties.get(_EXAMPLES), data.properties.get(_LAYOUT)
+        # A checkpoint decodes as well as an update does; only an update has both properties and nothing frozen.
         if not isinstance(examples, int) or not isinstance(layout, str) or data.frozen or data.nominal:
             raise UpdateError(
                 f"what '{sender}' sent is a checkpoint and no update: make it with Update.to_bytes"

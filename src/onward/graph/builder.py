@@ -18,11 +18,10 @@ import onnx_ir as ir
 
 from onward.errors import ModelError
 from onward.graph.naming import Namer
-from onward.graph.nodes import SMALL, computation_key, key_of
+from onward.graph.nodes import GRADIENT, SMALL, STOP, computation_key, key_of, new_initializer
+from onward.graph.shapes.dims import dims_of
 from onward.graph.shapes.node import NodeInference, find_schema
 from onward.graph.shapes.symbolic import Symbols
-
-__all__ = ["Builder", "Operand"]
 
 Operand = ir.Value | None | bool | int | float | Sequence[Any] | np.ndarray | np.generic
 
@@ -49,9 +48,10 @@ class Builder:
         # Where new nodes go: at the end of the graph, or before this node.
         self.before: ir.Node | None = None
         self._sizes: dict[tuple[int | str, ...], ir.Value] = {}
-        self._known: dict[tuple, tuple[ir.Value, ...]] | None = None
+        self._constants: dict[tuple, ir.Value] = {}
+        self._reusable: dict[tuple, tuple[ir.Value, ...]] | None = None
         if share:
-            self._known = {}
+            self._reusable = {}
             for node in graph:
                 self._remember(node)
 
@@ -60,8 +60,8 @@ class Builder:
             raise AttributeError(op_type)
 
         def emit(*inputs: Operand, outputs: int | None = None, **attributes: Any) -> Any:
-            made = self.node(op_type, inputs, attributes, outputs=outputs or 1)
-            return made if outputs is not None else made[0]
+            results = self.node(op_type, inputs, attributes, outputs=outputs or 1)
+            return results if outputs is not None else results[0]
 
         return emit
 
@@ -77,45 +77,40 @@ class Builder:
         """Append a node and return its outputs; attributes that are None are left out, a builder is its graph."""
         schema = find_schema(op_type, self.opset, domain)
         values = self._promote(inputs, schema)
-        while values and values[-1] is None:
+        while values and values[-1] is None:  # a file loses empty names at the end
             values.pop()
         attrs = {
             name: _attribute(name, value)
-            for name, value in sorted((attributes or {}).items())
+            for name, value in sorted(
+                (attributes or {}).items()
+            )  # files do not depend on the order of arguments
             if value is not None
         }
         key = key_of(op_type, domain, values, attrs, outputs)
-        if known := self._lookup(key):
-            return known
+        if reused := self._lookup(key):
+            return reused
         prefix = self._scoped(op_type)
         node = ir.Node(domain, op_type, values, attrs, num_outputs=outputs, name=self.namer(prefix))
         for index, value in enumerate(node.outputs):
             value.name = self.namer(f"{prefix}.{index}" if outputs > 1 else f"{prefix}.out")
         if schema is not None:
             self.infer(node)
-        self.place(node)
+        self.insert(node)
         self._remember(node, key)
         return tuple(node.outputs)
 
     def constant(self, data: np.ndarray | np.generic, *, name: str = "const") -> ir.Value:
         """An initializer of the outermost graph that holds `data`; equal small constants are one."""
-        root = self.root
-        array = np.asarray(data)
-        key = None
-        if array.size <= SMALL:
-            key = ("const", array.dtype.str, str(array.dtype), array.shape, array.tobytes())
-            store = root.__dict__.setdefault("_constants", {})
-            found = store.get(key)
-            if found is not None and found.is_initializer():
-                return found
-        value = ir.Value(name=root.namer(name))
-        tensor = ir.tensor(np.ascontiguousarray(array).reshape(array.shape), name=value.name)
-        value.const_value = tensor
-        value.dtype = tensor.dtype
-        value.shape = ir.Shape(array.shape)
-        root.graph.register_initializer(value)
+        root, array = self.root, np.asarray(data)
+        key = (str(array.dtype), array.shape, array.tobytes()) if array.size <= SMALL else None
+        existing = None if key is None else root._constants.get(key)
+        if existing is not None and existing.is_initializer():  # a pass may have removed it since
+            return existing
+        # ascontiguousarray makes vectors of scalars
+        tensor = ir.tensor(np.ascontiguousarray(array).reshape(array.shape))
+        value = new_initializer(root.graph, root.namer(name), tensor)
         if key is not None:
-            root.__dict__["_constants"][key] = value
+            root._constants[key] = value
         return value
 
     def constant_like(self, number: float, like: ir.Value) -> ir.Value:
@@ -172,11 +167,10 @@ class Builder:
 
     def sizes(self, value: ir.Value, start: int, end: int | None = None) -> ir.Value:
         """Some dimensions as an int64 vector; one Shape node for all values whose dimensions have the same names."""
-        dims = [] if value.shape is None else list(value.shape)[start:end]
-        given = [dim if isinstance(dim, int) else dim.value for dim in dims]
-        names = tuple(name for name in given if name is not None)
-        nameless = not names or len(names) < len(given)
-        if nameless or self.parent is not None or self.before is not None:
+        dims = () if value.shape is None else dims_of(value.shape)[start:end]
+        names = tuple(dim for dim in dims if dim is not None)
+        # a body, or a place in the middle, may lie before the node that another value's sizes come from
+        if not names or len(names) < len(dims) or self.parent is not None or self.before is not None:
             return self.Shape(value, start=start or None, end=end)
         if names not in self._sizes:
             self._sizes[names] = self.Shape(value, start=start or None, end=end)
@@ -184,9 +178,11 @@ class Builder:
 
     def concat_shape(self, *parts: int | ir.Value) -> ir.Value:
         """A shape from numbers and int64 vectors, in order: a constant where every part is."""
-        known = [np.asarray([part]) if isinstance(part, int) else self.const_value(part) for part in parts]
-        if all(part is not None for part in known):
-            return self.constant(np.concatenate(known).astype(np.int64), name="shape")  # type: ignore[arg-type]
+        constants = [
+            np.asarray([part]) if isinstance(part, int) else self.const_value(part) for part in parts
+        ]
+        if all(part is not None for part in constants):
+            return self.constant(np.concatenate(constants).astype(np.int64), name="shape")  # type: ignore[arg-type]
         vectors = [np.asarray([part], np.int64) if isinstance(part, int) else part for part in parts]
         return self.Concat(*vectors, axis=0)
 
@@ -206,15 +202,27 @@ class Builder:
         zero = self.constant(np.zeros((), dtype=self.dtype(value).numpy()), name="zero")
         return self.Expand(zero, self.shape(value))
 
+    def stop_gradient(self, value: ir.Value) -> ir.Value:
+        """The same numbers, which are a constant to the differentiator."""
+        stopped = self.node("Identity", [value])[0]
+        producer = stopped.producer()
+        assert producer is not None
+        producer.metadata_props[GRADIENT] = STOP
+        return stopped
+
+    def positions(self, length: ir.Value) -> ir.Value:
+        """0, 1, … up to a length that is an int64 vector of one."""
+        return self.Range(0, self.Squeeze(length, [0]), 1)
+
     def sum_to(self, gradient: ir.Value, target: ir.Value) -> ir.Value:
         """Sum a broadcast gradient back to the shape of `target`; a no-op where static shapes show it is not needed."""
         plan = _reduction(gradient.shape, target.shape)
         if plan is None:
             return self._sum_to_dynamic(gradient, target)
-        leading, kept = plan
-        if leading or kept:
-            axes = [*range(leading), *(axis + leading for axis in kept)]
-            if leading and not kept:
+        leading, reduced = plan
+        if leading or reduced:
+            axes = [*range(leading), *(axis + leading for axis in reduced)]
+            if leading and not reduced:
                 gradient = self.sum_leading(gradient, leading)
             else:
                 gradient = self.ReduceSum(gradient, axes, keepdims=1)
@@ -243,24 +251,29 @@ class Builder:
         else:
             missing = None
             padding = self.ConstantOfShape(
-                self.Sub(self.Shape(have), self.Shape(shape)),
-                value=ir.tensor(np.ones(1, np.int64)),
+                self.Sub(self.Shape(have), self.Shape(shape)), value=ir.tensor(np.ones(1, np.int64))
             )
-        wanted = shape if missing == 0 else self.Concat(padding, shape, axis=0)
-        differs = self.Not(self.Equal(wanted, have))
+        target_shape = shape if missing == 0 else self.Concat(padding, shape, axis=0)
+        differs = self.Not(self.Equal(target_shape, have))
         axes = self.Squeeze(self.NonZero(differs), [0])
+        # without axes a ReduceSum would be over all of them
         summed = self.ReduceSum(gradient, axes, keepdims=1, noop_with_empty_axes=1)
         return self.Reshape(summed, shape) if missing != 0 else summed
 
     @contextlib.contextmanager
-    def inserting(self, before: ir.Node) -> Iterator[None]:
-        """Insert new nodes before an existing one; nodes after it cannot be reused then."""
-        state = self.before, self._known
-        self.before, self._known = before, None
+    def inserting(
+        self, before: ir.Node | None, scope: str | None = None, *, share: bool = False
+    ) -> Iterator[None]:
+        """Insert new nodes before an existing one, in a scope of names; with `share`, equal ones become one."""
+        state, outer_scope = (self.before, self._reusable), self.scope
+        # nodes after that place cannot be reused
+        self.before, self._reusable = before, {} if share else None
+        self.scope = outer_scope if scope is None else scope
         try:
             yield
         finally:
-            self.before, self._known = state
+            self.before, self._reusable = state
+            self.scope = self.scope if scope is None else outer_scope
 
     def subgraph(self, name: str = "body") -> Builder:
         """A builder of a subgraph of this graph, for If, Loop or Scan."""
@@ -300,17 +313,11 @@ class Builder:
         """Make values that nothing computes inputs of this graph."""
         self.graph.inputs.extend(values)
 
-    @contextlib.contextmanager
-    def inserting_first(self) -> Iterator[None]:
+    def inserting_first(self) -> contextlib.AbstractContextManager[None]:
         """Insert new nodes before all others, which are not reused."""
-        state = self.before, self._known
-        self.before, self._known = next(iter(self.graph), None), {}
-        try:
-            yield
-        finally:
-            self.before, self._known = state
+        return self.inserting(next(iter(self.graph), None), share=True)
 
-    def place(self, node: ir.Node) -> None:
+    def insert(self, node: ir.Node) -> None:
         """Add a node where new nodes go."""
         if self.before is not None:
             self.graph.insert_before(self.before, node)
@@ -350,16 +357,16 @@ class Builder:
     def _lookup(self, key: tuple | None) -> tuple[ir.Value, ...] | None:
         builder: Builder | None = self
         while builder is not None and key is not None:
-            if builder._known is not None and (found := builder._known.get(key)):
-                return found
+            if builder._reusable is not None and (results := builder._reusable.get(key)):
+                return results
             builder = builder.parent
         return None
 
     def _remember(self, node: ir.Node, key: tuple | None = None) -> None:
-        if self._known is not None:
+        if self._reusable is not None:
             key = key or computation_key(node)
             if key is not None:
-                self._known.setdefault(key, tuple(node.outputs))
+                self._reusable.setdefault(key, tuple(node.outputs))
 
 
 def _attribute(name: str, value: Any) -> ir.Attr:
@@ -379,8 +386,8 @@ def _attribute(name: str, value: Any) -> ir.Attr:
 
 def _plain(value: Any) -> np.ndarray:
     array = np.asarray(value)
-    if isinstance(value, np.ndarray | np.generic):
-        return array if array.size else array.astype(np.int64)
+    if isinstance(value, np.ndarray | np.generic) and array.size:
+        return array
     if not array.size or array.dtype.kind == "i":  # an empty list is one of axes, or the shape of a scalar
         return array.astype(np.int64)
     return array.astype(np.float32) if array.dtype == np.float64 else array
@@ -403,16 +410,12 @@ def _reduction(have: ir.Shape | None, want: ir.Shape | None) -> tuple[int, list[
     leading = have.rank() - want.rank()
     if leading < 0:
         return None
-    kept = []
+    reduced = []
     for axis, target in enumerate(want):
         source = have[axis + leading]
         if target == 1:
             if source != 1:
-                kept.append(axis)
-        elif isinstance(target, int) or (
-            isinstance(source, ir.SymbolicDim) and source.value is not None and source == target
-        ):
-            continue
-        else:
+                reduced.append(axis)
+        elif not isinstance(target, int) and (target.value is None or source != target):
             return None
-    return leading, kept
+    return leading, reduced

@@ -1,4 +1,4 @@
-"""Dead code elimination, constant folding and common-subexpression elimination.
+"""Dead code and common-subexpression elimination; `simplify` folds constants too.
 
 Trainable values are initializers like any other constant, so floating
 initializers are folded or merged only if the caller says which ones are parameters.
@@ -6,33 +6,30 @@ initializers are folded or merged only if the caller says which ones are paramet
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection
 
-import numpy as np
 import onnx_ir as ir
 import onnx_ir.passes.common as passes
 
-from onward.graph.compute import COMPUTABLE, compute
-from onward.graph.dialect.fold import replace_by_constants
+from onward.graph.fold import SMALL, fold_constants
 from onward.graph.nodes import computation_key, nodes_within, subgraphs_of
-
-__all__ = [
-    "fold_constants",
-    "remove_identities",
-    "remove_unused",
-    "share_constants",
-    "share_subexpressions",
-    "simplify",
-]
-
-# Shapes, axes and pads; nothing that takes noticeable space in a file.
-_SMALL = 1024
 
 
 def remove_unused(model: ir.Model) -> ir.Model:
     """Drop nodes, initializers and opset imports that no output needs; inputs stay."""
-    passes.RemoveUnusedNodesPass()(model)
+    # listed first: the graph does not lead to a node that has been removed
+    bodies = {node: subgraphs_of(node) for node in nodes_within(model.graph)}
+    bodies = {node: graphs for node, graphs in bodies.items() if graphs}
+    while True:
+        passes.RemoveUnusedNodesPass()(model)
+        # the pass leaves what the body of a removed Scan captured in use
+        removed = [node for node in bodies if node.graph is None]
+        for node in removed:
+            for inner in (inner for graph in bodies.pop(node) for inner in nodes_within(graph)):
+                for index in range(len(inner.inputs)):
+                    inner.replace_input_with(index, None)
+        if not removed:
+            break
     passes.RemoveUnusedOpsetsPass()(model)
     return model
 
@@ -77,76 +74,18 @@ def simplify(model: ir.Model, *, parameters: Collection[str] | None = None) -> i
     return remove_unused(model)
 
 
-def fold_constants(model: ir.Model) -> ir.Model:
-    """Compute shape arithmetic now: sizes that are known, and what follows from them alone."""
-    _fold(model.graph, model.graph, set())
-    return model
-
-
-def _fold(root: ir.Graph, graph: ir.Graph, known: set[ir.Value]) -> None:
-    for node in list(graph):
-        for inner in subgraphs_of(node):
-            _fold(root, inner, known)
-        results = _computed(node, known)
-        if results is None:
-            continue
-        known.update(replace_by_constants(root, node, results))
-
-
-def _computed(node: ir.Node, known: set[ir.Value]) -> list[np.ndarray] | None:
-    """The outputs of a node whose inputs are known now; None where they are not, or are none of ours."""
-    if node.domain != "" or (node.op_type not in COMPUTABLE and node.op_type not in ("Shape", "Size")):
-        return None
-    if any(value.is_graph_output() for value in node.outputs):
-        return None
-    if node.op_type in ("Shape", "Size"):
-        dims = _static(node.inputs[0], node)
-        return None if dims is None else [dims]
-    feeds: list[np.ndarray | None] = []
-    for value in node.inputs:
-        if value is None:
-            feeds.append(None)
-            continue
-        tensor = value.const_value
-        if tensor is None or value.is_graph_input() or not value.is_initializer() or tensor.size > _SMALL:
-            return None
-        # A float that was not computed here may be a parameter.
-        if value not in known and tensor.dtype.is_floating_point():
-            return None
-        feeds.append(tensor.numpy())
-    for value in node.outputs:
-        size = 1
-        for dim in [_SMALL + 1] if value.shape is None else value.shape:
-            size *= dim if isinstance(dim, int) else _SMALL + 1
-        if size > _SMALL:
-            return None
-    return compute(node.op_type, {name: attr.value for name, attr in node.attributes.items()}, feeds)
-
-
-def _static(value: ir.Value | None, node: ir.Node) -> np.ndarray | None:
-    if value is None or value.shape is None:
-        return None
-    dims = list(value.shape)
-    if node.op_type == "Shape":
-        dims = dims[node.attributes.get_int("start", 0) : node.attributes.get_int("end", None)]
-    sizes = [dim for dim in dims if isinstance(dim, int)]
-    if len(sizes) != len(dims):
-        return None
-    return np.asarray(sizes if node.op_type == "Shape" else math.prod(sizes), np.int64)
-
-
 def share_constants(model: ir.Model, *, parameters: Collection[str] | None = None) -> ir.Model:
     """Keep one of equal small constants; never one in the place of a parameter."""
-    found: dict[tuple, ir.Value] = {}
+    unique: dict[tuple, ir.Value] = {}
     for name, value in list(model.graph.initializers.items()):
         tensor = value.const_value
-        if tensor is None or tensor.size > _SMALL or value.is_graph_input() or value.is_graph_output():
+        if tensor is None or tensor.size > SMALL or value.is_graph_input() or value.is_graph_output():
             continue
         if tensor.dtype.is_floating_point() if parameters is None else name in parameters:
             continue
-        if tensor.dtype == ir.DataType.STRING:
+        if tensor.dtype == ir.DataType.STRING:  # has no bytes to compare
             continue
-        first = found.setdefault((tensor.dtype, tuple(tensor.shape.numpy()), tensor.tobytes()), value)
+        first = unique.setdefault((tensor.dtype, tuple(tensor.shape.numpy()), tensor.tobytes()), value)
         if first is not value:
             ir.convenience.replace_all_uses_with(value, first)
             del model.graph.initializers[name]
@@ -160,16 +99,17 @@ def share_subexpressions(model: ir.Model) -> ir.Model:
 
 
 def _share(graph: ir.Graph, outer: dict[tuple, ir.Node]) -> None:
-    found = dict(outer)
+    unique = dict(outer)
     for node in list(graph):
         for inner in subgraphs_of(node):
-            _share(inner, found)
+            _share(inner, unique)
         key = computation_key(node)
         if key is None:
             continue
-        first = found.setdefault(key, node)
+        first = unique.setdefault(key, node)
         if first is node or any(value.is_graph_output() for value in node.outputs):
             continue
+        # one leaves out an output that the other has
         if any(bool(a.name) != bool(b.name) for a, b in zip(first.outputs, node.outputs)):
             continue
         ir.convenience.replace_all_uses_with(list(node.outputs), list(first.outputs))

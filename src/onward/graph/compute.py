@@ -1,19 +1,17 @@
-"""Evaluates small operators with numpy, bit-exact with the runtime.
+"""The one evaluator of operators: small ones with numpy, bit-exact with the runtime, others by ONNX's reference.
 
 For shape arithmetic and what depends on it: integers, booleans, and elementwise float32 and float64. Operators and
-types that are not here, and those whose result depends on the order of a sum, are not evaluated.
+types that are not here, and those whose result depends on the order of a sum, are left to `run_reference`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import onnx
-
-__all__ = ["COMPUTABLE", "compute"]
 
 _TYPES = frozenset(map(np.dtype, ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")))
 _KNOWN = _TYPES | {np.dtype("bool"), np.dtype("float32"), np.dtype("float64")}
@@ -40,11 +38,72 @@ def compute(op_type: str, attributes: Attributes, inputs: Inputs) -> list[np.nda
         return None
     try:
         with np.errstate(all="ignore"):
-            found = rule(attributes, *inputs)
+            outputs = rule(attributes, *inputs)
     except (_NotHere, ValueError, IndexError, KeyError, TypeError, OverflowError, ZeroDivisionError):
         return None  # also where the inputs do not fit: the runtime says what is wrong with them
-    made = [np.asarray(array) for array in (found if isinstance(found, list) else [found])]
-    return made if all(array.dtype in _KNOWN for array in made) else None
+    arrays = [np.asarray(array) for array in (outputs if isinstance(outputs, list) else [outputs])]
+    return arrays if all(array.dtype in _KNOWN for array in arrays) else None
+
+
+# Operators whose result is made of elements of their first input, whatever these are.
+REARRANGED = frozenset({"Identity", "Gather", "Slice", "Unsqueeze", "Squeeze", "ConstantOfShape"})
+
+
+def rearrange(op_type: str, attributes: Attributes, inputs: Inputs) -> np.ndarray | None:
+    """What one of `REARRANGED` makes of an array of objects, such as names; None where it cannot be told.
+
+    >>> rearrange("Gather", {}, [np.array(["batch", 3], object), np.array(0)])
+    array('batch', dtype=object)
+    """
+    try:
+        places = [value if value is None else value.astype(np.int64) for value in inputs[1:]]
+        moved = np.asarray(_OPERATORS[op_type](attributes, *inputs[:1], *places), object)
+    except (_NotHere, ValueError, IndexError, KeyError, TypeError, OverflowError):
+        return None
+    return None if any(isinstance(item, float) for item in moved.ravel()) else moved
+
+
+def measure(
+    op_type: str, dims: Iterable[object], start: int | None = None, end: int | None = None
+) -> np.ndarray | None:
+    """What Shape or Size gives for a value of these sizes; None where one that counts is no number.
+
+    >>> measure("Shape", ["batch", 3, 4], 1)
+    array([3, 4])
+    """
+    counted = list(dims)[start:end] if op_type == "Shape" else list(dims)
+    sizes = [size for size in counted if isinstance(size, int)]
+    if len(sizes) != len(counted):
+        return None
+    return np.asarray(sizes if op_type == "Shape" else math.prod(sizes), np.int64)
+
+
+def run_reference(node: onnx.NodeProto, feeds: Inputs, opset: int | None = None) -> list[np.ndarray] | None:
+    """The outputs by ONNX's reference evaluator; None where it fails: the run will report the problem."""
+    # Its import takes a third of a second, and few models come this far.
+    from onnx.reference import ReferenceEvaluator
+
+    own = onnx.NodeProto()
+    own.CopyFrom(node)
+    own.domain = ""
+    arrays = {name: array for name, array in zip(own.input, feeds) if array is not None}
+    inputs = [
+        onnx.helper.make_tensor_value_info(
+            name, onnx.helper.np_dtype_to_tensor_dtype(array.dtype), array.shape
+        )
+        for name, array in arrays.items()
+    ]
+    outputs = [onnx.ValueInfoProto(name=name) for name in own.output if name]
+    graph = onnx.helper.make_graph([own], "constant", inputs, outputs)
+    version = onnx.helper.make_opsetid("", opset or onnx.defs.onnx_opset_version())
+    try:
+        results = ReferenceEvaluator(onnx.helper.make_model(graph, opset_imports=[version])).run(None, arrays)
+    except Exception:
+        return None
+    if not all(isinstance(array, np.ndarray | np.generic) for array in results):
+        return None
+    named = dict(zip([output.name for output in outputs], results))
+    return [np.asarray(named[name]) if name else np.zeros(0) for name in own.output]
 
 
 def _elementwise(function: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
@@ -62,7 +121,7 @@ def _divide(_: Attributes, a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 def _modulo(attributes: Attributes, a: np.ndarray, b: np.ndarray) -> np.ndarray:
     if a.dtype not in _TYPES or not np.all(b):
-        raise _NotHere
+        raise _NotHere  # of floats, rounding decides; by zero, the run fails
     return np.fmod(a, b) if attributes.get("fmod", 0) else np.mod(a, b)
 
 
@@ -75,6 +134,7 @@ def _cast_like(_: Attributes, x: np.ndarray, like: np.ndarray) -> np.ndarray:
 
 
 def _to(x: np.ndarray, kind: np.dtype) -> np.ndarray:
+    # what NaN becomes as an integer differs between processors
     if kind not in _KNOWN or (x.dtype.kind == "f" and kind in _TYPES and not np.all(np.isfinite(x))):
         raise _NotHere
     return x.astype(kind)
@@ -93,10 +153,10 @@ def _slice(
     steps: np.ndarray | None = None,
 ) -> np.ndarray:
     cuts = [slice(None)] * x.ndim
-    places = range(len(starts)) if axes is None else axes.tolist()
-    for place, axis in enumerate(places):
-        size, step = x.shape[axis], 1 if steps is None else int(steps[place])
-        start, end = (int(bound[place]) for bound in (starts, ends))
+    order = range(len(starts)) if axes is None else axes.tolist()
+    for index, axis in enumerate(order):
+        size, step = x.shape[axis], 1 if steps is None else int(steps[index])
+        start, end = (int(bound[index]) for bound in (starts, ends))
         start, end = (bound + size if bound < 0 else bound for bound in (start, end))
         if step > 0:
             cuts[axis] = slice(min(max(start, 0), size), min(max(end, 0), size), step)
@@ -108,7 +168,7 @@ def _slice(
 
 def _range(_: Attributes, start: np.ndarray, limit: np.ndarray, step: np.ndarray) -> np.ndarray:
     if start.dtype not in _TYPES:
-        raise _NotHere
+        raise _NotHere  # rounding decides how many steps there are
     _check_size([max(0, (limit.item() - start.item()) // step.item())])
     return np.arange(start.item(), limit.item(), step.item(), dtype=start.dtype)
 
@@ -174,7 +234,7 @@ def _constant(attributes: Attributes) -> np.ndarray:
 def _reduction(function: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
     def reduce(attributes: Attributes, x: np.ndarray, axes: np.ndarray | None = None) -> np.ndarray:
         if x.dtype not in _TYPES:
-            raise _NotHere
+            raise _NotHere  # a sum of floats depends on the runtime's order
         chosen = attributes.get("axes", None if axes is None or not axes.size else axes.tolist())
         if chosen is None and attributes.get("noop_with_empty_axes", 0):
             return x
@@ -186,7 +246,7 @@ def _reduction(function: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]
 
 def _split(attributes: Attributes, x: np.ndarray, sizes: np.ndarray | None = None) -> list[np.ndarray]:
     if sizes is None:
-        raise _NotHere
+        raise _NotHere  # equal parts: how many there are, attributes do not say
     return np.split(x, np.cumsum(sizes)[:-1].tolist(), axis=attributes.get("axis", 0))
 
 
@@ -249,7 +309,7 @@ COMPUTABLE = frozenset(_OPERATORS)
 
 
 def _fold(function: Callable[..., np.ndarray], values: Sequence[np.ndarray]) -> np.ndarray:
-    first, *rest = values
-    for value in rest:
+    first, *others = values
+    for value in others:
         first = function(first, value)
     return first

@@ -7,18 +7,18 @@ a few numbers are computed, since shapes depend on them.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import onnx
 
 from onward.errors import ModelError
+from onward.graph.compute import compute, run_reference
 from onward.graph.external import tensor_bytes, tensors
+from onward.graph.protobuf import attributes_of, inner_graphs
 from onward.limits import current, require
-
-__all__ = ["check_constants"]
 
 _SMALL = 1024
 # What a runtime never computes ahead, or what is another value at each run.
@@ -39,6 +39,7 @@ class _Constant:
 
 def check_constants(proto: onnx.ModelProto, functions: Functions, where: str) -> None:
     """Refuse a model whose constants grow past the limit, which counts from 16 times the size of its data."""
+    # a model of large weights may make as much of them again
     held = sum(_bytes(tensor.dims, tensor.data_type) for tensor in tensors(proto))
     budget = _Budget(where, allowance=16 * held)
     imports = list(proto.opset_import)
@@ -65,108 +66,113 @@ class _Walk:
     ir_version: int
     budget: _Budget
 
-    def graph(self, graph: onnx.GraphProto, outer: Mapping[str, _Constant]) -> None:
-        known = dict(outer)
-        given = {value.name for value in graph.input}
-        for name in given:
-            known.pop(name, None)
-        for tensor in graph.initializer:
-            if tensor.name not in given:
-                known[tensor.name] = _held(tensor)
-        self.nodes(graph.node, known)
+    @functools.cached_property
+    def opset(self) -> int:
+        """The version of the standard operators; the newest where none is imported."""
+        versions = (entry.version for entry in self.imports if entry.domain in ("", "ai.onnx"))
+        return next(versions, 0) or onnx.defs.onnx_opset_version()
 
-    def nodes(self, nodes: Iterable[onnx.NodeProto], known: dict[str, _Constant]) -> None:
+    def graph(self, graph: onnx.GraphProto, outer: Mapping[str, _Constant]) -> None:
+        constants = dict(outer)
+        inputs = {value.name for value in graph.input}
+        for name in inputs:
+            constants.pop(name, None)
+        for tensor in graph.initializer:
+            if tensor.name not in inputs:
+                constants[tensor.name] = _held(tensor)
+        self.nodes(graph.node, constants)
+
+    def nodes(self, nodes: Iterable[onnx.NodeProto], constants: dict[str, _Constant]) -> None:
         """Follow constants through nodes in whatever order they are written."""
-        found = list(nodes)
-        missing = [{name for name in node.input if name and name not in known} for node in found]
+        listed = list(nodes)
+        missing = [{name for name in node.input if name and name not in constants} for node in listed]
         readers: dict[str, list[int]] = {}
         for index, names in enumerate(missing):
             for name in names:
                 readers.setdefault(name, []).append(index)
-        ready = [i for i, names in enumerate(missing) if not names and found[i].op_type not in _LEFT]
+        ready = [i for i, names in enumerate(missing) if not names and listed[i].op_type not in _LEFT]
         while ready:
-            node = found[ready.pop()]
-            self._follow(node, known)
+            node = listed[ready.pop()]
+            self._follow(node, constants)
             for name in node.output:
-                if name in known:
+                if name in constants:
                     for reader in readers.pop(name, ()):
                         missing[reader].discard(name)
-                        if not missing[reader] and found[reader].op_type not in _LEFT:
+                        if not missing[reader] and listed[reader].op_type not in _LEFT:
                             ready.append(reader)
-        for node in found:
-            for attribute in node.attribute:
-                for inner in [*([attribute.g] if attribute.HasField("g") else []), *attribute.graphs]:
-                    self.graph(inner, known)
+        for node in listed:
+            for inner in inner_graphs(node):
+                self.graph(inner, constants)
 
-    def _follow(self, node: onnx.NodeProto, known: dict[str, _Constant]) -> None:
+    def _follow(self, node: onnx.NodeProto, constants: dict[str, _Constant]) -> None:
         domain = "" if node.domain == "ai.onnx" else node.domain
         function = self.functions.get((domain, node.op_type, node.overload))
         if function is not None:
-            self._call(function, node, known)
+            self._call(function, node, constants)
             return
         if node.op_type == "Constant" and domain == "":
-            known[node.output[0]] = _of_attribute(node)
+            constants[node.output[0]] = _of_attribute(node)
             return
         if domain != "":
             return
-        types = self._infer(node, known)
+        types = self._infer(node, constants)
         for name in node.output:
             if not name:
                 continue
             kind = types.get(name)
-            known[name] = _Constant(kind)
+            constants[name] = _Constant(kind)
             size = _size(kind)
             if size:
                 self.budget.spend(size, node)
-        self._compute(node, known)
+        self._compute(node, constants)
 
-    def _call(self, function: onnx.FunctionProto, node: onnx.NodeProto, known: dict[str, _Constant]) -> None:
-        inner = {name: known[given] for name, given in zip(function.input, node.input) if given}
+    def _call(
+        self, function: onnx.FunctionProto, node: onnx.NodeProto, constants: dict[str, _Constant]
+    ) -> None:
+        inner = {name: constants[argument] for name, argument in zip(function.input, node.input) if argument}
         imports = list(function.opset_import) or self.imports
         _Walk(self.functions, imports, self.ir_version, self.budget).nodes(function.node, inner)
         for name, result in zip(node.output, function.output):
             if result in inner and name:
-                known[name] = inner[result]
+                constants[name] = inner[result]
 
-    def _infer(self, node: onnx.NodeProto, known: Mapping[str, _Constant]) -> Mapping[str, onnx.TypeProto]:
-        version = next((entry.version for entry in self.imports if entry.domain in ("", "ai.onnx")), 0)
-        found = {name: known[name] for name in node.input if name}
+    def _infer(
+        self, node: onnx.NodeProto, constants: Mapping[str, _Constant]
+    ) -> Mapping[str, onnx.TypeProto]:
+        inputs = {name: constants[name] for name in node.input if name}
         try:
-            schema = onnx.defs.get_schema(node.op_type, version or onnx.defs.onnx_opset_version(), "")
+            schema = onnx.defs.get_schema(node.op_type, self.opset, "")
             return onnx.shape_inference.infer_node_outputs(
                 schema,
                 node,
-                {name: constant.type for name, constant in found.items() if constant.type is not None},
-                {name: constant.tensor for name, constant in found.items() if constant.tensor is not None},
+                {name: constant.type for name, constant in inputs.items() if constant.type is not None},
+                {name: constant.tensor for name, constant in inputs.items() if constant.tensor is not None},
                 opset_imports=self.imports,
                 ir_version=min(max(self.ir_version, 3), 10),
             )
         except Exception:  # what is wrong with a node is said by those who run it
             return {}
 
-    def _compute(self, node: onnx.NodeProto, known: dict[str, _Constant]) -> None:
+    def _compute(self, node: onnx.NodeProto, constants: dict[str, _Constant]) -> None:
         """The numbers of a node's only output, where it and all inputs are small whole numbers."""
         if len(node.output) != 1 or len(node.attribute) > 8:
             return
-        target = known[node.output[0]]
-        held = {name: known[name].tensor for name in node.input if name}
-        sizes = [_count(target.type), *(_count(known[name].type) for name in held)]
+        target = constants[node.output[0]]
+        held = {name: constants[name].tensor for name in node.input if name}
+        sizes = [_count(target.type), *(_count(constants[name].type) for name in held)]
         if any(size is None or size > _SMALL for size in sizes):
             return
         if target.type is None or target.type.tensor_type.elem_type not in (_INT32, _INT64, _BOOL):
             return
-        from onnx.reference import ReferenceEvaluator
-
-        feeds = {
-            name: onnx.numpy_helper.to_array(tensor) for name, tensor in held.items() if tensor is not None
-        }
-        if len(feeds) != len(held):
-            return
-        try:
-            result: Any = ReferenceEvaluator(node).run(None, feeds)
-            target.tensor = onnx.numpy_helper.from_array(np.asarray(result[0]))
-        except Exception:
-            return
+        feeds: list[np.ndarray | None] = []
+        for name in node.input:
+            tensor = held[name] if name else None
+            if name and tensor is None:
+                return
+            feeds.append(None if tensor is None else onnx.numpy_helper.to_array(tensor))
+        outputs = compute(node.op_type, attributes_of(node), feeds) or run_reference(node, feeds, self.opset)
+        if outputs is not None:
+            target.tensor = onnx.numpy_helper.from_array(outputs[0])
 
 
 _INT32, _INT64, _BOOL = onnx.TensorProto.INT32, onnx.TensorProto.INT64, onnx.TensorProto.BOOL

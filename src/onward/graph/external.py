@@ -17,15 +17,6 @@ import onnx
 
 from onward.errors import ModelError
 
-__all__ = [
-    "check_external",
-    "check_location",
-    "external_range",
-    "external_tensors",
-    "tensor_bytes",
-    "tensors",
-]
-
 _KEYS = frozenset({"location", "offset", "length", "checksum"})
 # No file system has larger files; larger numbers are attempts at integer overflow.
 _LARGEST = 2**62
@@ -100,11 +91,11 @@ def check_location(
         if path.is_absolute() or path.drive or path.root or ".." in path.parts or not path.parts:
             raise _bad(name, f"location {location!r} is not a plain path below the model's directory")
     root = os.path.realpath(base)
-    wanted = os.path.normpath(os.path.join(root, location))
-    if os.path.normcase(os.path.realpath(wanted)) != os.path.normcase(wanted):
+    target = os.path.normpath(os.path.join(root, location))
+    if os.path.normcase(os.path.realpath(target)) != os.path.normcase(target):
         raise _bad(name, f"location {location!r} goes through a link; copy the real file beside the model")
     try:
-        status = os.lstat(wanted)
+        status = os.lstat(target)
     except (OSError, ValueError) as error:
         raise _bad(name, f"cannot open {location!r} beside the model: {error}") from None
     if not stat.S_ISREG(status.st_mode):

@@ -14,20 +14,19 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import google.protobuf.message
 import onnx
 
 from onward.contract import OPSET
 from onward.errors import LimitError, ModelError
-from onward.graph.apart import parse_apart
 from onward.graph.constant_sizes import check_constants
 from onward.graph.external import check_external, external_range, external_tensors, tensor_bytes, tensors
+from onward.graph.protobuf import inner_graphs
+from onward.graph.tensor_references import parse_with_references
 from onward.limits import current, require
 from onward.reading import read_bytes
-
-__all__ = ["ProtoSource", "read_proto", "read_with_data"]
 
 ProtoSource = str | os.PathLike[str] | bytes | onnx.ModelProto
 
@@ -37,15 +36,16 @@ _LARGEST_FILE = 2**31 - 1
 _MOST_DIMENSIONS = 32
 _TENSOR = onnx.TensorProto
 _FIELDS = ("float_data", "int32_data", "int64_data", "double_data", "uint64_data", "string_data")
-# where a tensor of a type keeps its numbers, and how many entries a hundred of them take
+# where a tensor of a type keeps its numbers, and how many entries one takes
 _HELD: dict[int, tuple[str, int]] = {
-    **dict.fromkeys((_TENSOR.FLOAT,), ("float_data", 100)),
-    **dict.fromkeys((_TENSOR.COMPLEX64,), ("float_data", 200)),
-    **dict.fromkeys((_TENSOR.DOUBLE,), ("double_data", 100)),
-    **dict.fromkeys((_TENSOR.COMPLEX128,), ("double_data", 200)),
-    **dict.fromkeys((_TENSOR.INT64,), ("int64_data", 100)),
-    **dict.fromkeys((_TENSOR.UINT32, _TENSOR.UINT64), ("uint64_data", 100)),
-    **dict.fromkeys((_TENSOR.STRING,), ("string_data", 100)),
+    _TENSOR.FLOAT: ("float_data", 1),
+    _TENSOR.COMPLEX64: ("float_data", 2),
+    _TENSOR.DOUBLE: ("double_data", 1),
+    _TENSOR.COMPLEX128: ("double_data", 2),
+    _TENSOR.INT64: ("int64_data", 1),
+    _TENSOR.UINT32: ("uint64_data", 1),
+    _TENSOR.UINT64: ("uint64_data", 1),
+    _TENSOR.STRING: ("string_data", 1),
 }
 
 
@@ -55,14 +55,14 @@ def read_proto(
     base_dir: str | os.PathLike[str] | None = None,
     what: str = "",
     read_data: bool = True,
-    apart: bool = False,
+    by_reference: bool = False,
 ) -> onnx.ModelProto:
     """A model that passed the gate; a ModelProto that is given is returned as it is.
 
     `base_dir` is where external data of bytes or a ModelProto lies; a path brings its own. `what` names the
     model's role in messages ("training model"). `read_data=False` is for those who only look at the graph: data
-    files need not be there. `apart` leaves large tensors of a large file where they are: they become references to
-    external data in that file.
+    files need not be there. `by_reference` leaves large tensors of a large file where they are: they become
+    references to external data in that file.
 
     >>> import onnx.parser
     >>> text = '<ir_version: 10, opset_import: ["": 21]> g (float[N] x) => (float[N] y) { y = Neg(x) }'
@@ -79,7 +79,7 @@ def read_proto(
     elif isinstance(source, str | os.PathLike):
         path = Path(os.fsdecode(source))
         where = f"'{path}'"
-        proto = (parse_apart(path) if apart else None) or _parse(_read(path, role), where)
+        proto = (parse_with_references(path) if by_reference else None) or _parse(_read(path, role), where)
         base = path.parent
     else:
         raise ModelError(
@@ -220,9 +220,10 @@ def _check_data(tensor: onnx.TensorProto, where: str) -> None:
     if tensor.data_type == _TENSOR.STRING:
         if any(size < 0 for size in tensor.dims):
             raise ModelError(f"{where}: tensor '{tensor.name}' has a negative dimension: {list(tensor.dims)}")
-        expected, count = 0, _product(tensor.dims)
+        expected = 0
     else:
-        expected, count = tensor_bytes(tensor.dims, tensor.data_type, tensor.name), _product(tensor.dims)
+        expected = tensor_bytes(tensor.dims, tensor.data_type, tensor.name)
+    count = _product(tensor.dims)
     if tensor.HasField("segment"):
         raise ModelError(f"{where}: tensor '{tensor.name}' is a segment of another, which is not supported")
     if tensor.data_location == _TENSOR.EXTERNAL or tensor.external_data:
@@ -240,12 +241,12 @@ def _check_data(tensor: onnx.TensorProto, where: str) -> None:
         return
     field, entries = _HELD.get(tensor.data_type, ("int32_data", 0))
     # types of fewer than eight bits share entries
-    wanted = count * entries // 100 if entries else min(count, expected)
-    if filled != ({field: wanted} if wanted else {}):
-        found = ", ".join(f"{length} in {name}" for name, length in filled.items()) or "none"
+    needed = count * entries if entries else min(count, expected)
+    if filled != ({field: needed} if needed else {}):
+        lengths = ", ".join(f"{length} in {name}" for name, length in filled.items()) or "none"
         raise ModelError(
-            f"{where}: tensor '{tensor.name}' of shape {list(tensor.dims)} needs {wanted} numbers in {field}, "
-            f"and holds {found}"
+            f"{where}: tensor '{tensor.name}' of shape {list(tensor.dims)} needs {needed} numbers in {field}, "
+            f"and holds {lengths}"
         )
 
 
@@ -283,10 +284,10 @@ def _check_sparse(proto: onnx.ModelProto, where: str) -> None:
 
 
 def _sparse_tensors(proto: onnx.ModelProto) -> Iterator[onnx.SparseTensorProto]:
+    nodes = [*proto.graph.node, *(node for function in proto.functions for node in function.node)]
     for graph in [proto.graph, *_graphs_in(proto.graph.node)]:
         yield from graph.sparse_initializer
-    nodes = [*proto.graph.node, *(node for function in proto.functions for node in function.node)]
-    for node in _all_nodes(nodes):
+    for node in [*nodes, *(node for graph in _graphs_in(nodes) for node in graph.node)]:
         for attribute in node.attribute:
             if attribute.HasField("sparse_tensor"):
                 yield attribute.sparse_tensor
@@ -295,16 +296,9 @@ def _sparse_tensors(proto: onnx.ModelProto) -> Iterator[onnx.SparseTensorProto]:
 
 def _graphs_in(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.GraphProto]:
     for node in nodes:
-        for inner in _inner_graphs(node):
+        for inner in inner_graphs(node):
             yield inner
             yield from _graphs_in(inner.node)
-
-
-def _all_nodes(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
-    for node in nodes:
-        yield node
-        for inner in _inner_graphs(node):
-            yield from _all_nodes(inner.node)
 
 
 # ---- size ------------------------------------------------------------------------------------------------
@@ -314,14 +308,14 @@ FunctionKey = tuple[str, str, str]
 
 
 def _functions(proto: onnx.ModelProto, where: str) -> dict[FunctionKey, onnx.FunctionProto]:
-    found: dict[FunctionKey, onnx.FunctionProto] = {}
+    functions: dict[FunctionKey, onnx.FunctionProto] = {}
     for function in proto.functions:
         _require_text([function.domain, function.name, function.overload], where)
         key = (_domain(function.domain), function.name, function.overload)
-        if key in found:
+        if key in functions:
             raise ModelError(f"{where} defines the function '{function.domain}.{function.name}' twice")
-        found[key] = function
-    return found
+        functions[key] = function
+    return functions
 
 
 def _check_size(
@@ -338,7 +332,7 @@ def _check_size(
         for node in nodes:
             _require_text((node.op_type, node.domain, node.overload, node.name), where)
             count += 1
-            for inner in _inner_graphs(node):
+            for inner in inner_graphs(node):
                 more, below = measure(inner.node, calls)
                 count, depth = count + more, max(depth, below + 1)
                 require("nesting", depth, f"{where}: graphs inside graphs, in levels,")
@@ -422,8 +416,8 @@ def _check_graph(graph: onnx.GraphProto, outer: frozenset[str], scope: _Scope) -
     _unique([*produced, *set(inputs), *set(initializers) - set(inputs)], "value", where)
     if "" in initializers or "" in inputs:
         raise ModelError(f"{where} has an input or initializer without a name")
-    known = outer.union(inputs, initializers, produced)
-    _check_nodes(graph.node, known, scope)
+    defined = outer.union(inputs, initializers, produced)
+    _check_nodes(graph.node, defined, scope)
     own = {*inputs, *initializers, *produced}
     for value in graph.output:
         if value.name in outer and value.name not in own:
@@ -431,7 +425,7 @@ def _check_graph(graph: onnx.GraphProto, outer: frozenset[str], scope: _Scope) -
                 f"{where}: a body returns '{value.name}' of the graph around it as it is, which ONNX does not allow; "
                 "put an Identity between"
             )
-        if value.name not in known:
+        if value.name not in defined:
             raise ModelError(f"{where}: the graph output '{value.name}' is defined by nothing in the model")
 
 
@@ -443,26 +437,28 @@ def _check_function(
     _require_text((*function.input, *function.output, *function.attribute, *produced), where)
     _require_text((entry.domain for entry in function.opset_import), where)
     _unique([*function.input, *produced], "value", where)
-    known = frozenset([*function.input, *produced])
-    given = frozenset([*function.attribute, *(attribute.name for attribute in function.attribute_proto)])
-    _check_nodes(function.node, known, _Scope(where, _versions(function.opset_import), functions, given))
+    defined = frozenset([*function.input, *produced])
+    attributes = frozenset([*function.attribute, *(attribute.name for attribute in function.attribute_proto)])
+    _check_nodes(
+        function.node, defined, _Scope(where, _versions(function.opset_import), functions, attributes)
+    )
     for name in function.output:
-        if name not in known:
+        if name not in defined:
             raise ModelError(f"{where}: the output '{name}' is defined by nothing in it")
 
 
-def _check_nodes(nodes: Sequence[onnx.NodeProto], known: frozenset[str], scope: _Scope) -> None:
+def _check_nodes(nodes: Sequence[onnx.NodeProto], defined: frozenset[str], scope: _Scope) -> None:
     for node in nodes:
         if not node.op_type:
             raise ModelError(f"{scope.where}: node '{node.name}' has no operator type")
         for name in node.input:
-            if name and name not in known:
+            if name and name not in defined:
                 raise ModelError(
                     f"{scope.where}: {node.op_type} '{node.name}' uses '{name}', which nothing in the model defines"
                 )
         _check_operator(node, scope)
-        for inner in _inner_graphs(node):
-            _check_graph(inner, known, scope)
+        for inner in inner_graphs(node):
+            _check_graph(inner, defined, scope)
 
 
 @dataclass(frozen=True)
@@ -487,14 +483,10 @@ def _signature(operator: str, version: int, domain: str) -> _Signature | None:
         (schema.min_input, schema.max_input),
         (schema.min_output, schema.max_output),
         tuple(index for index, formal in enumerate(schema.inputs) if formal.option == single),
-        {name: _number(attribute.type) for name, attribute in schema.attributes.items()},
+        # pyright knows the enumeration under another name
+        {name: int(cast(Any, attribute.type).value) for name, attribute in schema.attributes.items()},
         frozenset(name for name, attribute in schema.attributes.items() if attribute.required),
     )
-
-
-def _number(kind: Any) -> int:
-    """The number of an attribute's type; pyright knows the enumeration under another name."""
-    return int(kind.value)
 
 
 @functools.cache
@@ -527,10 +519,8 @@ def _check_operator(node: onnx.NodeProto, scope: _Scope) -> None:
         return
     try:
         signature = _signature(node.op_type, version, domain)
-    except (
-        onnx.defs.SchemaError
-    ):  # the runtime has operators of its own there; others are reported by the dialect
-        return
+    except onnx.defs.SchemaError:
+        return  # the runtime has operators of its own there; others are reported by the dialect
     if signature is None:
         return
     for kind, count, (least, most) in (
@@ -544,8 +534,8 @@ def _check_operator(node: onnx.NodeProto, scope: _Scope) -> None:
         if index < len(node.input) and not node.input[index]:
             raise ModelError(f"{what} lacks its input {index}, which the operator needs")
     for attribute in node.attribute:
-        wanted = signature.attributes.get(attribute.name)
-        if wanted is None:
+        attribute_type = signature.attributes.get(attribute.name)
+        if attribute_type is None:
             raise ModelError(f"{what} has the attribute '{attribute.name}', which the operator does not have")
         if attribute.ref_attr_name:
             if attribute.ref_attr_name not in scope.attributes:
@@ -554,23 +544,18 @@ def _check_operator(node: onnx.NodeProto, scope: _Scope) -> None:
                     "around it has"
                 )
             continue
-        if attribute.type != wanted:
+        if attribute.type != attribute_type:
             kinds = onnx.AttributeProto.AttributeType
-            found = kinds.Name(attribute.type) if attribute.type in kinds.values() else attribute.type
-            raise ModelError(f"{what}: attribute '{attribute.name}' is {found}, not {kinds.Name(wanted)}")
+            actual = kinds.Name(attribute.type) if attribute.type in kinds.values() else attribute.type
+            raise ModelError(
+                f"{what}: attribute '{attribute.name}' is {actual}, not {kinds.Name(attribute_type)}"
+            )
         if attribute.name in ("kernel_shape", "num_outputs"):
             count = _product(attribute.ints) if attribute.name == "kernel_shape" else attribute.i
             require("nodes", count, f"{what}: what '{attribute.name}' counts")
     missing = signature.required.difference(names)
     if missing:
         raise ModelError(f"{what} lacks the attribute '{min(missing)}'")
-
-
-def _inner_graphs(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
-    for attribute in node.attribute:
-        if attribute.HasField("g"):
-            yield attribute.g
-        yield from attribute.graphs
 
 
 def _unique(names: Iterable[str], kind: str, where: str) -> None:

@@ -19,18 +19,16 @@ from onward.graph.external import check_location, tensor_bytes
 from onward.graph.gate import read_proto
 from onward.graph.nodes import subgraphs_of
 
-__all__ = ["ModelSource", "load_model"]
-
 ModelSource = str | os.PathLike[str] | bytes | onnx.ModelProto | ir.Model
 
 
 def load_model(
-    source: ModelSource, *, base_dir: str | os.PathLike[str] | None = None, apart: bool = False
+    source: ModelSource, *, base_dir: str | os.PathLike[str] | None = None, by_reference: bool = False
 ) -> ir.Model:
     """Read a model; the caller owns the result and may change it.
 
-    `base_dir` is where external data of bytes or a ModelProto lies; a path brings its own. `apart` leaves the large
-    tensors of a large file there, as external data.
+    `base_dir` is where external data of bytes or a ModelProto lies; a path brings its own. `by_reference` leaves
+    the large tensors of a large file there, as external data.
 
     >>> import onnx.parser
     >>> text = '<ir_version: 10, opset_import: ["": 21]> g (float[N] x) => (float[N] y) { y = Neg(x) }'
@@ -40,7 +38,7 @@ def load_model(
     if isinstance(source, ir.Model):
         _check_model_references(source)
         return _sorted(source.clone())
-    proto = read_proto(source, base_dir=base_dir, apart=apart)
+    proto = read_proto(source, base_dir=base_dir, by_reference=by_reference)
     is_file = isinstance(source, str | os.PathLike)
     base = Path(os.fsdecode(source)).parent if is_file else None if base_dir is None else Path(base_dir)
     where = f"'{os.fsdecode(source)}'" if is_file else "the model"

@@ -8,8 +8,6 @@ import onnx_ir as ir
 
 from onward.graph.nodes import subgraphs_of
 
-__all__ = ["Namer"]
-
 
 class Namer:
     """Gives names that are unique in a model, and the same in every run."""

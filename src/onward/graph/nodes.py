@@ -2,50 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import onnx
 import onnx_ir as ir
 
-__all__ = [
-    "ACTIVE",
-    "DROPOUT",
-    "GRADIENT",
-    "MASKED",
-    "RANDOM",
-    "SMALL",
-    "STOP",
-    "attribute",
-    "attributes_key",
-    "captured_values",
-    "computation_key",
-    "given",
-    "is_differentiable",
-    "key_of",
-    "nodes_within",
-    "stops_gradient",
-    "subgraphs_of",
-    "type_proto",
-    "wanted",
-]
+from onward.errors import ModelError
 
 # Operators that give other results each time they run.
 RANDOM = frozenset(
     {
-        "RandomNormal",
-        "RandomNormalLike",
-        "RandomUniform",
-        "RandomUniformLike",
-        "Bernoulli",
-        "Multinomial",
-        "Dropout",
+        *("RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike"),
+        *("Bernoulli", "Multinomial", "Dropout"),
     }
 )
 # Tensors up to this many elements are compared by content, and told to shape inference.
 SMALL = 256
-
-
+# Tensors up to this many elements can be shapes, axes or pads; larger ones are only a type to inference.
+_LARGEST_SHAPE = 1024
 _FLOATING = frozenset({ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16, ir.DataType.BFLOAT16})
 
 
@@ -65,12 +40,49 @@ def attribute(node: ir.Node, name: str, default: Any = None) -> Any:
     return default if attr is None else attr.value
 
 
-def given(node: ir.Node, index: int) -> ir.Value | None:
+def optional_input(node: ir.Node, index: int) -> ir.Value | None:
     """An input, or None where the node leaves it out."""
     return node.inputs[index] if index < len(node.inputs) else None
 
 
-def wanted(node: ir.Node, index: int) -> bool:
+def required_input(node: ir.Node, index: int = 0) -> ir.Value:
+    """An input of a node; an error where the node leaves it out."""
+    value = optional_input(node, index)
+    if value is None:
+        raise ModelError(f"input {index} is missing")
+    return value
+
+
+def producer_of(value: ir.Value | None, *op_types: str) -> ir.Node | None:
+    """The node that computes a value; None where nothing does, or where it is none of these operators."""
+    node = None if value is None else value.producer()
+    return node if node is not None and (not op_types or node.op_type in op_types) else None
+
+
+def new_initializer(graph: ir.Graph, name: str, tensor: ir.TensorProtocol) -> ir.Value:
+    """An initializer that is added to a graph, under a name that must be free."""
+    tensor.name = name
+    value = ir.Value(
+        name=name, type=ir.TensorType(tensor.dtype), shape=ir.Shape(tensor.shape.numpy()), const_value=tensor
+    )
+    graph.register_initializer(value)
+    return value
+
+
+def single_number(value: ir.Value | None) -> float | None:
+    """The number that a constant of one element holds."""
+    tensor = None if value is None else ir.convenience.get_const_tensor(value)
+    return float(tensor.numpy().reshape(-1)[0]) if tensor is not None and tensor.size == 1 else None
+
+
+def only_user(value: ir.Value, *op_types: str) -> ir.Node | None:
+    """The one node that reads a value, if it is one of these operators, and nothing else does."""
+    users = [use.node for use in value.uses()]
+    fits = len(users) == 1 and not value.is_graph_output() and (not op_types or users[0].op_type in op_types)
+    return users[0] if fits else None
+
+
+def is_used(node: ir.Node, index: int) -> bool:
     """Whether anything uses an output."""
     if index >= len(node.outputs):
         return False
@@ -109,6 +121,21 @@ def nodes_within(graph: ir.Graph) -> Iterator[ir.Node]:
         yield node
         for inner in bodies:
             yield from nodes_within(inner)
+
+
+def ancestors(values: Iterable[ir.Value], stop: Collection[ir.Node] = ()) -> set[ir.Value]:
+    """These values and all that they are computed from; not what lies before the nodes to stop at."""
+    waiting = list(values)
+    reached = set(waiting)
+    while waiting:
+        node = waiting.pop().producer()
+        if node is None or node in stop:
+            continue
+        captured = captured_values(node) if subgraphs_of(node) else []
+        sources = {value for value in [*node.inputs, *captured] if value is not None} - reached
+        reached |= sources
+        waiting += sources
+    return reached
 
 
 def captured_values(node: ir.Node) -> list[ir.Value]:
@@ -182,3 +209,39 @@ def attributes_key(attributes: Any) -> tuple | None:
     except TypeError:
         return None
     return key
+
+
+def without_large_tensors(model: ir.Model) -> onnx.ModelProto:
+    """A proto of the model in which large initializers are inputs; the model itself is as before."""
+    graph = model.graph
+    large = [
+        value
+        for value in graph.initializers.values()
+        if value.const_value is None or value.const_value.size > _LARGEST_SHAPE
+    ]
+    held = {value: value.const_value for value in large}
+    added = [value for value in large if not value.is_graph_input()]
+    for value in graph.initializers.values():
+        tensor = value.const_value
+        if tensor is not None:
+            value.dtype = value.dtype or tensor.dtype
+            value.shape = value.shape or ir.Shape(tensor.shape.numpy())
+    order = list(graph.initializers)
+    try:
+        for value in large:
+            graph.initializers.pop(value.name or "")
+            value.const_value = None
+        graph.inputs.extend(added)
+        return ir.to_proto(model)
+    finally:
+        for value in added:
+            graph.inputs.remove(value)
+        for value, tensor in held.items():
+            value.const_value = tensor
+            graph.initializers.add(value)
+        # Back into their order: it decides the order of parameters in files.
+        values = {name: graph.initializers[name] for name in order}
+        for name in order:
+            graph.initializers.pop(name)
+        for name in order:
+            graph.initializers.add(values[name])

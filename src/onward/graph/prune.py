@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
 
 import onnx_ir as ir
 
-from onward.errors import SEE_NAMES, ModelError
+from onward.errors import SEE_NAMES, ModelError, did_you_mean
 from onward.graph.cleanup import remove_unused
-
-__all__ = ["extract", "find_value", "find_values", "prune", "values_of"]
 
 
 def extract(model: ir.Model, *, inputs: Sequence[str], outputs: Sequence[str]) -> ir.Model:
@@ -31,11 +28,11 @@ def extract(model: ir.Model, *, inputs: Sequence[str], outputs: Sequence[str]) -
     part = model.clone()
     graph = part.graph
     for name in inputs:
-        made = find_value(graph, name)
-        given = ir.Value(name=name, type=made.type, shape=made.shape)
-        made.name = f"{name}/made"
-        made.replace_all_uses_with(given, replace_graph_outputs=True)
-        graph.inputs.append(given)
+        source = find_value(graph, name)
+        replacement = ir.Value(name=name, type=source.type, shape=source.shape)
+        source.name = f"{name}/computed"  # its node may stay, for other outputs
+        source.replace_all_uses_with(replacement, replace_graph_outputs=True)
+        graph.inputs.append(replacement)
     return prune(part, outputs)
 
 
@@ -58,8 +55,7 @@ def find_values(graph: ir.Graph, names: Sequence[str]) -> list[ir.Value]:
     values = values_of(graph)
     for name in names:
         if name not in values:
-            near = difflib.get_close_matches(name, values, n=3)
-            hint = f"; did you mean {', '.join(repr(n) for n in near)}?" if near else ""
+            hint = did_you_mean(name, values, most=3)
             raise ModelError(f"'{name}' is not found in the graph{hint}", hint=SEE_NAMES)
     return [values[name] for name in names]
 
@@ -84,11 +80,11 @@ def prune(model: ir.Model, outputs: Sequence[str]) -> ir.Model:
     if len(set(outputs)) != len(outputs):
         raise ModelError(f"an output is named twice: {list(outputs)}")
     graph = model.graph
-    chosen = [find_value(graph, name) for name in outputs]
+    new_outputs = [find_value(graph, name) for name in outputs]
     graph.outputs.clear()
-    graph.outputs.extend(chosen)
+    graph.outputs.extend(new_outputs)
     remove_unused(model)
-    kept = [value for value in graph.inputs if value.uses() or value.is_graph_output()]
+    used_inputs = [value for value in graph.inputs if value.uses() or value.is_graph_output()]
     graph.inputs.clear()
-    graph.inputs.extend(kept)
+    graph.inputs.extend(used_inputs)
     return model

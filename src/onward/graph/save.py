@@ -9,9 +9,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
+import onnx
 import onnx_ir as ir
 
-__all__ = ["EXTERNAL_THRESHOLD", "constants_beside", "external_part", "initializer_bytes", "write_model"]
+from onward.files import name_by_content
+from onward.graph.external import external_tensors
 
 # protobuf ends at 2 GiB for the whole message; the graph itself needs some of it
 EXTERNAL_THRESHOLD = 1800 * 2**20
@@ -27,19 +29,13 @@ def initializer_bytes(model: ir.Model) -> int:
 
 
 def write_model(
-    model: ir.Model,
-    path: str | os.PathLike[str],
-    *,
-    external: bool | None = None,
-    data_name: str | None = None,
-    refer: bool = False,
+    model: ir.Model, path: str | os.PathLike[str], *, external: bool | None = None, refer: bool = False
 ) -> list[Path]:
-    """Write a model and return the files made; `external` forces (or forbids) a `.data` file beside it.
+    """Write a model and return its files; `external` forces (or forbids) a data file beside it, named by its content.
 
     Tensors that lie in other files are read into it, or, with `refer`, stay references to these.
 
-    Not atomic: callers write to a temporary place and move the result. `data_name` is the name of the data
-    file as the model will refer to it.
+    Not atomic: callers write to a staging folder (`onward.files`).
     """
     target = Path(path)
     if external is None:
@@ -53,13 +49,30 @@ def write_model(
                         model.graph.initializers[name].const_value = _read(tensor)
             ir.save(model, target)
             return [target]
-        location = data_name or f"{target.name}.data"
-        ir.save(model, target, external_data=location, size_threshold_bytes=_SMALLEST_OUTSIDE)
-        return [target, target.with_name(location)]
+        ir.save(model, target, external_data=f"{target.name}.data", size_threshold_bytes=_SMALLEST_OUTSIDE)
+        return [target, *name_data_by_content(target)]
     finally:
         # saving points the model's tensors at the new file, which the caller is about to move
         for name, tensor in tensors.items():
             model.graph.initializers[name].const_value = tensor
+
+
+def name_data_by_content(path: Path) -> list[Path]:
+    """Give the file `<model>.data` beside a model a name that holds its digest, in the model too; returns its new path.
+
+    The rename of the graph alone then replaces graph and data: an old graph never meets new data.
+    """
+    data = path.with_name(f"{path.name}.data")
+    if not data.is_file():
+        return []
+    model = onnx.load(path, load_external_data=False)
+    name = name_by_content(data, path.name)
+    for tensor in external_tensors(model):
+        for entry in tensor.external_data:
+            if entry.key == "location" and entry.value == data.name:
+                entry.value = name
+    path.write_bytes(model.SerializeToString(deterministic=True))
+    return [path.with_name(name)]
 
 
 def _read(tensor: ir.ExternalTensor) -> ir.TensorProtocol:
@@ -118,11 +131,11 @@ def constants_beside(models: Sequence[ir.Model], folder: Path, name: str) -> Ite
             assert tensor is not None
             if id(tensor) in whole:
                 root, skip = whole[id(tensor)]
-                place = new[id(root)]
-                assert isinstance(place, ir.ExternalTensor)
+                stored = new[id(root)]
+                assert isinstance(stored, ir.ExternalTensor)
                 shape = tensor.shape.numpy()
                 value.const_value = external_part(
-                    place, tensor.name or "", shape, skip=skip, dtype=tensor.dtype
+                    stored, tensor.name or "", shape, skip=skip, dtype=tensor.dtype
                 )
             else:
                 value.const_value = _read(tensor) if isinstance(tensor, ir.ExternalTensor) else tensor
@@ -134,7 +147,7 @@ def constants_beside(models: Sequence[ir.Model], folder: Path, name: str) -> Ite
 
 def _wholes(tensors: Sequence[ir.TensorProtocol]) -> dict[int, tuple[ir.TensorProtocol, int]]:
     """By the id of each tensor: the largest one that holds its bytes, and from which byte on. Most hold their own."""
-    found: dict[int, tuple[ir.TensorProtocol, int]] = {id(t): (t, 0) for t in tensors}
+    roots: dict[int, tuple[ir.TensorProtocol, int]] = {id(t): (t, 0) for t in tensors}
     stored = [tensor for tensor in tensors if isinstance(tensor, ir.ExternalTensor)]
     stored.sort(key=lambda tensor: (os.fspath(tensor.path), tensor.offset or 0, -tensor.nbytes))
     whole: ir.ExternalTensor | None = None
@@ -143,7 +156,7 @@ def _wholes(tensors: Sequence[ir.TensorProtocol]) -> dict[int, tuple[ir.TensorPr
         if whole is not None and tensor.path == whole.path:
             skip = start - (whole.offset or 0)
             if skip + tensor.nbytes <= whole.nbytes:
-                found[id(tensor)] = whole, skip
+                roots[id(tensor)] = whole, skip
                 continue
         whole = tensor
-    return found
+    return roots

@@ -1,6 +1,6 @@
 """Losses as functions from values to a value, in standard operators.
 
-Begin with `functions`: each loss follows the torch function of its name. `ctc` is long enough for a module of its own.
+Begin with `functions`: each loss follows the torch function of its name; `similarity` has the losses of embeddings.
 This package builds nodes through `graph.builder` and is independent of files, parameters and gradients.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from onward.losses.functions import (
     LossFunction,
+    LossWithTargets,
     bce_with_logits,
     cosine_embedding,
     cross_entropy,
@@ -21,12 +22,14 @@ from onward.losses.functions import (
     nll,
     reduce,
     smooth_l1,
+    split_rows,
     target_inputs,
     triplet_margin,
 )
 
 __all__ = [
     "LossFunction",
+    "LossWithTargets",
     "bce_with_logits",
     "cosine_embedding",
     "cross_entropy",
@@ -40,6 +43,7 @@ __all__ = [
     "nll",
     "reduce",
     "smooth_l1",
+    "split_rows",
     "target_inputs",
     "triplet_margin",
 ]

@@ -6,6 +6,7 @@ numbers, for values and gradients alike.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Sequence
@@ -15,7 +16,6 @@ import numpy as np
 import onnx_ir as ir
 
 from onward.errors import ModelError
-from onward.losses.ctc import ctc
 
 if TYPE_CHECKING:
     from onward.graph.builder import Builder
@@ -55,6 +55,7 @@ def huber(
     if delta <= 0:
         raise ValueError(f"delta is {delta}: it must be positive")
     distance = op.Abs(op.Sub(prediction, target))
+    # without a Where, which is slow on the CPU, and with the right slope on both sides
     capped = op.Min(distance, delta)
     return reduce(op, op.Mul(capped, op.Sub(distance, op.Mul(capped, 0.5))), reduction)
 
@@ -86,6 +87,7 @@ def cross_entropy(
     """
     if not 0.0 <= label_smoothing <= 1.0:
         raise ValueError(f"label_smoothing is {label_smoothing}: it must lie between 0 and 1")
+    # torch takes a single sample without its batch axis; ONNX's operator does not.
     if op.rank(scores) == 1:
         scores, labels = op.Unsqueeze(scores, [0]), op.Unsqueeze(labels, [0])
         loss = cross_entropy(
@@ -98,11 +100,13 @@ def cross_entropy(
     labels = _class_numbers(op, labels)
     weights = _as_value(op, weight, scores)
     _check_reduction(reduction)
+    # Two outputs: the log probabilities are what its gradient reads.
     hard, _ = op.SoftmaxCrossEntropyLoss(
         scores, labels, weights, ignore_index=ignore_index, reduction=reduction, outputs=2
     )
     if label_smoothing == 0.0:
         return hard
+    # ONNX's operator has no label smoothing: the loss is linear in the target, so the uniform half is added.
     smooth = _smooth_part(op, scores, labels, weights, reduction, ignore_index)
     return op.Add(op.Mul(hard, 1.0 - label_smoothing), op.Mul(smooth, label_smoothing))
 
@@ -124,6 +128,7 @@ def _smooth_part(
     """The uniform half of a smoothed loss: −Σ_c w_c·log p_c / C, over the labels that count."""
     logs = op.LogSoftmax(scores, axis=1)
     classes = op.Cast(op.Squeeze(op.dim(scores, 1), [0]), to=op.dtype(scores))
+    # classes are on axis 1, not last: a vector must be turned there
     shaped = None if weights is None else op.Reshape(weights, _class_shape(op, scores))
     each = op.Neg(op.ReduceSum(logs if shaped is None else op.Mul(logs, shaped), [1], keepdims=0))
     counted = op.constant_like(1.0, scores)
@@ -192,6 +197,7 @@ def bce_with_logits(
 
     The runtime's Softplus overflows for no logit, and has a gradient at 0 too, where new models start.
     """
+    # not log σ(x): for very negative logits σ underflows to 0, and its logarithm is −∞
     softplus = op.Softplus(op.Neg(logits))
     positive = _as_value(op, pos_weight, logits)
     if positive is not None:
@@ -214,6 +220,7 @@ def kl_div(
         each = op.Mul(op.Exp(target), op.Sub(target, log_prediction))
     else:
         present = op.Greater(target, 0.0)
+        # 0·log 0 is 0 here, and would be NaN: the zero is replaced before the logarithm, not after.
         logs = op.Log(op.Where(present, target, 1.0))
         each = op.Sub(op.Mul(target, logs), op.Mul(target, log_prediction))
     if reduction == "batchmean":
@@ -233,10 +240,12 @@ def gaussian_nll(
     reduction: str = "mean",
 ) -> ir.Value:
     """½(log v + (mean − target)²/v), v at least eps"""
+    # a variance of 0 would divide by zero
     safe = op.Max(variance, eps)
     difference = op.Sub(mean, target)
     each = op.Mul(op.Add(op.Log(safe), op.Div(op.Mul(difference, difference), safe)), 0.5)
     if full:
+        # a constant: it changes the number that is shown, not a gradient
         each = op.Add(each, 0.5 * float(np.log(2 * np.pi)))
     return reduce(op, each, reduction)
 
@@ -245,6 +254,7 @@ def cosine_embedding(
     op: Builder, x: ir.Value, y: ir.Value, labels: ir.Value, *, margin: float = 0.0, reduction: str = "mean"
 ) -> ir.Value:
     """1 − cos(x, y) where the label is 1, max(0, cos(x, y) − margin) where it is −1"""
+    # torch's own: it keeps vectors of zeros from dividing by zero.
     eps = 1e-12
     xx = op.Add(op.ReduceSum(op.Mul(x, x), [-1], keepdims=0), eps)
     yy = op.Add(op.ReduceSum(op.Mul(y, y), [-1], keepdims=0), eps)
@@ -268,23 +278,49 @@ def triplet_margin(
     """max(0, ‖anchor − positive‖ₚ − ‖anchor − negative‖ₚ + margin)"""
     near = _distance(op, anchor, positive, p)
     far = _distance(op, anchor, negative, p)
-    if swap:
+    if swap:  # Balntas et al. 2016
         far = op.Min(far, _distance(op, positive, negative, p))
     return reduce(op, op.Relu(op.Add(op.Sub(near, far), margin)), reduction)
 
 
 def multiple_negatives(
-    op: Builder, anchors: ir.Value, positives: ir.Value, *, scale: float = 20.0, reduction: str = "mean"
+    op: Builder,
+    anchors: ir.Value,
+    positives: ir.Value | None = None,
+    *,
+    scale: float = 20.0,
+    reduction: str = "mean",
 ) -> ir.Value:
-    """Cross entropy of scale·cos(anchor_i, positive_j) with label i: the other pairs are the negatives"""
-    similarity = op.MatMul(_unit(op, anchors), op.Transpose(_unit(op, positives), perm=[1, 0]))
+    """Cross entropy of scale·cos(anchor_i, candidate_j) with label i: what belongs to the others is the negatives
+
+    `positives` [candidates, size] begin with those of the anchors, and may go on with hard negatives. Without them
+    `anchors` has both of each pair, one row after the other: the output of one encoder for a batch of pairs, so that
+    gradients flow through both.
+    """
+    if positives is None:
+        if anchors.shape is not None and anchors.shape.rank() != 2:
+            raise ModelError(
+                f"'{anchors.name}' has shape {anchors.shape}, and embeddings are [texts, size]",
+                hint="pool it first: onward finetune --task embeddings does",
+            )
+        anchors, positives = split_rows(op, anchors, 2)
+    similarity = op.MatMul(unit(op, anchors), op.Transpose(unit(op, positives), perm=[1, 0]))
     scores = op.Mul(similarity, scale)
     count = op.Squeeze(op.dim(anchors, 0), [0])
+    # pair i's own positive is column i
     labels = op.Range(np.int64(0), count, np.int64(1))
     return cross_entropy(op, scores, labels, reduction=reduction)
 
 
-def _unit(op: Builder, x: ir.Value) -> ir.Value:
+def split_rows(op: Builder, vectors: ir.Value, views: int) -> list[ir.Value]:
+    """[samples·views, size] as `views` values [samples, size]: row i·views + v is view v of sample i"""
+    grouped = op.Reshape(vectors, op.Concat([-1, views], op.dim(vectors, 1), axis=0))
+    return [op.Gather(grouped, view, axis=1) for view in range(views)]
+
+
+def unit(op: Builder, x: ir.Value) -> ir.Value:
+    """x / ‖x‖ of each row"""
+    # The small number is under the root, whose slope at 0 is infinite.
     length = op.Sqrt(op.Add(op.ReduceSum(op.Mul(x, x), [-1], keepdims=1), 1e-12))
     return op.Div(x, length)
 
@@ -311,33 +347,67 @@ def _as_value(op: Builder, weight: Weights, like: ir.Value) -> ir.Value | None:
 LossFunction = Callable[..., ir.Value]
 
 
-def target_inputs(loss: LossFunction, given: Sequence[ir.Value]) -> list[ir.Value]:
-    """The inputs that a loss needs besides the `given` values: one for each parameter that is left, by its name.
+@dataclasses.dataclass(frozen=True)
+class LossWithTargets:
+    """A loss that says itself which inputs it takes besides the model's values: boxes of an image, say.
+
+    `targets` are names, types and dimensions, of which None is the batch. `compute` is called with the builder, the
+    model's values that the loss reads, and the targets.
+
+    >>> loss = LossWithTargets(mse, [("wanted", ir.DataType.FLOAT, [None, 3])])
+    >>> target_inputs(loss, [ir.Value(name="y", shape=ir.Shape(["n", 3]))])
+    [Value(name='wanted', type=Tensor(FLOAT), shape=Shape([SymbolicDim('n'), 3]))]
+    """
+
+    compute: LossFunction
+    targets: Sequence[tuple[str, ir.DataType, Sequence[int | str | None]]]
+
+    def __call__(self, op: Builder, *values: ir.Value) -> ir.Value:
+        return self.compute(op, *values)
+
+    def target_inputs(self, batch: int | ir.SymbolicDim | str) -> list[ir.Value]:
+        """The inputs, for a batch of this size."""
+        return [
+            ir.Value(
+                name=name,
+                type=ir.TensorType(dtype),
+                shape=ir.Shape([batch if d is None else d for d in dims]),
+            )
+            for name, dtype, dims in self.targets
+        ]
+
+
+def target_inputs(loss: LossFunction, predictions: Sequence[ir.Value]) -> list[ir.Value]:
+    """The inputs that a loss needs besides the predictions: one for each parameter that is left, by its name.
 
     `labels` are class numbers (int64) and have the shape of the scores without the class axis. Any other target
-    has the type and shape of the first value given.
+    has the type and shape of the first prediction.
 
     >>> scores = ir.Value(name="scores", type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape(["n", 10]))
     >>> target_inputs(cross_entropy, [scores])
     [Value(name='labels', type=Tensor(INT64), shape=Shape([SymbolicDim('n')]))]
     """
-    required = [
-        parameter.name
+    if isinstance(loss, LossWithTargets):
+        dims = predictions[0].shape
+        return loss.target_inputs(dims[0] if dims is not None and len(dims) else "batch")
+    positional = [
+        parameter
         for parameter in inspect.signature(loss).parameters.values()
         if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
-        and parameter.default is parameter.empty
     ][1:]
-    if len(given) > len(required):
+    required = [parameter.name for parameter in positional if parameter.default is parameter.empty]
+    if len(predictions) > len(positional):
         name = getattr(loss, "__name__", str(loss))
         raise ModelError(
-            f"the loss '{name}' takes {', '.join(required)}: {len(required)} values, but {len(given)} are given; "
+            f"the loss '{name}' takes {', '.join(required)}: {len(required)} values, but {len(predictions)} are given; "
             "choose the model's outputs that it reads with loss_input_names"
         )
-    first = given[0]
+    first = predictions[0]
     dims = list(first.shape) if first.shape is not None else []
+    # Blocks bind options with partial: the shapes of targets depend on the function below.
     function = loss.func if isinstance(loss, functools.partial) else loss
-    made = []
-    for name in required[len(given) :]:
+    targets = []
+    for name in required[len(predictions) :]:
         shape: Sequence[int | ir.SymbolicDim | str]
         dtype: ir.DataType | None = ir.DataType.INT64
         if function is ctc:
@@ -349,7 +419,111 @@ def target_inputs(loss: LossFunction, given: Sequence[ir.Value]) -> list[ir.Valu
         else:
             dtype, shape = first.dtype, dims
         kind = ir.TensorType(dtype) if dtype is not None else None
-        made.append(
+        targets.append(
             ir.Value(name=name, type=kind, shape=ir.Shape(shape) if first.shape is not None else None)
         )
-    return made
+    return targets
+
+
+# --- Connectionist temporal classification: the loss of speech and handwriting models, in standard operators.
+#
+# The forward recursion in log space is a Scan over time; its gradient is that of the Scan. Probabilities of
+# zero are a very small finite number inside, so that nothing becomes NaN on the way.
+
+
+# not −∞, whose difference with itself is NaN; its exponential is 0 all the same
+_NEVER = -1e30
+
+
+def ctc(
+    op: Builder,
+    log_probabilities: ir.Value,
+    targets: ir.Value,
+    input_lengths: ir.Value,
+    target_lengths: ir.Value,
+    *,
+    blank: int = 0,
+    reduction: str = "mean",
+    zero_infinity: bool = False,
+) -> ir.Value:
+    """−log Σ p(alignment) over all alignments of the target, as torch.nn.functional.ctc_loss
+
+    `log_probabilities` are [time, batch, classes], `targets` [batch, longest target] class numbers of which
+    the first `target_lengths` count. 'mean' divides each loss by its target's length first. A target that
+    no alignment fits costs infinity (0 with `zero_infinity`) and has no gradient.
+    """
+    _check_reduction(reduction)
+    lengths = op.Cast(target_lengths, to=ir.DataType.INT64)
+    states = _states(op, targets, lengths, blank)
+    last = _scan(op, log_probabilities, states, input_lengths, blank)
+    each = op.Neg(_readout(op, last, lengths))
+    # A tenth: sums of a few real log probabilities are added to it on the way.
+    possible = op.Less(each, -_NEVER / 10)
+    each = op.Where(possible, each, 0.0 if zero_infinity else float("inf"))
+    if reduction == "mean":
+        each = op.Div(each, op.Cast(op.Max(lengths, np.int64(1)), to=op.dtype(log_probabilities)))
+    return reduce(op, each, reduction)
+
+
+def _states(op: Builder, targets: ir.Value, lengths: ir.Value, blank: int) -> ir.Value:
+    """[batch, 2·longest + 1]: the target's classes with blanks around each."""
+    targets = op.Cast(targets, to=ir.DataType.INT64)
+    longest = op.Squeeze(op.dim(targets, 1), [0])
+    counts = op.Less(op.Range(np.int64(0), longest, np.int64(1)), op.Unsqueeze(lengths, [1]))
+    safe = op.Where(counts, targets, np.int64(blank))  # what stands behind a target's end may be anything
+    pairs = op.Concat(
+        op.Expand(np.int64(blank), op.shape(op.Unsqueeze(safe, [2]))), op.Unsqueeze(safe, [2]), axis=2
+    )
+    flat = op.Reshape(pairs, op.Concat(op.dim(targets, 0), op.Mul(op.dim(targets, 1), np.int64(2)), axis=0))
+    ends = op.Expand(np.int64(blank), op.Concat(op.dim(targets, 0), [1], axis=0))
+    return op.Concat(flat, ends, axis=1)
+
+
+def _scan(op: Builder, logs: ir.Value, states: ir.Value, input_lengths: ir.Value, blank: int) -> ir.Value:
+    """[batch, states]: the log probability of being in each state when a sequence ends."""
+    dtype = op.dtype(logs)
+    time = op.dim(logs, 0)
+    indices = op.Expand(op.Unsqueeze(states, [0]), op.Concat(time, op.Shape(states), axis=0))
+    # All emissions are picked before the loop: one gather instead of one in each step.
+    emitted = op.GatherElements(logs, indices, axis=2)
+    steps = op.Range(np.int64(0), op.Squeeze(time, [0]), np.int64(1))
+    running = op.Less(
+        op.Unsqueeze(steps, [1, 2]), op.Unsqueeze(op.Cast(input_lengths, to=ir.DataType.INT64), [0, 2])
+    )
+    never = op.constant_like(_NEVER, logs)
+    before = op.Pad(states, [0, 2, 0, 0], np.int64(blank))
+    two_back = op.Slice(before, [0], [-2], [1])
+    # a blank may be skipped between two different classes
+    skips = op.And(op.Not(op.Equal(states, np.int64(blank))), op.Not(op.Equal(states, two_back)))
+    penalty = op.Where(skips, op.constant_like(0.0, logs), never)
+    width = op.Squeeze(op.dim(states, 1), [0])
+    first = op.Equal(op.Range(np.int64(0), width, np.int64(1)), np.int64(0))
+    start = op.Expand(op.Where(first, op.constant_like(0.0, logs), never), op.Shape(states))
+
+    body = op.subgraph("ctc_step")
+    dims = [None, None]
+    alpha = body.input("alpha", dtype, dims)
+    emission = body.input("emission", dtype, dims)
+    going = body.input("running", ir.DataType.BOOL, [None, 1])
+    padded = body.Pad(alpha, [0, 2, 0, 0], never)
+    one = body.Slice(padded, [1], [-1], [1])
+    two = body.Add(body.Slice(padded, [0], [-2], [1]), penalty)
+    ways = body.Concat(*(body.Unsqueeze(way, [2]) for way in (alpha, one, two)), axis=2)
+    moved = body.Add(body.ReduceLogSumExp(ways, [2], keepdims=0), emission)
+    # A sequence that has ended keeps its state: batches hold sequences of many lengths.
+    body.graph.outputs.append(body.Where(going, moved, alpha))
+    last = op.Scan(start, emitted, running, body=body.graph, num_scan_inputs=2)
+    last.type, last.shape = ir.TensorType(dtype), states.shape
+    return last
+
+
+def _readout(op: Builder, last: ir.Value, lengths: ir.Value) -> ir.Value:
+    """[batch]: an alignment ends in the last class or in the blank behind it."""
+    end = op.Unsqueeze(op.Mul(lengths, np.int64(2)), [1])
+    class_state = op.Max(op.Sub(end, np.int64(1)), np.int64(0))
+    chosen = op.GatherElements(last, op.Concat(end, class_state, axis=1), axis=1)
+    # without a target there is no last class
+    empty = op.Equal(end, np.int64(0))
+    missing = op.Concat(op.Expand(False, op.Shape(empty)), empty, axis=1)
+    chosen = op.Where(missing, op.constant_like(_NEVER, last), chosen)
+    return op.ReduceLogSumExp(chosen, [1], keepdims=0)

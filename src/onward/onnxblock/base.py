@@ -53,6 +53,8 @@ class Block(abc.ABC):
 
     def add_to(self, model: ir.Model, names: Sequence[str]) -> tuple[list[str], ir.Model]:
         """Build onto a model in the dialect, which is taken over; returns what `build` named, and the new model."""
+        # Checkpoints list parameters in the order of the initializers: a detour through a ModelProto must not
+        # change it.
         order = list(model.graph.initializers)
         large = {
             name: value.const_value
@@ -60,18 +62,21 @@ class Block(abc.ABC):
             if value.const_value is not None
             and (value.const_value.nbytes > _HEADER_ONLY or isinstance(value.const_value, ir.ExternalTensor))
         }
+        # A ModelProto holds 2 GB at the most, and copying weights there and back takes longer than all of the
+        # rest.
         for name in large:
             model.graph.initializers.pop(name)
         proto = ir.to_proto(model)
         proto.graph.initializer.extend(_header(name, tensor) for name, tensor in large.items())
         with sharing(proto):
-            made = self(*names)
-        results = [made] if isinstance(made, str) else list(made)
+            output = self(*names)
+        results = [output] if isinstance(output, str) else list(output)
         for tensor in [tensor for tensor in proto.graph.initializer if tensor.name in large]:
             proto.graph.initializer.remove(tensor)
             proto.graph.input.append(
                 onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims)
             )
+        # A block may append whatever operators it likes, of any opset that the base has.
         composed = normalize(proto)
         graph = composed.graph
         for value in [value for value in graph.inputs if value.name in large]:
@@ -102,6 +107,7 @@ class Block(abc.ABC):
                 f"'gradients' (sequences of tensors); it has {sorted(name or '' for name in inputs)}"
             )
         model.metadata_props[contract.ROLE] = "optimizer"
+        # What has only this form runs through `SequenceUpdater`: lists of tensors, slower than one vector.
         model.metadata_props[contract.OPTIMIZER] = json.dumps(
             {"name": type(self).__name__, "sequences": True}
         )
@@ -171,6 +177,7 @@ class TrainingBlock(Block):
         _check(self.base, output)
         names = [output] if isinstance(output, str) else list(output)
         _set_outputs(self.base, names)
+        # The base itself stays the forward model: the user may build on it, or save it.
         graphs = build_training_graphs(
             normalize(self.base),
             names[0],
@@ -179,6 +186,7 @@ class TrainingBlock(Block):
             frozen=_existing(self.base, [n for n, value in self._requires_grad.items() if not value]),
         )
         self._built = ir.to_proto(graphs.training), ir.to_proto(graphs.evaluation)
+        # As TensorProtos, since `save_checkpoint` of the API that this follows takes those.
         self._parameters = (
             [ir.serde.serialize_tensor(t) for t in _named(graphs.trainable)],
             [ir.serde.serialize_tensor(t) for t in _named(graphs.frozen)],
@@ -197,9 +205,9 @@ def _named(tensors: dict[str, ir.TensorProtocol]) -> list[ir.TensorProtocol]:
 
 
 def _existing(model: onnx.ModelProto, names: Sequence[str]) -> list[str]:
-    known = {t.name for t in model.graph.initializer} | {v.name for v in model.graph.input}
+    existing = {t.name for t in model.graph.initializer} | {v.name for v in model.graph.input}
     for name in names:
-        if name not in known:
+        if name not in existing:
             raise ModelError(f"Node arg {name} is not found in the graph", hint=SEE_NAMES)
     return list(names)
 
@@ -225,8 +233,10 @@ def _check(model: onnx.ModelProto, output: Any) -> None:
         raise TypeError(
             f"a block's build must return the name of its output or a list of names, got {output!r}"
         )
-    made = {name for node in model.graph.node for name in node.output}
-    made |= {value.name for value in model.graph.input} | {tensor.name for tensor in model.graph.initializer}
+    computed = {name for node in model.graph.node for name in node.output}
+    computed |= {value.name for value in model.graph.input} | {
+        tensor.name for tensor in model.graph.initializer
+    }
     for name in names:
-        if name not in made:
+        if name not in computed:
             raise ModelError(f"a block's build returned '{name}', which nothing in the model computes")

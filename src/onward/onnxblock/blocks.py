@@ -155,6 +155,7 @@ class InputLike(Block):
     def build(self, name: str | None = None) -> str:
         if self._like is None:
             raise ValueError("InputLike needs the name of the value to be like")
+        # beside the value that it is like, whose name is taken
         value = onnx.ValueInfoProto(name=name or f"{self._like}.input")
         value.type.CopyFrom(find_type(self._like))
         current_model().graph.input.append(value)
@@ -176,7 +177,7 @@ class LabelEncoder(Block):
         values_int64s: Sequence[int] | None = None,
         values_strings: Sequence[str] | None = None,
     ) -> None:
-        given = {
+        attributes = {
             "default_float": default_float,
             "default_int64": default_int64,
             "default_string": default_string,
@@ -187,10 +188,13 @@ class LabelEncoder(Block):
             "values_int64s": values_int64s,
             "values_strings": values_strings,
         }
-        self._attributes: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
+        self._attributes: dict[str, Any] = {
+            key: value for key, value in attributes.items() if value is not None
+        }
 
     def build(self, name: str) -> str:
         model = current_model()
+        # its attributes below are those of version 3
         if not any(entry.domain == "ai.onnx.ml" for entry in model.opset_import):
             model.opset_import.append(onnx.helper.make_opsetid("ai.onnx.ml", 3))
         for entry in model.opset_import:
@@ -231,13 +235,16 @@ class Linear(Block):
 
     def build(self, name: str) -> str:
         model = current_model()
+        # A model may have several layers, and layers of its own that are called so.
         taken = {tensor.name for tensor in model.graph.initializer}
         prefix, count = "linear", 0
         while f"{prefix}.weight" in taken:
             count += 1
             prefix = f"linear_{count}"
         inputs, outputs = self._sizes
+        # torch's default for a linear layer
         limit = 1.0 / np.sqrt(inputs)
+        # Another seed for each layer, the same in every run: artifacts are reproducible.
         rng = np.random.default_rng(len(taken))
         shapes = {f"{prefix}.weight": (outputs, inputs)} | (
             {f"{prefix}.bias": (outputs,)} if self._bias else {}

@@ -11,8 +11,6 @@ from onward.checkpoint.content import CheckpointData, NominalTensor
 from onward.checkpoint.store import load, save
 from onward.errors import CheckpointError
 
-__all__ = ["load_checkpoint_to_model", "save_checkpoint"]
-
 
 def save_checkpoint(
     parameters: tuple[Sequence[onnx.TensorProto], Sequence[onnx.TensorProto]],
@@ -36,9 +34,10 @@ def save_checkpoint(
 def load_checkpoint_to_model(path_to_checkpoint: str | os.PathLike[str], model: onnx.ModelProto) -> None:
     """Overwrite the initializers of a model with the checkpoint's parameters of the same names."""
     data = load(path_to_checkpoint)
-    known = {**data.trainable, **data.frozen}
+    parameters = {**data.trainable, **data.frozen}
     for tensor in model.graph.initializer:
-        value = known.get(tensor.name)
+        # What the checkpoint does not have stays: a model has constants that are no parameters.
+        value = parameters.get(tensor.name)
         if isinstance(value, NominalTensor):
             reason = "it is nominal: it holds names and types, no values"
             raise CheckpointError(os.fspath(path_to_checkpoint), reason, field=tensor.name)

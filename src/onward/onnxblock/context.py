@@ -15,8 +15,6 @@ from onward.contract import OPSET
 from onward.errors import ModelError
 from onward.graph.dialect.normalize import normalize
 
-__all__ = ["Accessor", "base", "current_model", "custom_op_library", "empty_base", "sharing", "to_dialect"]
-
 IR_VERSION = 10
 
 
@@ -28,6 +26,7 @@ class Accessor:
         self.path = path
 
 
+# Per thread and per task, unlike the module-wide model of onnxruntime-training, where two builds mixed.
 _current: contextvars.ContextVar[Accessor | None] = contextvars.ContextVar("onward_base", default=None)
 _library: contextvars.ContextVar[Path | None] = contextvars.ContextVar("onward_custom_ops", default=None)
 
@@ -70,6 +69,7 @@ def base(model: onnx.ModelProto, model_path: str | os.PathLike[str] | None = Non
         raise ModelError("Base onnx model cannot be None. Pass an onnx.ModelProto.")
     if not isinstance(model, onnx.ModelProto):
         raise TypeError(f"Base onnx model must be an onnx.ModelProto, got {type(model).__name__}.")
+    # In place, as the caller holds this object and looks at it afterwards.
     to_dialect(model)
     with sharing(model) as accessor:
         accessor.path = None if model_path is None else os.fspath(model_path)
@@ -110,6 +110,7 @@ def custom_op_library(path: str | os.PathLike[str]) -> Iterator[Path]:
 def to_dialect(model: onnx.ModelProto) -> None:
     """Convert in place; a model without an opset is still being put together by its owner."""
     versions = [entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx")]
+    # Converting renames inner values: not where there is nothing to convert.
     if not versions or (versions == [OPSET] and not model.functions):
         return
     if not model.graph.node:
@@ -118,4 +119,5 @@ def to_dialect(model: onnx.ModelProto) -> None:
                 entry.version = OPSET
         model.ir_version = min(model.ir_version or IR_VERSION, IR_VERSION)
         return
+    # CopyFrom keeps the identity of the message, which blocks hold.
     model.CopyFrom(ir.to_proto(normalize(model)))

@@ -13,22 +13,23 @@ from onward.graph.builder import Builder
 from onward.graph.naming import Namer
 from onward.onnxblock.context import current_model, to_dialect
 
-__all__ = ["add_input", "emit", "find_type", "has_name", "value_of"]
-
 
 def emit(
     names: Sequence[str], build: Callable[..., ir.Value | Sequence[ir.Value]], *, scope: str = ""
 ) -> list[str]:
     """Call `build(op, *values)` for values of these names, append its nodes to the base model, return names."""
     model = current_model()
+    # A graph of this block's nodes alone: reading the whole model for every block would take the square of
+    # their number.
     graph = ir.Graph([], [], nodes=[], opset_imports={"": _opset(model)}, name="emit")
     op = Builder(graph)
+    # Names must be free in the base, which the small graph does not know.
     op.namer = _namer(model)
     op.scope = scope
     values = [value_of(name) for name in names]
     graph.inputs.extend(dict.fromkeys(values))
-    made = build(op, *values)
-    results = [made] if isinstance(made, ir.Value) else list(made)
+    built = build(op, *values)
+    results = [built] if isinstance(built, ir.Value) else list(built)
     for node in graph:
         model.graph.node.append(ir.serde.serialize_node(node))
         for output in node.outputs:
@@ -58,15 +59,17 @@ def add_input(value: ir.Value) -> None:
 def find_type(name: str) -> onnx.TypeProto:
     """The type of a value of the base model, inferred where it is not written down."""
     model = current_model()
-    found = _written_type(model, name)
-    if found is None and has_name(name):
+    kind = _written_type(model, name)
+    if kind is None and has_name(name):
+        # Only where a type is asked for and missing: inference over the whole model takes longer than the
+        # block.
         model.graph.value_info.extend(_inferred(model))
-        found = _written_type(model, name)
-    if found is None:
+        kind = _written_type(model, name)
+    if kind is None:
         raise ModelError(
             f"The provided name {name} is not a graph value info or a graph output.", hint=SEE_NAMES
         )
-    return found
+    return kind
 
 
 def value_of(name: str) -> ir.Value:
@@ -82,9 +85,9 @@ def value_of(name: str) -> ir.Value:
 
 
 def _inferred(model: onnx.ModelProto) -> list[onnx.ValueInfoProto]:
-    known = {value.name for value in model.graph.value_info}
+    described = {value.name for value in model.graph.value_info}
     inferred = onnx.shape_inference.infer_shapes(model, data_prop=True)
-    return [value for value in inferred.graph.value_info if value.name not in known]
+    return [value for value in inferred.graph.value_info if value.name not in described]
 
 
 def _written_type(model: onnx.ModelProto, name: str) -> onnx.TypeProto | None:

@@ -32,6 +32,7 @@ class LossBlock(Block):
     function: losses.LossFunction
 
     def _loss(self, names: list[str], *, predictions: int = 1) -> str:
+        # Types and shapes of the targets follow from the prediction's; the name is the caller's.
         missing = losses.target_inputs(self.function, [value_of(name) for name in names[:predictions]])
         for name, target in zip(names[predictions:], missing):
             if not has_name(name):
@@ -80,6 +81,7 @@ class KLDivLoss(_TargetLoss):
     """Kullback-Leibler divergence of log probabilities from a target distribution."""
 
     def __init__(self, reduction: str = "mean", log_target: bool = False) -> None:
+        # torch has this one for KLDivLoss alone
         if reduction != "batchmean":
             _reduction(reduction)
         self.function = functools.partial(losses.kl_div, reduction=reduction, log_target=log_target)
@@ -183,15 +185,19 @@ class TripletMarginLoss(LossBlock):
 
 
 class MultipleNegativesRankingLoss(LossBlock):
-    """Pairs of embeddings, each pair's negatives being the rest of the batch."""
+    """Pairs of embeddings, each pair's negatives being the rest of the batch.
+
+    With one value, an encoder's output, its rows are the two texts of each pair, one after the other.
+    """
 
     def __init__(self, scale: float = 20.0, reduction: str = "mean") -> None:
         self.function = functools.partial(
             losses.multiple_negatives, scale=scale, reduction=_reduction(reduction)
         )
 
-    def build(self, anchors: str, positives: str) -> str:
-        return self._loss([anchors, positives], predictions=2)
+    def build(self, anchors: str, positives: str | None = None) -> str:
+        names = [anchors] if positives is None else [anchors, positives]
+        return self._loss(names, predictions=len(names))
 
 
 def _reduction(reduction: str) -> str:

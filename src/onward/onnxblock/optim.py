@@ -13,6 +13,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
+from onward.contract import MOMENTS
 from onward.errors import ModelError
 from onward.onnxblock.base import Block
 from onward.onnxblock.context import current_model
@@ -38,7 +39,6 @@ __all__ = [
     "RMSprop",
 ]
 
-_SLOT_INPUTS = ("first_order_moments", "second_order_moments", "third_order_moments")
 Parameters = tuple[Sequence[onnx.TensorProto], Sequence[onnx.TensorProto]]
 
 
@@ -55,6 +55,7 @@ class ClipGradNorm(Block):
 
     def build(self, *gradient_names: str) -> str | list[str]:
         def clip(op: Builder, *gradients: ir.Value) -> list[ir.Value]:
+            # epsilon as in torch's clip_grad_norm_: no division by zero where all gradients are
             norm = op.Add(total_norm(op, *gradients), 1e-6)
             factor = op.Min(op.Div(np.asarray([self.max_norm], np.float32), norm), 1.0)
             if isinstance(gradients[0].type, ir.SequenceType):
@@ -99,6 +100,7 @@ class OptimizerBlock(Block):
 
     def build(self, parameters: Parameters) -> str:
         """Add the optimizer's inputs, updates and outputs; returns the name of the flag `updated_flag`."""
+        # A sequence of state has the shapes of its parameters in this form; Adafactor's has rows and columns.
         if self.rule.slot_shapes is not None:
             raise ValueError(
                 f"{self.rule.name} keeps state of other shapes: use it through generate_artifacts"
@@ -108,7 +110,7 @@ class OptimizerBlock(Block):
         inputs = [("learning_rate", onnx.TensorProto.FLOAT), ("step", onnx.TensorProto.INT64)]
         for name, kind in inputs:
             model.graph.input.append(onnx.helper.make_tensor_value_info(name, kind, [1]))
-        sequences = ["params", "gradients", *_SLOT_INPUTS[: len(self.rule.slots)]]
+        sequences = ["params", "gradients", *MOMENTS[: len(self.rule.slots)]]
         for name in sequences:
             model.graph.input.append(
                 onnx.helper.make_tensor_sequence_value_info(name, onnx.TensorProto.FLOAT, None)
@@ -116,9 +118,9 @@ class OptimizerBlock(Block):
         gradients = "gradients" if self.clip_grad is None else self.clip_grad("gradients")
         assert isinstance(gradients, str)
         names = ["learning_rate", "step", "params", gradients, *sequences[2:]]
-        made = emit(names, self._update, scope=self.rule.name)
+        results = emit(names, self._update, scope=self.rule.name)
         final = ["updated_flag", "updated_params", *(f"updated_{name}" for name in sequences[2:])]
-        for old, new in zip(made, final):
+        for old, new in zip(results, final):
             model.graph.node.append(onnx.helper.make_node("Identity", [old], [new], name=new))
         model.graph.output.append(onnx.helper.make_tensor_value_info(final[0], onnx.TensorProto.BOOL, [1]))
         for name in final[1:]:
@@ -152,6 +154,7 @@ class OptimizerBlock(Block):
         if self.rule.weight_decay:
             decay = op.constant(np.asarray([self.rule.weight_decay], np.float32), name="weight_decay")
         scalars = update_rules.Scalars(rate, op.Cast(step, to=ir.DataType.FLOAT), decay)
+        # A Loop over the parameters: the sequences' lengths are known only when it runs.
         body = op.subgraph("update")
         index = body.input("index", ir.DataType.INT64, [])
         going = body.input("going", ir.DataType.BOOL, [])
@@ -168,6 +171,7 @@ class OptimizerBlock(Block):
         updated = op.Loop(op.SequenceLength(params), True, *empty, body=body.graph, outputs=count)
         for value in updated:
             value.type = ir.SequenceType(ir.TensorType(ir.DataType.FLOAT))
+        # onnxruntime-training's optimizer tells whether it updated; this one always does.
         flag = op.constant(np.asarray([True]), name="flag")
         return [op.Identity(flag), *updated]
 

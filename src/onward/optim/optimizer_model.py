@@ -57,6 +57,8 @@ def optimizer_model(
     graph = ir.Graph([], [], nodes=[], opset_imports={"": OPSET}, name=f"{rule.name} optimizer")
     op = Builder(graph)
     if rule.elementwise:
+        # A vector of any length: one session updates parameters of all shapes, and the file does not grow with
+        # the model.
         tensors = {"": _Tensor("parameter", "gradient", "", ["N"])}
     else:
         tensors = {
@@ -69,12 +71,16 @@ def optimizer_model(
     decay = op.input("weight_decay", ir.DataType.FLOAT, [1])
     count = op.Cast(step, to=ir.DataType.FLOAT)
     of_parameter = {name: group for group in groups for name in group.parameters}
+    # Without decay anywhere the graph has no node for it: an update reads all parameters once less.
     decays = bool(rule.weight_decay) or any(group.weight_decay for group in groups)
     for name, tensor in tensors.items():
         scalars = Scalars(rate, count, decay if decays else None)
+        # Of an elementwise rule the runtime gives each stretch of the vector the scalars of its group.
         if not rule.elementwise and (group := of_parameter.get(name)) is not None:
             scalars = _scalars_of(op, scalars, group)
         parameter, gradient, state = values[name]
+        # One product does three things: clipping by norm, averaging accumulated steps, and undoing a loss
+        # scale.
         gradient = op.Mul(gradient, scale)
         if clipping.value is not None:
             gradient = op.Clip(gradient, -clipping.value, clipping.value)
@@ -84,6 +90,7 @@ def optimizer_model(
             _output(op, following[slot], f"{tensor.prefix}{slot}{contract.NEXT}", state[slot])
     model = ir.Model(graph, ir_version=10, producer_name="onward")
     model.metadata_props[contract.ROLE] = "optimizer"
+    # all that the runtime has to know: it never looks at the rule's nodes
     model.metadata_props[contract.OPTIMIZER] = json.dumps(
         {
             "name": rule.name,
@@ -136,5 +143,6 @@ def _output(op: Builder, value: ir.Value, name: str, like: ir.Value) -> None:
     ):  # scalars like the learning rate have one dimension
         value = op.Reshape(value, np.zeros(0, np.int64))
     value.name = op.namer(name)
+    # what is written over a tensor must have its shape, which inference may have lost
     value.shape = like.shape
     op.graph.outputs.append(value)

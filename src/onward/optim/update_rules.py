@@ -66,6 +66,7 @@ def sgd(
             return op.Sub(p, op.Mul(g, s.learning_rate)), {}
         fresh = op.Mul(g, 1.0 - dampening) if dampening else g
         buffer = op.Add(op.Mul(state["momentum0"], momentum), fresh)
+        # torch starts its buffer with the gradient itself, undamped; without dampening zeros give the same.
         if dampening:
             buffer = op.Where(op.Equal(s.step, 1.0), g, buffer)
         direction = op.Add(g, op.Mul(buffer, momentum)) if nesterov else buffer
@@ -79,6 +80,7 @@ def sgd(
 def _moments(op: Builder, g: ir.Value, state: State, betas: tuple[float, float]) -> tuple[ir.Value, ir.Value]:
     """m ← m + (1−β₁)(g − m),  v ← v + (1−β₂)(g² − v)"""
     m, v = state["momentum0"], state["momentum1"]
+    # written so that the old moment is read before the new one is written: the two share their memory
     m = op.Add(m, op.Mul(op.Sub(g, m), 1.0 - betas[0]))
     v = op.Add(v, op.Mul(op.Sub(op.Mul(g, g), v), 1.0 - betas[1]))
     return m, v
@@ -218,11 +220,13 @@ def lamb(
 
     def update(op: Builder, p: ir.Value, g: ir.Value, state: State, s: Scalars) -> tuple[ir.Value, State]:
         m, v = _moments(op, g, state, betas)
+        # The step without the rate: LAMB multiplies it by the ratio of two norms first.
         unit = dataclasses.replace(s, learning_rate=op.constant_like(1.0, s.learning_rate))
         direction = _adam_step(op, m, v, unit, betas, eps, bias_correction)
         direction = _with_decay(op, p, direction, s)
         size, length = _norm(op, p), _norm(op, direction)
         usable = op.And(op.Greater(size, 0.0), op.Greater(length, 0.0))
+        # The inner Where keeps 0/0 out of the branch that is not taken: NaN times 0 is NaN.
         ratio = op.Where(usable, op.Div(size, op.Where(usable, length, 1.0)), 1.0)
         rate = op.Mul(ratio, s.learning_rate)
         return op.Sub(p, op.Mul(direction, rate)), {"momentum0": m, "momentum1": v}
@@ -250,6 +254,7 @@ def adafactor(
         share = op.Pow(s.step, beta2_decay)
         relative = op.Min(s.learning_rate, op.Pow(s.step, -0.5))
         scale = op.Max(_rms(op, p), eps[1])
+        # The rate is relative to the size of the parameter, so that it needs no tuning for each layer.
         rate = op.Mul(relative, scale)
         p = _decayed(op, p, s)
         square = op.Mul(g, g)
@@ -260,6 +265,8 @@ def adafactor(
             rows = _lerp(op, state["momentum0"], op.ReduceMean(square, [-1], keepdims=1), share)
             columns = _lerp(op, state["momentum1"], op.ReduceMean(square, [-2], keepdims=1), share)
             mean = op.Max(op.ReduceMean(rows, [-2], keepdims=1), floor)
+            # An outer product of two small averages instead of a moment for each number: that is what saves the
+            # memory.
             v = op.Div(op.MatMul(rows, columns), mean)
             new = {"momentum0": rows, "momentum1": columns}
         direction = op.Mul(g, op.Reciprocal(op.Sqrt(op.Max(v, floor * floor))))

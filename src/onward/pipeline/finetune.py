@@ -1,15 +1,19 @@
-"""`onward.finetune`: fine-tunes a published model on your own classes and data in one call."""
+"""`onward.finetune`: fine-tunes a model, of any origin, on your own data in one call.
+
+Finds what the model is for (`onward.hub`), the task (`onward.tasks`), checks the options against it, and trains.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
+import logging
 import os
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import onnx
@@ -17,351 +21,442 @@ import onnx_ir as ir
 
 from onward import contract
 from onward.artifacts.generate import Artifacts, build_artifacts
-from onward.artifacts.names import loss_type, optimizer_type
+from onward.artifacts.names import optimizer_type
+from onward.artifacts.teacher import Distillation
 from onward.checkpoint import store
-from onward.data.augment import make_augmentation
-from onward.data.match_inputs import InputSpec, fit, specs_of
-from onward.data.preprocessing import KEY, Preprocessing, beside, image_settings
-from onward.data.read import Data, DataOptions, blame_data, check_labels, prepare, read_data, split
-from onward.data.tables import number_labels, numbered_classes
-from onward.errors import DataError, NonFiniteError, OnwardError
+from onward.data.match_inputs import specs_of
+from onward.data.read import Data, blame_data, check_labels, prepare
+from onward.data.splits import own_split, split
+from onward.errors import NonFiniteError, OnwardError
 from onward.export.batch_size import open_if_fixed
 from onward.export.inference import InferenceExport, for_inference
-from onward.graph.gate import read_proto
-from onward.head import replace_head
-from onward.pipeline.base_folder import is_published
-from onward.pipeline.classifier import Classifier
-from onward.pipeline.language import finetune_language_model
-from onward.runtime.inference_model import inference_model, to_bytes
-from onward.runtime.sessions import open_session
-from onward.train.batches import Rows
-from onward.train.schedules import Schedule, require_schedule
+from onward.files import scratch_folder, write_bytes
+from onward.hub.origin import origin_of
+from onward.hub.read_info import read_info
+from onward.info.metadata import info_to_metadata
+from onward.model_metadata import read_names
+from onward.pipeline.model_source import open_source
+from onward.runtime.inference_model import inference_model
+from onward.runtime.sessions import open_session, read_model
+from onward.tasks import Task, find_task
+from onward.tasks.choose_task import choose_task
+from onward.tasks.options import OptionError
+from onward.tasks.protocol import Fitted
+from onward.train.artifact_set import find_artifacts
+from onward.train.callbacks import Callback, EarlyStopping
+from onward.train.schedules import require_schedule
 from onward.train.trainer import Trainer
 
 if TYPE_CHECKING:
     from onward.checkpoint.content import CheckpointData
-    from onward.lora import LoRA
-    from onward.runtime.devices import DeviceLike
-    from onward.train.callbacks import Callback
+    from onward.info.model_info import ModelInfo
+    from onward.info.preprocessing import Preprocessing
+    from onward.tasks.protocol import Adapted, Functions, Source
+    from onward.train.artifact_set import ArtifactFiles
     from onward.train.history import History
-    from onward.train.metrics import Metric
 
 __all__ = ["FineTuned", "finetune"]
 
-_LABEL = InputSpec("labels", np.dtype(np.int64), (None,))
-_CLASSIFYING = ("cross-entropy", "nll")
-# options of language models alone
-_LANGUAGE_OPTIONS = ("packing", "gradient_accumulation_steps", "recompute", "warmup", "clip_norm", "slices")
+_log = logging.getLogger("onward")
 
 
 @dataclasses.dataclass(frozen=True)
 class FineTuned:
     """A trained model: its figures, its answers, and the file to deploy."""
 
+    task: str
     metrics: dict[str, float]
     history: History
-    classes: list[str] | None
-    preprocessing: Preprocessing | None
+    info: ModelInfo
     state: CheckpointData
     notes: list[str]
     _artifacts: Artifacts
     _outputs: list[str]
     _tokenizer: Path | None
     _samples: dict[str, np.ndarray]
+    # what else belongs into a folder with the model, by its path there
+    _files: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
+
+    @property
+    def classes(self) -> list[str] | None:
+        """The names of the classes, in the order of the model's outputs."""
+        return None if self.info.labels is None else list(self.info.labels)
+
+    @property
+    def preprocessing(self) -> Preprocessing | None:
+        """How an input is prepared."""
+        return self.info.preprocessing
 
     def __repr__(self) -> str:
         figures = ", ".join(f"{name} {value:.4g}" for name, value in self.metrics.items())
-        known = "" if self.classes is None else f", {len(self.classes)} classes"
-        return f"FineTuned({figures}{known})"
+        classes = "" if self.classes is None else f", {len(self.classes)} classes"
+        return f"FineTuned({figures}{classes})"
 
-    def predict(self, inputs: Any, *, top_k: int | None = 1) -> Any:
-        """Labels with probabilities for pictures, texts, sounds or rows, as `onward.load` gives them."""
-        return self._classifier()(inputs, top_k=top_k)
+    def predict(self, inputs: Any, **options: Any) -> Any:
+        """The answers for pictures, texts, sounds or rows, as `onward.load` gives them; with its options."""
+        return self._predictor(inputs, **options)
 
     def export(self, path: str | os.PathLike[str], *, quantize: str | None = None) -> InferenceExport:
         """Write the model for inference, with its classes and preprocessing in it; `onward.load` reads it.
 
-        The tokenizer of a model that reads texts goes beside it, as NAME.tokenizer.json.
+        A path that does not end in .onnx is a folder, which gets a model.onnx. The tokenizer of a model that reads
+        texts goes beside it, as NAME.tokenizer.json.
         """
+        target = Path(path)
+        if target.suffix != ".onnx":  # a folder, as the models of the Hugging Face world are
+            for name, content in self._files.items():
+                write_bytes(target / name, content)
+            target.mkdir(parents=True, exist_ok=True)
+            target = target / "model.onnx"
         exported = for_inference(
-            ir.to_proto(self._artifacts.evaluation), self.state, self._outputs, path,
-            quantize=quantize, metadata=self._metadata(), inputs=self._samples,
+            ir.to_proto(self._artifacts.evaluation), self.state, self._outputs, target,
+            quantize=quantize, metadata=info_to_metadata(self.info), inputs=self._samples,
         )  # fmt: skip
         if self._tokenizer is not None:
-            target = Path(path)
-            beside = target.with_name(f"{target.stem}.tokenizer.json")
-            beside.write_bytes(self._tokenizer.read_bytes())
+            write_bytes(target.with_name(f"{target.stem}.tokenizer.json"), self._tokenizer.read_bytes())
         return exported
 
-    def _metadata(self) -> dict[str, str]:
-        about = {}
-        if self.classes is not None:
-            about[contract.CLASSES] = json.dumps(self.classes, ensure_ascii=False)
-        if self.preprocessing is not None:
-            about[KEY] = self.preprocessing.to_json()
-        return about
+    @functools.cached_property
+    def _predictor(self) -> Any:
+        model = ir.to_proto(
+            inference_model(ir.to_proto(self._artifacts.evaluation), self.state, self._outputs)
+        )
+        tokenizer = None
+        if self._tokenizer is not None and self.preprocessing is not None:
+            from onward.data.text import open_tokenizer  # tokenizers is an extra
 
-    def _classifier(self) -> Classifier:
-        found = self.__dict__.get("_loaded")
-        if found is None:
-            model = inference_model(ir.to_proto(self._artifacts.evaluation), self.state, self._outputs)
-            session = open_session(to_bytes(model))
-            tokenizer = None
-            if self._tokenizer is not None and self.preprocessing is not None:
-                from onward.data.text import open_tokenizer
-
-                tokenizer = open_tokenizer(self._tokenizer, self.preprocessing.settings)
-            found = Classifier(session, self.preprocessing, self.classes, tokenizer)
-            self.__dict__["_loaded"] = found
-        return found
+            tokenizer = open_tokenizer(self._tokenizer, self.preprocessing.settings)
+        info = self.info.over(read_info(model))
+        session = open_session(model.SerializeToString())
+        return find_task(self.task).functions.predictor(session, info, tokenizer)
 
 
 def finetune(
     model: str | os.PathLike[str] | onnx.ModelProto,
     data: Any,
     *,
-    eval_data: Any = None,
-    hold_out: float = 0.2,
-    classes: int | Sequence[str] | Literal["data"] | None = "data",
-    head: str | None = None,
-    loss: str = "cross-entropy",
-    optimizer: str = "adamw",
-    epochs: int = 5,
-    batch_size: int | None = None,
-    learning_rate: float | Literal["auto"] | None = None,
-    schedule: Schedule = "constant",
-    batch_norm: Literal["train", "frozen"] | None = None,
-    requires_grad: Sequence[str] | None = None,
-    frozen_params: Sequence[str] | None = None,
-    lora: LoRA | None = None,
-    metrics: Sequence[str | Metric] | None = None,
-    best_metric: str | None = None,
-    label: str | None = None,
-    normalize: str | None = None,
-    resize: int | None = None,
-    crop: int | None = None,
-    augment: Sequence[str] = (),
-    standardize: bool = False,
-    drop: Sequence[str] = (),
-    text_column: str | None = None,
-    tokenizer: str | os.PathLike[str] | None = None,
-    max_length: int | None = None,
-    sampling_rate: int | None = None,
-    callbacks: Sequence[Callback] = (),
+    task: str | None = None,
     output_directory: str | os.PathLike[str] | None = None,
-    device: DeviceLike = "cpu",
-    seed: int = 0,
+    callbacks: Sequence[Callback] = (),
     progress: bool = True,
-    **language: Any,
-) -> FineTuned:
-    """Fine-tune a pretrained model on your own classes and data.
+    resume: bool = False,
+    **options: Any,
+) -> Any:
+    """Fine-tune a pretrained model on your own data.
 
-    `data` is a path (a folder with one folder of pictures or WAV files for each class, a CSV, JSON lines or Parquet
-    table, .npz) or arrays: (inputs…, labels), or a dict by name. A share of it, `hold_out`, is kept for
-    evaluation unless `eval_data` is given. The model gets a new head for the classes of the data (`classes="data"`),
-    for others, or keeps its own (`classes=None`); see `onward.replace_head`. With a loss for numbers, such as
-    `loss="mse"`, it predicts as many numbers as the target has. Rates, warm-up and clipping are those
-    for fine-tuning; the best epoch is the result. With `output_directory`, checkpoints and a report stay there.
-    `device` is where it trains: "cpu", "cuda", "auto".
+    `model` is an ONNX file, or a folder that `onward export` wrote or that was downloaded from Hugging Face. `data` is
+    a path (a folder with one folder of pictures or WAV files for each class, a CSV, JSON lines or Parquet table,
+    .npz) or arrays: (inputs…, labels), or a dict by name; for a language model JSON lines of conversations, prompts
+    or texts. What the model is for and what the data holds decide on the task, unless `task` names it. `options` are
+    those of the task, with the names and defaults of `onward finetune`: `onward finetune --task TASK --help` lists
+    them. One that the task does not have is an error.
+
+    A head that has the data's classes is trained on; another is replaced. A share of the data, `hold_out`, is kept
+    for evaluation unless `eval_data` is given; the best epoch is the result. With `output_directory`, checkpoints
+    and a report stay there, and `resume=True` goes on with a run that was stopped. The result is a `FineTuned`, of a
+    language model a `LanguageModel`.
 
     >>> import onward
     >>> result = onward.finetune("model.onnx", "pictures", epochs=3)  # doctest: +SKIP
     >>> result.metrics["accuracy"], result.predict("cat.jpg")  # doctest: +SKIP
     (0.97, {'label': 'cat', 'score': 0.99})
     >>> result.export("mine.onnx")  # doctest: +SKIP
-
-    The folder of a language model is trained with LoRA on JSON lines of conversations, prompts or texts instead, and
-    the result is a `LanguageModel`: see `onward.pipeline.language.finetune_language_model`, whose other options
-    (`packing`, `gradient_accumulation_steps`, `recompute` …) are taken here too.
     """
-    if isinstance(model, str | os.PathLike) and (Path(model).is_dir() or is_published(Path(model))):
-        if learning_rate == "auto":
-            raise ValueError(
-                "learning_rate='auto' is for classifiers; give a language model a number, such as 2e-4"
+    plan = plan_finetuning(model, data, task=task, options=options)
+    return plan.train(
+        data, output_directory=output_directory, callbacks=callbacks, progress=progress, resume=resume
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """A model, the task it is trained for and the options of that task, checked."""
+
+    source: Source
+    task: Task
+    options: Any
+    reason: str
+
+    def train(
+        self,
+        data: Any,
+        *,
+        output_directory: str | os.PathLike[str] | None = None,
+        callbacks: Sequence[Callback] = (),
+        progress: bool = True,
+        resume: bool = False,
+    ) -> Any:
+        """Train on the data, or go on with the run in `output_directory`; a `FineTuned`, or a `LanguageModel`."""
+        if resume and output_directory is None:
+            raise OptionError(
+                "resume needs the folder of the earlier run", hint="name it: output_directory=, --run"
             )
-        rate = 2e-4 if learning_rate is None else float(learning_rate)
-        unknown = sorted(set(language) - set(_LANGUAGE_OPTIONS))
-        if unknown:
-            raise TypeError(f"unknown option {', '.join(unknown)}. Known: {', '.join(_LANGUAGE_OPTIONS)}")
-        trained: Any = finetune_language_model(
-            model, data, eval_data=eval_data, hold_out=0.0 if eval_data is not None else hold_out, lora=lora,
-            epochs=epochs, batch_size=batch_size or 1, max_length=max_length or 512, schedule=schedule,
-            callbacks=callbacks, output_directory=output_directory, seed=seed, progress=progress,
-            learning_rate=rate, device=device, **language,
-        )  # fmt: skip
-        return trained
-    if language:
-        raise TypeError(f"{', '.join(sorted(language))}: an option of language models, or of nothing")
-    if output_directory is not None and any(Path(output_directory).glob("checkpoint-*")):
+        said = f"task: {self.task.name}, because {self.reason}"
+        run = _Run(output_directory, callbacks, progress, said, resume)
+        return _train(self.source, self.task, data, self.options, run)
+
+
+def plan_finetuning(
+    model: str | os.PathLike[str] | onnx.ModelProto,
+    data: Any,
+    *,
+    task: str | None,
+    options: Mapping[str, Any],
+) -> Plan:
+    """Find the task and check the options; nothing is trained or written."""
+    source, reason = open_source(model), "it was named"
+    if task is not None:
+        chosen = find_task(task)
+    else:
+        chosen, reason = choose_task(source.info, source.inputs, data, options)
+    return Plan(source, chosen, chosen.options(options), reason)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Run:
+    """Where a run is kept and who watches it."""
+
+    output_directory: str | os.PathLike[str] | None
+    callbacks: Sequence[Callback]
+    progress: bool
+    announcement: str
+    resume: bool
+
+    @contextlib.contextmanager
+    def folder(self) -> Iterator[Path]:
+        if self.output_directory is not None:
+            yield Path(self.output_directory)
+            return
+        with scratch_folder() as folder:
+            yield folder
+
+
+def _train(source: Source, task: Task, data: Any, options: Any, run: _Run) -> Any:
+    """Read the data, adapt the model, fit, and take the best epoch."""
+    has_run = run.output_directory is not None and any(Path(run.output_directory).glob("checkpoint-*"))
+    if has_run and not run.resume:
         raise OnwardError(
-            f"'{output_directory}' has an earlier run: choose another output_directory, or remove it"
+            f"'{run.output_directory}' has an earlier run: resume it (resume=True, --resume), choose another "
+            "output_directory, or remove it"
         )
-    kind = loss_type(loss)
-    optimizer_type(optimizer)
-    require_schedule(schedule)
-    classifies = loss in _CLASSIFYING
-    proto = _proto(model)
-    near = [Path(model)] if isinstance(model, str | os.PathLike) else []
-    inputs = specs_of(proto.graph)
-    target = _LABEL if classifies else InputSpec("target", np.dtype(np.float32), None)
-    options = DataOptions(
-        label=label,
-        classes=None if isinstance(classes, str | int | None) else list(classes),
-        preprocessing=_wanted_preprocessing(proto, near),
-        image=image_settings(normalize=normalize, resize=resize, crop=crop),
-        text_column=text_column,
-        tokenizer=None if tokenizer is None else Path(tokenizer),
-        max_length=max_length,
-        sampling_rate=sampling_rate,
-        near=near,
-        class_count=classes if isinstance(classes, int) else None,
-        drop=list(drop),
-    )
-    train = _read(data, [*inputs, target], options)
-    whole, evaluation = train, None
-    if eval_data is not None:
-        same = dataclasses.replace(options, classes=train.classes, features=train.features, drop=())
-        evaluation = _read(eval_data, [*inputs, target], same)
-    elif hold_out:
-        train, evaluation = split(train, hold_out, seed=seed)
-        train.notes = whole.notes
-    prepare(train, [] if evaluation is None else [evaluation], standardize=standardize)
-    if classes == "data" and not classifies:
-        classes = int(np.prod(np.shape((whole.arrays or {})[target.name])[1:], initial=1))
-    made, names = _artifacts(
-        proto if near == [] else near[0], whole, classes, head,
-        loss=kind, optimizer=optimizer, batch_norm=batch_norm, requires_grad=requires_grad,
-        frozen_params=frozen_params, lora=lora, seed=seed,
-    )  # fmt: skip
-    if classifies and made.training.metadata_props.get(contract.LABELS):
-        check_labels(
-            dataclasses.replace(whole, classes=names, arrays=_renamed(whole, made, inputs)),
-            json.loads(made.training.metadata_props[contract.LABELS]),
-        )
-    known = {spec.name for spec in inputs}
-    with _folder(output_directory) as folder:
-        trainer = Trainer(
-            made, output_directory=folder, learning_rate=learning_rate, schedule=schedule, seed=seed,
-            metrics=(("accuracy",) if classifies else ("mae",)) if metrics is None and evaluation else metrics or (),
-            callbacks=callbacks, progress=progress, device=device,
-        )  # fmt: skip
-        order = trainer.module.input_names()
-        specs = specs_of(ir.to_proto(made.training).graph, order)
-        arrays = _in_order(train, specs, target.name)
-        transform = make_augmentation(augment, specs, train) if augment else None
-        try:
-            trainer.fit(
-                arrays, None if evaluation is None else _in_order(evaluation, specs, target.name),
-                epochs=epochs, batch_size=batch_size or 32, best_metric=best_metric, transform=transform,
-            )  # fmt: skip
-        except NonFiniteError as error:
-            raise blame_data(error, whole) from error
-        best = store.load(folder / "best")
-    row = (
-        trainer.history.epochs[int(trainer.best["epoch"]) - 1] if trainer.best else trainer.history.epochs[-1]
-    )
-    figures = {
-        k: v for k, v in row.items() if isinstance(v, float) and "second" not in k and k != "learning_rate"
-    }
+    optimizer_type(getattr(options, "optimizer", "adamw"))
+    require_schedule(options.schedule)
+    functions = task.functions
+    whole = functions.read(data, source, options)
+    _log.info(run.announcement)  # not before: most mistakes are in the data, and an error is one line
+    adapted = functions.adapt(source, whole, options)
+    whole.notes.append(adapted.note)
+    train, evaluation = _parts(functions, whole, source, options, adapted)
+    if adapted.own is not None:
+        for part in (train, evaluation):
+            if part is not None:
+                adapted.own.prepare(part)
+        with run.folder() as folder:
+            parts = (train, evaluation, whole)
+            fitted = _fit(adapted.own.artifacts, functions, parts, options, run, folder, adapted)
+        return adapted.own.result(fitted, train.notes)
+    artifacts = _build(functions, adapted, train, source, options)
+    _check_label_ranges(artifacts, whole, adapted)
+    with run.folder() as folder:
+        files = find_artifacts(artifacts)
+        fitted = _fit(files, functions, (train, evaluation, whole), options, run, folder, adapted)
+    folder_files = getattr(functions, "folder_files", None)
+    outputs = adapted.outputs or json.loads(artifacts.evaluation.metadata_props[contract.OUTPUTS])
     return FineTuned(
-        metrics=figures,
-        history=trainer.history,
-        classes=names,
-        preprocessing=train.preprocessing,
-        state=best,
+        task=task.name,
+        metrics=fitted.figures,
+        history=fitted.history,
+        info=adapted.describe(source.info, train, task.name).replace(
+            origin=origin_of(source.path.name if source.path else None, [data], vars(options)),
+            source="the data",
+        ),
+        state=fitted.state,
         notes=train.notes,
-        _artifacts=made,
-        _outputs=json.loads(made.evaluation.metadata_props[contract.OUTPUTS]),
+        _artifacts=artifacts,
+        _outputs=list(outputs),
         _tokenizer=train.tokenizer,
-        _samples={spec.name: np.asarray(arrays[spec.name][:16]) for spec in specs if spec.name in known},
+        _samples={
+            spec.name: fitted.samples[spec.name] for spec in source.inputs if spec.name in fitted.samples
+        },
+        _files={} if folder_files is None else folder_files(source, train, adapted),
     )
 
 
-def _proto(model: str | os.PathLike[str] | onnx.ModelProto) -> onnx.ModelProto:
-    """The model's inputs and metadata; its weights are not needed yet."""
-    return read_proto(model, read_data=False)
+def _build(functions: Functions, adapted: Adapted, train: Data, source: Source, options: Any) -> Artifacts:
+    """The training models of a file with a head."""
+    model, note = open_if_fixed(adapted.model)
+    train.notes += [note] if note else []
+    weight_only = options.quantize in ("int8-weights", "int4")
+    needs_samples = options.quantize is not None and not weight_only
+    return build_artifacts(
+        model, loss=functions.loss(options, train, adapted), optimizer=options.optimizer,
+        batch_norm=options.batch_norm, requires_grad=_trained(model, options),
+        loss_input_names=None if adapted.loss_inputs is None else list(adapted.loss_inputs),
+        frozen_params=[*(options.frozen_params or ()), *adapted.frozen] or None,
+        lora=options.make_lora("*", options.seed),
+        quantize=options.quantize,
+        calibration=_calibration_samples(functions, train, source, options) if needs_samples else None,
+        teacher=_teacher(model, options),
+    )  # fmt: skip
 
 
-def _wanted_preprocessing(proto: onnx.ModelProto, near: Sequence[Path]) -> Preprocessing | None:
-    about = {entry.key: entry.value for entry in proto.metadata_props}
-    if KEY in about:
-        return Preprocessing.from_json(about[KEY])
-    settings = beside(near[0]) if near else {}
-    pictures = [spec for spec in specs_of(proto.graph) if spec.dims is not None and len(spec.dims) == 4]
-    return Preprocessing("image", pictures[0].name, settings) if settings and len(pictures) == 1 else None
+# samples that ranges of activations are taken from
+_CALIBRATION_ROWS = 256
 
 
-def _read(data: Any, inputs: Sequence[InputSpec], options: DataOptions) -> Data:
-    if isinstance(data, str | os.PathLike):
-        if not Path(data).exists():
-            raise DataError(f"no data at '{data}'", "is the path right?")
-        return read_data([(None, Path(data))], inputs, options)
-    if isinstance(data, tuple | list):
-        if len(data) != len(inputs):
-            names = ", ".join(spec.name for spec in inputs)
-            raise DataError(f"the data has {len(data)} arrays, and {len(inputs)} are needed: {names}")
-        data = {spec.name: item for spec, item in zip(inputs, data)}
-    if not isinstance(data, Mapping):
-        raise TypeError(f"data is a path, a tuple of arrays or a dict of them, not {type(data).__name__}")
-    arrays: dict[str, Any] = {
-        name: array if isinstance(array, Rows) else np.asarray(array) for name, array in data.items()
+def _calibration_samples(
+    functions: Functions, train: Data, source: Source, options: Any
+) -> dict[str, np.ndarray]:
+    """Samples to train on, as the model reads them and without augmentation."""
+    parts: list[Sequence[Any]] = []
+    rows = 0
+    for batch in functions.batches(train, source.inputs, options, training=False).epoch(0):
+        parts.append(batch)
+        rows += len(batch[0])
+        if rows >= _CALIBRATION_ROWS:
+            break
+    # texts of one batch are as long as its longest: later ones may not fit beside it
+    shapes = {tuple(np.asarray(array).shape[1:] for array in batch) for batch in parts}
+    chosen = parts if len(shapes) == 1 else parts[:1]
+    return {
+        spec.name: np.concatenate([np.asarray(batch[index]) for batch in chosen])
+        for index, spec in enumerate(source.inputs)
     }
-    classes, last = None, inputs[-1]
-    label = (
-        last.name
-        if last.name in arrays
-        else next((n for n, a in arrays.items() if a.dtype.kind in "UO"), None)
-    )
-    if label is not None and last.is_integer and arrays[label].ndim == 1:
-        arrays[label], classes = number_labels(arrays[label], options.classes, options.class_count, label)
-    fitted, notes = fit(arrays, inputs)
-    return Data(fitted, classes=classes or (list(options.classes) if options.classes else None), notes=notes)
 
 
-def _artifacts(
-    model: Any, data: Data, classes: Any, head: str | None, *, loss: Any, seed: int, **options: Any
-) -> tuple[Artifacts, list[str] | None]:
-    """Artifacts of the model, with a new head where one is wanted, and the names of its classes."""
-    names = data.classes
-    if classes == "data":
-        if names is None and data.arrays is not None:
-            labels = np.asarray(data.arrays[_LABEL.name])
-            classes = int(labels.max()) + 1 if labels.size else 1
-        else:
-            classes = names
-    elif classes is not None and not isinstance(classes, int):
-        names = list(classes)
-    if names is None and isinstance(classes, int) and loss.name in ("CrossEntropyLoss", "NLLLoss"):
-        names = numbered_classes(classes)
-    if classes is not None:
-        scores = loss.name not in ("NLLLoss", "KLDivLoss")
-        model = replace_head(model, classes=classes, head=head, scores=scores, seed=seed)
-    elif head is not None:
-        raise ValueError("head needs classes: it is the layer to replace")
-    model, said = open_if_fixed(model)
-    if said:
-        data.notes.append(said)
-    return build_artifacts(model, loss=loss, **options), names
+def _teacher(model: Any, options: Any) -> Distillation | None:
+    """The teacher that is named; else the float model, where it is quantized and its head knows the classes."""
+    named = options.teacher
+    if named is None:
+        about = read_model(model, "forward").metadata_props
+        new_head = read_names({entry.key: entry.value for entry in about}, contract.HEAD)
+        if options.quantize is None or new_head or options.lora:
+            return None
+        named = "self"
+    return Distillation(named, temperature=options.temperature, weight=options.teacher_weight)
 
 
-def _renamed(data: Data, made: Artifacts, inputs: Sequence[InputSpec]) -> dict[str, Any]:
-    known = {spec.name for spec in inputs}
-    labels = list(json.loads(made.training.metadata_props[contract.LABELS]))
-    arrays = data.arrays or {}
-    return {(labels[0] if name not in known and labels else name): array for name, array in arrays.items()}
+def _check_label_ranges(artifacts: Artifacts, data: Data, adapted: Adapted) -> None:
+    """Refuse labels that the model has no output for before training begins, with their rows."""
+    ranges = json.loads(artifacts.training.metadata_props.get(contract.LABELS) or "{}")
+    arrays = data.arrays
+    if adapted.labels is not None and len(ranges) == 1 and arrays:
+        name = next(iter(ranges))
+        labels = arrays.get(name, list(arrays.values())[-1])
+        if labels.dtype != object:  # those of sequences are numbered in a batch, by their names
+            check_labels(dataclasses.replace(data, classes=adapted.labels, arrays={name: labels}), ranges)
 
 
-def _in_order(data: Data, specs: Sequence[InputSpec], target: str) -> dict[str, Any]:
-    """The arrays by the training model's names and shapes: what is no input of the model is the target."""
-    arrays = data.arrays or {}
-    named = {spec.name: arrays[spec.name if spec.name in arrays else target] for spec in specs}
-    return fit(named, specs)[0]
+def _trained(model: Any, options: Any) -> Sequence[str] | None:
+    """The weights to train; beside adapters a new head, which has learned nothing yet."""
+    if not options.lora:
+        return options.requires_grad
+    about = {entry.key: entry.value for entry in getattr(model, "metadata_props", ())}
+    return [*(options.requires_grad or ()), *read_names(about, contract.HEAD)]
 
 
-@contextlib.contextmanager
-def _folder(given: str | os.PathLike[str] | None) -> Iterator[Path]:
-    if given is not None:
-        yield Path(given)
-        return
-    with tempfile.TemporaryDirectory(prefix="onward-") as folder:
-        yield Path(folder)
+def _parts(
+    functions: Functions, whole: Data, source: Source, options: Any, adapted: Adapted
+) -> tuple[Data, Data | None]:
+    """The samples to train on and those to evaluate on, prepared alike."""
+    train, evaluation = whole, None
+    if options.eval_data is not None:
+        like = dataclasses.replace(whole, classes=adapted.labels or whole.classes)
+        evaluation = functions.read(options.eval_data, source, options, like=like)
+    elif (own_parts := own_split(whole)) is not None:
+        train, evaluation = own_parts
+    elif options.hold_out:
+        train, evaluation = split(whole, options.hold_out, seed=options.seed)
+        train.notes = whole.notes
+    others = [] if evaluation is None else [evaluation]
+    prepare(train, others, standardize=bool(getattr(options, "standardize", False)))
+    return train, evaluation
+
+
+def _fit(
+    artifacts: ArtifactFiles,
+    functions: Functions,
+    parts: tuple[Data, Data | None, Data],
+    options: Any,
+    run: _Run,
+    folder: Path,
+    adapted: Adapted,
+) -> Fitted:
+    train, evaluation, whole = parts
+    callbacks = [*run.callbacks, *([] if adapted.own is None else adapted.own.callbacks(train, evaluation))]
+    metrics = options.metrics
+    if metrics is None:
+        metrics = functions.metrics(options, adapted) if evaluation else ()
+    average = None if options.ema is None else WeightAverage(options.ema)
+    watched = options.best_metric or ("eval_loss" if evaluation else "loss")
+    stops = [EarlyStopping(watched, patience=options.patience)] if options.patience else []
+    trainer = Trainer(
+        artifacts, output_directory=folder, learning_rate=options.learning_rate, schedule=options.schedule,
+        warmup=options.warmup, clip_norm=options.clip_norm, metrics=metrics, seed=options.seed,
+        gradient_accumulation_steps=options.gradient_accumulation_steps, device=options.device,
+        callbacks=[*callbacks, *stops, *([] if average is None else [average])], progress=run.progress,
+        resume=run.resume, judged=adapted.judged,
+        show=None if evaluation is None
+        else lambda outputs, inputs: functions.show(outputs, inputs, evaluation, adapted),
+    )  # fmt: skip
+    trainer.classes = adapted.labels or trainer.classes
+    trainer.details = {
+        "task": run.announcement.removeprefix("task: "),
+        "what was read": "; ".join(train.notes),
+    }
+    specs = specs_of(read_model(artifacts.training, "training").graph, trainer.module.input_names())
+    batches = functions.batches(train, specs, options, training=True)
+    judged = None if evaluation is None else functions.batches(evaluation, specs, options, training=False)
+    try:
+        trainer.fit(
+            batches,
+            judged,
+            epochs=options.epochs,
+            batch_size=options.batch_size,
+            best_metric=options.best_metric,
+        )
+    except NonFiniteError as error:
+        raise blame_data(error, whole) from error
+    first = next(functions.batches(train, specs, options, training=False).epoch(0))
+    samples = {spec.name: np.asarray(array) for spec, array in zip(specs, first)}
+    if average is not None:
+        average.move_to(trainer)
+        figures = trainer.evaluate(judged or batches, batch_size=options.batch_size)
+        return Fitted(figures, trainer.history, trainer.state.to_data(), samples)
+    epochs = trainer.history.epochs
+    row = epochs[int(trainer.best["epoch"]) - 1] if trainer.best else epochs[-1]
+    figures = {
+        name: value
+        for name, value in row.items()
+        if isinstance(value, float) and "second" not in name and name != "learning_rate"
+    }
+    return Fitted(figures, trainer.history, store.load(folder / "best"), samples)
+
+
+# --- An exponential moving average of the weights over the updates of a training run.
+
+
+class WeightAverage(Callback):
+    """Averages the trainable weights: average ← decay · average + (1 − decay) · weight after each update.
+
+    The first updates count more than the decay says, by (1 + n) / (10 + n): otherwise a short run's average would
+    still be where it began.
+    """
+
+    def __init__(self, decay: float) -> None:
+        self.decay, self._updates = decay, 0
+        self._average: dict[str, np.ndarray] = {}
+
+    def on_step(self, trainer: Trainer, row: dict[str, Any]) -> None:
+        self._updates += 1
+        decay = min(self.decay, (1 + self._updates) / (10 + self._updates))
+        for name, parameter in trainer.state.parameters:
+            if parameter.requires_grad:
+                weight = np.asarray(parameter.data)
+                average = self._average.setdefault(name, weight.copy())
+                average += (1 - decay) * (weight - average)
+
+    def move_to(self, trainer: Trainer) -> None:
+        """Put the averages into the trainer's state."""
+        for name, average in self._average.items():
+            trainer.state.parameters[name].data = average

@@ -1,7 +1,6 @@
 """Inference with an exported folder: text, images or audio in, embeddings, labels or text out.
 
-Knows the folder's card, its tokenizer and the runtime. `by_task` has an answer for each row of the table of tasks,
-`postprocess` turns outputs into results and `preprocess` prepares images and sound. Needs neither torch nor
+Knows the folder's card, its tokenizer and the runtime; `onward.tasks` has the answers. Needs neither torch nor
 transformers: `tokenizers` only where text goes in.
 """
 
@@ -15,18 +14,21 @@ from typing import Any
 
 import numpy as np
 
-from onward.data.text import read_tokenizer
+from onward import contract
+from onward.data.text import open_tokenizer, read_tokenizer
 from onward.errors import ModelError
 from onward.export.huggingface.folder import CARD, MODEL, read_card
 from onward.export.huggingface.tasks import TASKS
-from onward.pipeline.base_folder import is_published
-from onward.pipeline.by_task import answer, stream
-from onward.pipeline.classifier import Classifier, load_file
-from onward.pipeline.published_folder import open_published
-from onward.pipeline.text_generation import PublishedDecoder
-from onward.renamed import renamed_arguments
-
-__all__ = ["Pipeline", "load"]
+from onward.graph.gate import read_proto
+from onward.hub.base_folder import is_published
+from onward.hub.published_folder import open_published
+from onward.hub.read_info import read_info
+from onward.language.decoding import PublishedDecoder
+from onward.language.swappable import SwappingSession, takes_adapters
+from onward.tasks import TASKS as TRAINED
+from onward.tasks.answers import answer
+from onward.tasks.classifier import Classifier, require_tokenizer
+from onward.tasks.generator import stream
 
 Text = str | tuple[str, str] | Mapping[str, str]
 
@@ -47,9 +49,14 @@ def load(
     (16,)
     """
     path = Path(folder)
-    published = is_published(path)
+    if path.name == MODEL and (path.parent / CARD).is_file() and not _describes_itself(path):
+        path = path.parent  # the card beside a model says what it answers
+    if _describes_itself(path / MODEL) and not (path / CARD).is_file():
+        path = path / MODEL  # what `onward finetune` wrote into a folder
+    # files of Hugging Face's world may lie beside a model that was trained here: its own word counts
+    published = is_published(path) and not (path.is_file() and _describes_itself(path))
     if path.is_file() and not published:
-        return load_file(path, providers=providers, session_options=session_options)
+        return _load_file(path, providers=providers, session_options=session_options)
     files: Mapping[str, Path]
     if published:
         path, files, card = open_published(path)
@@ -69,6 +76,9 @@ def load(
         name: open_session(file, providers=providers, options=session_options) for name, file in files.items()
     }
     first, *others = sessions.values()
+    if takes_adapters(first):  # exported with merge=False: the base, with inputs for adapters
+        first = SwappingSession(first, path)
+        first.use(card.get("adapter"))
     if published and others:
         sessions = {"encoder": first, "decoder": PublishedDecoder(first, *others)}
     return Pipeline(
@@ -94,7 +104,7 @@ class Pipeline:
     - question-answering: `pipeline(question, context)` gives `{"answer", "score", "start", "end"}`
     - fill-mask: `{"token", "score", "text"}` for each candidate, a list per mask if there are several
     - text-generation, text2text and image-to-text: text; `max_new_tokens=…`, and the other options of
-      `onward.pipeline.text_generation.Options`; a conversation `[{"role": "user", "content": …}]` is a prompt too
+      `onward.language.decoding.Options`; a conversation `[{"role": "user", "content": …}]` is a prompt too
     - automatic-speech-recognition: `{"text"}`; text-to-audio: `{"audio", "sampling_rate"}`
     - object-detection: `{"score", "label", "box"}` over `threshold=0.5`; with labels in zero-shot-object-detection
     - semantic- and instance-segmentation: `{"score", "label", "mask"}`
@@ -117,12 +127,25 @@ class Pipeline:
         """The task that the folder was exported for."""
         return self.card["task"]
 
-    @renamed_arguments(
-        full_text="return_full_text", template="hypothesis_template", labels="candidate_labels"
-    )
     def __call__(self, inputs: Any, *args: Any, **options: Any) -> Any:
         """Run one input, or each of a list."""
         return answer(self, inputs, *args, **options)
+
+    def use(self, adapter: str | PathLike[str] | None) -> Pipeline:
+        """Answer with another adapter from now on, without loading the base again; None is the base alone.
+
+        The name of an `.onnx_adapter` file in the folder, or a path. The folder is one of
+        `result.export(folder, merge=False)`, and further files are `result.save_adapters("poet.onnx_adapter")`.
+
+        >>> pipeline.use("poet")("Once upon a time")  # doctest: +SKIP
+        """
+        if not isinstance(self.session, SwappingSession):
+            raise ModelError(
+                f"'{self.folder}' has no place for adapters",
+                hint="export it with merge=False (onward finetune --no-merge)",
+            )
+        self.session.use(adapter)
+        return self
 
     def stream(self, prompt: Any, **options: Any) -> Iterator[str]:
         """Yield a text as it is written, piece by piece; options as for a call.
@@ -170,6 +193,34 @@ class Pipeline:
         """The model's outputs by name."""
         names = list(self.card["outputs"])
         return dict(zip(names, self.session.run(names, dict(feed))))
+
+
+def _load_file(path: Path, *, providers: Sequence[str], session_options: Any = None) -> Any:
+    """Load a model file with its classes, its preprocessing and the tokenizer beside it."""
+    from onward.runtime.sessions import open_session
+
+    session = open_session(path, providers=providers, options=session_options)
+    info = read_info(path)
+    tokenizer = None
+    if info.preprocessing is not None and info.preprocessing.kind == "text":
+        file = require_tokenizer(path, info)
+        tokenizer = open_tokenizer(file, info.preprocessing.settings)
+    task = TRAINED.get(info.task or "")
+    # a file that says nothing of its task, or one that is only answered as a folder, still has outputs
+    return (
+        Classifier(session, info, tokenizer)
+        if task is None
+        else task.functions.predictor(session, info, tokenizer)
+    )
+
+
+def _describes_itself(model: Path) -> bool:
+    """Whether a model's file says how its input is prepared, so that it needs no card beside it."""
+    if not model.is_file():
+        return False
+    return any(
+        entry.key == contract.PREPROCESSING for entry in read_proto(model, read_data=False).metadata_props
+    )
 
 
 def _tokenizer(folder: Path, card: Mapping[str, Any]) -> Any:

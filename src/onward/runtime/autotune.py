@@ -13,7 +13,6 @@ import hashlib
 import json
 import os
 import platform
-import tempfile
 import time
 from typing import TYPE_CHECKING
 
@@ -21,6 +20,9 @@ import numpy as np
 import onnxruntime as ort
 
 from onward.errors import LimitError, ModelError
+from onward.files import write_bytes
+from onward.graph.protobuf import opset_of
+from onward.ort_session import quiet_options
 from onward.reading import parse_json
 from onward.runtime.cache import cache_folder
 from onward.runtime.environment import processors
@@ -32,9 +34,7 @@ if TYPE_CHECKING:
 
     import onnx
 
-    from onward.graph.passes.conv_forms import Convolution
-
-__all__ = ["tune", "wanted"]
+    from onward.graph.proto.conv_forms import Convolution
 
 # Changes whenever a form is written in another way, so that old times do not count.
 _FORMS = 3
@@ -48,10 +48,10 @@ _HOPELESS = 2.5
 _MOST_BYTES = 1 << 22
 
 
-def wanted(asked: bool) -> bool:
-    """Whether to tune: as asked, unless the environment variable ONWARD_AUTOTUNE is 0 (never) or 1 (always)."""
+def is_enabled(default: bool) -> bool:
+    """Whether to tune: as `default` says, unless variable ONWARD_AUTOTUNE is 0 (never) or 1 (always)."""
     setting = os.environ.get(_SWITCH, "")
-    return {"0": False, "1": True}.get(setting, asked)
+    return {"0": False, "1": True}.get(setting, default)
 
 
 def tune(
@@ -59,21 +59,22 @@ def tune(
 ) -> int:
     """Put the fastest forms into a training model for inputs of these shapes; how many were exchanged."""
     # graph libraries: loaded only where something is tuned
-    from onward.graph.passes.conv_forms import noted_convolutions, use_forms
+    from onward.graph.proto.conv_forms import noted_convolutions, use_forms
 
-    found = noted_convolutions(model, shapes)
-    if not found:
+    convolutions = noted_convolutions(model, shapes)
+    if not convolutions:
         return 0
-    opset = next(entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx"))
+    opset = opset_of(model)
+    # Read once for all convolutions of a model; a ResNet has dozens, of few different shapes.
     table = _Table(_machine(options, opset))
     chosen = {}
-    for place, (convolution, x, dy) in found.items():
+    for index, (convolution, x, dy) in convolutions.items():
         form = table.get(convolution)
         if form is None:
             form = _fastest(convolution, opset, options)
             table.add(convolution, form)
         if form != convolution.form:
-            chosen[place] = (convolution, x, dy, form)
+            chosen[index] = (convolution, x, dy, form)
     table.save()
     use_forms(model, chosen)
     return len(chosen)
@@ -84,7 +85,7 @@ def tune(
 
 def _fastest(convolution: Convolution, opset: int, options: ort.SessionOptions | None) -> str:
     """Time all forms of a shape in turns; that of the rule unless another is clearly faster."""
-    from onward.graph.passes.conv_forms import form_model
+    from onward.graph.proto.conv_forms import form_model
 
     own = convolution.form
     model, others = form_model(convolution, None, opset)
@@ -96,16 +97,19 @@ def _fastest(convolution: Convolution, opset: int, options: ort.SessionOptions |
     runs: dict[str, _Timed] = {own: _Timed(model, feeds, options)}
     for form in others:
         if form != own:
-            with contextlib.suppress(ModelError):  # a form that this runtime does not take
+            # a form may need a kernel that another version of the runtime has
+            with contextlib.suppress(ModelError):
                 runs[form] = _Timed(form_model(convolution, form, opset)[0], feeds, options)
     begun = time.perf_counter()
     for index in range(_RUNS):
         for timed in list(runs.values()):
             timed.run()
         least = min(timed.best for timed in runs.values())
+        # Slow forms are not run again: of a large image one may take as long as all others together.
         runs = {form: timed for form, timed in runs.items() if form == own or timed.best < _HOPELESS * least}
         if len(runs) == 1 or (index > 1 and time.perf_counter() - begun > _SECONDS):
             break
+    # The least time, not the mean: whatever disturbs a run only makes it longer.
     best = min(runs, key=lambda form: runs[form].best)
     return best if runs[best].best < _CLEARLY * runs[own].best else own
 
@@ -116,9 +120,8 @@ class _Timed:
     def __init__(
         self, model: onnx.ModelProto, feeds: dict[str, np.ndarray], options: ort.SessionOptions | None
     ) -> None:
-        own = ort.SessionOptions()
-        own.log_severity_level, own.enable_mem_pattern = 4, False
-        own.intra_op_num_threads = 0 if options is None else options.intra_op_num_threads
+        own = quiet_options(threads=0 if options is None else options.intra_op_num_threads)
+        own.enable_mem_pattern = False
         own.add_session_config_entry("session.force_spinning_stop", "1")  # other forms need the processors
         self._session = make_session(model, options=own, what="form of a convolution's gradient")
         self._feeds = feeds
@@ -155,48 +158,40 @@ _KNOWN: dict[str, dict[str, str]] = {}
 
 
 class _Table:
-    """The fastest form of each shape on one kind of machine: a file of JSON, replaced as a whole."""
+    """The fastest form of each shape on one kind of machine: a file of JSON."""
 
     def __init__(self, machine: dict[str, str | int]) -> None:
         self._machine = machine
+        # The file's name is a digest of all that times depend on: another processor or runtime reads another
+        # file.
         text = json.dumps(machine, sort_keys=True)
         name = hashlib.sha256(text.encode()).hexdigest()[:16]
         folder = cache_folder()
         self._path = None if folder is None else folder / f"conv-forms-{name}.json"
-        known = _KNOWN.setdefault(f"{self._path} {name}", {})
+        forms = _KNOWN.setdefault(f"{self._path} {name}", {})
         for key, form in self._read().items():
-            known.setdefault(key, form)
-        self._known, self._new = known, False
+            forms.setdefault(key, form)
+        self._forms, self._new = forms, False
 
     def get(self, convolution: Convolution) -> str | None:
         from onward.graph.forms.conv_weights import FORMS
 
-        form = self._known.get(convolution.key)
+        form = self._forms.get(convolution.key)
         return form if form in FORMS else None
 
     def add(self, convolution: Convolution, form: str) -> None:
-        self._known[convolution.key] = form
+        self._forms[convolution.key] = form
         self._new = True
 
     def save(self) -> None:
         """Write what is new, with what others have written since; the last of two writers wins where they differ."""
         if not self._new or self._path is None:
             return
-        data = {"machine": self._machine, "forms": {**self._read(), **self._known}}
-        try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            descriptor, temporary = tempfile.mkstemp(prefix=".conv-forms-", dir=self._path.parent)
-            try:
-                with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-                    json.dump(data, file, indent=1, sort_keys=True)
-                os.replace(temporary, self._path)
-            except BaseException:
-                with contextlib.suppress(OSError):
-                    os.unlink(temporary)
-                raise
-        except OSError:  # a full or read-only disk: this process knows, the next measures again
-            return
-        self._new = False
+        data = {"machine": self._machine, "forms": {**self._read(), **self._forms}}
+        # a full or read-only disk: this process knows, the next measures again
+        with contextlib.suppress(OSError):
+            write_bytes(self._path, json.dumps(data, indent=1, sort_keys=True).encode())
+            self._new = False
 
     def _read(self) -> dict[str, str]:
         """What the file says; nothing where it is damaged, too large, or of another machine."""

@@ -10,14 +10,12 @@ import contextlib
 import hashlib
 import os
 import sys
-import tempfile
 from pathlib import Path
 
 import onnxruntime as ort
 
+from onward.files import write_bytes
 from onward.runtime.processor import instruction_sets, name_of_processor
-
-__all__ = ["OptimizedGraph", "cache_folder"]
 
 _FOLDER = "ONWARD_CACHE"
 # graphs that are kept, and the bytes of the largest
@@ -42,58 +40,38 @@ def cache_folder() -> Path | None:
     return base / "onward"
 
 
-class OptimizedGraph:
-    """A graph as the runtime optimized it: read before a session is made, or written by one."""
+def graph_path(data: bytes) -> Path | None:
+    """Where a graph is kept as the runtime optimized it; None for one that is too large, or without a folder."""
+    # An optimized graph holds operators that this build of the runtime has for this processor's instructions.
+    machine = f"{ort.__version__} {sys.platform} {name_of_processor()} {' '.join(instruction_sets())}"
+    key = hashlib.sha256(machine.encode() + data).hexdigest()[:32]
+    root = cache_folder()
+    return None if root is None or len(data) > _LARGEST else root / "graphs" / f"{key}.onnx"
 
-    def __init__(self, data: bytes) -> None:
-        machine = f"{ort.__version__} {sys.platform} {name_of_processor()} {' '.join(instruction_sets())}"
-        key = hashlib.sha256(machine.encode() + data).hexdigest()[:32]
-        root = cache_folder()
-        self._path = None if root is None or len(data) > _LARGEST else root / "graphs" / f"{key}.onnx"
-        self._stage: Path | None = None
 
-    def read(self) -> bytes | None:
-        """The graph, where it was kept and is whole."""
-        try:
-            data = b"" if self._path is None else self._path.read_bytes()
-        except OSError:
-            return None
-        if len(data) <= _DIGEST or hashlib.sha256(data[:-_DIGEST]).digest() != data[-_DIGEST:]:
-            return None
-        with contextlib.suppress(OSError):
-            os.utime(self._path)  # type: ignore[arg-type]
-        return data[:-_DIGEST]
+def read_graph(path: Path) -> bytes | None:
+    """An optimized graph, where it was kept and is whole."""
+    try:
+        data = path.read_bytes()
+    except OSError:
+        return None
+    # The digest comes last, so that a file that was cut off never has one.
+    if len(data) <= _DIGEST or hashlib.sha256(data[:-_DIGEST]).digest() != data[-_DIGEST:]:
+        return None
+    with contextlib.suppress(OSError):
+        os.utime(path)  # the oldest by use is dropped, not the oldest by age
+    return data[:-_DIGEST]
 
-    def stage(self) -> str | None:
-        """Where a session is to write it."""
-        if self._path is None:
-            return None
-        try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            handle, name = tempfile.mkstemp(prefix=".new-", suffix=".onnx", dir=self._path.parent)
-            os.close(handle)
-        except OSError:
-            return None
-        self._stage = Path(name)
-        return name
 
-    def keep(self) -> None:
-        """Keep what the session wrote, and drop the oldest of many."""
-        if self._stage is None or self._path is None:
-            return
-        with contextlib.suppress(OSError):
-            data = self._stage.read_bytes()
-            if 0 < len(data) <= _LARGEST:
-                with open(self._stage, "ab") as file:
-                    file.write(hashlib.sha256(data).digest())
-                os.replace(self._stage, self._path)
-                kept = sorted(
-                    self._path.parent.glob("[0-9a-f]*.onnx"), key=lambda path: -path.stat().st_mtime
-                )
-                for path in kept[_MOST:]:
-                    path.unlink()
-
-    def clean(self) -> None:
-        """Remove what was staged and not kept."""
-        if self._stage is not None:
-            self._stage.unlink(missing_ok=True)
+def keep_graph(path: Path, data: bytes) -> None:
+    """Keep an optimized graph, and drop the oldest of many."""
+    if not 0 < len(data) <= _LARGEST:
+        return
+    with contextlib.suppress(
+        OSError
+    ):  # a cache that cannot be written costs the next process time, nothing else
+        write_bytes(path, data + hashlib.sha256(data).digest())
+        by_age = sorted(path.parent.glob("[0-9a-f]*.onnx"), key=lambda file: -file.stat().st_mtime)
+        # A cache that only grows would fill the disk of who tries many models.
+        for old in by_age[_MOST:]:
+            old.unlink()

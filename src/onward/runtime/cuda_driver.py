@@ -9,8 +9,6 @@ import ctypes
 import os
 from typing import Any
 
-__all__ = ["driver_version", "why_cuda_fails"]
-
 _WINDOWS = os.name == "nt"
 _DRIVER = "nvcuda.dll" if _WINDOWS else "libcuda.so.1"
 _FETCH = "pip install 'onnxruntime-gpu[cuda,cudnn]'"
@@ -26,9 +24,9 @@ def driver_version() -> tuple[int, int] | None:
     driver = _load(_DRIVER)
     if driver is None:
         return None
-    found = ctypes.c_int(0)
-    driver.cuDriverGetVersion(ctypes.byref(found))
-    return found.value // 1000, found.value % 1000 // 10
+    number = ctypes.c_int(0)
+    driver.cuDriverGetVersion(ctypes.byref(number))
+    return number.value // 1000, number.value % 1000 // 10
 
 
 def why_cuda_fails(number: int, built: str) -> str:
@@ -64,10 +62,10 @@ def _libraries(major: str) -> list[str]:
 
 
 def _count() -> int:
-    driver, found = _load(_DRIVER), ctypes.c_int(0)
-    if driver is None or driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(found)):
+    driver, count = _load(_DRIVER), ctypes.c_int(0)
+    if driver is None or driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)):
         return 0
-    return found.value
+    return count.value
 
 
 def _load(name: str) -> Any:

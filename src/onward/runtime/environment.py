@@ -17,8 +17,6 @@ from onward.errors import LimitError
 from onward.reading import parse_json
 from onward.runtime.processor import vectors
 
-__all__ = ["EnvironmentWarning", "environment", "processors", "warn_if_changed"]
-
 
 class EnvironmentWarning(UserWarning):
     """A resumed run continues, but not bit-exactly."""
@@ -34,6 +32,7 @@ def environment(options: ort.SessionOptions | None) -> dict[str, str | int]:
         own = metadata.version("onward")
     except metadata.PackageNotFoundError:  # running from a source tree that is not installed
         own = "0"
+    # 0 is onnxruntime's word for as many as there are, which differs from machine to machine
     chosen = 0 if options is None else int(options.intra_op_num_threads)
     return {
         "onward": own,

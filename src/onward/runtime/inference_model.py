@@ -5,27 +5,25 @@ The file is written beside its target, loaded by the stock runtime as a check, a
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import onnx_ir as ir
-import onnxruntime as ort
 
 from onward import contract
 from onward.checkpoint.content import CheckpointData, NominalTensor
-from onward.errors import SEE_NAMES, ExportError, ModelError, OnwardError
-from onward.files import place, staging_folder
+from onward.errors import SEE_NAMES, ExportError, ModelError, did_you_mean
+from onward.files import write_set
 from onward.graph.cleanup import simplify
 from onward.graph.load import load_model
 from onward.graph.passes.inference_mode import to_inference
 from onward.graph.prune import prune, values_of
 from onward.graph.save import write_model
+from onward.ort_session import create_session
+from onward.quantize.folding import fold_quantization, is_rounded
 from onward.runtime.sessions import ModelBeside, ModelFile
-
-__all__ = ["export", "inference_model", "place_files", "to_bytes", "write_inference_model"]
 
 
 def export(
@@ -51,10 +49,7 @@ def inference_model(
 
     Any value of the evaluation graph may be an output: the embeddings of a classifier, say.
     """
-    if state.nominal:
-        raise OnwardError(
-            "The state is nominal: it has no parameter values. Please load the model parameters first."
-        )
+    state.require_values()
     if isinstance(outputs, str) or not outputs:
         raise ModelError("Expected a non empty vector of graph output names: a list with at least one name.")
     if isinstance(eval_model, ModelBeside):
@@ -62,20 +57,22 @@ def inference_model(
     else:
         model = load_model(eval_model)
     graph = model.graph
-    known = values_of(graph)
+    values = values_of(graph)
     for name in outputs:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=3)
-            hint = f" Did you mean {', '.join(repr(n) for n in near)}?" if near else ""
+        if name not in values:
             raise ModelError(
                 f"Expected graph output for inference graph {name} could not be found: the eval model has no value of "
-                f"that name.{hint}",
+                f"that name{did_you_mean(name, values, most=3)}",
                 hint=SEE_NAMES,
             )
+    # a name given twice would be two outputs of one name, which no runtime takes
     prune(model, list(dict.fromkeys(outputs)))
     ir.external_data.load_to_model(model)  # files beside the eval model are not beside the new one
     _embed(graph, state)
+    # before the constants are folded: a Dropout in between keeps them apart
     to_inference(model)
+    if is_rounded(model):
+        fold_quantization(model)
     simplify(model, parameters=())
     about = model.metadata_props
     for key in (contract.TRAINABLE, contract.FROZEN, contract.LABELS, contract.LOSS, contract.ROLE):
@@ -109,14 +106,11 @@ def place_files(target: Path, write: Callable[[Path], object]) -> list[Path]:
     if target.is_dir():
         raise ExportError(f"cannot write '{target}': it is a folder")
     try:
-        with staging_folder(target.parent) as staging:
+        with write_set(target.parent) as staging:
             write(staging)
             _load(staging / target.name)
-            # external data first: the model that names it comes last
-            files = sorted(staging.iterdir(), key=lambda file: file.name == target.name)
-            for file in files:
-                _sync(file)
-            return place(files, target.parent)
+            names = [path.name for path in staging.iterdir()]
+        return [target.parent / name for name in sorted(names)]
     except OSError as error:
         raise ExportError(f"cannot write '{target}': {error.strerror or error}") from error
 
@@ -133,16 +127,9 @@ def _embed(graph: ir.Graph, state: CheckpointData) -> None:
 
 
 def _load(path: Path) -> None:
-    options = ort.SessionOptions()
-    options.log_severity_level = 4
     try:
-        ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+        create_session(path)
     except Exception as error:
         raise ExportError(
             f"onnxruntime cannot load the exported model; nothing was replaced: {error}"
         ) from error
-
-
-def _sync(path: Path) -> None:
-    with open(path, "rb+") as file:
-        os.fsync(file.fileno())

@@ -13,8 +13,6 @@ import re
 import subprocess
 from pathlib import Path
 
-__all__ = ["INSTRUCTION_SETS", "instruction_sets", "integer_products", "name_of_processor", "vectors"]
-
 # Ours: the names in /proc/cpuinfo on x86 and ARM, of sysctl on a Mac, and in numpy's table.
 INSTRUCTION_SETS: dict[str, frozenset[str]] = {
     "AVX2": frozenset({"avx2", "AVX2"}),
@@ -40,8 +38,8 @@ def instruction_sets() -> tuple[str, ...]:
     >>> set(instruction_sets()) <= set(INSTRUCTION_SETS)
     True
     """
-    found = _flags()
-    return tuple(name for name, names in INSTRUCTION_SETS.items() if names & found)
+    flags = _flags()
+    return tuple(name for name, names in INSTRUCTION_SETS.items() if names & flags)
 
 
 def integer_products() -> str:
@@ -80,12 +78,12 @@ def name_of_processor() -> str:
             return line[1].strip()
     if platform.system() == "Darwin":
         with contextlib.suppress(OSError, subprocess.SubprocessError):
-            asked = ["/usr/sbin/sysctl", "-n", "machdep.cpu.brand_string"]
-            found = subprocess.run(
-                asked, capture_output=True, text=True, timeout=10, check=False
+            command = ["/usr/sbin/sysctl", "-n", "machdep.cpu.brand_string"]
+            brand = subprocess.run(
+                command, capture_output=True, text=True, timeout=10, check=False
             ).stdout.strip()
-            if found:
-                return found
+            if brand:
+                return brand
     return platform.processor() or platform.machine()
 
 
@@ -124,5 +122,5 @@ def _numpy() -> frozenset[str]:
     import numpy as np
 
     core = getattr(np, "_core", None) or getattr(np, "core", None)
-    found = getattr(getattr(core, "_multiarray_umath", None), "__cpu_features__", {})
-    return frozenset(name for name, has in found.items() if has)
+    features = getattr(getattr(core, "_multiarray_umath", None), "__cpu_features__", {})
+    return frozenset(name for name, has in features.items() if has)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import os
@@ -15,21 +16,12 @@ import onnxruntime as ort
 
 from onward import contract
 from onward.errors import MAKE_ARTIFACTS, DeviceError, ModelError
+from onward.files import scratch_folder
 from onward.graph.gate import ProtoSource, read_proto
+from onward.ort_session import Provider, create_session, quiet_options, shorten_error
 from onward.run_limits import run_limited
-from onward.runtime.cache import OptimizedGraph
-from onward.runtime.devices import CPU, Device
-
-__all__ = [
-    "ModelBeside",
-    "ModelFile",
-    "make_session",
-    "open_session",
-    "read_model",
-    "require_one_set",
-    "session_beside",
-    "unwanted_fusions",
-]
+from onward.runtime.cache import graph_path, keep_graph, read_graph
+from onward.runtime.devices import CPU, Device, is_checked, require_device
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,9 +39,8 @@ _STOP_SPINNING = "session.force_spinning_stop"
 _SLOW_ON_CPU = ["SkipLayerNormFusion"]
 # CUDA's Gemm writes its bias all over the result first and adds to that: a product and a sum are faster.
 _SLOW_ON_CUDA = ["MatMulAddFusion"]
-_LARGE = 1 << 18
-# nodes
-_MANY = 3000
+# Numbers of a model's parameters, and its nodes, from which on it is large.
+_LARGE, _MANY = 1 << 18, 3000
 
 
 def read_model(source: ModelFile, role: str) -> onnx.ModelProto:
@@ -59,12 +50,14 @@ def read_model(source: ModelFile, role: str) -> onnx.ModelProto:
             f"the {role} model is of type {type(source).__name__}: pass its path, its bytes or a ModelProto"
         )
     if isinstance(source, str | os.PathLike) and os.fsdecode(source).endswith(".ort"):
+        # ORT format is for inference: its graph cannot be specialized for a batch.
         twin = Path(os.fsdecode(source)).with_suffix(".onnx")
         source = twin if twin.is_file() else source  # the same model, in the form that training can change
     if isinstance(source, ModelBeside):
         model = read_proto(source.proto, base_dir=source.folder, what=f"{role} model")
     else:
         model = read_proto(source, what=f"{role} model")
+    # A training build's own gradients are com.microsoft operators, which the stock runtime loads by no means.
     operators = sorted({node.op_type for node in model.graph.node if node.domain == "com.microsoft"})
     if operators and not any(entry.key == contract.ROLE for entry in model.metadata_props):
         raise ModelError(
@@ -78,7 +71,7 @@ def read_model(source: ModelFile, role: str) -> onnx.ModelProto:
 class LimitedSession(ort.InferenceSession):
     """A session whose runs stay within the limits, and whose errors are ours."""
 
-    def run(self, output_names: Any, input_feed: Any, run_options: Any = None) -> Any:
+    def run(self, output_names: Any, input_feed: Any, run_options: ort.SessionOptions = None) -> Any:
         """Run it, as `InferenceSession.run` does."""
         return run_limited(super().run, output_names, input_feed, run_options)
 
@@ -86,26 +79,23 @@ class LimitedSession(ort.InferenceSession):
 def open_session(
     source: ProtoSource,
     *,
-    providers: Sequence[Any] = ("CPUExecutionProvider",),
+    providers: Sequence[Provider] = ("CPUExecutionProvider",),
     options: ort.SessionOptions | None = None,
     what: str = "model",
 ) -> ort.InferenceSession:
     """A session of an untrusted model, which is checked first; its options are left as they are."""
     read_proto(source, what=what)
-    if isinstance(source, onnx.ModelProto):
-        source = source.SerializeToString()
-    chosen: Any = options or ort.SessionOptions()
-    if options is None:
-        chosen.log_severity_level = 4  # what went wrong is in the error, where names are escaped
     try:
-        return LimitedSession(
-            source if isinstance(source, bytes) else os.fspath(source),
-            chosen,
-            providers=list(providers),
+        return create_session(
+            source,
+            options,
+            providers=providers,
             disabled_optimizers=unwanted_fusions(providers),
+            fallback=True,
+            kind=LimitedSession,
         )
     except Exception as error:
-        shown = "" if isinstance(source, bytes) else f" '{os.fspath(source)}'"
+        shown = f" '{os.fspath(source)}'" if isinstance(source, str | os.PathLike) else ""
         raise ModelError(
             f"onnxruntime cannot load the {what}{shown}: {error}", hint="is the model whole and valid?"
         ) from error
@@ -125,11 +115,10 @@ def make_session(
     """
     device = device or Device("cpu")
     source = model.SerializeToString() if isinstance(model, onnx.ModelProto) else model
-    chosen: Any = options or ort.SessionOptions()
+    chosen = options or quiet_options()
     many = isinstance(model, onnx.ModelProto) and len(model.graph.node) > _MANY
     keeps = many and options is None and device.provider == CPU
     if options is None:
-        chosen.log_severity_level = 4  # what went wrong is in the error, where names are escaped
         # planning one block for all activations saved no time and cost a fifth to a quarter more memory
         chosen.enable_mem_pattern = False
         # looking for a buffer of the same shape for each value takes the square of their number: 20 s for a decoder
@@ -142,52 +131,50 @@ def make_session(
     try:
         providers = device.providers(capture=capture)
         if keeps and isinstance(source, bytes):
-            return _open_kept(source, chosen, providers)
-        session = ort.InferenceSession(
-            source,
-            chosen,
-            providers=providers,
-            disabled_optimizers=unwanted_fusions(providers),
-            enable_fallback=0,  # a step that fails on its device must not go on on the CPU
+            return _open_cached(source, chosen, providers)
+        session = create_session(
+            source, chosen, providers=providers, disabled_optimizers=unwanted_fusions(providers)
         )
     except Exception as error:
+        if is_checked(device):
+            raise DeviceError(
+                f"device='{device}' cannot run the {what}: {shorten_error(error)}. `onward conform --device {device}` "
+                "shows every operator; use device='cpu'"
+            ) from error
         raise ModelError(
             f"onnxruntime cannot load the {what}: {error}{_advice(model, device, error)}"
         ) from error
-    if session.get_providers()[0] != device.provider:
-        raise DeviceError(
-            f"onnxruntime would run the {what} on {session.get_providers()[0]} and not on device='{device}': "
-            "see what it printed above, and `onward doctor`"
-        )
+    require_device(session, device, what)
     return session
 
 
-def _open_kept(source: bytes, options: Any, providers: Sequence[Any]) -> ort.InferenceSession:
+def _open_cached(
+    source: bytes, options: ort.SessionOptions, providers: Sequence[Provider]
+) -> ort.InferenceSession:
     """A session of a large graph: as an earlier one optimized it, or optimized now and kept."""
-    kept = OptimizedGraph(source)
-    ready = kept.read()
+    path = graph_path(source)
+    ready = None if path is None else read_graph(path)
     if ready is not None:
+        # optimized already: doing it again would take the time that the cache saves
         level = options.graph_optimization_level
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
         try:
-            return ort.InferenceSession(ready, options, providers=list(providers), enable_fallback=0)
+            return create_session(ready, options, providers=providers)
         except Exception:  # not what this runtime wrote: make it again
             options.graph_optimization_level = level
-    try:
-        place = kept.stage()
-        if place is not None:
-            options.optimized_model_filepath = place
-        session = ort.InferenceSession(
-            source,
-            options,
-            providers=list(providers),
-            disabled_optimizers=unwanted_fusions(providers),
-            enable_fallback=0,
+    with contextlib.ExitStack() as stack:
+        target = None
+        if path is not None:
+            with contextlib.suppress(OSError):  # nowhere to write: nothing is kept
+                # by the session itself: Python has no other way to get the optimized graph
+                target = stack.enter_context(scratch_folder()) / "graph.onnx"
+                options.optimized_model_filepath = str(target)
+        session = create_session(
+            source, options, providers=providers, disabled_optimizers=unwanted_fusions(providers)
         )
-        kept.keep()
+        if path is not None and target is not None:
+            keep_graph(path, target.read_bytes())
         return session
-    finally:
-        kept.clean()
 
 
 def _advice(model: onnx.ModelProto | bytes | str, device: Device, error: Exception) -> str:
@@ -204,7 +191,7 @@ def _advice(model: onnx.ModelProto | bytes | str, device: Device, error: Excepti
     )
 
 
-def unwanted_fusions(providers: Sequence[Any]) -> list[str]:
+def unwanted_fusions(providers: Sequence[Provider]) -> list[str]:
     """Names of the runtime's optimizers that make a model slower on these providers."""
     if list(providers) == [CPU]:
         return _SLOW_ON_CPU
@@ -218,7 +205,7 @@ def _reads(model: onnx.ModelProto) -> int:
     return sum(math.prod(shape) for shape in shapes)
 
 
-def _rest_between_runs(options: Any) -> None:
+def _rest_between_runs(options: ort.SessionOptions) -> None:
     """Let the threads of a session stop spinning when a run ends: on few cores, the optimizer's need them then.
 
     Waking them again takes some 20 µs, which a small model, whose optimizer needs no threads, would notice.
@@ -231,11 +218,11 @@ def _rest_between_runs(options: Any) -> None:
         options.add_session_config_entry(_STOP_SPINNING, "1")
 
 
-def require_one_set(role: str, found: str, expected: str) -> None:
+def require_one_set(role: str, identity: str, expected: str) -> None:
     """Refuse a model of other artifacts than the training model's; those without an id go with any."""
-    if found and expected and found != expected:
+    if identity and expected and identity != expected:
         raise ModelError(
-            f"the {role} model belongs to other artifacts ({found}) than the training model ({expected}): "
+            f"the {role} model belongs to other artifacts ({identity}) than the training model ({expected}): "
             "take all of them from one folder of generate_artifacts",
             hint="take all models from one folder that onward artifacts wrote",
         )
@@ -251,6 +238,8 @@ def session_beside(
 ) -> ort.InferenceSession:
     """Load a changed model as if it lay where `path` does; the file made for that is removed at once."""
     try:
+        # onnxruntime resolves external data beside the file that it loads, so a changed model must lie there
+        # for a moment.
         handle, name = tempfile.mkstemp(prefix=".onward-", suffix=".onnx", dir=Path(path).resolve().parent)
     except OSError as error:
         raise ModelError(
@@ -264,3 +253,59 @@ def session_beside(
         return make_session(name, device=device, options=options, what=what, capture=capture)
     finally:
         os.unlink(name)
+
+
+# --- Which nodes of a model would run on the host where a device is asked for, and why.
+
+
+_RECORD = "session.record_ep_graph_assignment_info"
+_OF_SHAPES = frozenset({"Shape", "Size", "NonZero", "ConstantOfShape", "Range"})
+
+
+@dataclasses.dataclass(frozen=True)
+class HostNode:
+    """A node that a device leaves to the host."""
+
+    operator: str
+    name: str
+    reason: str
+
+
+def host_nodes(model: onnx.ModelProto | str, device: Device) -> list[HostNode]:
+    """The nodes that onnxruntime would not run on the device, as it has optimized the model: loads it there."""
+    options = quiet_options()
+    options.add_session_config_entry(_RECORD, "1")
+    # for the names and types of what the runtime's list names only
+    proto = read_proto(model)
+    session = make_session(model, device=device, options=options)
+    kinds = _types_of_values(proto)
+    by_name = {node.name: node for node in proto.graph.node}
+    return [
+        HostNode(node.op_type, node.name, _reason(node.op_type, by_name.get(node.name), kinds, device))
+        for part in session.get_provider_graph_assignment_info()
+        if part.ep_name == CPU
+        for node in part.get_nodes()
+    ]
+
+
+def _reason(operator: str, node: onnx.NodeProto | None, kinds: dict[str, int], device: Device) -> str:
+    input_kinds = [] if node is None else [kinds[name] for name in node.input if name in kinds]
+    whole = onnx.TensorProto.INT64, onnx.TensorProto.INT32, onnx.TensorProto.BOOL
+    if operator in _OF_SHAPES or (input_kinds and all(kind in whole for kind in input_kinds)):
+        return "computes sizes, which the runtime keeps in host memory"
+    if not input_kinds:
+        return f"{device.provider} has no kernel for it, or it reads sizes"
+    names = ", ".join(dict.fromkeys(onnx.TensorProto.DataType.Name(kind).lower() for kind in input_kinds))
+    return f"{device.provider} has no kernel for it ({names})"
+
+
+def _types_of_values(model: onnx.ModelProto) -> dict[str, int]:
+    """The type of every value that is known."""
+    try:
+        graph = onnx.shape_inference.infer_shapes(model).graph
+    except Exception:  # of a model of 2 GB and more, what its file says
+        graph = model.graph
+    kinds = {tensor.name: tensor.data_type for tensor in graph.initializer}
+    for value in [*graph.value_info, *graph.input, *graph.output]:
+        kinds[value.name] = value.type.tensor_type.elem_type
+    return kinds

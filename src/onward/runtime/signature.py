@@ -12,8 +12,6 @@ from onward.contract import BUFFER, OUT, RESET, SEED
 from onward.errors import MAKE_ARTIFACTS, ModelError
 from onward.model_metadata import read_labels, read_names
 
-__all__ = ["Signature", "read_signature", "step_seed"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Signature:
@@ -60,9 +58,10 @@ def read_signature(model: onnx.ModelProto, path: str, role: str) -> Signature:
             raise ModelError(
                 f"'{path}' names the loss scale {scale[:40]!r}, which is not one of its parameters"
             )
-    known = {*trainable, *frozen}
+    parameters = {*trainable, *frozen}
+    # what is left is the user's: batches and labels
     internal = {name for name in names if name.endswith(BUFFER)} | {RESET, SEED}
-    inputs = [name for name in names if name not in known and name not in internal]
+    inputs = [name for name in names if name not in parameters and name not in internal]
     outputs = [v.name for v in model.graph.output if not v.name.endswith((OUT, contract.NEXT))]
     if not outputs:
         raise ModelError(
@@ -74,7 +73,7 @@ def read_signature(model: onnx.ModelProto, path: str, role: str) -> Signature:
         tensor = value.type.tensor_type
         if tensor.elem_type in onnx.TensorProto.DataType.values()[1:]:
             dtypes[value.name] = np.dtype(onnx.helper.tensor_dtype_to_np_dtype(tensor.elem_type))
-        if value.name in known:
+        if value.name in parameters:
             shapes[value.name] = tuple(dim.dim_value for dim in tensor.shape.dim)
     labels = [
         (inputs.index(name), classes, ignored)
@@ -84,7 +83,7 @@ def read_signature(model: onnx.ModelProto, path: str, role: str) -> Signature:
     return Signature(
         inputs=inputs,
         outputs=outputs,
-        parameters=[name for name in names if name in known],
+        parameters=[name for name in names if name in parameters],
         trainable=[name for name in names if name in set(trainable)],
         statistics=read_names(about, contract.STATISTICS),
         input_gradients=[name for name in inputs if f"{name}{BUFFER}" in internal],
@@ -107,6 +106,7 @@ def _require_parameters(model: onnx.ModelProto, path: str, trainable: list[str],
             raise ModelError(f"'{path}' names the parameter '{name}', which is not one of its inputs")
     for name in trainable:
         dims = list(inputs[name].shape.dim)
+        # The file may be anyone's: what it claims decides how much memory is taken.
         if inputs[name].elem_type != onnx.TensorProto.FLOAT or any(dim.dim_value < 0 for dim in dims):
             raise ModelError(f"'{path}': the parameter '{name}' is not a float tensor of a known shape")
         if f"{name}{BUFFER}" not in inputs or f"{name}{OUT}" not in outputs:
@@ -121,19 +121,19 @@ def _shared_axes(
 ) -> list[tuple[int, int, int, int]]:
     """Where a symbolic size of the labels is also one of another input."""
     first: dict[str, tuple[int, int]] = {}
-    found = []
+    shared = []
     axes = {v.name: [dim.dim_param for dim in v.type.tensor_type.shape.dim] for v in model.graph.input}
+    # labels last: a symbol belongs to the input that has it first
     for index in [i for i in range(len(inputs)) if i not in labels] + labels:
         for axis, symbol in enumerate(axes[inputs[index]]):
             if symbol and index in labels and symbol in first:
-                found.append((*first[symbol], index, axis))
+                shared.append((*first[symbol], index, axis))
             elif symbol:
                 first.setdefault(symbol, (index, axis))
-    return found
+    return shared
 
 
 def step_seed(seed: int, step: int) -> int:
     """The seed of a step's random numbers, as int64."""
-    # an odd multiplier spreads neighbouring seeds and steps over all 64 bits
-    mixed = (seed * 0x9E3779B97F4A7C15 + step * 0xD1B54A32D192ED03) & 0xFFFFFFFFFFFFFFFF
+    mixed = (seed * contract.SEED_FACTOR + step * contract.STEP_FACTOR) & 0xFFFFFFFFFFFFFFFF
     return mixed - (1 << 64) if mixed >= 1 << 63 else mixed

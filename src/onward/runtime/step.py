@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import dataclasses
 import os
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 import onnx
@@ -16,33 +18,34 @@ import onnxruntime as ort
 from onward import contract
 from onward.contract import BUFFER, OUT, SEED
 from onward.errors import ModelError
-from onward.graph.passes.batch_norm import expand_batch_norm
-from onward.graph.passes.device_forms import prefer_device_forms
-from onward.graph.passes.known_shapes import (
+from onward.graph.proto.accumulation import scatter_in_place, specialize_reset
+from onward.graph.proto.device_forms import expand_batch_norm, prefer_device_forms
+from onward.graph.proto.known_shapes import (
     has_processor_forms,
     leaves_images_open,
     resolve_symbols,
     specialize_shapes,
 )
-from onward.graph.passes.row_gradients import scatter_in_place
-from onward.graph.passes.small_images import convolve_together, has_small_images
-from onward.graph.passes.specialize import specialize_reset
-from onward.graph.passes.static_masks import simplify_static_masks
+from onward.graph.proto.small_images import batch_convolutions, has_small_images
+from onward.graph.proto.static_masks import simplify_static_masks
+from onward.ort_session import shape_of
 from onward.runtime.bound import Bound, DeviceBound, RecordingError, bind, warn_unrecorded
+from onward.runtime.devices import Device, is_checked
+from onward.runtime.first_run import require_same, run_reference
 from onward.runtime.mapped import constants_as_inputs, has_external_constants
-from onward.runtime.memory import ModelMemory, Tensor, make_tensor
+from onward.runtime.memory import HostTensor, ModelMemory, Tensor, make_small_tensor
 from onward.runtime.sessions import ModelBeside, ModelFile, make_session, read_model, session_beside
 from onward.runtime.signature import Signature, read_signature, step_seed
 
 if TYPE_CHECKING:
-    from onward.runtime.devices import Device
-
-__all__ = ["EvaluationStep", "Step", "TrainingStep", "with_outputs"]
+    from onward.ort_session import Feed
+    from onward.runtime.device_check import DeviceReport
 
 # Puts the fastest forms into a training model for inputs of known shapes.
 Tune = Callable[[onnx.ModelProto, Mapping[str, Sequence[int]], "ort.SessionOptions | None"], object]
 
 # Sessions made for the shapes of a batch that are kept, and how often a shape must come to replace one of them.
+# A session takes as much memory as a run's activations: with padding to many lengths, not one for each.
 _KEPT, _OFTEN = 4, 8
 
 
@@ -55,7 +58,7 @@ class Step(Protocol):
         """Set the step's memory; called again when its layout has changed."""
         ...
 
-    def run(self, feeds: list[Any], *, reset: bool, seed: int, step: int) -> list[np.ndarray]:
+    def run(self, feeds: list[Feed], *, reset: bool, seed: int, step: int) -> list[np.ndarray]:
         """The loss and the additional outputs; gradients land in their buffers."""
         ...
 
@@ -64,7 +67,60 @@ class Step(Protocol):
         ...
 
 
-class TrainingStep:
+class _ModelStep:
+    """A model of the artifacts in its role, and how its sessions are made."""
+
+    def __init__(
+        self,
+        source: ModelFile,
+        role: Literal["training", "eval"],
+        *,
+        device: Device,
+        options: ort.SessionOptions | None,
+        outputs: Sequence[str] = (),
+    ) -> None:
+        self._model = with_outputs(read_model(source, role), outputs)
+        path = "model in memory"
+        self._folder: Path | None = None  # where its external data lies
+        if isinstance(source, str | os.PathLike):
+            path, self._folder = os.fspath(source), Path(source).resolve().parent
+        elif isinstance(source, ModelBeside):
+            self._folder = source.folder
+        self._what = f"{role} model '{path}'"
+        self.signature = read_signature(self._model, path, role)
+        self._device, self._options = device, options
+        self._report = _report_of(device)
+
+    def _load(
+        self, model: onnx.ModelProto, device: Device, *, capture: bool = False
+    ) -> tuple[ort.InferenceSession, dict[str, Tensor]]:
+        """A session of the model or of what was made of it, and what to bind to inputs that it has for constants."""
+        constants: dict[str, Tensor] = {}
+        how: dict[str, Any] = {"device": device, "options": self._options, "capture": capture}
+        if self._folder is not None and has_external_constants(model):
+            if device.memory != "host":  # the runtime finds external data beside the file that it loads
+                return session_beside(model, os.fspath(self._folder / "model"), **how), constants
+            model, constants = constants_as_inputs(model, self._folder)
+        return make_session(model, what=self._what, **how), constants
+
+    def _open(
+        self, model: onnx.ModelProto, rows: dict[str, str] | None = None, *, capture: bool = False
+    ) -> Bound:
+        session, constants = self._load(model, self._device, capture=capture)
+        bound = bind(session, self.signature, self._device, rows=rows, capture=capture)
+        for name, tensor in constants.items():
+            bound.bind_input(name, tensor)
+        return bound
+
+    def _run_on_cpu(
+        self, model: onnx.ModelProto, tensors: Mapping[str, Tensor], feeds: list[Feed]
+    ) -> dict[str, np.ndarray]:
+        """Every output of a batch by name, to compare a device's with."""
+        session, constants = self._load(model, Device("cpu"))
+        return run_reference(session, {**constants, **tensors}, dict(zip(self.signature.inputs, feeds)))
+
+
+class TrainingStep(_ModelStep):
     """The training model, specialized for overwriting and (when first needed) for accumulating gradients.
 
     On a device, with `tune` (see `autotune`), and where the file leaves the sizes of images open or has small images,
@@ -82,15 +138,22 @@ class TrainingStep:
         options: ort.SessionOptions | None = None,
         tune: Tune | None = None,
     ) -> None:
-        self._model = read_model(source, "training")
-        self._path, self._folder = _describe(source), _folder(source)
-        self.signature = read_signature(self._model, self._path, "training")
-        self._device, self._options = device, options
-        self._tune = tune if device.memory == "host" else None
-        unfit = leaves_images_open if device.memory == "host" else has_processor_forms
-        self._fits = unfit(self._model)
-        small = device.memory == "host" and has_small_images(self._model)
-        self._specializes = device.memory == "device" or self._tune is not None or self._fits or small
+        super().__init__(source, "training", device=device, options=options)
+        on_host = device.memory == "host"
+        # on a GPU the provider times its own kernels
+        self._tune = tune if on_host else None
+        # whether its forms are chosen anew for the sizes of a batch
+        self._chooses_forms = (leaves_images_open if on_host else has_processor_forms)(self._model)
+        # a checked device was checked with sizes known
+        self._always_specializes = self._report is not None
+        self._is_compared = self._report is None
+        self._specializes = (
+            device.memory == "device"
+            or self._always_specializes
+            or self._tune is not None
+            or self._chooses_forms
+            or (on_host and has_small_images(self._model))
+        )
         self._bound: dict[bool, Bound] = {}
         self._by_shape: OrderedDict[tuple, Bound] = OrderedDict()
         self._seen: Counter[tuple] = Counter()
@@ -99,7 +162,8 @@ class TrainingStep:
     def attach(self, memory: ModelMemory) -> None:
         """Give the step its memory."""
         self._memory = memory
-        self._seed: Tensor = make_tensor(self._device, np.zeros(1, np.int64))
+        # in bound memory: writing it costs less than binding a new array in each step
+        self._seed: Tensor = make_small_tensor(self._device, np.zeros(1, np.int64))
         self._bound.clear()
         self._by_shape.clear()
         if not self._specializes:
@@ -109,13 +173,19 @@ class TrainingStep:
             name: [] for bound in self._bound.values() for name in bound.rows
         }
 
-    def run(self, feeds: list[Any], *, reset: bool, seed: int, step: int) -> list[np.ndarray]:
+    def run(self, feeds: list[Feed], *, reset: bool, seed: int, step: int) -> list[np.ndarray]:
         """The loss and the additional outputs; gradients land in their buffers."""
         bound = self._find(feeds, reset)
         if self.signature.random:
             self._seed.write(np.array([step_seed(seed, step)], np.int64))
+            if bound.draw is not None:
+                bound.draw(self._seed.read())
         if not bound.rows:
             self._written = {}
+            if not self._is_compared:
+                results = self._run_compared(bound, feeds, reset)
+                self._is_compared = True
+                return results
             try:
                 return bound.run(feeds)
             except RecordingError as error:
@@ -128,6 +198,19 @@ class TrainingStep:
             before = {name: self._clear(name, before.get(name)) for name in bound.rows}
         results = bound.run(feeds)
         self._written = {n: [*before[n], rows] for n, rows in bound.written.items() if n in before}
+        return results
+
+    def _run_compared(self, bound: Bound, feeds: list[Feed], reset: bool) -> list[np.ndarray]:
+        """Run a batch on a device, and refuse the device where the CPU computes something else."""
+        memory, gradients = self._memory, self._memory.gradients.tensors
+        buffers = {f"{name}{BUFFER}": tensor for name, tensor in gradients.items()}
+        model = specialize_reset(self._model, reset=reset)
+        expected = self._run_on_cpu(model, {**memory.tensors(), **buffers, SEED: self._seed}, feeds)
+        results = bound.run(feeds)
+        actual = {f"{n}{OUT}": tensor.read() for n, tensor in gradients.items()}
+        actual |= {f"{n}{contract.NEXT}": tensor.read() for n, tensor in memory.following_tensors().items()}
+        actual |= dict(zip(self.signature.outputs, results))
+        require_same(actual, expected, self._device, self._what)
         return results
 
     def gradients_changed(self) -> None:
@@ -143,23 +226,27 @@ class TrainingStep:
         """The sessions that have been made so far."""
         return [bound.session for bound in [*self._bound.values(), *self._by_shape.values()]]
 
-    def _find(self, feeds: list[Any], reset: bool) -> Bound:
+    def _find(self, feeds: list[Feed], reset: bool) -> Bound:
         """The session for these inputs."""
         if self._specializes:
-            shapes = {name: _shape(value) for name, value in zip(self.signature.inputs, feeds)}
+            shapes = {name: shape_of(value) for name, value in zip(self.signature.inputs, feeds)}
             key = (reset, *shapes.values())
             if key in self._by_shape:
                 self._by_shape.move_to_end(key)
                 return self._by_shape[key]
             self._seen[key] += 1
-            if key not in self._unfit and (len(self._by_shape) < _KEPT or self._seen[key] > _OFTEN):
+            often = self._always_specializes or self._seen[key] > _OFTEN
+            if key not in self._unfit and (len(self._by_shape) < _KEPT or often):
                 try:
+                    # With sizes known the runtime folds shapes away and plans memory once.
                     bound = self._bind(reset=reset, shapes=shapes)
-                except (
-                    ModelError
-                ):  # shapes that the model does not take: the session for all says so when it runs
+                except ModelError:
+                    if self._always_specializes:
+                        raise
+                    # shapes that the model does not take: the session for all says so when it runs
                     self._unfit.add(key)
                 else:
+                    # the one that was used longest ago
                     if len(self._by_shape) >= _KEPT:
                         self._by_shape.popitem(last=False)
                     self._by_shape[key] = bound
@@ -174,34 +261,38 @@ class TrainingStep:
             gradient[...] = 0
         else:
             for rows in written:
+                # of an embedding table, some hundred rows instead of all of it
                 gradient[rows.reshape(-1)] = 0
         return []
 
     def prepared(
         self, *, reset: bool, shapes: dict[str, tuple[int, ...]] | None = None
     ) -> tuple[onnx.ModelProto, dict[str, str] | None]:
-        """The training model as a session gets it, and the gradients of which it writes some rows only."""
-        tune, fits = (self._tune, self._fits) if shapes is not None else (None, False)
+        """The training model as a session gets it, and the gradients of which it writes some rows only.
+
+        What a checked device computes wrong is written in another form after this (`DeviceReport.fit`).
+        """
+        tune, chooses = (self._tune, self._chooses_forms) if shapes is not None else (None, False)
         host = self._device.memory == "host"
-        keep_shapes = fits or tune is not None or (host and shapes is not None)
+        keep_shapes = chooses or tune is not None or (host and shapes is not None)
         model, rows = specialize_reset(self._model, reset=reset, keep_shapes=keep_shapes), None
         if host:
             rows = scatter_in_place(model)
         if self._device.memory == "device":
             expand_batch_norm(model)
         if shapes is not None:
-            known = {name: tuple(shape) for name, shape in shapes.items()}
-            known |= {f"{n}{BUFFER}": known[n] for n in self.signature.input_gradients}
-            if fits:
+            sizes = {name: tuple(shape) for name, shape in shapes.items()}
+            sizes |= {f"{n}{BUFFER}": sizes[n] for n in self.signature.input_gradients}
+            if chooses:
                 # graph libraries: only where they are needed
-                from onward.graph.passes.conv_forms import fit_forms, fit_gpu_forms
+                from onward.graph.proto.conv_forms import fit_forms, fit_gpu_forms
 
-                (fit_forms if host else fit_gpu_forms)(model, known)
+                (fit_forms if host else fit_gpu_forms)(model, sizes)
             if tune is not None:
-                tune(model, known, self._options)
+                tune(model, sizes, self._options)
             if host:
-                convolve_together(model, resolve_symbols(model.graph, known))
-            specialize_shapes(model, known)
+                batch_convolutions(model, resolve_symbols(model.graph, sizes))
+            specialize_shapes(model, sizes)
             simplify_static_masks(model)
         if self._device.memory == "device":
             prefer_device_forms(model)
@@ -209,10 +300,16 @@ class TrainingStep:
 
     def _bind(self, *, reset: bool, shapes: dict[str, tuple[int, ...]] | None = None) -> Bound:
         model, rows = self.prepared(reset=reset, shapes=shapes)
-        capture = shapes is not None and self._device.captures
-        bound = self._open(model, rows, capture=capture)
-        if isinstance(bound, DeviceBound) and capture and not _can_capture(bound):
-            bound = self._open(model, rows, capture=False)
+        host = None
+        if self._report is not None:
+            host = self._report.fit(model, self._device, self._what)
+        bound = None
+        if shapes is not None and self._device.captures:
+            # the runtime refuses to record what does not run on the device as a whole
+            with contextlib.suppress(ModelError):
+                bound = self._open(model, rows, capture=True)
+        if bound is None or not _can_capture(bound):
+            bound = self._open(model, rows)
         memory = self._memory
         for name, tensor in memory.tensors().items():
             bound.bind_input(name, tensor)
@@ -222,33 +319,21 @@ class TrainingStep:
         for name, tensor in memory.following_tensors().items():
             bound.bind_output(f"{name}{contract.NEXT}", tensor)
         bound.bind_input(SEED, self._seed)
+        if host is not None:
+            bound.draw = _drawing(host, bound)
         loss = next(v for v in bound.session.get_outputs() if v.name == self.signature.outputs[0])
         if any(size != 1 for size in loss.shape):
             raise ModelError(
                 f"the first output '{loss.name}' of the training model has the shape {loss.shape}: it is not a loss"
             )
         kind = {"tensor(double)": np.float64, "tensor(float16)": np.float16}.get(loss.type, np.float32)
-        bound.bind_output(loss.name, make_tensor(self._device, np.zeros([int(d) for d in loss.shape], kind)))
+        zeros = np.zeros([int(d) for d in loss.shape], kind)
+        bound.bind_output(loss.name, make_small_tensor(self._device, zeros))
         bound.finish(self.signature.outputs)
         return bound
 
-    def _open(self, model: onnx.ModelProto, rows: dict[str, str] | None, *, capture: bool) -> Bound:
-        """A session for the model; one that records runs where it can, else a plain one."""
-        where = self._path, self._folder, "training model", self._device, self._options
-        try:
-            session, constants = _open(model, *where, capture=capture)
-        except ModelError:
-            if not capture:
-                raise
-            capture = False  # the runtime refuses to record what does not run on the device as a whole
-            session, constants = _open(model, *where)
-        bound = bind(session, self.signature, self._device, rows=rows, capture=capture)
-        for name, tensor in constants.items():
-            bound.bind_input(name, tensor)
-        return bound
 
-
-class EvaluationStep:
+class EvaluationStep(_ModelStep):
     """The evaluation model over the same parameters; `outputs` adds values of its graph to the results."""
 
     def __init__(
@@ -259,80 +344,81 @@ class EvaluationStep:
         options: ort.SessionOptions | None = None,
         outputs: Sequence[str] = (),
     ) -> None:
-        self._path, self._folder = _describe(source), _folder(source)
-        self._model = read_model(source, "eval")
-        if outputs:
-            self._model = with_outputs(self._model, outputs)
-        self.signature = read_signature(self._model, self._path, "eval")
-        self._device, self._options = device, options
-        self._bound: Bound | None = None
+        super().__init__(source, "eval", device=device, options=options, outputs=outputs)
+        # by the shapes of the inputs on a checked device, else one for all
+        self._bound: OrderedDict[tuple, Bound] = OrderedDict()
+        self._is_compared = self._report is None
 
     def attach(self, memory: ModelMemory) -> None:
         """Give the evaluation its parameters; its session is made when first needed."""
         self._memory = memory
-        self._bound = None
+        self._bound.clear()
 
-    def run(self, feeds: list[Any]) -> list[np.ndarray]:
+    def run(self, feeds: list[Feed]) -> list[np.ndarray]:
         """The loss and the additional outputs."""
-        if self._bound is None:
-            session, constants = _open(
-                self._model, self._path, self._folder, "eval model", self._device, self._options
-            )
-            self._bound = bind(session, self.signature, self._device)
-            for name, tensor in {**constants, **self._memory.tensors()}.items():
-                self._bound.bind_input(name, tensor)
-            self._bound.finish(self.signature.outputs)
-        return self._bound.run(feeds)
+        shapes = {name: shape_of(value) for name, value in zip(self.signature.inputs, feeds)}
+        key = () if self._report is None else tuple(shapes.values())
+        if key not in self._bound:
+            self._bound[key] = self._bind(shapes)
+            if len(self._bound) > _KEPT:
+                self._bound.popitem(last=False)
+        results = self._bound[key].run(feeds)
+        if not self._is_compared:
+            expected = self._run_on_cpu(self._model, self._memory.tensors(), feeds)
+            actual = dict(zip(self.signature.outputs, results))
+            require_same(actual, expected, self._device, self._what)
+            self._is_compared = True
+        return results
+
+    def _bind(self, shapes: Mapping[str, Sequence[int]]) -> Bound:
+        model = self._model
+        if self._report is not None:
+            model = copy.deepcopy(model)
+            specialize_shapes(model, shapes)
+            self._report.fit(model, self._device, self._what)
+        bound = self._open(model)
+        for name, tensor in self._memory.tensors().items():
+            bound.bind_input(name, tensor)
+        bound.finish(self.signature.outputs)
+        return bound
+
+
+def _report_of(device: Device) -> DeviceReport | None:
+    """What a device computes right; None for those that need no check."""
+    if not is_checked(device):
+        return None
+    # graphs in ONNX's textual syntax: only where they are needed
+    from onward.runtime.device_check import check_device
+
+    return check_device(device)
+
+
+def _drawing(host: onnx.ModelProto, bound: Bound) -> Callable[[np.ndarray], None]:
+    """Draws a step's random numbers on the CPU, from its seed, and binds them."""
+    session = make_session(host, what="random numbers of the training model")
+    names = [value.name for value in session.get_outputs()]
+
+    def draw(seed: np.ndarray) -> None:
+        for name, array in zip(names, session.run(names, {SEED: seed})):
+            bound.bind_input(name, HostTensor(np.ascontiguousarray(array)))
+
+    return draw
 
 
 def with_outputs(model: onnx.ModelProto, names: Sequence[str]) -> onnx.ModelProto:
-    """A copy of a model that also outputs these values of its graph."""
-    wider = onnx.ModelProto()
-    wider.CopyFrom(model)
+    """A copy of a model that also outputs these values of its graph; the model itself where there are none."""
+    if not names:
+        return model
+    wider = copy.deepcopy(model)
     present = {value.name for value in wider.graph.output}
     wider.graph.output.extend(onnx.ValueInfoProto(name=name) for name in names if name not in present)
     return wider
 
 
-def _can_capture(bound: DeviceBound) -> bool:
+def _can_capture(bound: Bound) -> bool:
     """Whether a run has nothing that changes from one to the next but numbers at fixed addresses."""
-    if not bound.capture or bound.inputs_on_host:
+    # What the host reads is copied when it is bound, which a replay does not do again.
+    if not isinstance(bound, DeviceBound) or bound.inputs_on_host:
         return False
     outputs = bound.session.get_outputs()
     return all(isinstance(dim, int) for value in outputs for dim in value.shape)
-
-
-def _shape(value: Any) -> tuple[int, ...]:
-    return tuple(value.shape()) if isinstance(value, ort.OrtValue) else value.shape
-
-
-def _describe(source: ModelFile) -> str:
-    return os.fspath(source) if isinstance(source, str | os.PathLike) else "model in memory"
-
-
-def _folder(source: ModelFile) -> Path | None:
-    """Where a model's external data lies."""
-    if isinstance(source, ModelBeside):
-        return source.folder
-    return Path(source).resolve().parent if isinstance(source, str | os.PathLike) else None
-
-
-def _open(
-    model: onnx.ModelProto,
-    path: str,
-    folder: Path | None,
-    role: str,
-    device: Device,
-    options: ort.SessionOptions | None,
-    *,
-    capture: bool = False,
-) -> tuple[ort.InferenceSession, dict[str, Tensor]]:
-    """A session, and the constants to bind to inputs that it has for them."""
-    constants: dict[str, Tensor] = {}
-    if folder is not None and has_external_constants(model):
-        if device.memory != "host":  # the runtime finds external data beside the file that it loads
-            beside = os.fspath(folder / "model")
-            return session_beside(model, beside, device=device, options=options, capture=capture), {}
-        model, constants = constants_as_inputs(model, folder)
-    what = f"{role} '{path}'"
-    return make_session(model, device=device, options=options, what=what, capture=capture), constants

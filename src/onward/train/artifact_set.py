@@ -13,14 +13,13 @@ import onnx
 from onward import contract
 from onward.checkpoint import store
 from onward.errors import MAKE_ARTIFACTS, ModelError
+from onward.info.metadata import info_from_metadata
 from onward.model_metadata import read_names, read_table
 from onward.runtime.sessions import ModelBeside, ModelFile, read_model
 
 if TYPE_CHECKING:
     from onward.artifacts.generate import Artifacts
     from onward.checkpoint.content import CheckpointData
-
-__all__ = ["ArtifactFiles", "about", "find_artifacts"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,10 +47,19 @@ class ArtifactFiles:
         clip_norm = self.defaults.get("clip_norm") if clip_norm is None else clip_norm
         return rate, start, clip_norm or None
 
+    def require_evaluation(self) -> ModelFile:
+        """The eval model; an error where the artifacts have none."""
+        if self.evaluation is None:
+            raise ModelError(
+                "Eval model was not provided: the artifacts have no eval_model.onnx", hint=MAKE_ARTIFACTS
+            )
+        return self.evaluation
+
     def load_checkpoint(self) -> CheckpointData:
         """The initial state."""
         if isinstance(self.state, Path):
             return store.load(self.state)
+        # tables of its own: a run writes into them, and the artifacts may start another
         return dataclasses.replace(
             self.state,
             trainable=dict(self.state.trainable),
@@ -85,15 +93,27 @@ def find_artifacts(
         )
     evaluation = directory / f"{prefix}eval_model.onnx"
     optimizer = directory / f"{prefix}optimizer_model.onnx"
+    return read_artifacts(
+        training,
+        evaluation if evaluation.is_file() else None,
+        optimizer if optimizer.is_file() else None,
+        state,
+    )
+
+
+def read_artifacts(
+    training: Path, evaluation: Path | None, optimizer: Path | None, state: Path
+) -> ArtifactFiles:
+    """A set of these files."""
     return ArtifactFiles(
-        name=directory.resolve().name,
+        name=training.parent.resolve().name,
         training=training,
-        evaluation=evaluation if evaluation.is_file() else None,
-        optimizer=optimizer if optimizer.is_file() else None,
+        evaluation=evaluation,
+        optimizer=optimizer,
         state=state,
         **about(
             read_model(training, "training"),
-            read_model(optimizer, "optimizer") if optimizer.is_file() else None,
+            None if optimizer is None else read_model(optimizer, "optimizer"),
         ),
     )
 
@@ -107,11 +127,12 @@ def _in_memory(artifacts: Artifacts) -> ArtifactFiles:
             for value in model.graph.initializers.values()
             if isinstance(value.const_value, ir.ExternalTensor)
         }
+        # a session finds external data in one folder only
         if len(folders) > 1:
             ir.external_data.load_to_model(model)
             folders = set()
-        made = ir.to_proto(model)
-        return ModelBeside(made, Path(folders.pop())) if folders else made
+        built = ir.to_proto(model)
+        return ModelBeside(built, Path(folders.pop())) if folders else built
 
     training = proto(artifacts.training)
     optimizer = None if artifacts.optimizer is None else ir.to_proto(artifacts.optimizer)
@@ -131,9 +152,10 @@ def about(model: onnx.ModelProto, optimizer: onnx.ModelProto | None) -> dict[str
     rule = {} if optimizer is None else {entry.key: entry.value for entry in optimizer.metadata_props}
     words = {"loss": own.get(contract.LOSS_NAME, ""), "optimizer": _optimizer_name(rule)}
     defaults = read_table(own, contract.DEFAULTS)
+    labels = info_from_metadata(own).class_names
     return {
         "outputs": read_names(own, contract.OUTPUTS),
-        "classes": read_names(own, contract.CLASSES) if contract.CLASSES in own else None,
+        "classes": None if labels is None else list(labels),
         "about": {name: value for name, value in words.items() if value},
         "defaults": {
             name: float(value)

@@ -13,22 +13,12 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import onnxruntime as ort
 
+from onward.api.convert_inputs import refuse_masked
 from onward.errors import hinted
+from onward.ort_session import array_of
 
 if TYPE_CHECKING:
     from onward.runtime.signature import Signature
-
-__all__ = [
-    "ArrayBatches",
-    "Batch",
-    "Batches",
-    "Rows",
-    "StreamBatches",
-    "Transform",
-    "batch_weight",
-    "make_batches",
-    "sample_count",
-]
 
 Batch = list[Any]
 Source = Iterable[Any] | Callable[..., Iterable[Any]]
@@ -71,12 +61,16 @@ class Batches:
     # whether there is only one epoch in it
     once = False
 
-    def epoch(self, number: int, *, skip: int = 0) -> Iterator[Batch]:
-        """The batches of an epoch, without the first `skip`."""
+    def epoch(self, number: int, *, skip: int = 0, rank: int = 0, world: int = 1) -> Iterator[Batch]:
+        """The batches of an epoch, without the first `skip`; of several ranks, this one's share of each."""
         raise NotImplementedError
 
-    def rows(self, number: int, index: int) -> np.ndarray | None:
-        """The rows of the data that a batch of an epoch is made of, where that is known."""
+    def description(self) -> dict[str, Any]:
+        """What must be the same on all ranks, by name."""
+        return {}
+
+    def rows(self, number: int, index: int, *, rank: int = 0, world: int = 1) -> np.ndarray | None:
+        """The rows of the data that this rank's share of a batch is made of, where that is known."""
         return None
 
     def require(self, epochs: int) -> None:
@@ -114,35 +108,57 @@ class ArrayBatches(Batches):
         self._arrays = list(arrays)
         self._size, self._shuffle, self._seed = min(batch_size, self.samples), shuffle, seed
         self._transform = transform
-        whole, rest = divmod(self.samples, self._size)
-        self.count = whole + (1 if rest and not drop_last else 0)
+        whole, remainder = divmod(self.samples, self._size)
+        self.count = whole + (1 if remainder and not drop_last else 0)
 
-    def epoch(self, number: int, *, skip: int = 0) -> Iterator[Batch]:
+    def epoch(self, number: int, *, skip: int = 0, rank: int = 0, world: int = 1) -> Iterator[Batch]:
         order = self._order(number)
         assert self.count is not None
         for index in range(skip, self.count):
-            chosen = order[index * self._size : (index + 1) * self._size]
-            batch = [np.ascontiguousarray(array[chosen]) for array in self._arrays]
-            if self._transform is not None:
-                # a generator of its own for every batch: a resumed run draws the same numbers
-                batch = self._transform(batch, np.random.default_rng([self._seed, number, index, 1]))
-            yield batch
+            # sessions read contiguous memory in place
+            rows = order[index * self._size : (index + 1) * self._size]
+            share = _share(len(rows), rank, world)
+            if self._transform is None:
+                yield [np.ascontiguousarray(array[rows[share]]) for array in self._arrays]
+                continue
+            # A transform sees the whole batch, of which mixup needs all samples, with a generator of its own: a
+            # resumed run, and one on another number of ranks, draws the same numbers.
+            batch = [np.ascontiguousarray(array[rows]) for array in self._arrays]
+            batch = self._transform(batch, np.random.default_rng([self._seed, number, index, 1]))
+            yield [np.ascontiguousarray(array[share]) for array in batch] if world > 1 else batch
 
-    def rows(self, number: int, index: int) -> np.ndarray:
-        return self._order(number)[index * self._size : (index + 1) * self._size]
+    def description(self) -> dict[str, Any]:
+        return {
+            "samples": self.samples,
+            "batch size": self._size,
+            "batches": self.count,
+            "shuffle": self._shuffle,
+            "seed": self._seed,
+            "arrays": [f"{array.dtype}{list(array.shape[1:])}" for array in self._arrays],
+        }
+
+    def rows(self, number: int, index: int, *, rank: int = 0, world: int = 1) -> np.ndarray:
+        rows = self._order(number)[index * self._size : (index + 1) * self._size]
+        return rows[_share(len(rows), rank, world)]
 
     def _order(self, number: int) -> np.ndarray:
         order = np.arange(self.samples)
         if self._shuffle:
+            # by the number of the epoch: a resumed run, and every rank, has the same order
             np.random.default_rng([self._seed, number]).shuffle(order)
         return order
+
+
+def _share(size: int, rank: int, world: int) -> slice:
+    """A rank's part of a batch; some are empty where there are more ranks than samples."""
+    return slice(size * rank // world, size * (rank + 1) // world)
 
 
 class StreamBatches(Batches):
     """Batches that something else makes: a loader, or a function that gives an iterator (of an epoch)."""
 
-    def __init__(self, source: Source, names: Sequence[str], given: Sequence[str] = ()) -> None:
-        self._source, self._names, self._given = source, names, given or names
+    def __init__(self, source: Source, names: Sequence[str], order: Sequence[str] = ()) -> None:
+        self._source, self._names, self._order = source, names, order or names
         # an object that can be iterated over is a loader, even if it can be called as well
         self._make = (
             cast("Callable[..., Iterable[Any]]", source) if not isinstance(source, Iterable) else None
@@ -155,7 +171,12 @@ class StreamBatches(Batches):
         self.once = isinstance(source, Iterator)
         self._used = False
 
-    def epoch(self, number: int, *, skip: int = 0) -> Iterator[Batch]:
+    def epoch(self, number: int, *, skip: int = 0, rank: int = 0, world: int = 1) -> Iterator[Batch]:
+        # a stream is a rank's own: torch's samplers share by rank, and shuffle by the epoch that they are told
+        sampler = getattr(self._source, "sampler", None)
+        for set_epoch in (getattr(self._source, "set_epoch", None), getattr(sampler, "set_epoch", None)):
+            if set_epoch is not None:
+                set_epoch(number)
         if self._make is not None:
             stream = self._make(number) if self._takes_epoch else self._make()
         else:
@@ -165,7 +186,7 @@ class StreamBatches(Batches):
             stream = cast("Iterable[Any]", self._source)
         for index, batch in enumerate(stream):
             if index >= skip:
-                yield in_order(batch, self._names, self._given)
+                yield in_order(batch, self._names, self._order)
 
 
 def make_batches(
@@ -175,13 +196,13 @@ def make_batches(
     batch_size: int = 32,
     shuffle: bool = False,
     seed: int = 0,
-    given: Sequence[str] = (),
+    order: Sequence[str] = (),
     transform: Transform | None = None,
 ) -> Batches:
     """A source of batches from `data`, for a model with these inputs.
 
     Arrays come as a tuple or list in the model's order, or as a dict by name; anything else that can be
-    iterated over, or a function that returns such a thing, is taken to give batches. `given` is the order of
+    iterated over, or a function that returns such a thing, is taken to give batches. `order` is that of
     data that may have more than the model takes: that of training, labels included.
 
     >>> source = make_batches((np.zeros((5, 2)), np.zeros(5)), ["x", "y"], batch_size=2)
@@ -195,8 +216,8 @@ def make_batches(
     if isinstance(data, Mapping):
         data = [_whole(_by_name(data, name)) for name in names]
     if isinstance(data, tuple | list) and data and all(_is_array(item) for item in data):
-        if len(data) == len(given):
-            data = [data[given.index(name)] for name in names]
+        if len(data) == len(order):
+            data = [data[order.index(name)] for name in names]
         if len(data) == len(names):
             arrays = [_whole(item) for item in data]
             return ArrayBatches(
@@ -209,7 +230,7 @@ def make_batches(
     if transform is not None:
         raise TypeError("transform needs arrays: change the batches where they are made")
     if not isinstance(data, str | bytes) and (callable(data) or isinstance(data, Iterable)):
-        return StreamBatches(cast("Source", data), names, given)
+        return StreamBatches(cast("Source", data), names, order)
     raise hinted(
         TypeError(
             f"cannot make batches of {type(data).__name__}: pass arrays, a dict of arrays, an iterable of batches, "
@@ -219,13 +240,13 @@ def make_batches(
     )
 
 
-def in_order(batch: Any, names: Sequence[str], given: Sequence[str] = ()) -> Batch:
+def in_order(batch: Any, names: Sequence[str], order: Sequence[str] = ()) -> Batch:
     """One batch as a list in the model's order."""
     if isinstance(batch, Mapping):
         return [_as_input(_by_name(batch, name)) for name in names]
     if isinstance(batch, tuple | list):
-        if len(batch) == len(given):
-            batch = [batch[given.index(name)] for name in names]
+        if len(batch) == len(order):
+            batch = [batch[order.index(name)] for name in names]
         if len(batch) != len(names):
             raise ValueError(
                 f"a batch has {len(batch)} items, the model takes {len(names)} ({', '.join(names)})"
@@ -248,9 +269,9 @@ def sample_count(batch: Sequence[Any]) -> int:
 def batch_weight(signature: Signature, batch: Sequence[Any]) -> float:
     """How many terms the mean of a batch's loss has: labels that are not ignored, or samples."""
     for index, _, ignored in signature.labels:
-        value = batch[index]
-        labels = value.numpy() if isinstance(value, ort.OrtValue) else np.asarray(value)
-        return float(labels.size if ignored is None else np.count_nonzero(labels != ignored))
+        if index < len(batch):  # the step says what is missing
+            labels = np.asarray(array_of(batch[index]))
+            return float(labels.size if ignored is None else np.count_nonzero(labels != ignored))
     return float(sample_count(batch))
 
 
@@ -281,6 +302,7 @@ def _whole(item: Any) -> np.ndarray | Rows:
 
 
 def _as_input(item: Any) -> Any:
+    refuse_masked(item, "the data")
     if hasattr(item, "detach"):  # a torch tensor
         item = item.detach().cpu().numpy()
-    return item.numpy() if isinstance(item, ort.OrtValue) else item
+    return array_of(item)

@@ -44,6 +44,7 @@ class EarlyStopping(Callback):
         if mode not in ("auto", "min", "max"):
             raise ValueError(f"mode is '{mode}': choose auto, min or max")
         self.metric, self.patience, self.min_delta = metric, patience, min_delta
+        # a metric that falls is maximized with its sign turned
         self._sign = improves(metric) if mode == "auto" else (-1.0 if mode == "min" else 1.0)
         self._best, self._waited = -math.inf, 0
 
@@ -114,6 +115,7 @@ class Progress(Callback):
             )
 
     def on_epoch(self, trainer: Trainer, row: dict[str, Any]) -> None:
+        # on stderr, as all progress: stdout is for results
         figures = "  ".join(
             f"{k} {v:.4g}" for k, v in row.items() if isinstance(v, float) and "second" not in k
         )

@@ -7,12 +7,15 @@ import dataclasses
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from onward.errors import LimitError
 from onward.escape import csv_cell
-from onward.files import write_text
+from onward.files import write_bytes
 from onward.reading import read_json
+
+if TYPE_CHECKING:
+    from onward.train.report import Figure
 
 __all__ = ["MOST_STEPS", "History"]
 
@@ -38,6 +41,12 @@ class History:
     # of the best epoch: how many samples of each class (row) were taken for which (column)
     confusion: list[list[int]] = dataclasses.field(default_factory=list)
     classes: list[str] = dataclasses.field(default_factory=list)
+    # evaluations between the ends of epochs, by the update that they came after
+    evaluations: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    # updates that were not applied because a loss or a gradient was not finite
+    skipped: int = 0
+    # of the best epoch: what a report shows of its evaluation; not saved, a resumed run makes them anew
+    figures: list[Figure] = dataclasses.field(default_factory=list, repr=False, compare=False)
     # beyond some thousand, only steps whose number this divides are kept
     every: int = 1
 
@@ -48,6 +57,11 @@ class History:
         if len(self.steps) > MOST_STEPS:
             self.every *= 2
             self.steps = [row for row in self.steps if row["step"] % self.every == 0]
+
+    @property
+    def losses(self) -> list[float]:
+        """The loss of every update that was logged."""
+        return [row["loss"] for row in self.steps]
 
     def last(self, name: str) -> Any:
         """The newest value of a column of `epochs`."""
@@ -61,6 +75,7 @@ class History:
     def cut(self, step: int, epoch: int) -> None:
         """Remove rows after a step and after a number of epochs, which a resumed run repeats."""
         self.steps = [row for row in self.steps if row["step"] <= step]
+        self.evaluations = [row for row in self.evaluations if row["step"] <= step]
         self.epochs = [row for row in self.epochs if row["step"] <= step and row["epoch"] <= epoch]
 
     def write_csv(self, path: str | os.PathLike[str]) -> None:
@@ -73,7 +88,8 @@ class History:
 
     def save(self, path: Path) -> None:
         """Write all rows as JSON; an older file is replaced whole."""
-        write_text(path, json.dumps(dataclasses.asdict(self)))
+        rows = {name: value for name, value in vars(self).items() if name != "figures"}
+        write_bytes(path, json.dumps(rows).encode())
 
     @classmethod
     def load(cls, path: Path) -> History:
@@ -81,34 +97,36 @@ class History:
         if not path.is_file():
             return cls()
         try:
-            found = read_json(path)
+            document = read_json(path)
             return cls(
-                steps=_rows(found["steps"], "step"),
-                epochs=_rows(found["epochs"], "step", "epoch"),
-                range_test=_rows(found.get("range_test", ())),
-                confusion=_counts(found.get("confusion", ())),
-                classes=[str(name) for name in found.get("classes", ())],
-                every=max(1, int(found.get("every", 1))),
+                steps=_rows(document["steps"], "step"),
+                epochs=_rows(document["epochs"], "step", "epoch"),
+                range_test=_rows(document.get("range_test", ())),
+                confusion=_counts(document.get("confusion", ())),
+                classes=[str(name) for name in document.get("classes", ())],
+                evaluations=_rows(document.get("evaluations", ()), "step"),
+                skipped=max(0, int(document.get("skipped", 0))),
+                every=max(1, int(document.get("every", 1))),
             )
         except (ValueError, KeyError, TypeError, OSError, LimitError):
             return cls()  # a log is not worth failing a resume for
 
 
-def _rows(found: Any, *counts: str) -> list[dict[str, Any]]:
+def _rows(rows: Any, *counts: str) -> list[dict[str, Any]]:
     """Rows of plain cells, each with these counts; a `ValueError` for anything else."""
-    for row in list(found):
+    for row in list(rows):
         if not isinstance(row, dict) or not all(type(row.get(name)) is int for name in counts):
             raise ValueError("not a row of a history")
         if any(isinstance(cell, dict | list) for cell in row.values()):
             raise ValueError("a cell of a history that is a table")
         if any(isinstance(text, str) and len(text) > _LONGEST for text in (*row, *row.values())):
             raise ValueError("a name or a cell of a history that is a text")
-    return list(found)
+    return list(rows)
 
 
-def _counts(found: Any) -> list[list[int]]:
+def _counts(table: Any) -> list[list[int]]:
     """A square of counts; a `ValueError` for anything else."""
-    rows = [list(row) for row in found]
+    rows = [list(row) for row in table]
     if any(len(row) != len(rows) or not all(type(cell) is int for cell in row) for row in rows):
         raise ValueError("not a table of counts")
     return rows

@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import socket
+import stat
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
+
+from filelock import FileLock, Timeout
 
 from onward.errors import LimitError, OnwardError
 from onward.reading import read_json
 
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None
-
-__all__ = ["run_lock"]
-
-_NAME = ".lock"
+_LOCK, _HOLDER = ".lock", ".holder"
+# what a file system without locks answers
+_NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
 # folders that this process holds: a command holds one around a trainer that does
 _held: set[Path] = set()
 
@@ -35,42 +33,46 @@ def run_lock(folder: Path | None) -> Iterator[None]:
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder, run_lock(Path(folder)):
     ...     sorted(path.name for path in Path(folder).iterdir())
-    ['.lock']
+    ['.holder', '.lock']
     """
     if folder is None or folder.resolve() in _held:
         yield
         return
     _require_own(folder)
-    path = folder / _NAME
+    lock = _acquire(folder)
+    resolved = folder.resolve()
+    _held.add(resolved)
     try:
-        file = open(path, "a+", encoding="utf-8")  # noqa: SIM115 - closed below, before it is removed
-    except OSError as error:
-        raise OnwardError(
-            f"cannot write to '{folder}': {error.strerror or error}",
-            hint="free some space, or choose another folder with -o",
-        ) from error
-    if not _take(file):
-        file.close()
-        raise OnwardError(
-            f"'{folder}' is being written by {_holder(path)}: wait for it, or choose another folder"
-        )
-    place = folder.resolve()
-    _held.add(place)
-    try:
-        held = {"process": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%F %T")}
+        # a file of its own, because Windows lets nobody read a locked one
+        holder = {"process": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%F %T")}
         with contextlib.suppress(OSError):  # a full disk: the lock holds without saying whose it is
-            file.seek(0)
-            file.truncate()
-            json.dump(held, file)
-            file.flush()
+            (folder / _HOLDER).write_text(json.dumps(holder), encoding="utf-8")
         yield
     finally:
-        _held.discard(place)
-        _release(file)
+        _held.discard(resolved)
         with contextlib.suppress(OSError):
-            file.close()
-        with contextlib.suppress(OSError):
-            path.unlink()
+            (folder / _HOLDER).unlink(missing_ok=True)
+            # The lock's file is removed while it is locked, never after: who opened it before sees that it is gone
+            # from its path and opens the new one (filelock 4). Windows leaves an open file where it is.
+            (folder / _LOCK).unlink()
+        lock.release()
+
+
+def _acquire(folder: Path) -> FileLock:
+    lock = FileLock(folder / _LOCK, timeout=0)
+    try:
+        lock.acquire()
+    except Timeout:
+        raise OnwardError(
+            f"'{folder}' is being written by {_holder(folder / _HOLDER)}: wait for it, or choose another folder"
+        ) from None
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise OnwardError(
+                f"cannot write to '{folder}': {error.strerror or error}",
+                hint="free some space, or choose another folder with -o",
+            ) from error
+    return lock
 
 
 def _require_own(folder: Path) -> None:
@@ -81,7 +83,12 @@ def _require_own(folder: Path) -> None:
             raise OnwardError(
                 f"'{path}' is a link out of the run's folder: put a copy in its place, or remove it"
             )
-        if path.exists() and not (path.is_file() or path.is_dir()):
+        try:
+            # asked once: another process may remove its .holder between two questions
+            mode = path.stat().st_mode
+        except OSError:
+            continue
+        if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
             raise OnwardError(f"'{path}' is neither a file nor a folder: remove it")
 
 
@@ -94,38 +101,7 @@ def _target(link: Path) -> Path:
 
 def _holder(path: Path) -> str:
     try:
-        found = read_json(path)
-        return f"process {int(found['process'])} on {found['host']}, since {found['since']}"
+        holder = read_json(path)
+        return f"process {int(holder['process'])} on {holder['host']}, since {holder['since']}"
     except (OSError, ValueError, KeyError, TypeError, LimitError):
         return "another process"
-
-
-def _take(file: IO[str]) -> bool:
-    if fcntl is not None:
-        try:
-            fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        except OSError:
-            return True
-        return True
-    import msvcrt
-
-    try:
-        file.seek(1 << 30)  # far behind the text, which stays readable for others
-        msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)  # type: ignore[attr-defined]
-    except OSError:
-        return False
-    return True
-
-
-def _release(file: IO[str]) -> None:
-    if fcntl is not None:
-        with contextlib.suppress(OSError):
-            fcntl.flock(file.fileno(), fcntl.LOCK_UN)
-        return
-    import msvcrt
-
-    with contextlib.suppress(OSError):
-        file.seek(1 << 30)
-        msvcrt.locking(file.fileno(), msvcrt.LK_UNLCK, 1)  # type: ignore[attr-defined]

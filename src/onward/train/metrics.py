@@ -7,11 +7,12 @@ labels last. Batches of different lengths are padded: integers with −1, other 
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
+
+from onward.errors import did_you_mean
 
 __all__ = ["METRICS", "Metric", "compute", "confusion", "find_metrics"]
 
@@ -23,21 +24,23 @@ _TAKEN = frozenset(
 )
 
 
-def find_metrics(wanted: Sequence[str | Metric] | Mapping[str, str | Metric]) -> dict[str, Metric]:
+def find_metrics(metrics: Sequence[str | Metric] | Mapping[str, str | Metric]) -> dict[str, Metric]:
     """Metrics by the name under which they are reported."""
-    if isinstance(wanted, str) or callable(wanted):
-        wanted = [wanted]
-    pairs = list(wanted.items()) if isinstance(wanted, Mapping) else [(_name(item), item) for item in wanted]
-    found: dict[str, Metric] = {}
+    if isinstance(metrics, str) or callable(metrics):
+        metrics = [metrics]
+    pairs = metrics.items() if isinstance(metrics, Mapping) else [(_name(item), item) for item in metrics]
+    by_name: dict[str, Metric] = {}
     for name, item in pairs:
         if name in _TAKEN:
             raise ValueError(f"a metric cannot be called '{name}': the history has such a column already")
-        if name in found:
+        if name in by_name:
             raise ValueError(f"two metrics are called '{name}': pass a dict with a name for each")
-        if not isinstance(item, str) and not callable(item):
+        if isinstance(item, str):
+            item = _built_in(item)
+        elif not callable(item):
             raise TypeError(f"a metric is a name or a function, got {type(item).__name__}")
-        found[name] = METRICS[_known(item)] if isinstance(item, str) else item
-    return found
+        by_name[name] = item
+    return by_name
 
 
 def compute(
@@ -85,6 +88,7 @@ def _top(outputs: Arrays, inputs: Arrays, count: int) -> float:
     scores, labels = _scores(outputs, inputs)
     if not labels.size:
         return math.nan
+    # counted, not sorted: how many scores are above the label's own
     own = np.take_along_axis(scores, labels[:, None], axis=1)
     return float(np.mean(np.count_nonzero(scores > own, axis=1) < count))
 
@@ -130,6 +134,7 @@ def r2(outputs: Arrays, inputs: Arrays) -> float:
     differences = _differences(outputs, inputs)
     target = _target(inputs).astype(np.float64).reshape(-1)
     target = target[~np.isnan(target)]
+    # of a constant target there is no variance to explain
     total = float(np.sum(np.square(target - target.mean()))) if target.size else 0.0
     return math.nan if total == 0 else 1.0 - float(np.sum(np.square(differences))) / total
 
@@ -146,6 +151,7 @@ def mae(outputs: Arrays, inputs: Arrays) -> float:
 
 def perplexity(outputs: Arrays, inputs: Arrays) -> float:
     """e to the loss."""
+    # e to more is beyond float64
     return math.exp(min(float(outputs["loss"]), 700.0))
 
 
@@ -167,11 +173,7 @@ def _classes(outputs: Arrays, inputs: Arrays) -> tuple[np.ndarray, np.ndarray]:
     if scores.shape == labels.shape:  # one score for each label
         predicted = (scores > 0).astype(labels.dtype)
     else:
-        # classes are on axis 1, as in losses, or last, as in the outputs of many language models
-        axes = [axis for axis in (1, scores.ndim - 1) if _without(scores.shape, axis) == labels.shape]
-        if not axes:
-            raise ValueError(f"scores of shape {scores.shape} and labels of shape {labels.shape} do not fit")
-        predicted = np.argmax(scores, axis=axes[0])
+        predicted = np.argmax(scores, axis=_class_axis(scores, labels))
     counted = labels >= 0  # negative labels are those that the loss ignores
     return predicted[counted], labels[counted]
 
@@ -179,30 +181,32 @@ def _classes(outputs: Arrays, inputs: Arrays) -> tuple[np.ndarray, np.ndarray]:
 def _scores(outputs: Arrays, inputs: Arrays) -> tuple[np.ndarray, np.ndarray]:
     """Scores as [labels, classes] and the labels that count."""
     scores, labels = _first(outputs), _target(inputs)
-    axes = [axis for axis in (1, scores.ndim - 1) if _without(scores.shape, axis) == labels.shape]
-    if not axes or labels.dtype.kind not in "iu":
-        raise ValueError(
-            f"scores of shape {scores.shape} and labels of shape {labels.shape} ({labels.dtype}) do not fit"
-        )
-    flat = np.moveaxis(scores, axes[0], -1).reshape(-1, scores.shape[axes[0]]).astype(np.float64)
+    axis = _class_axis(scores, labels)
+    if labels.dtype.kind not in "iu":
+        raise ValueError(f"labels are class numbers, and '{list(inputs)[-1]}' is {labels.dtype}")
+    flat = np.moveaxis(scores, axis, -1).reshape(-1, scores.shape[axis]).astype(np.float64)
     counted = labels.reshape(-1) >= 0
     return flat[counted], labels.reshape(-1)[counted]
 
 
+def _class_axis(scores: np.ndarray, labels: np.ndarray) -> int:
+    """The axis of the classes: 1, as in losses, or the last, as in the outputs of many language models."""
+    for axis in (1, scores.ndim - 1):
+        if scores.shape[:axis] + scores.shape[axis + 1 :] == labels.shape:
+            return axis
+    raise ValueError(f"scores of shape {scores.shape} and labels of shape {labels.shape} do not fit")
+
+
 def _differences(outputs: Arrays, inputs: Arrays) -> np.ndarray:
-    found, target = _first(outputs), _target(inputs)
-    if found.shape != target.shape:
-        if found.size != target.size:
+    output, target = _first(outputs), _target(inputs)
+    if output.shape != target.shape:
+        if output.size != target.size:
             raise ValueError(
-                f"an output of shape {found.shape} and a target of shape {target.shape} do not fit"
+                f"an output of shape {output.shape} and a target of shape {target.shape} do not fit"
             )
-        target = target.reshape(found.shape)  # (n, 1) and (n,): broadcasting would compare all with all
+        target = target.reshape(output.shape)  # (n, 1) and (n,): broadcasting would compare all with all
     counted = ~np.isnan(target) if target.dtype.kind == "f" else np.ones(target.shape, bool)
-    return found[counted].astype(np.float64) - target[counted]
-
-
-def _without(shape: tuple[int, ...], axis: int) -> tuple[int, ...]:
-    return shape[:axis] + shape[axis + 1 :]
+    return output[counted].astype(np.float64) - target[counted]
 
 
 def _first(outputs: Arrays) -> np.ndarray:
@@ -220,9 +224,8 @@ def _name(item: str | Metric) -> str:
     return item if isinstance(item, str) else getattr(item, "__name__", "metric")
 
 
-def _known(name: str) -> str:
+def _built_in(name: str) -> Metric:
     if name not in METRICS:
-        near = difflib.get_close_matches(name, METRICS, n=1)
-        hint = f"; did you mean '{near[0]}'?" if near else ""
+        hint = did_you_mean(name, METRICS)
         raise ValueError(f"no metric '{name}': there are {', '.join(METRICS)}{hint}")
-    return name
+    return METRICS[name]

@@ -11,21 +11,19 @@ from typing import Any
 
 from onward.reading import parse_json
 
-__all__ = ["Place", "ResumeWarning"]
-
 
 class ResumeWarning(UserWarning):
     """A run is resumed with other settings: it will differ from an uninterrupted one."""
 
 
 @dataclasses.dataclass
-class Place:
-    """The position of a run, and sums over the current epoch and accumulation window.
+class Position:
+    """How far a run is, and sums over the current epoch and the current window (the batches of one update).
 
-    `first_epoch` and `first_step` are where this call of `fit` began; `weights` are those of the batches whose
-    gradients are added up at the moment. No times and no paths: equal runs have equal bytes.
+    `first_epoch` and `first_step` are where this call of `fit` began; `unit` is the weight of the window's last
+    batch. No times and no paths: equal runs have equal bytes.
 
-    >>> Place.from_json(Place(epoch=2, batch=7).to_json()).batch
+    >>> Position.from_json(Position(epoch=2, batch=7).to_json()).batch
     7
     """
 
@@ -37,30 +35,32 @@ class Place:
     loss_sum: float = 0.0
     loss_weight: float = 0.0
     window_loss: float = 0.0
-    weights: list[float] = dataclasses.field(default_factory=list)
+    window_weight: float = 0.0
+    window_batches: int = 0
+    unit: float = 0.0
     best: dict[str, Any] | None = None
     settings: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def to_json(self) -> str:
-        """The place as text."""
+        """The position as text."""
         return json.dumps(dataclasses.asdict(self))
 
     @classmethod
-    def from_json(cls, text: str) -> Place:
+    def from_json(cls, text: str) -> Position:
         """Read what `to_json` wrote; `ValueError` for anything else."""
-        found = parse_json(text)
-        fields = {field.name: field for field in dataclasses.fields(cls)}
-        for name, value in found.items():
+        document = parse_json(text)
+        fields = {field.name for field in dataclasses.fields(cls)}
+        for name, value in document.items():
             if name not in fields or not _fits(name, value):
-                raise ValueError("not the place of a training run")
-        return cls(**found)
+                raise ValueError("not the position of a training run")
+        return cls(**document)
 
     def begin_fit(self) -> None:
         """A further `fit` counts its own epochs from here; what an earlier one left half done is dropped."""
         self.first_epoch, self.first_step = self.epoch, self.step
         self.batch = 0
-        self.loss_sum = self.loss_weight = self.window_loss = 0.0
-        self.weights = []
+        self.loss_sum = self.loss_weight = 0.0
+        self._clear_window()
 
     def begin_epoch(self) -> None:
         """The next epoch has no batch yet."""
@@ -70,17 +70,20 @@ class Place:
 
     def add(self, loss: float, weight: float) -> None:
         """A batch's loss, for the window's and the epoch's mean."""
-        self.weights.append(weight)
         self.window_loss += loss * weight
-        self.loss_sum += loss * weight
-        self.loss_weight += weight
+        self.window_weight += weight
+        self.unit = weight
 
-    def close_window(self) -> float:
-        """Count an update; returns the mean loss of its batches."""
-        loss = self.window_loss / sum(self.weights)
-        self.step += 1
-        self.window_loss, self.weights = 0.0, []
-        return loss
+    def close_window(self, loss: float, weight: float, *, updated: bool) -> None:
+        """Begin the next window; `loss` and `weight` are sums over all ranks."""
+        self.step += updated
+        self.loss_sum += loss
+        self.loss_weight += weight
+        self._clear_window()
+
+    def _clear_window(self) -> None:
+        self.window_loss = self.window_weight = self.unit = 0.0
+        self.window_batches = 0
 
     def mean_loss(self) -> float:
         """The mean loss of the epoch so far."""
@@ -89,6 +92,7 @@ class Place:
     def note_best(self, metric: str, value: float, *, sign: float) -> bool:
         """Remember the last epoch if it is the best by this metric (times `sign`); whether it is."""
         best = self.best
+        # NaN compares as false with all: an epoch of which nothing is known must not stay the best
         comparable = best is not None and best["metric"] == metric and not math.isnan(best["value"])
         if best is not None and comparable and not sign * value > sign * best["value"]:
             return False
@@ -97,6 +101,7 @@ class Place:
 
     def change_settings(self, settings: Mapping[str, Any], *, resumed: bool) -> None:
         """Take note of a run's settings; a resumed one should have those that it had."""
+        # more epochs are what many resume a run for
         changed = [
             f"{name} was {self.settings[name]}, is {value}"
             for name, value in settings.items()
@@ -114,10 +119,9 @@ class Place:
 
 def _fits(name: str, value: Any) -> bool:
     """Whether a value from a file is of the kind that the field of this name has."""
-    if name == "weights":
-        return isinstance(value, list) and all(isinstance(weight, int | float) for weight in value)
     if name in ("best", "settings"):
         return isinstance(value, dict) or (name == "best" and value is None)
-    if name in ("loss_sum", "loss_weight", "window_loss"):
+    if name in ("loss_sum", "loss_weight", "window_loss", "window_weight", "unit"):
         return isinstance(value, int | float)
+    # by the type itself: True is an int, too
     return type(value) is int and value >= 0

@@ -6,6 +6,7 @@ which the loss was lowest, where training is still fast and safe.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -34,12 +35,15 @@ def range_test(
             loss = learn(batch, rate)
         except NonFiniteError:
             break
+        # single batches are noisy; the division makes up for a mean that begins at zero, as in Adam
         mean = 0.9 * mean + 0.1 * loss
         smooth = mean / (1 - 0.9 ** (step + 1))
         rows.append({"step": step + 1, "learning_rate": rate, "loss": smooth})
         best = min(best, smooth)
+        # it has diverged: at higher rates nothing can be learned
         if not math.isfinite(loss) or smooth > best + 3 * abs(best) + 1e-6:
             break
+    # too few to tell a fall from noise
     if len(rows) < 5:
         return None, rows
     lowest = int(np.argmin([row["loss"] for row in rows]))
@@ -51,14 +55,13 @@ def range_test(
 
 
 def _endless(batches: Batches, count: int) -> Iterator[Batch]:
-    epoch = given = 0
-    while given < count:
-        before = given
-        for batch in batches.epoch(epoch):
+    """So many batches, of as many epochs as that takes; fewer where an epoch has none, or there is only one."""
+    epoch = taken = 0
+    while taken < count:
+        before = taken
+        for batch in itertools.islice(batches.epoch(epoch), count - taken):
             yield batch
-            given += 1
-            if given == count:
-                return
+            taken += 1
         epoch += 1
-        if given == before or batches.once:
+        if taken == before or batches.once:
             return

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import base64
+import dataclasses
 import html
 import math
 import urllib.parse
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,8 +15,6 @@ from onward.escape import printable
 
 if TYPE_CHECKING:
     from onward.train.history import History
-
-__all__ = ["list_files", "render_report"]
 
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM = 420, 230, 58, 40
 _NOISY = 60  # more points than this are drawn faint, with their mean around each
@@ -43,7 +43,23 @@ tr.best td { font-weight: 600; color: var(--mark); }
 .legend span { margin-right: 1rem; } .legend i { display: inline-block; width: .9rem; height: .25rem;
   margin-right: .35rem; vertical-align: middle; }
 .scroll { overflow-x: auto; }
+.figures { display: flex; flex-wrap: wrap; gap: .8rem; } .figure { max-width: 18rem; overflow-wrap: anywhere; }
+.figure img { max-width: 100%; image-rendering: pixelated; border-radius: 6px; }
 """
+
+
+@dataclasses.dataclass(frozen=True)
+class Figure:
+    """Something that a report shows of an evaluation: a picture (PNG), a text or a table (its first row the header).
+
+    Figures of one title are shown together.
+    """
+
+    title: str
+    caption: str
+    picture: bytes | None = None
+    text: str | None = None
+    table: Sequence[Sequence[Any]] = ()
 
 
 def render_report(
@@ -54,6 +70,7 @@ def render_report(
     best: Mapping[str, Any] | None = None,
     environment: Mapping[str, Any] | None = None,
     files: Sequence[str] = (),
+    figures: Sequence[Figure] = (),
 ) -> str:
     """The page as a string.
 
@@ -103,18 +120,21 @@ def render_report(
         ),
         _matrix(history.confusion, history.classes),
     ]
+    # `./`: a name may begin like an address with a scheme
     links = "".join(
         f'<li><a href="./{html.escape(urllib.parse.quote(name))}">{html.escape(printable(name))}</a></li>'
         for name in files
     )
+    # The policy: names in it come from data, and whatever they hold, nothing is loaded and no script runs.
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'; img-src data:">
 <title>{html.escape(title)}</title><style>{_STYLE}</style></head><body>
 <h1>{html.escape(title)}</h1><p class=sub>{html.escape(_summary(len(epochs), last.get("step", 0), seconds))}</p>
 <div class=tiles>{tiles}</div>
 <div class=grid>{"".join(f"<div class=card>{chart}</div>" for chart in charts if chart)}</div>
-<h2>Epochs</h2><div class=scroll>{_table(epochs, chosen if best else None)}</div>
+{_figures(figures)}
+<h2>Epochs</h2><div class=scroll>{_epochs(epochs, chosen if best else None)}</div>
 <div class=grid><div><h2>Settings</h2>{_pairs(settings or {})}</div>
 <div><h2>Environment</h2>{_pairs(environment or {})}</div></div>
 {f"<h2>Files</h2><ul>{links}</ul>" if links else ""}
@@ -122,12 +142,34 @@ def render_report(
 """
 
 
+def _figures(figures: Sequence[Figure]) -> str:
+    """Figures by their titles; texts come from data, and are escaped."""
+    sections = []
+    for title in dict.fromkeys(figure.title for figure in figures):
+        cards = []
+        for figure in figures:
+            if figure.title != title:
+                continue
+            parts = []
+            if figure.picture is not None:
+                source = base64.b64encode(figure.picture).decode()
+                parts.append(f'<img alt="" src="data:image/png;base64,{source}">')
+            if figure.text is not None:
+                parts.append(f"<p>{html.escape(printable(figure.text))}</p>")
+            if figure.table:
+                parts.append(_table(figure.table[0], figure.table[1:]))
+            caption = f"<p class=sub>{html.escape(printable(figure.caption))}</p>" if figure.caption else ""
+            cards.append(
+                f"<div class={'figure' if not figure.table else 'scroll'}>{''.join(parts)}{caption}</div>"
+            )
+        sections.append(f"<h2>{html.escape(title)}</h2><div class=figures>{''.join(cards)}</div>")
+    return "".join(sections)
+
+
 def list_files(directory: Path | None, *, without: str) -> list[str]:
     """The names of a run's files that a report links to: all that are not hidden but the report itself."""
-    files = (
-        [] if directory is None else [f for f in directory.iterdir() if f.is_file() and not f.is_symlink()]
-    )
-    names = sorted(file.name for file in files)
+    files = () if directory is None else directory.iterdir()
+    names = sorted(file.name for file in files if file.is_file() and not file.is_symlink())
     return [name for name in names if not name.startswith(".") and name != without]
 
 
@@ -135,16 +177,21 @@ Points = list[tuple[float, float]]
 
 
 def _summary(epochs: int, updates: int, seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
+    minutes, remainder = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     time = (
-        f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{seconds:.1f} s"
+        f"{hours} h {minutes} min"
+        if hours
+        else f"{minutes} min {remainder} s"
+        if minutes
+        else f"{seconds:.1f} s"
     )
     return f"{epochs} {'epoch' if epochs == 1 else 'epochs'}, {updates} updates, {time} of training"
 
 
 def _matrix(counts: Sequence[Sequence[int]], classes: Sequence[str]) -> str:
     """How often each class was taken for which, the share of its samples as the cell's depth."""
+    # wider than a page
     if not counts or len(counts) > 30:
         return ""
     names = list(classes) if len(classes) == len(counts) else [str(index) for index in range(len(counts))]
@@ -186,6 +233,7 @@ def _chart(
     series = {name: points for name, points in series.items() if points}
     if not series:
         return ""
+    # a logarithmic axis has no zero, as of a gradient that vanished
     logarithmic = logarithmic and all(y > 0 for points in series.values() for _, y in points)
     scaled = {
         name: [
@@ -200,29 +248,30 @@ def _chart(
         left, right = left - 1, right + 1
     if from_zero:
         low = min(low, 0.0)
+    # a flat line still needs an axis
     if high - low < 1e-12:
         low, high = low - 0.5, high + 0.5
     margin = 0.05 * (high - low)
     low, high = low - (0 if from_zero else margin), high + margin
 
-    def place(x: float, y: float) -> tuple[float, float]:
+    def locate(x: float, y: float) -> tuple[float, float]:
         across = _LEFT + (x - left) / (right - left) * (_WIDTH - _LEFT - 12)
         return across, (high - y) / (high - low) * (_HEIGHT - _BOTTOM - 8) + 8
 
     parts = []
     for tick in _log_ticks(low, high) if logarithmic else _ticks(low, high):
-        _, y = place(left, tick)
+        _, y = locate(left, tick)
         text = _number(10**tick if logarithmic else tick)
         parts.append(f'<line x1="{_LEFT}" x2="{_WIDTH - 8}" y1="{y:.1f}" y2="{y:.1f}" stroke="#8883"/>')
         parts.append(f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{text}</text>')
     for tick in _log_ticks(left, right) if logarithmic_x else _ticks(left, right):
-        x, _ = place(tick, low)
+        x, _ = locate(tick, low)
         text = _number(10**tick if logarithmic_x else tick)
         anchor = "end" if x > _WIDTH - 12 - 4 * len(text) else "start" if x < 4 * len(text) else "middle"
         parts.append(f'<text x="{x:.1f}" y="{_HEIGHT - 22}" text-anchor="{anchor}">{text}</text>')
     parts.append(f'<text x="{_WIDTH - 12}" y="{_HEIGHT - 5}" text-anchor="end" opacity=".6">{unit}</text>')
     if mark is not None and left <= mark <= right:
-        x, _ = place(mark, low)
+        x, _ = locate(mark, low)
         parts.append(
             f'<line x1="{x:.1f}" x2="{x:.1f}" y1="8" y2="{_HEIGHT - _BOTTOM}" stroke="var(--mark)" '
             'stroke-dasharray="4 4"><title>best epoch</title></line>'
@@ -231,13 +280,13 @@ def _chart(
         colour = _COLOURS[index % len(_COLOURS)]
         noisy = len(points) > _NOISY
         for drawn, opacity in ((points, 0.35), (_smooth(points), 1)) if noisy else ((points, 1),):
-            line = " ".join("{:.1f},{:.1f}".format(*place(x, y)) for x, y in _thin(drawn))
+            line = " ".join("{:.1f},{:.1f}".format(*locate(x, y)) for x, y in _thin(drawn))
             parts.append(
                 f'<polyline fill="none" stroke="{colour}" stroke-width="1.8" stroke-opacity="{opacity}" '
                 f'stroke-linejoin="round" points="{line}"><title>{html.escape(name)}</title></polyline>'
             )
         for x, y in _smooth(points)[-1:] if noisy else points:
-            across, down = place(x, y)
+            across, down = locate(x, y)
             value, at = _number(10**y if logarithmic else y), _number(10**x if logarithmic_x else x)
             parts.append(
                 f'<circle cx="{across:.1f}" cy="{down:.1f}" r="3" fill="{colour}">'
@@ -303,16 +352,24 @@ def _label(key: str) -> str:
     return key.replace("_", " ")
 
 
-def _table(rows: Sequence[Mapping[str, Any]], best: Mapping[str, Any] | None = None) -> str:
+def _epochs(rows: Sequence[Mapping[str, Any]], best: Mapping[str, Any] | None) -> str:
     columns = list(dict.fromkeys(key for row in rows for key in row))
-    head = "".join(f"<th>{html.escape(_label(column))}</th>" for column in columns)
-    body = "".join(
-        ('<tr class="best" title="the best epoch">' if row is best else "<tr>")
-        + "".join(f"<td>{html.escape(_number(row.get(column, '')))}</td>" for column in columns)
-        + "</tr>"
-        for row in rows
-    )
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+    number = next((index for index, row in enumerate(rows) if row is best), None)
+    return _table(map(_label, columns), [[row.get(key, "") for key in columns] for row in rows], best=number)
+
+
+def _table(header: Iterable[Any], rows: Iterable[Sequence[Any]], *, best: int | None = None) -> str:
+    """A table whose cells come from data, and are escaped; `best` is the number of a row that stands out."""
+    head = "".join(f"<th>{_cell(name)}</th>" for name in header)
+    lines = []
+    for index, row in enumerate(rows):
+        mark = ' class="best" title="the best epoch"' if index == best else ""
+        lines.append(f"<tr{mark}>{''.join(f'<td>{_cell(value)}</td>' for value in row)}</tr>")
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table>"
+
+
+def _cell(value: Any) -> str:
+    return html.escape(printable(_number(value)))
 
 
 def _pairs(values: Mapping[str, Any]) -> str:

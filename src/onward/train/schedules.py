@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeAlias
 
 from onward.api import schedulers
+from onward.errors import did_you_mean
 
 if TYPE_CHECKING:
     from onward.api.optimizer import Optimizer
-
-__all__ = ["SCHEDULES", "Schedule", "make_schedule", "require_schedule", "schedule_name"]
 
 Schedule: TypeAlias = "str | Callable[[Optimizer, int | None], schedulers.LRScheduler]"
 SCHEDULES = ("constant", "linear", "cosine", "step", "one-cycle", "polynomial")
@@ -57,8 +55,7 @@ def make_schedule(
 def require_schedule(schedule: Schedule) -> None:
     """Reject an unknown schedule name; the error lists the known ones."""
     if isinstance(schedule, str) and schedule not in SCHEDULES:
-        near = difflib.get_close_matches(schedule, SCHEDULES, n=1)
-        hint = f"; did you mean '{near[0]}'?" if near else ""
+        hint = did_you_mean(schedule, SCHEDULES)
         raise ValueError(f"no schedule '{schedule}': there are {', '.join(SCHEDULES)}{hint}")
 
 

@@ -1,11 +1,13 @@
 """TensorBoard event files, written without TensorBoard: scalars only.
 
-An event file is a row of records: a length, its checksum, a protobuf `Event`, its checksum. The few fields
-that a scalar needs are written by hand here.
+An event file is a row of records: a length, its checksum, a protobuf `Event`, its checksum. The few fields that a
+scalar needs are written by hand: tensorboardX, measured beside this, takes several times as long for an update's
+figures, and more than a second to load.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import socket
@@ -31,8 +33,10 @@ class EventFile(Callback):
 
     def on_start(self, trainer: Trainer) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
+        # TensorBoard takes the files that have `tfevents` in their names
         name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{os.getpid()}.onward"
         self._file = open(self._folder / name, "wb")  # noqa: SIM115 - closed when the run ends
+        # the version of the format, which readers want first
         self._write(_text(3, "brain.Event:2"))
 
     def on_step(self, trainer: Trainer, row: dict[str, Any]) -> None:
@@ -41,6 +45,7 @@ class EventFile(Callback):
     def on_epoch(self, trainer: Trainer, row: dict[str, Any]) -> None:
         self._scalars("epoch", row, row["step"])
         if self._file is not None:
+            # a run is watched while it goes on
             self._file.flush()
 
     def on_end(self, trainer: Trainer) -> None:
@@ -93,12 +98,19 @@ def _varint(value: int) -> bytes:
     return bytes(out)
 
 
+@functools.cache
+def _remainders() -> list[int]:
+    """CRC-32C of each byte: whole bytes at a time take an eighth of the time of bits."""
+    remainders = list(range(256))
+    for _ in range(8):
+        remainders = [crc >> 1 ^ (0x82F63B78 if crc & 1 else 0) for crc in remainders]
+    return remainders
+
+
 def _checksum(data: bytes) -> bytes:
     """CRC-32C, rotated and offset as the format wants it."""
-    crc = 0xFFFFFFFF
+    crc, remainders = 0xFFFFFFFF, _remainders()
     for byte in data:
-        crc ^= byte
-        for _ in range(8):
-            crc = crc >> 1 ^ (0x82F63B78 if crc & 1 else 0)
+        crc = crc >> 8 ^ remainders[(crc ^ byte) & 0xFF]
     crc ^= 0xFFFFFFFF
     return struct.pack("<I", ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF)

@@ -36,6 +36,7 @@ class MLflow(Callback):
         self._mlflow.log_metrics(_figures(row, "epoch/"), step=row["step"])
 
     def on_end(self, trainer: Trainer) -> None:
+        # `on_start` may have failed before there was one
         if self._mlflow.active_run() is not None:
             self._mlflow.end_run()
 
@@ -67,6 +68,7 @@ class WeightsAndBiases(Callback):
 
 def _load(name: str) -> Any:
     try:
+        # only where a run asks for it: both packages are optional
         return importlib.import_module(name)
     except ImportError as error:
         raise OnwardError(f"the package {name} is not installed: pip install {name}") from error

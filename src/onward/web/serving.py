@@ -13,6 +13,8 @@ import ipaddress
 import os
 import re
 import socket
+import sys
+import threading
 from http import HTTPStatus
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -20,12 +22,14 @@ from typing import Any
 
 from onward.errors import OnwardError
 
-__all__ = ["make_server", "serve"]
-
 _SCRIPT = re.compile(rb"<script(?![^>]*\ssrc\s*=)[^>]*>(.*?)</script>", re.DOTALL | re.IGNORECASE)
 
 
-class _Handler(SimpleHTTPRequestHandler):
+class Handler(SimpleHTTPRequestHandler):
+    """Answers with files of a site."""
+
+    timeout = 30  # a browser that says nothing for so long connects again
+
     extensions_map = {  # noqa: RUF012 (the base class's own attribute)
         **SimpleHTTPRequestHandler.extensions_map,
         ".js": "text/javascript",
@@ -42,7 +46,7 @@ class _Handler(SimpleHTTPRequestHandler):
 
     def send_head(self) -> Any:
         """The file, or an error: other hosts, what lies outside of the site, hidden files and folders."""
-        if not self._is_ours(self.headers.get("Host", "")):
+        if not self.is_for_us():
             self.send_error(HTTPStatus.MISDIRECTED_REQUEST, "this server is for its own machine's name")
             return None
         path, root = Path(self.translate_path(self.path)), Path(self.directory).resolve()
@@ -77,15 +81,53 @@ class _Handler(SimpleHTTPRequestHandler):
     def log_message(self, format: str, *args: object) -> None:
         pass  # a line for each of forty files says nothing
 
-    def _is_ours(self, header: str) -> bool:
+    def is_for_us(self) -> bool:
+        """Whether the request names this machine."""
+        header = self.headers.get("Host", "")
         name = header.rsplit(":", 1)[0] if not header.endswith("]") else header
         name = name.strip("[]").lower().rstrip(".")
         # a phone on the same network names an address
         return name in self._hosts or (self._any_address and _is_address(name))
 
 
+class _Server(ThreadingHTTPServer):
+    # Ctrl+C does not wait for browsers that keep their connections
+    daemon_threads = True
+    block_on_close = False
+    # a page asks for all of its files at once: beyond this many waiting ones, the system makes it wait for seconds
+    request_queue_size = 128
+    _MOST_CONNECTIONS = 256
+
+    def __init__(self, *args: Any) -> None:
+        self._slots = threading.BoundedSemaphore(self._MOST_CONNECTIONS)
+        super().__init__(*args)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Answer in a thread; connections beyond what a browser opens are closed."""
+        if self._slots.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """What the thread does."""
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._slots.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing of a browser that left: that is no mistake of anybody's."""
+        if not isinstance(sys.exception(), ConnectionError | TimeoutError):
+            super().handle_error(request, client_address)
+
+
 def make_server(
-    site: str | os.PathLike[str], *, host: str = "127.0.0.1", port: int = 0
+    site: str | os.PathLike[str],
+    *,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    handler: type[Handler] = Handler,
 ) -> ThreadingHTTPServer:
     """A server for a folder, not started; port 0 takes a free one."""
     folder = Path(site)
@@ -95,14 +137,14 @@ def make_server(
     names = {host.lower(), "localhost", "127.0.0.1", "::1"}
     if not _is_local(host):
         names |= {own, f"{own}.local", own.partition(".")[0]}
-    handler = functools.partial(
-        _Handler,
+    make_handler = functools.partial(
+        handler,
         directory=str(folder),
         policy=_policy(folder),
         hosts=frozenset(names),
         any_address=not _is_local(host),
     )
-    return ThreadingHTTPServer((host, port), handler)
+    return _Server((host, port), make_handler)
 
 
 def _policy(folder: Path) -> str:

@@ -10,17 +10,22 @@ import hashlib
 import json
 import os
 import shutil
+import subprocess
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+
+import onnx
 
 from onward import contract
 from onward.checkpoint import store
 from onward.errors import MAKE_ARTIFACTS, ModelError, OnwardError
+from onward.files import CommittedError, replace_folder
+from onward.graph.proto.conservative_forms import WEBGPU_FORMS, apply_forms
 from onward.model_metadata import read_table
 from onward.runtime.sessions import read_model
 from onward.runtime.signature import read_signature
-from onward.web.packages import node_modules, package_files
 
 __all__ = ["ARTIFACTS", "write_site"]
 
@@ -42,8 +47,9 @@ def write_site(
     """Write a static site that trains these artifacts in the browser; returns its folder.
 
     `page` is a folder whose files take the place of the default page's; `files` are further files by name.
-    `webgpu` adds the 27 MB that WebGPU needs. `packages` is a `node_modules` folder; without it the npm
-    packages are looked for, then fetched. A site that is there already is replaced as a whole.
+    `webgpu` adds the 27 MB that WebGPU needs, and writes the models in operators that it has. `packages` is a
+    `node_modules` folder; without it the npm packages are looked for, then fetched. A site that is there already is
+    replaced as a whole.
 
     >>> write_site("out", "site")  # doctest: +SKIP
     PosixPath('site')
@@ -51,29 +57,27 @@ def write_site(
     source, target = Path(artifacts), Path(site)
     constants = _check_artifacts(source, prefix)
     _check_target(target)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    staging = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
-    staging.chmod(0o755)
     try:
-        with node_modules(None if packages is None else Path(packages)) as modules:
-            for name, path in package_files(modules, webgpu=webgpu).items():
-                _copy(path, staging / name)
-        for name in ARTIFACTS:
-            _copy(source / f"{prefix}{name}", staging / "artifacts" / name)
-        for name in constants:
-            _copy(source / name, staging / "artifacts" / name)
-        _copy_page(Path(page) if page is not None else _default_page(), staging)
-        for name, content in (files or {}).items():
-            (staging / name).parent.mkdir(parents=True, exist_ok=True)
-            (staging / name).write_bytes(content)
-        _describe(staging, title or source.resolve().name, webgpu=webgpu)
-        _replace(staging, target)
+        with replace_folder(target) as staging:
+            with node_modules(None if packages is None else Path(packages)) as modules:
+                for name, path in package_files(modules, webgpu=webgpu).items():
+                    _copy(path, staging / name)
+                    if name.startswith(f"{_LIBRARY}/"):
+                        _resolve_imports(staging / name, depth=name.count("/") - 1)
+            for name in ARTIFACTS:
+                _copy(source / f"{prefix}{name}", staging / "artifacts" / name)
+                if webgpu and name.endswith(".onnx"):
+                    _write_webgpu_forms(staging / "artifacts" / name)
+            for name in constants:
+                _copy(source / name, staging / "artifacts" / name)
+            _copy_page(Path(page) if page is not None else _default_page(), staging)
+            for name, content in (files or {}).items():
+                (staging / name).parent.mkdir(parents=True, exist_ok=True)
+                (staging / name).write_bytes(content)
+            _describe(staging, title or source.resolve().name, webgpu=webgpu)
     except OSError as error:
-        raise OnwardError(
-            f"cannot write the site '{target}': {error.strerror or error}; what was there is as it was"
-        ) from error
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
+        state = "" if isinstance(error, CommittedError) else "; what was there is as it was"
+        raise OnwardError(f"cannot write the site '{target}': {error.strerror or error}{state}") from error
     return target
 
 
@@ -103,6 +107,13 @@ def _check_artifacts(source: Path, prefix: str) -> set[str]:
     if store.load(source / f"{prefix}checkpoint").nominal:
         raise ModelError("the checkpoint is nominal: a page needs parameter values to start from")
     return constants
+
+
+def _write_webgpu_forms(path: Path) -> None:
+    """Write a model, whose external data stays where it is, in operators that browsers have for WebGPU."""
+    model = onnx.load(path, load_external_data=False)
+    apply_forms(model, WEBGPU_FORMS)
+    path.write_bytes(model.SerializeToString())
 
 
 def _check_target(target: Path) -> None:
@@ -138,21 +149,101 @@ def _describe(staging: Path, title: str, *, webgpu: bool) -> None:
     (staging / _MARK).write_text(json.dumps(about, indent=1) + "\n", "utf-8")
 
 
-def _replace(staging: Path, target: Path) -> None:
-    if not target.exists():
-        os.replace(staging, target)
-        return
-    old = Path(tempfile.mkdtemp(prefix=f".{target.name}.old.", dir=target.parent))
-    os.replace(target, old / "site")
-    try:
-        os.replace(staging, target)
-    except OSError:
-        os.replace(old / "site", target)
-        raise
-    finally:
-        shutil.rmtree(old, ignore_errors=True)
-
-
 def _copy(source: Path, target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(source, target)
+
+
+# --- Collects the JavaScript of a site: our own library, and two packages from npm.
+#
+# The library is part of Onward. onnxruntime-web (its WebAssembly is 14 MB) and flatbuffers are not: they are
+# taken from a `node_modules` folder, or fetched with npm where there is none.
+
+
+_NPM = "install Node.js, or run in a folder whose node_modules has them"
+
+_LIBRARY = "lib/onward-web"
+# What the library imports by the names of packages, and where that is from lib on.
+_PACKAGES = {
+    "flatbuffers": "flatbuffers/flatbuffers.js",
+    "onnxruntime-web/wasm": "onnxruntime-web/ort.wasm.min.mjs",
+    "onnxruntime-web/webgpu": "onnxruntime-web/ort.webgpu.min.mjs",
+}
+_RUNTIME = {
+    "wasm": ("ort.wasm.min.mjs", "ort-wasm-simd-threaded.mjs", "ort-wasm-simd-threaded.wasm"),
+    "webgpu": (
+        "ort.webgpu.min.mjs",
+        "ort-wasm-simd-threaded.asyncify.mjs",
+        "ort-wasm-simd-threaded.asyncify.wasm",
+    ),
+}
+
+
+def library() -> Path:
+    """The folder of onward-web: package.json and src."""
+    here = Path(__file__).resolve()
+    for folder in (here.parent / "onward-web", here.parents[3] / "web"):
+        if (folder / "src" / "index.js").is_file():
+            return folder
+    raise OnwardError("this installation lacks the files of onward-web: install Onward again")
+
+
+@contextmanager
+def node_modules(folder: Path | None = None) -> Iterator[Path]:
+    """A folder with the npm packages: this one, or ours, the one here, or a fresh one that npm fills."""
+    versions = json.loads((library() / "package.json").read_text("utf-8"))["dependencies"]
+    ours = [library() / "node_modules", Path.cwd() / "node_modules"]
+    for modules in ours if folder is None else [folder]:
+        if all(_version(modules, name) == version for name, version in versions.items()):
+            yield modules
+            return
+    needed = " ".join(f"{name}@{version}" for name, version in versions.items())
+    if folder is not None:
+        raise OnwardError(f"'{folder}' lacks {needed}: run npm install {needed} beside it", hint=_NPM)
+    npm = shutil.which("npm")
+    if npm is None:
+        raise OnwardError(
+            f"a site needs {needed} from npm, and there is no npm here: install Node.js, or run "
+            f"npm install {needed} elsewhere and pass that node_modules folder (packages=…)",
+            hint=_NPM,
+        )
+    with tempfile.TemporaryDirectory(prefix="onward-npm-") as fresh:
+        command = [npm, "install", "--ignore-scripts", "--no-audit", "--no-fund", "--prefix", fresh]
+        done = subprocess.run([*command, *needed.split()], capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise OnwardError(f"npm could not fetch {needed}: {done.stderr.strip()[-400:]}", hint=_NPM)
+        yield Path(fresh) / "node_modules"
+
+
+def package_files(modules: Path, *, webgpu: bool) -> dict[str, Path]:
+    """Every file of the packages that a site needs, by its place in the site."""
+    files: dict[str, Path] = {}
+    source = library() / "src"
+    for path in sorted(source.rglob("*.js")):
+        files[f"{_LIBRARY}/{path.relative_to(source).as_posix()}"] = path
+    for path in sorted((modules / "flatbuffers" / "mjs").glob("*.js")):
+        if path.stem != "flexbuffers":
+            files[f"lib/flatbuffers/{path.name}"] = path
+    kinds = ("wasm", "webgpu") if webgpu else ("wasm",)
+    for name in [name for kind in kinds for name in _RUNTIME[kind]]:
+        files[f"lib/onnxruntime-web/{name}"] = modules / "onnxruntime-web" / "dist" / name
+    missing = [str(path) for path in files.values() if not path.is_file()]
+    if missing:
+        raise OnwardError(f"'{missing[0]}' is missing: run npm install again", hint=_NPM)
+    return files
+
+
+def _resolve_imports(script: Path, *, depth: int) -> None:
+    """Let a script of the library import packages by where they are: a page's import map says nothing to a worker."""
+    text = script.read_text("utf-8")
+    for name, target in _PACKAGES.items():
+        for quoted in (f'from "{name}"', f'import("{name}")'):
+            text = text.replace(quoted, quoted.replace(name, "../" * depth + target))
+    script.write_text(text, "utf-8")
+
+
+def _version(modules: Path, name: str) -> str | None:
+    try:
+        return json.loads((modules / name / "package.json").read_text("utf-8"))["version"]
+    except (OSError, ValueError, KeyError):
+        return None

@@ -1,6 +1,6 @@
 """An elementwise optimizer over rows [1, N], with x ± s·t of vectors as one Gemm: one pass over memory, not two.
 
-The graph's own scalars stay in it, unlike in `graph.passes.multiply_add`, which does the same for `Optimizer`. On
+The graph's own scalars stay in it, unlike in `graph.proto.optimizer_models`, which does the same for `Optimizer`. On
 x86-64 both round between multiply and add, so results are bit-exact there.
 """
 
@@ -10,13 +10,9 @@ import numpy as np
 import onnx_ir as ir
 
 from onward import contract
+from onward.contract import SCALARS
 from onward.graph.builder import Builder
 from onward.whole_step.update_units import drop_scaling
-
-__all__ = ["SCALARS", "over_rows"]
-
-# The inputs of an elementwise optimizer that have one element, whatever the length of the others.
-SCALARS = ("learning_rate", "step", "gradient_scale", "weight_decay")
 
 
 def over_rows(optimizer: ir.Model, *, scaled: bool) -> ir.Model:
@@ -41,6 +37,7 @@ def over_rows(optimizer: ir.Model, *, scaled: bool) -> ir.Model:
             scalars.update(node.outputs)
         else:
             for value in node.outputs:
+                # of inner vectors the rank has changed; the runtime infers it again
                 value.shape = value.shape if value.is_graph_output() else None
     as_matrix: dict[tuple[ir.Value, bool], ir.Value] = {}
     for node in list(graph):
@@ -53,6 +50,7 @@ def over_rows(optimizer: ir.Model, *, scaled: bool) -> ir.Model:
         scalar, vector = factors
         added = next((value for value in node.inputs if value is not product), None)
         result = node.outputs[0]
+        # Gemm writes what it adds over its output first: not where that is the memory of a factor.
         if added is None or added in scalars or result.name == f"{vector.name}{contract.NEXT}":
             continue
         negative = node.op_type == "Sub"
@@ -87,8 +85,8 @@ def _factors(value: ir.Value | None, scalars: set[ir.Value]) -> tuple[ir.Value, 
 
 
 def _matrix(op: Builder, scalar: ir.Value, *, negative: bool) -> ir.Value:
-    known = op.const_value(scalar)
-    if known is not None:
-        number = known.reshape(1, 1)
+    constant = op.const_value(scalar)
+    if constant is not None:
+        number = constant.reshape(1, 1)
         return op.constant(-number if negative else number, name="factor")
     return op.Reshape(op.Neg(scalar) if negative else scalar, np.array([1, 1], np.int64))

@@ -7,6 +7,7 @@ still has the state from before, decides.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from typing import TYPE_CHECKING
 
@@ -17,15 +18,13 @@ from onward import contract
 from onward.contract import BUFFER, RESET
 from onward.graph.builder import Builder
 from onward.graph.cleanup import remove_identities, remove_unused, share_subexpressions
-from onward.graph.passes.known_shapes import resolve_symbols, specialize_shapes
-from onward.graph.passes.small_images import convolve_together
+from onward.graph.proto.known_shapes import resolve_symbols, specialize_shapes
+from onward.graph.proto.small_images import batch_convolutions
 from onward.whole_step.state_inputs import StateInputs, clip_scale, joined_gradient, take_results
-from onward.whole_step.update_units import Unit, graft
+from onward.whole_step.update_units import Unit, add_output, graft, sum_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-
-__all__ = ["FIRST", "LAST", "STACK", "JoinedStep", "join_step", "scan_steps"]
 
 # What follows a name: the state before and after all steps, and the entries of all steps.
 FIRST, LAST, STACK = ".first", ".last", ".stack"
@@ -77,39 +76,41 @@ def join_step(
         unit.gradient = joined_gradient(op, unit, gradients)
         unit.slots = {slot: _row(op, unit, slot) for slot in slots}
     squares = [op.ReduceSumSquare(unit.gradient, keepdims=0) for unit in state.units]
-    total = squares[0] if len(squares) == 1 else op.Sum(*squares)
+    total = sum_of(op, squares)
     statistics_sum = None
     if following:
         parts = [op.Reshape(op.Cast(value, to=ir.DataType.FLOAT), [-1]) for value in following.values()]
         statistics_sum = op.ReduceL1(op.Concat(*parts, axis=0), keepdims=0)
     scale = None
     if clip_norm is not None:
+        # in doubles, as `Optimizer` does: the same bits as steps one by one
         scale = clip_scale(op, op.Sqrt(op.Cast(total, to=ir.DataType.DOUBLE)), clip_norm)
     scalars: dict[tuple[int, str], ir.Value] = {}
     pairs: list[tuple[ir.Value, ir.Value]] = []
     for (setting, _), unit in zip(runs, state.units):
         assert unit.gradient is not None
-        given = {"parameter": unit.parameter, "gradient": unit.gradient, **unit.slots}
+        rule_inputs = {"parameter": unit.parameter, "gradient": unit.gradient, **unit.slots}
         if scale is not None:
-            given["gradient_scale"] = scale
+            rule_inputs["gradient_scale"] = scale
         for value in optimizer.graph.inputs:
             name = value.name or ""
-            if name not in given and (setting, name) not in scalars:
+            if name not in rule_inputs and (setting, name) not in scalars:
                 scalars[setting, name] = op.input(f"{name}/{setting}", op.dtype(value), [1, 1])
-        given |= {name: value for (own, name), value in scalars.items() if own == setting}
-        made = graft(op, op, optimizer.graph, given)
-        pairs += [(unit.parameter, made["parameter.next"])]
-        pairs += [(value, made[f"{slot}{contract.NEXT}"]) for slot, value in unit.slots.items()]
+        rule_inputs |= {name: value for (own, name), value in scalars.items() if own == setting}
+        rule_outputs = graft(op, op, optimizer.graph, rule_inputs)
+        pairs += [(unit.parameter, rule_outputs["parameter.next"])]
+        pairs += [(value, rule_outputs[f"{slot}{contract.NEXT}"]) for slot, value in unit.slots.items()]
         pairs += [(_row(op, unit, "gradient"), unit.gradient)]
     pairs += [(inputs[name], value) for name, value in following.items()]
+    # The rule is grafted once for each run of parameters, with the same scalars.
     share_subexpressions(model)
     remove_identities(model)
     for before, after in pairs:
-        _add_output(op, after, f"{before.name}{contract.NEXT}", like=before)
+        add_output(op, after, f"{before.name}{contract.NEXT}", like=before)
     squares_name, sum_name = op.namer("gradient_squares"), op.namer("statistics_sum")
-    _add_output(op, total, squares_name)
+    add_output(op, total, squares_name)
     if statistics_sum is not None:
-        _add_output(op, statistics_sum, sum_name)
+        add_output(op, statistics_sum, sum_name)
     return JoinedStep(
         ir.to_proto(remove_unused(model)),
         [before.name or "" for before, _ in pairs],
@@ -123,17 +124,6 @@ def _row(op: Builder, unit: Unit, what: str) -> ir.Value:
     return op.input(f"{unit.parameter.name}.{what}", ir.DataType.FLOAT, unit.shape)
 
 
-def _add_output(op: Builder, value: ir.Value, name: str, *, like: ir.Value | None = None) -> None:
-    made = value.producer()
-    if made is None or made.graph is not op.graph or value.is_graph_output():
-        value = op.Identity(value)
-    result = value  # an Identity between would be a copy of the state in each step
-    result.name = name
-    if like is not None:
-        result.type, result.shape = like.type, like.shape
-    op.graph.outputs.append(result)
-
-
 def scan_steps(
     step: JoinedStep, stacked: Sequence[str], shapes: Mapping[str, Sequence[int]]
 ) -> onnx.ModelProto:
@@ -143,20 +133,20 @@ def scan_steps(
     inputs are the state (`.first`), stacks (`.stack`), and what all steps share; its outputs the state (`.last`) and
     a stack for each other output of the step, in its order.
     """
-    body = onnx.ModelProto()
-    body.CopyFrom(step.model)
-    convolve_together(body, resolve_symbols(body.graph, shapes))
+    body = copy.deepcopy(step.model)
+    # Sizes are known here; inside of the loop the runtime would not look.
+    batch_convolutions(body, resolve_symbols(body.graph, shapes))
     specialize_shapes(body, shapes)
     graph = body.graph
     carried, following = list(step.carried), [f"{name}{contract.NEXT}" for name in step.carried]
-    given = {value.name: value for value in graph.input}
-    made = {value.name: value for value in graph.output}
-    results = [name for name in made if name not in following]
+    step_inputs = {value.name: value for value in graph.input}
+    step_outputs = {value.name: value for value in graph.output}
+    results = [name for name in step_outputs if name not in following]
     inner = onnx.GraphProto(name="step")
     inner.node.extend(graph.node)
     inner.initializer.extend(graph.initializer)  # the runtime folds constants of the body's own only
-    inner.input.extend(given[name] for name in [*carried, *stacked])
-    inner.output.extend(made[name] for name in [*following, *results])
+    inner.input.extend(step_inputs[name] for name in [*carried, *stacked])
+    inner.output.extend(step_outputs[name] for name in [*following, *results])
     node = onnx.helper.make_node(
         "Scan",
         [f"{name}{FIRST}" for name in carried] + [f"{name}{STACK}" for name in stacked],
@@ -164,20 +154,20 @@ def scan_steps(
         body=inner,
         num_scan_inputs=len(stacked),
     )
-    first = [_renamed(given[name], f"{name}{FIRST}") for name in carried]
-    stacks = [_renamed(given[name], f"{name}{STACK}", stacked=True) for name in stacked]
-    shared = [value for name, value in given.items() if name not in {*carried, *stacked}]
-    outputs = [_renamed(given[name], f"{name}{LAST}") for name in carried]
-    outputs += [_renamed(made[name], f"{name}{STACK}", stacked=True) for name in results]
+    first = [_renamed(step_inputs[name], f"{name}{FIRST}") for name in carried]
+    stacks = [_renamed(step_inputs[name], f"{name}{STACK}", stacked=True) for name in stacked]
+    shared = [value for name, value in step_inputs.items() if name not in {*carried, *stacked}]
+    outputs = [_renamed(step_inputs[name], f"{name}{LAST}") for name in carried]
+    outputs += [_renamed(step_outputs[name], f"{name}{STACK}", stacked=True) for name in results]
     whole = onnx.helper.make_graph([node], "steps", [*first, *stacks, *shared], outputs)
     return onnx.helper.make_model(whole, opset_imports=list(body.opset_import), ir_version=body.ir_version)
 
 
 def _renamed(value: onnx.ValueInfoProto, name: str, *, stacked: bool = False) -> onnx.ValueInfoProto:
-    copy = onnx.ValueInfoProto()
-    copy.CopyFrom(value)
-    copy.name = name
-    tensor = copy.type.tensor_type
+    renamed = copy.deepcopy(value)
+    renamed.name = name
+    tensor = renamed.type.tensor_type
     if stacked and tensor.HasField("shape"):
+        # a symbol, so that one session takes any number of steps
         tensor.shape.dim.insert(0, onnx.TensorShapeProto.Dimension(dim_param="steps"))
-    return copy
+    return renamed

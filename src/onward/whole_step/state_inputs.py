@@ -11,17 +11,15 @@ import numpy as np
 import onnx_ir as ir
 
 from onward import contract
-from onward.checkpoint.portable import StatePart, StateTensor, aligned
+from onward.checkpoint.portable import WEIGHTS, StateLayout, StatePart, StateTensor, aligned
 from onward.contract import OUT, RESET
 from onward.errors import ModelError
+from onward.graph.builder import Builder
 from onward.whole_step.update_units import Table, Unit
 
 if TYPE_CHECKING:
     from onward.checkpoint.content import CheckpointData
-    from onward.graph.builder import Builder
     from onward.whole_step.inline_update import InlineOptimizer
-
-__all__ = ["StateInputs", "added_rows", "clip_scale", "joined_gradient", "take_results"]
 
 # Parameters with more numbers are updated in pieces of about so many, which stay in the processor's caches.
 _LARGE, _PIECE = 1 << 19, 1 << 17
@@ -53,6 +51,7 @@ def take_results(
             graph.outputs.remove(output)
             node = output.producer()
             gradient = node.inputs[1] if node is not None and node.op_type == "Where" else None
+            # accumulated as one vector: the flag was taken out above
             if node is not None and node.op_type == "Split":
                 gradient = output
             if gradient is None:
@@ -76,6 +75,7 @@ def added_rows(op: Builder, gradient: ir.Value) -> tuple[ir.Value, ir.Value] | N
         return None
     zero = op.const_value(base.inputs[0]) if base.inputs[0] is not None else None
     column = places.inputs[0].producer() if places.inputs[0] is not None else None
+    # Only exactly this form is known to be rows added to zeros; anything else is updated whole.
     if zero is None or zero.any() or column is None or column.op_type != "Reshape":
         return None
     shape = op.const_value(column.inputs[1]) if column.inputs[1] is not None else None
@@ -88,8 +88,9 @@ def added_rows(op: Builder, gradient: ir.Value) -> tuple[ir.Value, ir.Value] | N
 class StateInputs:
     """The inputs of the step that hold the state, in order, and what they are made of."""
 
-    def __init__(self, op: Builder, inputs: Values) -> None:
-        self._op, self._inputs = op, inputs
+    def __init__(self, op: Builder, inputs: Values, *, tables: bool = True) -> None:
+        """With `tables`, gradients that are some rows of a table are left as rows; the layout is the same."""
+        self._op, self._inputs, self._tables = op, inputs, tables
         self.tensors: list[StateTensor] = []
         self.units: list[Unit] = []
         self.statistics: dict[str, ir.Value] = {}
@@ -106,26 +107,30 @@ class StateInputs:
                     if role == "statistic":
                         self.statistics[name] = value
         shapes = {name: np.asarray(array).shape for name, array in checkpoint.trainable.items()}
-        for names in rule.together(shapes):
+        for names in rule.groups(shapes):
             if len(names) > 1:
+                # A hundred biases are one tensor, one row of the update, one feed of the program.
                 self.pack(names, shapes, as_row=rule.elementwise)
             else:
-                self._add_alone(names[0], shapes[names[0]], rule, gradients.get(names[0]))
+                self._add_single(names[0], shapes[names[0]], rule, gradients.get(names[0]))
 
-    def _add_alone(
+    def _add_single(
         self, name: str, shape: tuple[int, ...], rule: InlineOptimizer, gradient: ir.Value | None
     ) -> None:
-        given, table = None, None
+        layout, table = None, None
         if rule.elementwise:
-            found = added_rows(self._op, gradient) if gradient is not None and rule.may_rest(name) else None
-            blocks = _in_blocks(shape) if found is not None and len(shape) == 2 else None
-            if found is not None and blocks is not None:
-                given, table = blocks, Table(*found, height=shape[0], width=shape[1])
+            # A vocabulary's table has a gradient in the rows of this batch only: most of it rests.
+            rows = added_rows(self._op, gradient) if gradient is not None and rule.may_rest(name) else None
+            blocks = _in_blocks(shape) if rows is not None and len(shape) == 2 else None
+            if rows is not None and blocks is not None:
+                layout = blocks
+                if self._tables:
+                    table = Table(*rows, height=shape[0], width=shape[1])
             else:
-                given = _in_pieces(shape) or (1, prod(shape))
-        value = self._own(name, "trainable", np.dtype(np.float32), shape, given)
-        in_pieces = given is not None and len(given) == 3 and table is None
-        unit = Unit({name: prod(shape)}, given or shape, value, in_pieces=in_pieces, table=table)
+                layout = _in_pieces(shape) or (1, prod(shape))
+        value = self._own(name, "trainable", np.dtype(np.float32), shape, layout)
+        in_pieces = layout is not None and len(layout) == 3 and table is None
+        unit = Unit({name: prod(shape)}, layout or shape, value, in_pieces=in_pieces, table=table)
         self.units.append(unit)
 
     def add_slots(self, rule: InlineOptimizer) -> None:
@@ -134,7 +139,7 @@ class StateInputs:
         for slot in rule.slots:
             for unit in self.units:
                 shape = rule.slot_shape(slot, unit)
-                made = tuple(
+                slot_parts = tuple(
                     dataclasses.replace(
                         parts[name],
                         role="slot",
@@ -143,15 +148,15 @@ class StateInputs:
                     )
                     for name in unit.names
                 )
-                unit.slots[slot] = self._add(f"{unit.parameter.name}.{slot}", np.float32, shape, made)
+                unit.slots[slot] = self._add(f"{unit.parameter.name}.{slot}", np.float32, shape, slot_parts)
 
     def add_counters(self) -> None:
         """How many updates and steps there were, and the seed of random numbers."""
-        made = [
+        counters = [
             self._add(name, np.int64, (1,), (StatePart(name, name, (1,)),))
             for name in ("optimizer_step", "train_step", "random_seed")
         ]
-        self.optimizer_step, self.train_step, self.seed = made
+        self.optimizer_step, self.train_step, self.seed = counters
 
     def _own(
         self,
@@ -159,19 +164,21 @@ class StateInputs:
         role: str,
         dtype: np.dtype,
         shape: tuple[int, ...],
-        given: tuple[int, ...] | None = None,
+        layout: tuple[int, ...] | None = None,
     ) -> ir.Value:
         """An input of its own for a parameter, perhaps in another shape."""
         value = self._inputs[name]
-        if given is not None:
+        if layout is not None:
             with self._op.inserting(next(iter(self._op.graph))):
                 shaped = self._op.Reshape(value, np.asarray(shape, np.int64))
+            # The state keeps the shape that updates like; what computes with it reads it reshaped, which moves
+            # no data.
             users = [(node, index) for node, index in value.uses() if node is not shaped.producer()]
             for node, index in users:
                 node.replace_input_with(index, shaped)
-            value.shape = ir.Shape(given)
+            value.shape = ir.Shape(layout)
         self._op.graph.inputs.append(value)
-        self.tensors.append(StateTensor(name, dtype, given or shape, (StatePart(role, name, shape),)))
+        self.tensors.append(StateTensor(name, dtype, layout or shape, (StatePart(role, name, shape),)))
         return value
 
     def pack(
@@ -182,6 +189,7 @@ class StateInputs:
         for name in names:
             parts.append(StatePart("trainable", name, shapes[name], start=position))
             size = prod(shapes[name])
+            # 64 bytes are a cache line: no two threads write into one
             padded = aligned(4 * size) // 4
             sizes += [size, padded - size] if padded > size else [size]
             position += 4 * padded
@@ -208,11 +216,67 @@ class StateInputs:
         return value
 
 
+def read_weights(model: ir.Model, layout: StateLayout) -> int:
+    """Let a model that takes parameters take the state's tensors of weights in their place, after its other inputs.
+
+    Returns how many other inputs there are. A tensor that the model does not read is an input too: a program feeds the
+    first tensors of its state by position, whatever the model needs.
+    """
+    graph = model.graph
+    op = Builder(graph)
+    inputs = {value.name or "": value for value in graph.inputs}
+    weights = [tensor for tensor in layout.tensors if tensor.parts[0].role in WEIGHTS]
+    names = {part.name for tensor in weights for part in tensor.parts}
+    batch = [value for name, value in inputs.items() if name not in names]
+    graph.inputs.clear()
+    graph.inputs.extend(batch)
+    for tensor in weights:
+        parameters = [inputs.get(part.name) for part in tensor.parts]
+        for value in parameters:
+            if value is not None and value.name == tensor.name:
+                value.name = op.namer(f"{tensor.name}.parameter")
+        whole = op.input(tensor.name, ir.DataType.from_numpy(tensor.dtype), tensor.shape)
+        if not any(value is not None and value.uses() for value in parameters):
+            continue
+        with op.inserting(next(iter(graph))):
+            for part, value in zip(tensor.parts, parameters):
+                if value is not None and value.uses():
+                    ir.convenience.replace_all_uses_with(value, _read_part(op, whole, tensor, part))
+    return len(batch)
+
+
+def _read_part(op: Builder, whole: ir.Value, tensor: StateTensor, part: StatePart) -> ir.Value:
+    if part.shape == tensor.shape:
+        return op.Identity(whole)
+    shape = np.asarray(part.shape, np.int64)
+    if len(tensor.parts) == 1:
+        return op.Reshape(whole, shape)
+    first = part.start // tensor.dtype.itemsize
+    ends = np.array([first, first + prod(part.shape)], np.int64)
+    axis = np.array([len(tensor.shape) - 1], np.int64)
+    return op.Reshape(op.Slice(whole, ends[:1], ends[1:], axis), shape)
+
+
+def copy_state_metadata(model: ir.Model, step: ir.Model, role: str) -> None:
+    """Let a model say to which state it belongs, as the whole step does."""
+    keys = (
+        contract.PORTABLE,
+        contract.STATE,
+        contract.STATE_DIGEST,
+        contract.WEIGHTS_SIZE,
+        contract.LABEL_RANGES,
+        contract.PROBLEMS,
+    )
+    model.metadata_props.update({key: step.metadata_props[key] for key in keys})
+    model.metadata_props[contract.ROLE] = role
+
+
 def _in_pieces(shape: tuple[int, ...]) -> tuple[int, int, int] | None:
     """A large tensor as rows of about as many numbers as fit the caches, where its size has such a divisor."""
     size = prod(shape)
     if size < _LARGE:
         return None
+    # Pieces must be equal: Scan has one shape for all of its slices.
     sizes = _divisors(size, _PIECE // 2, 2 * _PIECE)
     best = min(sizes, key=lambda own: abs(own - _PIECE), default=None)
     return None if best is None else (size // best, 1, best)
@@ -223,13 +287,13 @@ def _in_blocks(shape: tuple[int, ...]) -> tuple[int, int, int] | None:
     size = prod(shape)
     if size < _LARGE:
         return None
-    found = [
+    layouts = [
         (size // piece, piece // block, block)
         for block in _divisors(size, max(_BLOCK // 2, shape[1]), 2 * _BLOCK)
         for piece in _divisors(size, _PIECE // 2, 2 * _PIECE)
         if piece % block == 0
     ]
-    return min(found, key=lambda s: (abs(s[2] - _BLOCK), abs(s[1] * s[2] - _PIECE)), default=None)
+    return min(layouts, key=lambda s: (abs(s[2] - _BLOCK), abs(s[1] * s[2] - _PIECE)), default=None)
 
 
 def _divisors(size: int, least: int, most: int) -> list[int]:
@@ -251,6 +315,7 @@ def joined_gradient(op: Builder, unit: Unit, gradients: Values) -> ir.Value | No
         parts.append(gradient if fits else op.Reshape(gradient, [*leading, -1]))
         size = unit.sizes[name]
         if padding := aligned(4 * size) // 4 - size:
+            # zeros in the gaps: their gradient is zero, and so they stay
             parts.append(op.constant(np.zeros((*leading, padding), np.float32), name="padding"))
     return parts[0] if len(parts) == 1 else op.Concat(*parts, axis=len(leading))
 

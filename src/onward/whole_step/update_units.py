@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import onnx_ir as ir
 
 if TYPE_CHECKING:
     from onward.graph.builder import Builder
-
-__all__ = ["Table", "Unit", "drop_scaling", "graft"]
 
 Values = Mapping[str, ir.Value]
 
@@ -48,22 +46,23 @@ class Unit:
         return list(self.sizes)
 
 
-def graft(root: Builder, op: Builder, optimizer: ir.Graph, given: Values) -> dict[str, ir.Value]:
-    """Copy an optimizer's nodes to the end of a graph, reading `given`; its outputs by name.
+def graft(root: Builder, op: Builder, optimizer: ir.Graph, inputs: Values) -> dict[str, ir.Value]:
+    """Copy an optimizer's nodes to the end of a graph, reading `inputs`; its outputs by name.
 
     `root` takes its constants: the same builder, or that of the graph around a branch.
     """
     copy = optimizer.clone()
     for value in list(copy.inputs):
-        if value.name == "gradient_scale" and value.name not in given:
+        if value.name == "gradient_scale" and value.name not in inputs:
             drop_scaling(value)
         elif value.uses():
-            ir.convenience.replace_all_uses_with(value, given[value.name or ""])
+            ir.convenience.replace_all_uses_with(value, inputs[value.name or ""])
     for value in list(copy.initializers.values()):
         assert value.const_value is not None
+        # in the outer graph: the runtime folds and shares those, of a branch it would not
         constant = root.constant(value.const_value.numpy(), name=value.name or "constant")
         ir.convenience.replace_all_uses_with(value, constant)
-    made = {value.name or "": value for value in copy.outputs}
+    outputs = {value.name or "": value for value in copy.outputs}
     copy.outputs.clear()
     nodes = list(copy)
     copy.remove(nodes)
@@ -73,7 +72,7 @@ def graft(root: Builder, op: Builder, optimizer: ir.Graph, given: Values) -> dic
             # sizes are those of this parameter now
             value.name, value.shape = op.namer(f"{node.name}.out"), None
     op.graph.extend(nodes)
-    return made
+    return outputs
 
 
 def drop_scaling(scale: ir.Value) -> None:
@@ -85,3 +84,21 @@ def drop_scaling(scale: ir.Value) -> None:
         ir.convenience.replace_all_uses_with(node.outputs[0], gradient)
         assert node.graph is not None
         node.graph.remove(node, safe=True)
+
+
+def sum_of(op: Builder, values: Sequence[ir.Value]) -> ir.Value:
+    """The sum of one value or several."""
+    return values[0] if len(values) == 1 else op.Sum(*values)
+
+
+def add_output(op: Builder, value: ir.Value, name: str, *, like: ir.Value | None = None) -> ir.Value:
+    """Make a value an output of this name; a copy of it where it is an input, a constant or an output already."""
+    node = value.producer()
+    if node is None or node.graph is not op.graph or value.is_graph_output():
+        original, value = value, op.Identity(value)
+        value.type, value.shape = original.type, original.shape
+    value.name = name
+    if like is not None:
+        value.type, value.shape = like.type, like.shape
+    op.graph.outputs.append(value)
+    return value

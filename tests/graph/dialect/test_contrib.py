@@ -436,16 +436,22 @@ def test_operators_of_training_builds_mean_what_they_say(
 
 
 def test_a_quantized_lstm_is_one_with_dequantized_weights() -> None:
-    hidden, width = 3, 4
+    """One step of numbers that 8 bits hold: the operator rounds its activations, the dequantized one does not."""
+    batch, hidden, width = 2, 3, 4
     scale = np.asarray([0.01], np.float32)
-    stored = [RANDOM.integers(-100, 100, (1, n, 4 * hidden)).astype(np.int8) for n in (width, hidden)]
+    stored = [(i(200, 1, n, 4 * hidden) - 100).astype(np.int8) for n in (width, hidden)]
+    # a range of 255 steps, so that the operator's own scale is 1/64, and nothing is rounded
+    exact = [i(256, 1, batch, n) - 128 for n in (width, hidden)]
+    for array in exact:
+        array[0, 0, :2] = -128, 127
+    sequence, start = (array.astype(np.float32) / 64 for array in exact)
     model, feeds = node_model(
         "DynamicQuantizeLSTM",
-        [f(5, 2, width), *stored, f(1, 8 * hidden), None, None, None, None, scale, np.zeros(1, np.int8),
+        [sequence, *stored, f(1, 8 * hidden), None, start, f(1, batch, hidden), None, scale, np.zeros(1, np.int8),
          scale, np.zeros(1, np.int8)],
         opset=17, domain=MICROSOFT, outputs=["y", "h", "c"], hidden_size=hidden,
     )  # fmt: skip
-    assert_same(run(model, feeds), run(in_dialect(model), feeds), tolerance=0.02)
+    assert_same(run(model, feeds), run(in_dialect(model), feeds))
 
 
 def test_gemm_with_gelu_is_gelu_of_the_product() -> None:

@@ -11,6 +11,7 @@ import onnxruntime as ort
 import pytest
 
 from onward.contract import SEED
+from onward.errors import ModelError
 from onward.graph.dialect.normalize import normalize
 from onward.graph.passes.randomness import make_random_explicit
 
@@ -184,3 +185,12 @@ def test_a_model_without_randomness_gets_no_seed() -> None:
     )
     assert make_random_explicit(model) is None
     assert [value.name for value in model.graph.inputs] == ["x"]
+
+
+def test_a_dtype_that_onnx_does_not_have_is_a_model_error() -> None:
+    model = onnx.parser.parse_model(
+        '<ir_version: 10, opset_import: ["": 21]> g (float[2] x) => (float[2] y)'
+        "{ r = RandomNormal<shape = [2], dtype = 99>() y = Add(x, r) }"
+    )
+    with pytest.raises(ModelError, match="has the dtype 99"):
+        make_random_explicit(ir.from_proto(model))

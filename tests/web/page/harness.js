@@ -1,8 +1,10 @@
 // What the tests do in the page: each function takes and returns what JSON can hold.
+import * as onnxruntime from "onnxruntime-web/wasm";
 import * as onward from "onward-web";
+import { copied } from "./copies.js";
 
 const { CheckpointState, Module, Optimizer } = onward;
-const SHAPES = { mlp: [64], based: [64], wide: [64], cnn: [1, 8, 8], encoder: [6] };
+const SHAPES = { mlp: [64], based: [64], wide: [64], lora: [64], cnn: [1, 8, 8], lstm: [8, 8], encoder: [6] };
 
 async function load(name, { checkpoint, module: moduleOptions, optimizer: optimizerFile } = {}) {
   const state = await CheckpointState.load(checkpoint ?? `${name}/checkpoint`);
@@ -11,7 +13,8 @@ async function load(name, { checkpoint, module: moduleOptions, optimizer: optimi
   return { state, module, optimizer };
 }
 
-async function data(name) {
+async function data(given) {
+  const name = given.replace(/-gpu$/, "");
   const read = async (file) => (await fetch(`${name}/${file}`)).arrayBuffer();
   const Kind = name === "encoder" ? BigInt64Array : Float32Array;
   const x = new Kind(await read("x.bin"));
@@ -34,6 +37,34 @@ async function steps({ module, optimizer, scheduler }, batches, { first = 0, cou
     scheduler?.step();
   }
   return losses;
+}
+
+const artifactsOf = (name) => ({
+  training: `${name}/training_model.onnx`, eval: `${name}/eval_model.onnx`, optimizer: `${name}/optimizer_model.onnx`,
+  checkpoint: `${name}/checkpoint`,
+});
+
+/** What some work gives, or the name and the message of its error. */
+async function told(work) {
+  try {
+    return await work();
+  } catch (error) {
+    return [error.constructor.name, error.message];
+  }
+}
+
+/** Let a session's float outputs on the GPU be others than they should, as those of a driver that computes wrong. */
+function spoil(session, { output, by }) {
+  const { run } = session;
+  session.run = async (feeds) => {
+    const results = await run.call(session, feeds);
+    const name = session.outputNames.find((one) => one.endsWith(output));
+    if (!name) return results;
+    const data = Float32Array.from(await results[name].getData(true), (value) => value + by);
+    const { Tensor } = onnxruntime;
+    return { ...results, [name]: new Tensor("float32", data, results[name].dims) };
+  };
+  return session;
 }
 
 const base64 = (bytes) => btoa(Array.from(bytes, (byte) => String.fromCharCode(byte)).join(""));
@@ -155,8 +186,7 @@ window.harness = {
 
   /** A whole run without shuffling. */
   async fit({ name, options, samples, ...given }) {
-    const files = { training: `${name}/training_model.onnx`, eval: `${name}/eval_model.onnx`,
-      optimizer: `${name}/optimizer_model.onnx`, checkpoint: `${name}/checkpoint` };
+    const files = artifactsOf(name);
     const trainer = await onward.Trainer.create(files, { ...options, metrics: "auto" });
     const [x, labels] = (await data(name))(0, samples);
     const set = { x, labels: { data: labels, dims: [samples] } };
@@ -165,16 +195,61 @@ window.harness = {
     return trainer.history;
   },
 
-  /** A few steps with WebGPU chosen, and what they ran on. `hidden` pretends that the browser has none. */
-  async webgpu({ name, count, hidden }) {
+  /**
+   * Steps and an evaluation with WebGPU chosen, what they ran on, and the bytes that crossed in each of the last ones.
+   * `hidden` pretends that the browser has no WebGPU, `wrong` that its results are off from a run on.
+   */
+  async webgpu({ name, count, hidden, wrong, accumulate, batch = 16, optimizer: optimizerFile, rate = 3e-3 }) {
     if (hidden) Object.defineProperty(navigator, "gpu", { value: undefined, configurable: true });
     const runtime = await onward.Runtime.load({ provider: "webgpu" });
     if (hidden) delete navigator.gpu;
-    const parts = await load(name, { module: { runtime, seed: 7 } });
-    parts.optimizer.setLearningRate(3e-3);
-    const losses = await steps(parts, await data(name), { count });
+    const { InferenceSession } = await import("onnxruntime-web/webgpu");
+    const { create } = InferenceSession;
+    if (wrong) InferenceSession.create = async (...given) => spoil(await create(...given), wrong);
+    const parts = await load(name, { module: { runtime, seed: 7 }, optimizer: optimizerFile });
+    parts.optimizer.setLearningRate(rate);
+    const batches = await data(name);
+    const first = await steps(parts, batches, { count: count - 2, accumulate, batch });
+    const before = { ...copied };
+    const last = await steps(parts, batches, { first: count - 2, count: 2, accumulate, batch });
+    const perStep = [(copied.up - before.up) / 2, (copied.down - before.down) / 2];
+    const stale = await told(() => parts.state.parameters.values().next().value.data.length);
+    parts.module.eval();
+    const evaluation = (await parts.module.run(...batches(0, 64))).loss;
+    const checkpoint = base64(await CheckpointState.save(parts.state, { includeOptimizerState: true }));
+    const fresh = await told(() => parts.state.parameters.values().next().value.data.length);
     await parts.module.release();
-    return { losses, provider: runtime.provider, fallback: runtime.fallback ?? null, isolated: crossOriginIsolated };
+    InferenceSession.create = create;
+    return {
+      losses: [...first, ...last], evaluation, checkpoint, perStep, stale, fresh, provider: runtime.provider,
+      fallback: runtime.fallback ?? null, notes: runtime.notes,
+    };
+  },
+
+  /** A run in a worker: its history, its checkpoint, and the longest time in which the page did nothing else. */
+  async worker({ name, options, samples, ...given }) {
+    const files = artifactsOf(name);
+    const [x, labels] = (await data(name))(0, samples);
+    const set = { x, labels: { data: labels, dims: [samples] } };
+    const heard = [];
+    const callback = { onStart: () => heard.push("start"), onStep: (_, { step }) => heard.push(step), onEnd: () => heard.push("end") };
+    const trainer = await onward.WorkerTrainer.create(files, { metrics: "auto", callbacks: [callback], ...options });
+    let longest = 0;
+    let last = performance.now();
+    const watch = setInterval(() => {
+      longest = Math.max(longest, performance.now() - last);
+      last = performance.now();
+    }, 5);
+    const history = await trainer.fit(set, set, { shuffle: false, ...given });
+    clearInterval(watch);
+    const events = [...heard];
+    const { loss } = await trainer.evaluate(set);
+    const checkpoint = base64(await trainer.save());
+    const { runtime } = trainer;
+    const wrong = await told(() => trainer.fit({ x, labels: { data: labels.slice().fill(99n), dims: [samples] } }));
+    await trainer.release();
+    const after = await told(() => trainer.evaluate(set));
+    return { history, heard: events, loss, checkpoint, runtime, longest, wrong, after, described: trainer.describe() };
   },
 };
 window.ready = true;

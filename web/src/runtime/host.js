@@ -7,15 +7,16 @@ import { OnwardError } from "../errors.js";
 /**
  * @typedef {{
  *   read: (address: string | URL) => Promise<Uint8Array>,
- *   resolve: (name: string, beside: string) => string,
+ *   readBeside: (name: string, address: string) => Promise<Uint8Array>,
  *   load: (options: RuntimeOptions) => Promise<
  *     {ort: any, gpu?: any, fallback?: string, provider?: string, sessionOptions?: Record<string, any>}>,
  * }} Host
- * @typedef {{provider?: "wasm" | "webgpu", threads?: number, wasmPaths?: string | Record<string, string>}} RuntimeOptions
+ * @typedef {{provider?: "wasm" | "webgpu", threads?: number, wasmPaths?: string | Record<string, string>,
+ *   check?: boolean}} RuntimeOptions
  */
 
 /** @type {Host} */
-export const host = { read: fetchFile, resolve: besideAddress, load: loadNone };
+export const host = { read: fetchFile, readBeside, load: loadNone };
 
 /** @param {string | URL} address */
 async function fetchFile(address) {
@@ -25,9 +26,9 @@ async function fetchFile(address) {
 }
 
 /** @param {string} name @param {string} address of the file beside it */
-function besideAddress(name, address) {
+async function readBeside(name, address) {
   const plain = address.split(/[?#]/, 1)[0];
-  return plain.slice(0, plain.lastIndexOf("/") + 1) + encodeURIComponent(name);
+  return fetchFile(plain.slice(0, plain.lastIndexOf("/") + 1) + encodeURIComponent(name));
 }
 
 /** @returns {Promise<never>} */

@@ -5,7 +5,7 @@
  */
 import { ModelError } from "../errors.js";
 
-const MODEL = { graph: 7, metadata: 14 };
+const MODEL = { graph: 7, opset: 8, metadata: 14 };
 const GRAPH = { node: 1, initializer: 5, input: 11, output: 12, valueInfo: 13 };
 
 /**
@@ -36,6 +36,10 @@ export function readHead(bytes, path) {
       }
     }
     if (graphs !== 1) throw new RangeError("no graph");
+    // onnxruntime passes values as properties of objects, where this name is not free
+    if ([...inputs, ...outputs].some((value) => value.name === "__proto__")) {
+      throw new ModelError(`'${path}' names a value '__proto__', which JavaScript cannot: rename it`);
+    }
     return { inputs, outputs, metadata, external: [...external] };
   } catch (error) {
     if (error instanceof ModelError) throw error;
@@ -75,6 +79,72 @@ export function specializeReset(bytes) {
     }
     return parts;
   });
+}
+
+/**
+ * A model in two: `scalars` computes what depends on these inputs alone, and `rest` takes that as further inputs. Null
+ * where there is nothing to split, or where a type is not known.
+ * @param {Uint8Array} bytes @param {string[]} names @returns {{scalars: Uint8Array, rest: Uint8Array} | null}
+ */
+export function splitScalars(bytes, names) {
+  const known = new Set(names);
+  const moved = new Set();
+  /** @type {Set<string>} what the rest reads */
+  const read = new Set();
+  /** @type {Map<string, Field>} */
+  const types = new Map();
+  for (const graph of fields(bytes)) {
+    if (graph.number !== MODEL.graph) continue;
+    for (const field of fields(bytes, graph.body, graph.end)) {
+      if (field.number === GRAPH.initializer) known.add(readTensorName(bytes, field));
+      if (field.number === GRAPH.valueInfo) types.set(readValue(bytes, field).name, field);
+      if (field.number === GRAPH.output) read.add(readValue(bytes, field).name);
+    }
+  }
+  const nodes = readNodes(bytes);
+  for (const node of nodes) {
+    if (node.inputs.every((name) => known.has(name))) {
+      node.outputs.forEach((name) => known.add(name) && moved.add(name));
+    } else node.inputs.forEach((name) => read.add(name));
+  }
+  const shared = [...moved].filter((name) => read.has(name));
+  if (!shared.length || shared.some((name) => !types.has(name))) return null;
+  const infos = shared.map((name) => /** @type {Field} */ (types.get(name)));
+  const isMoved = (/** @type {Field} */ field) =>
+    field.number === GRAPH.node && moved.has(readNode(bytes, field).outputs[0]);
+  const copies = (/** @type {Field[]} */ kept) => kept.map((field) => bytes.subarray(field.start, field.end));
+  const declared = (/** @type {number} */ number) => infos.map(({ body, end }) => chunk(number, bytes.subarray(body, end)));
+  const scalars = editGraph(bytes, (graph) => [
+    ...copies(graph.filter((field) => isMoved(field) || field.number === GRAPH.initializer ||
+      (field.number === GRAPH.input && names.includes(readValue(bytes, field).name)))),
+    ...declared(GRAPH.output),
+  ]);
+  const rest = editGraph(bytes, (graph) => [
+    ...copies(graph.filter((field) => !isMoved(field) && field.number !== GRAPH.valueInfo)), ...declared(GRAPH.input),
+  ]);
+  return { scalars, rest };
+}
+
+/** The nodes of a model's graph. @param {Uint8Array} bytes */
+export function readNodes(bytes) {
+  return Array.from(fields(bytes))
+    .filter((field) => field.number === MODEL.graph)
+    .flatMap((graph) => [...fields(bytes, graph.body, graph.end)])
+    .filter((field) => field.number === GRAPH.node)
+    .map((field) => readNode(bytes, field));
+}
+
+/** A model of one operator with the output y, for float32 of any shape. @param {string} operator @param {string[]} inputs */
+export function tinyModel(operator, inputs) {
+  const floats = chunk(2, chunk(1, Uint8Array.of(8, 1))); // a tensor of float32
+  const node = [...inputs.map((name) => text(1, name)), text(2, "y"), text(4, operator)];
+  const graph = [
+    chunk(GRAPH.node, join(node)), text(2, operator),
+    ...inputs.map((name) => chunk(GRAPH.input, join([text(1, name), floats]))),
+    chunk(GRAPH.output, join([text(1, "y"), floats])),
+  ];
+  const opset = Uint8Array.of(16, 18); // version 18
+  return join([Uint8Array.of(8, 8), chunk(MODEL.graph, join(graph)), chunk(MODEL.opset, opset)]);
 }
 
 /** A model that also outputs these values of its graph. @param {Uint8Array} bytes @param {string[]} names */
@@ -141,11 +211,12 @@ function readEntry(bytes, entry) {
 
 /** @param {Uint8Array} bytes @param {Field} node */
 function readNode(bytes, node) {
-  /** @type {{inputs: string[], outputs: string[], type: string}} */
-  const found = { inputs: [], outputs: [], type: "" };
+  /** @type {{name: string, inputs: string[], outputs: string[], type: string}} */
+  const found = { name: "", inputs: [], outputs: [], type: "" };
   for (const field of fields(bytes, node.body, node.end)) {
     if (field.number === 1) found.inputs.push(string(bytes, field));
     if (field.number === 2) found.outputs.push(string(bytes, field));
+    if (field.number === 3) found.name = string(bytes, field);
     if (field.number === 4) found.type = string(bytes, field);
   }
   return found;
@@ -182,6 +253,12 @@ function readDims(bytes, shape) {
     if (dim.number === 1) dims.push(size);
   }
   return dims;
+}
+
+/** @param {Uint8Array} bytes @param {Field} tensor */
+function readTensorName(bytes, tensor) {
+  for (const field of fields(bytes, tensor.body, tensor.end)) if (field.number === 8) return string(bytes, field);
+  return "";
 }
 
 /** Note the file that a tensor lies in, if it is another. @param {Uint8Array} bytes @param {Field} tensor @param {Set<string>} files */

@@ -3,7 +3,9 @@
  * where it was asked for on WebGPU, or on any other onnxruntime that the program gives.
  */
 import { ModelError, OnwardError } from "../errors.js";
+import { GpuSession } from "./gpu_session.js";
 import { host } from "./host.js";
+import { GpuMemory, HostMemory } from "./memory.js";
 
 /** @typedef {string | URL | Blob | ArrayBuffer | Uint8Array} FileSource */
 /** @typedef {{path: string, data: Uint8Array}[]} ExternalData files that a model refers to, by the name it has for them */
@@ -12,18 +14,21 @@ import { host } from "./host.js";
 export class Runtime {
   /**
    * @param {any} plain an onnxruntime for the CPU @param {{gpu?: any, fallback?: string, provider?: string,
-   *   sessionOptions?: Record<string, any>}} [options]
+   *   check?: boolean, sessionOptions?: Record<string, any>}} [options]
    */
-  constructor(plain, { gpu, fallback, provider = "wasm", sessionOptions } = {}) {
+  constructor(plain, { gpu, fallback, provider = "wasm", check = true, sessionOptions } = {}) {
     this.ort = plain;
     this._gpu = gpu;
+    this._check = check;
     this._name = provider;
     this._options = sessionOptions ?? { executionProviders: ["wasm"] };
     /** Why WebGPU is not used though it was asked for. */
     this.fallback = fallback;
+    /** What runs on WebAssembly although the rest of its model runs on WebGPU, and why. @type {string[]} */
+    this.notes = [];
   }
 
-  /** What training and evaluation run on; updates always run on the CPU, where the parameters are. */
+  /** What training, evaluation and updates run on. */
   get provider() {
     return this._gpu ? "webgpu" : this._name;
   }
@@ -38,12 +43,13 @@ export class Runtime {
   /**
    * Load the onnxruntime of this place: onnxruntime-web in a browser, onnxruntime-node in Node.js. `threads` works in
    * cross-origin isolated pages and in Node.js; `provider` and `wasmPaths` (where the .wasm files are, if not beside
-   * the module) are for browsers.
+   * the module) are for browsers. `check: false` trusts WebGPU: else the first run of each model on it is compared with
+   * WebAssembly's, which takes a run there and the memory for it.
    * @param {import("./host.js").RuntimeOptions} [options]
    */
   static async load(options = {}) {
     const { ort, ...others } = await host.load(options);
-    return new Runtime(ort, others);
+    return new Runtime(ort, { check: options.check, ...others });
   }
 
   /**
@@ -65,26 +71,30 @@ export class Runtime {
     this.fallback = reason;
   }
 
+  /** Memory for the tensors of training where it is to run. */
+  memory() {
+    if (!this._gpu) return new HostMemory(this.ort);
+    return new GpuMemory(this._gpu, (bytes, resident) => this.session(bytes, "arithmetic", { resident }));
+  }
+
   /**
-   * A session on WebGPU if that was chosen and can run the model, else on WebAssembly.
+   * A session on WebGPU if that was chosen, else on WebAssembly. Where WebGPU cannot run the model, opening or the first
+   * run raises a `GpuError`.
    * @param {Uint8Array} bytes @param {string} what for messages
-   * @param {{gpu?: boolean, externalData?: ExternalData}} [options]
+   * @param {{gpu?: boolean, externalData?: ExternalData, resident?: string[]}} [options] `resident` are outputs that stay
+   *   on the GPU
    */
-  async session(bytes, what, { gpu = true, externalData = [] } = {}) {
+  async session(bytes, what, { gpu = true, externalData = [], resident = [] } = {}) {
     const options = {
       graphOptimizationLevel: "all", logSeverityLevel: 3, ...(externalData.length ? { externalData } : {}),
     };
+    const openHere = () => this.ort.InferenceSession.create(bytes, { ...options, ...this._options });
     if (gpu && this._gpu) {
-      try {
-        // its own layout for convolutions does not get through the gradients of convolutions
-        const executionProviders = [{ name: "webgpu", preferredLayout: "NCHW" }, "wasm"];
-        return await this._gpu.InferenceSession.create(bytes, { ...options, executionProviders });
-      } catch (error) {
-        this.leaveGpu(`WebGPU cannot open the ${what}: ${message(error)}`);
-      }
+      const note = (/** @type {string} */ text) => void this.notes.push(text);
+      return GpuSession.open(this._gpu, bytes, { what, resident, options, note, reference: this._check ? openHere : null });
     }
     try {
-      return await this.ort.InferenceSession.create(bytes, { ...options, ...this._options });
+      return await openHere();
     } catch (error) {
       throw new ModelError(`onnxruntime cannot open the ${what}: ${message(error)}`, { cause: error });
     }
@@ -130,16 +140,17 @@ export async function readExternal(source, names, path, given = {}) {
     if (!name || name === ".." || /[\\/\0]/.test(name)) {
       throw new ModelError(`'${path}' keeps weights in '${name}': only a file beside the model is read`);
     }
-    let file = given[name];
-    if (file === undefined && (typeof source === "string" || source instanceof URL)) {
-      file = host.resolve(name, String(source));
-    }
-    if (file === undefined) {
-      throw new ModelError(`'${path}' keeps weights in a second file: pass it, externalData: { "${name}": … }`);
-    }
     const refuse = (/** @type {string} */ at, /** @type {string} */ reason) =>
       new ModelError(`the weights '${at}' of '${path}' ${reason}`);
-    return { path: name, data: (await readSource(file, refuse)).bytes };
+    if (Object.hasOwn(given, name)) return { path: name, data: (await readSource(given[name], refuse)).bytes };
+    if (typeof source !== "string" && !(source instanceof URL)) {
+      throw new ModelError(`'${path}' keeps weights in a second file: pass it, externalData: { "${name}": … }`);
+    }
+    try {
+      return { path: name, data: await host.readBeside(name, String(source)) };
+    } catch (error) {
+      throw refuse(name, `cannot be read: ${message(error)}`);
+    }
   }));
 }
 

@@ -10,8 +10,6 @@ import onnx_ir as ir
 from onward.autodiff import subgraphs
 from onward.graph.nodes import captured_values
 
-__all__ = ["Iterations", "layout", "read_loop", "read_scan"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Iterations:

@@ -15,8 +15,6 @@ import onnx_ir as ir
 
 from onward.errors import ModelError
 
-__all__ = ["Activation", "Direction", "Recurrence", "read_activations", "scan"]
-
 Step = Callable[..., tuple[Sequence[ir.Value], Sequence[ir.Value]]]
 
 
@@ -126,8 +124,8 @@ class Recurrence:
         if lengths is None:
             return None
         op = self.op
-        steps = op.Range(np.int64(0), op.Squeeze(op.dim(self.x, 0), [0]), np.int64(1))
-        lengths = op.Unsqueeze(op.Cast(lengths, to=ir.DataType.INT64.value), [0])
+        steps = op.positions(op.dim(self.x, 0))
+        lengths = op.Unsqueeze(op.Cast(lengths, to=ir.DataType.INT64), [0])
         return op.Unsqueeze(op.Less(op.Unsqueeze(steps, [1]), lengths), [2])
 
     def project(self, direction: Direction, bias: ir.Value | None) -> ir.Value:
@@ -167,15 +165,15 @@ class Recurrence:
     def outputs(self, sequences: Sequence[ir.Value], *finals: Sequence[ir.Value]) -> list[ir.Value]:
         """The node's outputs from each direction's states over time and last states."""
         op, axis = self.op, 2 if self.batch_first else 1
-        found = []
+        outputs = []
         for index, parts in enumerate([sequences, *finals]):
             if index == 0:
                 parts = [self.where_valid(part, 0.0) for part in parts]
                 parts = [op.Transpose(part, perm=[1, 0, 2]) if self.batch_first else part for part in parts]
-            place = axis - min(index, 1)
-            parts = [op.Unsqueeze(part, [place]) for part in parts]
-            found.append(parts[0] if len(parts) == 1 else op.Concat(*parts, axis=place))
-        return found
+            direction_axis = axis - min(index, 1)
+            parts = [op.Unsqueeze(part, [direction_axis]) for part in parts]
+            outputs.append(parts[0] if len(parts) == 1 else op.Concat(*parts, axis=direction_axis))
+        return outputs
 
     def over_time(self, width: int) -> ir.Value:
         """The type and shape of so many numbers for each step and row."""
@@ -201,7 +199,7 @@ class Recurrence:
 
     def flat(self, value: ir.Value, width: int) -> ir.Value:
         """[S, B, width] as rows."""
-        return self.op.Reshape(value, np.asarray([-1, width], np.int64))
+        return self.op.Reshape(value, [-1, width])
 
     def input_gradient(self, parts: Sequence[ir.Value]) -> ir.Value:
         """dX from each direction's rows."""
@@ -305,16 +303,16 @@ def read_activations(node: ir.Node, *, defaults: Sequence[str], directions: int)
     betas = _numbers(node, "activation_beta")
     clip = attributes["clip"].as_float() if "clip" in attributes else None
     clip = clip if clip is not None and clip > 0 else None
-    found = []
+    activations = []
     for name in names:
         if name.lower() not in _DEFAULTS:
             raise ModelError(f"{node.op_type} '{node.name}' names an activation that ONNX lacks: '{name}'")
         alpha, beta = _DEFAULTS[name.lower()]
         alpha = next(alphas, alpha) if alpha is not None else 0.0
         beta = next(betas, beta) if beta is not None else 0.0
-        found.append(Activation(name.lower(), alpha or 0.0, beta or 0.0, clip))
+        activations.append(Activation(name.lower(), alpha or 0.0, beta or 0.0, clip))
     each = len(defaults)
-    return [found[d * each : (d + 1) * each] for d in range(directions)]
+    return [activations[d * each : (d + 1) * each] for d in range(directions)]
 
 
 def _numbers(node: ir.Node, attribute: str) -> Iterator[float]:

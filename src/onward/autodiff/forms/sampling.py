@@ -7,6 +7,7 @@ per pixel; a sample is a weighted sum of rows. Registers no rule.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -101,22 +102,24 @@ def combine(op, axes: Sequence[AxisTaps], size: Sizes, *, lead: ir.Value, lead_r
     count = len(axes)
     positions = op.rank(axes[0].index) - 1
 
-    def place(value: ir.Value, axis: int) -> ir.Value:
+    def align_axis(value: ir.Value, axis: int) -> ir.Value:
         others = [i for i in range(count) if i != axis]
         return op.Unsqueeze(value, others) if others else value
 
-    weights = [place(axis.weight, i) for i, axis in enumerate(axes)]
+    weights = [align_axis(axis.weight, i) for i, axis in enumerate(axes)]
     index = op.Unsqueeze(lead, [*range(count), *range(count + lead_rank, count + positions)])
     for i, axis in enumerate(axes):
         extent = size[i : i + 1] if isinstance(size, np.ndarray) else op.Gather(size, [i])
-        index = op.Add(op.Mul(index, extent), place(axis.index, i))
+        index = op.Add(op.Mul(index, extent), align_axis(axis.index, i))
     slopes: list[ir.Value | None] = []
     for i, axis in enumerate(axes):
         if axis.slope is None:
             slopes.append(None)
         else:
-            slopes.append(_product(op, [place(axis.slope, i), *weights[:i], *weights[i + 1 :]]))
-    return Taps(index, _product(op, weights), slopes, list(range(count)))
+            slopes.append(
+                functools.reduce(op.Mul, [align_axis(axis.slope, i), *weights[:i], *weights[i + 1 :]])
+            )
+    return Taps(index, functools.reduce(op.Mul, weights), slopes, list(range(count)))
 
 
 def to_rows(op, x: ir.Value, *, parts: int = 1) -> ir.Value:
@@ -160,29 +163,17 @@ def coordinate_gradients(op, taps: Taps, felt: ir.Value) -> list[ir.Value | None
     ]
 
 
-def count_rows(op, length: ir.Value) -> ir.Value:
-    """0 … length − 1, for a length in a vector of one."""
-    return op.Range(np.asarray(0, np.int64), op.Squeeze(length, [0]), np.asarray(1, np.int64))
-
-
 def count_to(op, length: ir.Value) -> ir.Value:
     """0 … length − 1 in the type of a scalar length, which Range may not know."""
     limit = op.Cast(length, to=ir.DataType.INT64)
-    return op.CastLike(op.Range(np.asarray(0, np.int64), limit, np.asarray(1, np.int64)), length)
+    return op.CastLike(op.Range(0, limit, 1), length)
 
 
 def extent(op, size: Sizes, axis: int, *, like: ir.Value) -> ir.Value:
     """One size as a number of another value's type."""
     if isinstance(size, np.ndarray):
         return op.constant_like(float(size[axis]), like)
-    return op.Cast(op.Gather(size, np.asarray(axis, np.int64)), to=op.dtype(like))
-
-
-def _product(op, factors: Sequence[ir.Value]) -> ir.Value:
-    total = factors[0]
-    for factor in factors[1:]:
-        total = op.Mul(total, factor)
-    return total
+    return op.Cast(op.Gather(size, axis), to=op.dtype(like))
 
 
 def _into_image(op, coordinate, size, *, padding: str, align_corners: bool):

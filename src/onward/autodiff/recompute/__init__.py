@@ -1,4 +1,4 @@
 """Activation recomputation: `recompute=` in `generate_artifacts`.
 
-Begin with `segments` (parses the option); `budget` chooses by memory and `rewrite` changes the graph.
+Begin with `segments` (parses the option, or chooses by memory); `copies` changes the graph.
 """

@@ -11,7 +11,7 @@ It moves no data, and no optimizer can compute it before the run.
 
 A runtime that schedules by walking back from each output would compute what only an output needs (the gradient of
 a bias) at the end of the run, and keep its inputs until then. So gates also wait for the results that can be
-computed by then. `segments` and `budget` decide which nodes make segments.
+computed by then. `segments` decides which nodes make segments.
 """
 
 from __future__ import annotations
@@ -28,8 +28,6 @@ from onward.graph.nodes import RANDOM, SMALL, is_differentiable, subgraphs_of
 if TYPE_CHECKING:
     from onward.autodiff.engine import DifferentiableBuilder
 
-__all__ = ["Plan", "Tape", "plan_segment", "recompute_segments"]
-
 
 class Tape:
     """The forward nodes of a graph, its backward nodes, and the order in which nodes were differentiated.
@@ -42,29 +40,29 @@ class Tape:
     ) -> None:
         self.op = op
         self.nodes = list(op.graph)
-        self.place = {node: index for index, node in enumerate(self.nodes)}
+        self.position = {node: index for index, node in enumerate(self.nodes)}
         # a rule may have put other nodes in the place of a forward node
-        last = max((self.place[node] for node in forward if node in self.place), default=-1)
+        last = max((self.position[node] for node in forward if node in self.position), default=-1)
         self.forward = self.nodes[: last + 1]
         self._is_forward = set(self.forward)
         self._starts = {
-            visit.node: (self.place[visit.before] + 1, arriving)
+            visit.node: (self.position[visit.before] + 1, arriving)
             for visit in op.visits
-            if visit.before in self.place and (arriving := self._computed(visit.arriving))
+            if visit.before in self.position and (arriving := self._computed(visit.arriving))
         }
         # where the nodes that rules made end
         self._end = len(self.nodes)
-        self._results = [found for value in results if (found := self._result(value)) is not None]
+        self._results = [result for value in results if (result := self._result(value)) is not None]
 
     def start(self, segment: Iterable[ir.Node]) -> tuple[int, list[ir.Value]] | None:
         """The place where the backward pass comes to a segment, and the gradients that are there then."""
-        found = [self._starts[node] for node in segment if node in self._starts]
-        place, arriving = min(found, key=lambda start: start[0]) if found else (0, [])
-        return (place, arriving) if arriving and place < self._end else None
+        starts = [self._starts[node] for node in segment if node in self._starts]
+        position, arriving = min(starts, key=lambda start: start[0]) if starts else (0, [])
+        return (position, arriving) if arriving and position < self._end else None
 
-    def backward(self, place: int, end: int) -> list[ir.Node]:
+    def backward(self, begin: int, end: int) -> list[ir.Node]:
         """The backward nodes between two places."""
-        return [node for node in self.nodes[place:end] if node not in self._is_forward]
+        return [node for node in self.nodes[begin:end] if node not in self._is_forward]
 
     def is_forward(self, value: ir.Value) -> bool:
         """Whether a value is computed in the forward pass."""
@@ -75,7 +73,7 @@ class Tape:
         users = [node for node, _ in value.uses()]
         return (
             None
-            if any(n not in self.place for n in users)
+            if any(n not in self.position for n in users)
             else [n for n in users if n not in self._is_forward]
         )
 
@@ -90,8 +88,8 @@ class Tape:
     def take_results(self, before: ir.Node) -> list[ir.Value]:
         """Results that can be had before a node, each told once; what makes them is moved there."""
         graph = self.op.graph
-        ready = [result for result in self._results if result.ready < self.place[before]]
-        self._results = [result for result in self._results if result.ready >= self.place[before]]
+        ready = [result for result in self._results if result.ready < self.position[before]]
+        self._results = [result for result in self._results if result.ready >= self.position[before]]
         for result in ready:
             graph.remove(result.nodes)
             graph.insert_before(before, result.nodes)
@@ -104,7 +102,7 @@ class Tape:
             for value in gradients
             if isinstance(value.type, ir.TensorType)
             and is_differentiable(value)
-            and value.producer() in self.place
+            and value.producer() in self.position
             and not self.is_forward(value)
         ]
 
@@ -113,15 +111,18 @@ class Tape:
         last = value.producer()
         if last is None:
             return None
-        made = {last, *(node for v in last.inputs if v is not None and (node := v.producer()) is not None)}
+        producers = {
+            last,
+            *(node for v in last.inputs if v is not None and (node := v.producer()) is not None),
+        }
         # the last steps, which nothing else reads, can be moved
-        ending = {node for node in made if node is last or _only_for(node, last)}
-        self._end = min(self._end, *(self.place[node] for node in ending))
+        ending = {node for node in producers if node is last or _only_for(node, last)}
+        self._end = min(self._end, *(self.position[node] for node in ending))
         sources = {v.producer() for node in ending for v in node.inputs if v is not None} - ending - {None}
-        if not sources or any(node in self._is_forward or node not in self.place for node in sources):
+        if not sources or any(node in self._is_forward or node not in self.position for node in sources):
             return None
-        nodes = sorted(ending, key=self.place.__getitem__)
-        return _Result(value, nodes, max(self.place[node] for node in sources if node is not None))
+        nodes = sorted(ending, key=self.position.__getitem__)
+        return _Result(value, nodes, max(self.position[node] for node in sources if node is not None))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,7 +165,7 @@ def plan_segment(tape: Tape, segment: Sequence[ir.Node]) -> Plan:
         readers = tape.readers(value)
         if (
             readers is not None
-            and all(tape.place[node] >= start[0] for node in readers)
+            and all(tape.position[node] >= start[0] for node in readers)
             and all(node in inside for node in tape.read_forward(value))
         ):
             inner[value] = readers
@@ -194,12 +195,12 @@ def recompute_segments(tape: Tape, plans: Iterable[Plan], *, rest_waits: bool = 
     starts.sort(key=lambda item: item[0][0])
     ends = [start[0] for start, _ in starts[1:]] + [len(tape.nodes)]
     copies: dict[ir.Value, ir.Value] = {}
-    for ((place, arriving), plan), end in zip(starts, ends):
-        first = tape.nodes[place]
+    for ((begin, arriving), plan), end in zip(starts, ends):
+        first = tape.nodes[begin]
         with tape.op.inserting(first):
             gate = _Gates(tape.op, [*arriving, *tape.take_results(first)])
             copies.update(_repeat(tape.op, plan, first, gate))
-            for node in tape.backward(place, end):
+            for node in tape.backward(begin, end):
                 for index, value in enumerate(node.inputs):
                     if value in copies:
                         node.replace_input_with(index, copies[value])
@@ -293,6 +294,7 @@ def _copy(
         else value
         for value in inputs
     ]
+    # equal to the original to the last input, a runtime would merge the two
     if all(old is new for old, new in zip(inputs, read)):
         index = next(i for i, value in enumerate(read) if value is not None)
         read[index] = gate(inputs[index])  # type: ignore[arg-type]

@@ -26,8 +26,8 @@ def leaky_relu(op, node, dz):
 def prelu(op, node, dz):
     """z = x where x > 0, else s·x   ⇒   dx = dz where x > 0, else s·dz;  ds = dz·min(x, 0)"""
     x, slope = node.inputs
-    dx = op.Where(op.Greater(x, 0.0), dz, op.Mul(dz, slope)) if op.wanted(x) else None
-    if not op.wanted(slope):
+    dx = op.Where(op.Greater(x, 0.0), dz, op.Mul(dz, slope)) if op.needs_gradient(x) else None
+    if not op.needs_gradient(slope):
         return dx
     return dx, op.sum_to(op.Mul(dz, op.Min(x, op.constant_like(0.0, x))), slope)
 

@@ -19,21 +19,25 @@ def _if_bodies(node, varying, mattering):
 @gradient_rule("If", bodies=_if_bodies)
 def if_(op, node, *dys):
     """y = f(c) if p else g(c)   ⇒   dc = fᵀ'(c)·dy if p else gᵀ'(c)·dy"""
-    captured = [value for value in captured_values(node) if op.wanted(value)]
+    captured = [value for value in captured_values(node) if op.needs_gradient(value)]
     branches = {name: node.attributes[name].as_graph() for name in ("then_branch", "else_branch")}
-    made = {}
+    derived = {}
     for name, branch in branches.items():
         inner = subgraphs.body_builder(op, name)
-        drawn = {d: subgraphs.argument(inner, d.like, "kept") for d in subgraphs.random_values(branch)}
-        results = subgraphs.inline(inner, branch, [], given=drawn)
-        found = subgraphs.differentiate_body(inner, list(zip(results, dys)), captured)
-        made[name] = inner, found, drawn
-    reached = [value for value in captured if any(found[value] is not None for _, found, _ in made.values())]
+        drawn = {d: subgraphs.argument(inner, d.like, "random") for d in subgraphs.random_values(branch)}
+        results = subgraphs.inline(inner, branch, [], drawn_values=drawn)
+        gradients = subgraphs.differentiate_body(inner, list(zip(results, dys)), captured)
+        derived[name] = inner, gradients, drawn
+    reached = [
+        value
+        for value in captured
+        if any(gradients[value] is not None for _, gradients, _ in derived.values())
+    ]
     if not reached:
         return {}
-    for name, (inner, found, drawn) in made.items():
-        subgraphs.close(inner, [found[value] for value in reached], reached)
+    for name, (inner, gradients, drawn) in derived.items():
+        subgraphs.close(inner, [gradients[value] for value in reached], reached)
         for key, placeholder in subgraphs.used(drawn).items():
             subgraphs.bind(placeholder, saved_from_branch(op, node, name, key))
-    bodies = {name: inner for name, (inner, _, _) in made.items()}
+    bodies = {name: inner for name, (inner, _, _) in derived.items()}
     return dict(zip(reached, subgraphs.emit(op, "If", node.inputs, bodies, likes=reached)))

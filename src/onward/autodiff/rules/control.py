@@ -43,35 +43,39 @@ def loop(op, node, *dys):
 
     iteration = subgraphs.argument(inner, parts.body.inputs[0], "iteration")
     begins = {value: subgraphs.argument(inner, value, "begin") for value in parts.entering}
-    kept = {d: subgraphs.argument(inner, d.like, "kept") for d in subgraphs.random_values(parts.body)}
+    random_numbers = {
+        d: subgraphs.argument(inner, d.like, "random") for d in subgraphs.random_values(parts.body)
+    }
     true = op.constant(np.asarray(True), name="true")
-    results = subgraphs.inline(inner, parts.body, [iteration, true, *begins.values()], given=kept)
+    results = subgraphs.inline(
+        inner, parts.body, [iteration, true, *begins.values()], drawn_values=random_numbers
+    )
     outcome = results[1 : 1 + len(parts.leaving)]
-    arrived = {i: dy for i, dy in enumerate(dys[len(parts.leaving) :]) if dy is not None}
-    de = {i: subgraphs.argument(inner, parts.emitted[i], "de") for i in arrived}
-    found = subgraphs.differentiate_body(
+    scan_gradients = {i: dy for i, dy in enumerate(dys[len(parts.leaving) :]) if dy is not None}
+    de = {i: subgraphs.argument(inner, parts.emitted[i], "de") for i in scan_gradients}
+    inner_gradients = subgraphs.differentiate_body(
         inner,
         [(outcome[i], ds[i]) for i in live]
         + [(results[1 + len(parts.leaving) + i], dy) for i, dy in de.items()],
         [*(begins[parts.entering[i]] for i in live), *captured],
     )
     likes = [parts.entering[i] for i in live] + captured
-    before = [found[begins[parts.entering[i]]] for i in live]
-    added = [_added(inner, total, found[value]) for value, total in zip(captured, sums)]
+    before = [inner_gradients[begins[parts.entering[i]]] for i in live]
+    added = [_added(inner, total, inner_gradients[value]) for value, total in zip(captured, sums)]
     subgraphs.close(inner, [going, *before, *added], [going, *likes])
 
-    keep = subgraphs.used({**begins, **kept})
+    keep = subgraphs.used({**begins, **random_numbers})
     trips, record = saved_from_loop(op, parts, list(keep))
     with inner.inserting_first():
         if keep or subgraphs.used({"iteration": iteration, **de}):
-            now = inner.Sub(op.Sub(trips, 1), number)
+            now = inner.Sub(op.Sub(trips, 1), number)  # a Loop only counts upwards
             subgraphs.bind(iteration, now)
             for key, placeholder in keep.items():
                 piece = record[key].at(inner, now)
                 describe(piece, placeholder.type, placeholder.shape)
                 subgraphs.bind(placeholder, piece)
             for i, placeholder in subgraphs.used(de).items():
-                piece = inner.Gather(arrived[i], now, axis=0)
+                piece = inner.Gather(scan_gradients[i], now, axis=0)
                 describe(piece, placeholder.type, placeholder.shape)
                 subgraphs.bind(placeholder, piece)
     first = [zeros(op, node.outputs[i]) if dys[i] is None else dys[i] for i in live]
@@ -104,25 +108,25 @@ def scan(op, node, *dys):
     sums = [subgraphs.body_input(inner, value, "sum") for value in captured]
     begins = {value: subgraphs.argument(inner, value, "begin") for value in parts.entering}
     pieces = {value: subgraphs.argument(inner, value, "x") for value in parts.slices}
-    kept = {d: subgraphs.argument(inner, d.like, "kept") for d in subgraphs.random_values(parts.body)}
-    results = subgraphs.inline(inner, parts.body, [*begins.values(), *pieces.values()], given=kept)
+    random_numbers = {
+        d: subgraphs.argument(inner, d.like, "random") for d in subgraphs.random_values(parts.body)
+    }
+    results = subgraphs.inline(
+        inner, parts.body, [*begins.values(), *pieces.values()], drawn_values=random_numbers
+    )
     de = {
         i: subgraphs.argument(inner, value, "de")
         for i, value in enumerate(parts.emitted)
         if dys[count + i] is not None
     }
-    found = subgraphs.differentiate_body(
+    inner_gradients = subgraphs.differentiate_body(
         inner,
         [(results[i], ds[i]) for i in live] + [(results[count + i], dy) for i, dy in de.items()],
-        [
-            *(begins[parts.entering[i]] for i in live),
-            *(pieces[parts.slices[i]] for i in sliced),
-            *captured,
-        ],
+        [*(begins[parts.entering[i]] for i in live), *(pieces[parts.slices[i]] for i in sliced), *captured],
     )
-    before = [found[begins[parts.entering[i]]] for i in live]
-    added = [_added(inner, total, found[value]) for value, total in zip(captured, sums)]
-    dx = {i: found[pieces[parts.slices[i]]] for i in sliced}
+    before = [inner_gradients[begins[parts.entering[i]]] for i in live]
+    added = [_added(inner, total, inner_gradients[value]) for value, total in zip(captured, sums)]
+    dx = {i: inner_gradients[pieces[parts.slices[i]]] for i in sliced}
     dx = {i: value for i, value in dx.items() if value is not None}
     subgraphs.close(
         inner,
@@ -137,7 +141,7 @@ def scan(op, node, *dys):
         (parts.scanned[i], pieces[parts.slices[i]], axes_in[i], ways_in[i]) for i in range(len(parts.slices))
     ]
     walked += [(dys[count + i], dy, axes_out[i], ways_out[i]) for i, dy in de.items()]
-    keep = subgraphs.used({**begins, **kept})
+    keep = subgraphs.used({**begins, **random_numbers})
     walked += [(value, keep[key], 0, 0) for key, value in saved_from_scan(op, parts, list(keep)).items()]
     used = [row for row in walked if subgraphs.used({0: row[1]})]
     used = used or walked[:1]  # a Scan needs an input that sets the number of iterations

@@ -29,42 +29,42 @@ from onward.graph.forms.windows import (
 @gradient_rule("Conv")
 def conv(op, node, dy):
     """y = x ⋆ w + b   ⇒   dx = dy ∗ w (transposed),  dw = x ⋆ dy over batch and positions,  db = Σ dy"""
-    x, w, *rest = node.inputs
-    bias = rest[0] if rest else None
+    x, w, *optional = node.inputs
+    bias = optional[0] if optional else None
     dy = ranked(dy, x)
     window = window_of(op, node, x, kernel_of(op, node, w))
     product = Product(x, w, dy, window, node.attributes.get_int("group", 1))
-    dx = input_gradient(op, product) if op.wanted(x) else None
-    dw = weight_gradient(op, product) if op.wanted(w) else None
-    return dx, dw, sum_channels(op, dy) if op.wanted(bias) else None
+    dx = input_gradient(op, product) if op.needs_gradient(x) else None
+    dw = weight_gradient(op, product) if op.needs_gradient(w) else None
+    return dx, dw, sum_channels(op, dy) if op.needs_gradient(bias) else None
 
 
 @gradient_rule("ConvTranspose")
 def conv_transpose(op, node, dy):
     """y = x ∗ w + b, the transpose of ⋆   ⇒   dx = dy ⋆ w,  dw = dy ⋆ x over batch and positions,  db = Σ dy"""
-    x, w, *rest = node.inputs
-    bias = rest[0] if rest else None
+    x, w, *optional = node.inputs
+    bias = optional[0] if optional else None
     dy = ranked(dy, x)
     window = transposed_window(op, node, x, kernel_of(op, node, w))
     group = node.attributes.get_int("group", 1)
     dx = dw = None
-    if op.wanted(x):
+    if op.needs_gradient(x):
         pads = window.static_pads
         source = dy if pads is not None else padded(op, dy, window.begin, window.end, axes=window.axes)
         dx = op.Conv(source, w, **placement(window), pads=pads, group=group)
         # Output padding of a whole stride and more gives windows that no input made.
         if np.any(ints(node, "output_padding", [0]) >= window.strides) or has(node, "output_shape"):
             dx = cut(op, dx, np.zeros_like(window.strides), spatial(op, x), axes=window.axes)
-    if op.wanted(w):
+    if op.needs_gradient(w):
         dw = weight_gradient(op, Product(dy, w, x, window, group))
-    return dx, dw, sum_channels(op, dy) if op.wanted(bias) else None
+    return dx, dw, sum_channels(op, dy) if op.needs_gradient(bias) else None
 
 
 @gradient_rule("Col2Im")
 def col2im(op, node, dy):
     """y adds up blocks of pixels   ⇒   dx[c, t, p] = dy[c, p·stride + t·dilation − pad]"""
     x, image_shape, block_shape = node.inputs
-    size, block = known(op, image_shape), known(op, block_shape)
+    size, block = sizes_of(op, image_shape), sizes_of(op, block_shape)
     rank = op.rank(dy) - 2 if dy.shape is not None else op.static_dim(image_shape, 0)
     strides, dilations = ints(node, "strides", [1] * rank), ints(node, "dilations", [1] * rank)
     pads = ints(node, "pads", [0] * 2 * rank)
@@ -75,8 +75,8 @@ def col2im(op, node, dy):
     columns = padded(op, dy, window.begin, window.end, axes=window.axes)
     for axis in range(rank):
         tap = count_up(op, block, axis, int(dilations[axis]))
-        place = count_up(op, count, axis, int(strides[axis]))
-        index = op.Add(op.Unsqueeze(tap, [1]), op.Unsqueeze(place, [0]))
+        start = count_up(op, count, axis, int(strides[axis]))
+        index = op.Add(op.Unsqueeze(tap, [1]), op.Unsqueeze(start, [0]))
         columns = op.Gather(columns, index, axis=2 + 2 * axis)
     order = [0, 1, *range(2, 2 + 2 * rank, 2), *range(3, 3 + 2 * rank, 2)]
     return op.Reshape(op.Transpose(columns, perm=order), op.shape(x)), None, None
@@ -114,11 +114,11 @@ def input_gradient(op, product: Product) -> ir.Value:
     attributes = {**placement(window), "group": product.group}
     covered = calculate(op, "Mul", calculate(op, "Sub", spatial(op, dy), 1), window.strides)
     covered = calculate(op, "Add", covered, reach(op, window.kernel, window.dilations))
-    rest = calculate(
+    remainder = calculate(
         op, "Sub", calculate(op, "Add", size, calculate(op, "Add", window.begin, window.end)), covered
     )
-    if pads is not None and isinstance(rest, np.ndarray):
-        return op.ConvTranspose(dy, w, **attributes, pads=pads, output_padding=rest.tolist())
+    if pads is not None and isinstance(remainder, np.ndarray):
+        return op.ConvTranspose(dy, w, **attributes, pads=pads, output_padding=remainder.tolist())
     spare = (window.strides - 1).tolist() if np.any(window.strides > 1) else None
     if pads is not None:
         full = op.ConvTranspose(dy, w, **attributes, pads=pads, output_padding=spare)
@@ -177,10 +177,10 @@ def transposed_window(op, node: ir.Node, x: ir.Value, kernel: Sizes) -> Window:
     full = calculate(op, "Add", reach(op, kernel, dilations), extra)
     if has(node, "output_shape"):
         full = calculate(op, "Add", full, calculate(op, "Mul", calculate(op, "Sub", size, 1), strides))
-        wanted: Sizes = ints(node, "output_shape", [])[-rank:]
+        requested: Sizes = ints(node, "output_shape", [])[-rank:]
     else:
-        wanted = strides
-    total = calculate(op, "Max", calculate(op, "Sub", full, wanted), np.zeros(rank, np.int64))
+        requested = strides
+    total = calculate(op, "Max", calculate(op, "Sub", full, requested), np.zeros(rank, np.int64))
     return Window(kernel, strides, dilations, *split_padding(op, total, upper=auto_pad == "SAME_UPPER"))
 
 
@@ -199,15 +199,15 @@ def sum_channels(op, dy: ir.Value) -> ir.Value:
     return op.ReduceSum(dy, [0, *range(2, op.rank(dy))], keepdims=0)
 
 
-def known(op, vector: ir.Value) -> Sizes:
+def sizes_of(op, vector: ir.Value) -> Sizes:
     """A vector of sizes that may be constant."""
-    found = op.const_value(vector)
-    return vector if found is None else np.asarray(found, np.int64)
+    constant = op.const_value(vector)
+    return vector if constant is None else np.asarray(constant, np.int64)
 
 
 def count_up(op, sizes: Sizes, axis: int, step: int) -> ir.Value:
     """0, step, 2·step … with as many entries as one of the sizes says."""
     if isinstance(sizes, np.ndarray):
         return op.constant(np.arange(int(sizes[axis]), dtype=np.int64) * step)
-    limit = op.Mul(op.Gather(sizes, np.asarray(axis, np.int64)), np.asarray(step, np.int64))
-    return op.Range(np.asarray(0, np.int64), limit, np.asarray(step, np.int64))
+    limit = op.Mul(op.Gather(sizes, axis), np.asarray(step, np.int64))
+    return op.Range(0, limit, np.asarray(step, np.int64))

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import numpy as np
 import onnx_ir as ir
 
 from onward.autodiff.forms.sampling import (
     axis_taps,
     combine,
     coordinate_gradients,
-    count_rows,
     extent,
     from_rows,
     scatter_rows,
@@ -29,8 +27,8 @@ def deform_conv(op, node, dy):
     Sampling is linear with zeros outside: dx adds m·ds·weight into each pixel that was read, and
     d offset = Σ m·ds·pixel·∂weight. Samples are laid out [batch, part, tap, position, channel of the part].
     """
-    x, w, offset, *rest = node.inputs
-    bias, mask = (*rest, None, None)[:2]
+    x, w, offset, *optional = node.inputs
+    bias, mask = (*optional, None, None)[:2]
     dy = ranked(dy, x)
     group = node.attributes.get_int("group", 1)
     parts = node.attributes.get_int("offset_group", 1)
@@ -45,16 +43,16 @@ def deform_conv(op, node, dy):
     places = base_positions(op, window, spatial(op, dy), like=offset)
     offsets = op.Reshape(offset, op.Concat(batch, [parts], taps, [2, -1], axis=0))
     read = []
-    for axis, place in enumerate(places):
-        coordinate = op.Add(op.Gather(offsets, np.asarray(axis, np.int64), axis=3), place)
+    for axis, base in enumerate(places):
+        coordinate = op.Add(op.Gather(offsets, axis, axis=3), base)
         read.append(axis_taps(op, coordinate, extent(op, size, axis, like=offset), mode="linear"))
-    images = op.Reshape(count_rows(op, op.Mul(batch, [parts])), op.Concat(batch, [parts], axis=0))
-    found = combine(op, read, size, lead=images, lead_rank=2)
+    images = op.Reshape(op.positions(op.Mul(batch, [parts])), op.Concat(batch, [parts], axis=0))
+    samples = combine(op, read, size, lead=images, lead_rank=2)
 
     rows = to_rows(op, x, parts=parts)
-    pixels = op.Gather(rows, found.index)
-    weight = op.Unsqueeze(found.weight, [-1])
-    plain = op.ReduceSum(op.Mul(pixels, weight), found.tap_axes, keepdims=0)
+    pixels = op.Gather(rows, samples.index)
+    weight = op.Unsqueeze(samples.weight, [-1])
+    plain = op.ReduceSum(op.Mul(pixels, weight), samples.tap_axes, keepdims=0)
     scale = None
     if mask is not None:
         scale = op.Unsqueeze(op.Reshape(mask, op.Concat(batch, [parts], taps, [-1], axis=0)), [-1])
@@ -63,7 +61,7 @@ def deform_conv(op, node, dy):
     # [batch, group, channels·taps of the group, position] is the layout of the weights' products.
     dy_groups = op.Reshape(dy, op.Concat(batch, [group, -1], positions, axis=0))
     dw = None
-    if op.wanted(w):
+    if op.needs_gradient(w):
         sampled = plain if scale is None else op.Mul(plain, scale)
         columns = op.Transpose(sampled, perm=[0, 1, 4, 2, 3])
         columns = op.Reshape(columns, op.Concat(batch, [group, -1], positions, axis=0))
@@ -76,16 +74,16 @@ def deform_conv(op, node, dy):
     ds = op.Transpose(ds, perm=[0, 1, 3, 4, 2])
     dm = None
     if scale is not None:
-        if op.wanted(mask):
+        if op.needs_gradient(mask):
             dm = op.Reshape(op.ReduceSum(op.Mul(ds, plain), [-1], keepdims=0), op.shape(mask))
         ds = op.Mul(ds, scale)
-    dx = from_rows(op, scatter_rows(op, found, ds, rows), x) if op.wanted(x) else None
+    dx = from_rows(op, scatter_rows(op, samples, ds, rows), x) if op.needs_gradient(x) else None
     d_offset = None
-    if op.wanted(offset):
+    if op.needs_gradient(offset):
         felt = op.ReduceSum(op.Mul(pixels, ds), [-1], keepdims=0)
-        moved = [op.Unsqueeze(part, [3]) for part in coordinate_gradients(op, found, felt)]
+        moved = [op.Unsqueeze(part, [3]) for part in coordinate_gradients(op, samples, felt)]
         d_offset = op.Reshape(op.Concat(*moved, axis=3), op.shape(offset))
-    return dx, dw, d_offset, sum_channels(op, dy) if op.wanted(bias) else None, dm
+    return dx, dw, d_offset, sum_channels(op, dy) if op.needs_gradient(bias) else None, dm
 
 
 def base_positions(op, window: Window, places: Sizes, *, like: ir.Value) -> list[ir.Value]:
@@ -96,10 +94,10 @@ def base_positions(op, window: Window, places: Sizes, *, like: ir.Value) -> list
     grids = []
     for axis in range(rank):
         tap = count_up(op, window.kernel, axis, int(window.dilations[axis]))
-        place = count_up(op, places, axis, int(window.strides[axis]))
-        place = op.Sub(place, op.Gather(values(op, window.begin), [axis]))
+        start = count_up(op, places, axis, int(window.strides[axis]))
+        start = op.Sub(start, op.Gather(values(op, window.begin), [axis]))
         others = [i for i in range(2 * rank) if i not in (axis, rank + axis)]
-        spread = op.Unsqueeze(op.Add(op.Unsqueeze(tap, [1]), op.Unsqueeze(place, [0])), others)
+        spread = op.Unsqueeze(op.Add(op.Unsqueeze(tap, [1]), op.Unsqueeze(start, [0])), others)
         whole = op.Expand(spread, op.Concat(kernel, places_value, axis=0))
         grids.append(op.Cast(op.Reshape(whole, flat), to=op.dtype(like)))
     return grids

@@ -37,7 +37,7 @@ def keep_positive(op, dz, x):
 
 def mask(op, condition, *, like):
     """1 where the condition holds, 0 elsewhere, in another value's type."""
-    return op.Cast(condition, to=int(op.dtype(like)))
+    return op.Cast(condition, to=op.dtype(like))
 
 
 def step(op, x):
@@ -64,14 +64,15 @@ def add(op, node, dz):
 def sub(op, node, dz):
     """z = x − y   ⇒   dx = dz,  dy = −dz, negated after the sum, where it is smaller"""
     x, y = node.inputs
-    return op.sum_to(dz, x) if op.wanted(x) else None, op.Neg(op.sum_to(dz, y)) if op.wanted(y) else None
+    dx = op.sum_to(dz, x) if op.needs_gradient(x) else None
+    return dx, op.Neg(op.sum_to(dz, y)) if op.needs_gradient(y) else None
 
 
 @gradient_rule("Mul", broadcasts=True)
 def mul(op, node, dz):
     """z = x·y   ⇒   dx = dz·y,  dy = dz·x"""
     x, y = node.inputs
-    return op.Mul(dz, y) if op.wanted(x) else None, op.Mul(dz, x) if op.wanted(y) else None
+    return op.Mul(dz, y) if op.needs_gradient(x) else None, op.Mul(dz, x) if op.needs_gradient(y) else None
 
 
 @gradient_rule("Div")
@@ -79,8 +80,8 @@ def div(op, node, dz):
     """z = x/y   ⇒   dx = dz/y,  dy = −z·dz/y"""
     x, y = node.inputs
     over = op.Div(dz, y)
-    dx = op.sum_to(over, x) if op.wanted(x) else None
-    dy = op.Neg(op.sum_to(op.Mul(over, node.outputs[0]), y)) if op.wanted(y) else None
+    dx = op.sum_to(over, x) if op.needs_gradient(x) else None
+    dy = op.Neg(op.sum_to(op.Mul(over, node.outputs[0]), y)) if op.needs_gradient(y) else None
     return dx, dy
 
 
@@ -88,7 +89,7 @@ def div(op, node, dz):
 def mod(op, node, dz):
     """z = x − n·y with n = x/y truncated or rounded down   ⇒   dx = dz,  dy = −n·dz"""
     x, y = node.inputs
-    if not op.wanted(y):
+    if not op.needs_gradient(y):
         return dz
     n = op.Floor(op.Add(op.Div(op.Sub(x, node.outputs[0]), y), 0.5))  # Round has no bfloat16
     return dz, op.Neg(op.Mul(dz, n))
@@ -103,23 +104,23 @@ def power(op, node, dz):
     x, p = node.inputs
     z = node.outputs[0]
     dx = dp = None
-    if op.wanted(x):
+    if op.needs_gradient(x):
         dx = _power_base(op, dz, x, p, z)
-    if op.wanted(p):
+    if op.needs_gradient(p):
         nothing = op.And(op.Equal(x, 0.0), op.GreaterOrEqual(p, 0.0))
         dp = op.Mul(dz, op.Mul(z, op.Log(op.Where(nothing, op.constant_like(1.0, x), x))))
-        dp = dp if op.dtype(p) == op.dtype(x) else op.Cast(dp, to=int(op.dtype(p)))
+        dp = dp if op.dtype(p) == op.dtype(x) else op.Cast(dp, to=op.dtype(p))
     return dx, dp
 
 
 def _power_base(op, dz, x, p, z):
-    known = op.const_value(p)
-    if known is None or known.size != 1:
+    constant = op.const_value(p)
+    if constant is None or constant.size != 1:
         # In x's type: few integer types have kernels, and unsigned ones no p − 1.
-        p = p if op.dtype(p) == op.dtype(x) else op.Cast(p, to=int(op.dtype(x)))
+        p = p if op.dtype(p) == op.dtype(x) else op.Cast(p, to=op.dtype(x))
         lower = op.Where(op.Equal(p, 0.0), op.constant_like(1.0, p), op.Sub(p, 1.0))
         return op.Mul(dz, op.Mul(p, op.Pow(x, lower)))
-    exponent = float(known.reshape(()))
+    exponent = float(constant.reshape(()))
     if exponent == 0:
         return op.zeros_like(dz)
     if exponent == 1:
@@ -140,8 +141,8 @@ def extremum(op, node, dz):
     z = node.outputs[0]
     if len(node.inputs) == 1:
         return dz
-    if sum(op.wanted(x) for x in node.inputs) == 1:
-        return [keep(op, dz, op.Equal(x, z)) if op.wanted(x) else None for x in node.inputs]
+    if sum(op.needs_gradient(x) for x in node.inputs) == 1:
+        return [keep(op, dz, op.Equal(x, z)) if op.needs_gradient(x) else None for x in node.inputs]
     chosen = [mask(op, op.Equal(x, z), like=z) for x in node.inputs]
     share = op.Div(dz, op.Sum(*chosen))
     return [op.Mul(share, one) for one in chosen]
@@ -163,8 +164,8 @@ def mean(op, node, dz):
 def where(op, node, dz):
     """z = x where c, else y   ⇒   dx = dz where c,  dy = dz where not c"""
     condition, x, y = node.inputs
-    dx = keep(op, dz, condition) if op.wanted(x) else None
-    dy = keep(op, dz, op.Not(condition)) if op.wanted(y) else None
+    dx = keep(op, dz, condition) if op.needs_gradient(x) else None
+    dy = keep(op, dz, op.Not(condition)) if op.needs_gradient(y) else None
     return None, dx, dy
 
 
@@ -177,12 +178,12 @@ def clip(op, node, dz):
     x, low, high = (*node.inputs, None, None)[:3]
     if low is None and high is None:
         return dz
-    dx = keep(op, dz, op.Equal(x, node.outputs[0])) if op.wanted(x) else None
+    dx = keep(op, dz, op.Equal(x, node.outputs[0])) if op.needs_gradient(x) else None
     dlow = dhigh = None
-    if op.wanted(low):
+    if op.needs_gradient(low):
         below = op.Less(x, low)
         dlow = op.sum_to(keep(op, dz, below if high is None else op.And(below, op.Less(low, high))), low)
-    if op.wanted(high):
+    if op.needs_gradient(high):
         above = op.Greater(x, high)
         dhigh = op.sum_to(keep(op, dz, above if low is None else op.Or(above, op.Greater(low, high))), high)
     return dx, dlow, dhigh

@@ -54,7 +54,7 @@ def gather(op, node, dz):
     if few and axis == 0 and op.rank(x) == 2 and op.dtype(x) == ir.DataType.FLOAT:
         flat = op.Reshape(index, [-1])
         if op.dtype(index) != ir.DataType.INT64:
-            flat = op.Cast(flat, to=int(ir.DataType.INT64))
+            flat = op.Cast(flat, to=ir.DataType.INT64)
         return op.MatMul(op.OneHot(flat, size, np.array([0, 1], np.float32), axis=0), rows)
     return scatter_rows(op, x, index, rows, axis=axis)
 
@@ -193,13 +193,13 @@ def _scatter_gradients(op, node, dz, u, scatter, pick):
     x, z = node.inputs[0], node.outputs[0]
     reduction = node.attributes.get_string("reduction", "none")
     if reduction == "none":
-        return scatter(dz, op.zeros_like(u), "none") if op.wanted(x) else None, None, pick(dz)
+        return scatter(dz, op.zeros_like(u), "none") if op.needs_gradient(x) else None, None, pick(dz)
     if reduction == "add":
         return dz, None, pick(dz)
     one = op.constant_like(1.0, x)
     if reduction == "mul":
-        dx = op.Mul(dz, scatter(op.Expand(one, op.shape(x)), u, "mul")) if op.wanted(x) else None
-        if not op.wanted(u):
+        dx = op.Mul(dz, scatter(op.Expand(one, op.shape(x)), u, "mul")) if op.needs_gradient(x) else None
+        if not op.needs_gradient(u):
             return dx
         zero = op.Equal(u, 0.0)
         safe = op.Where(zero, one, u)
@@ -213,16 +213,20 @@ def _scatter_gradients(op, node, dz, u, scatter, pick):
     return op.Mul(share, from_x), None, op.Mul(pick(share), from_u)
 
 
+def _put_back(op, x, index, dz, axis):
+    """dz's slices at the places of x that they came from, each a place of its own; without an axis, of all elements."""
+    if axis is not None:
+        return scatter_rows(op, x, index, dz, axis=axis % op.rank(x))
+    zeros = op.Expand(op.constant_like(0.0, x), op.Reshape(op.Size(x), [1]))
+    return reshape_like(op, op.ScatterElements(zeros, index, dz, axis=0), x)
+
+
 @gradient_rule("Compress")
 def compress(op, node, dz):
     """z = the slices of x where a condition holds   ⇒   dx = dz at those, 0 elsewhere"""
     x, condition = node.inputs
     index = op.Squeeze(op.NonZero(condition), [0])
-    axis = node.attributes.get_int("axis", None)
-    if axis is not None:
-        return scatter_rows(op, x, index, dz, axis=axis % op.rank(x))
-    zeros = op.Expand(op.constant_like(0.0, x), op.Reshape(op.Size(x), [1]))
-    return reshape_like(op, op.ScatterElements(zeros, index, dz, axis=0), x)
+    return _put_back(op, x, index, dz, node.attributes.get_int("axis", None))
 
 
 @gradient_rule("TopK")
@@ -253,10 +257,7 @@ def unique(op, node, dz, *_):
     axis = node.attributes.get_int("axis", None)
     ordered = node.attributes.get_int("sorted", 1)
     index = op.Unique(x, axis=axis, sorted=ordered, outputs=2)[1]
-    if axis is not None:
-        return scatter_rows(op, x, index, dz, axis=axis % op.rank(x))
-    zeros = op.Expand(op.constant_like(0.0, x), op.Reshape(op.Size(x), [1]))
-    return reshape_like(op, op.ScatterElements(zeros, index, dz, axis=0), x)
+    return _put_back(op, x, index, dz, axis)
 
 
 no_gradient("NonZero", because="indices")

@@ -16,11 +16,12 @@ from onward.errors import ModelError
 @gradient_rule("Gemm", broadcasts=True)
 def gemm(op, node, dy):
     """y = α·A'·B' + β·C   ⇒   dA' = α·dy·B'ᵀ,  dB' = α·A'ᵀ·dy,  dC = β·dy summed to C"""
-    a, b, *rest = node.inputs
+    a, b, *addend = node.inputs
     alpha = node.attributes.get_float("alpha", 1.0)
     beta = node.attributes.get_float("beta", 1.0)
     trans_a = node.attributes.get_int("transA", 0)
     trans_b = node.attributes.get_int("transB", 0)
+    # as products with flags: a transposition of its own would be a copy
     da = (
         _product(op, b, dy, alpha=alpha, turn_a=trans_b, turn_b=1)
         if trans_a
@@ -32,7 +33,7 @@ def gemm(op, node, dy):
         else _product(op, a, dy, alpha=alpha, turn_a=1 - trans_a)
     )
     dc = dy if beta == 1.0 else op.Mul(dy, beta)
-    return da, db, dc if rest else None
+    return da, db, dc if addend else None
 
 
 @gradient_rule("MatMul")
@@ -53,15 +54,15 @@ def matmul(op, node, dy):
         return da, db
     if rank_a == 2 and rank_b == 2:
         return _product(op, dy, b, turn_b=1), _product(op, a, dy, turn_a=1)
-    if rank_b == 2 and not op.wanted(b):
-        return op.MatMul(dy, _transposed(op, b)), None  # the runtime multiplies without a transposed copy
+    if rank_b == 2 and not op.needs_gradient(b):
+        return op.MatMul(dy, transposed(op, b)), None  # the runtime multiplies without a transposed copy
     if rank_b == 2:
         # One product over all batches: A's rows are the rows of every batch together.
         rows = op.Reshape(dy, op.concat_shape(-1, op.dim(b, 1)))
         da = op.Reshape(_product(op, rows, b, turn_b=1), op.shape(a))
         return da, _product(op, op.Reshape(a, op.concat_shape(-1, op.dim(b, 0))), rows, turn_a=1)
-    da = op.MatMul(dy, _transposed(op, b))
-    db = op.MatMul(_transposed(op, a), dy)
+    da = op.MatMul(dy, transposed(op, b))
+    db = op.MatMul(transposed(op, a), dy)
     return op.sum_to(da, a), op.sum_to(db, b)
 
 
@@ -82,7 +83,8 @@ def _by_vector(op, matrix, vector, dy, *, transposed=False):
     return spread, op.Squeeze(op.MatMul(op.Reshape(dy, [1, -1]), rows), [0])
 
 
-def _transposed(op, value):
+def transposed(op, value):
+    """Each matrix of a batch, transposed."""
     rank = op.rank(value)
     return op.Transpose(value, perm=[*range(rank - 2), rank - 1, rank - 2])
 
@@ -94,7 +96,7 @@ def einsum(op, node, dy):
         node.attributes.get_string("equation", ""), [op.rank(value) for value in node.inputs]
     )
     return [
-        contraction.gradient(op, index, list(node.inputs), dy) if op.wanted(value) else None
+        contraction.gradient(op, index, list(node.inputs), dy) if op.needs_gradient(value) else None
         for index, value in enumerate(node.inputs)
     ]
 
@@ -114,17 +116,17 @@ def det(op, node, dy):
     if side == 1:
         return op.Reshape(dy, op.shape(x))
     if side is not None:
-        kept = np.arange(side - 1)
-        others = kept[None, :] + (kept[None, :] >= np.arange(side)[:, None])  # row i: all but i
+        position = np.arange(side - 1)
+        others = position[None, :] + (position[None, :] >= np.arange(side)[:, None])  # row i: all but i
         index = others[:, None, :, None] * side + others[None, :, None, :]
         signs = (-1.0) ** np.add.outer(np.arange(side), np.arange(side))
         index, signs = op.constant(index.astype(np.int64)), op.constant(signs.astype(op.dtype(x).numpy()))
     else:
         size = op.Squeeze(op.dim(x, -1), [0])
         every = op.Range(np.int64(0), size, np.int64(1))
-        kept = op.Unsqueeze(op.Range(np.int64(0), op.Sub(size, 1), np.int64(1)), [0])
-        skip = op.Cast(op.GreaterOrEqual(kept, op.Unsqueeze(every, [1])), to=7)
-        others = op.Add(kept, skip)
+        position = op.Unsqueeze(op.Range(np.int64(0), op.Sub(size, 1), np.int64(1)), [0])
+        skip = op.Cast(op.GreaterOrEqual(position, op.Unsqueeze(every, [1])), to=7)
+        others = op.Add(position, skip)
         rows = op.Unsqueeze(op.Mul(others, size), [1, 3])
         index = op.Add(rows, op.Unsqueeze(others, [0, 2]))
         odd = op.Mod(op.Add(op.Unsqueeze(every, [0]), op.Unsqueeze(every, [1])), 2)
@@ -173,24 +175,24 @@ class Contraction:
         terms = [self.result, *(t for i, t in enumerate(self.operands) if i != index)]
         values = [dy, *(v for i, v in enumerate(operands) if i != index)]
         present = set("".join(terms))
-        kept = "".join(c for c in own if c in present)
-        found = values[0]
-        if len(terms) > 1 or terms[0] != kept:
-            found = op.Einsum(*values, equation=f"{','.join(terms)}->{kept}")
-        if labels == kept:
-            return op.sum_to(found, x) if self._may_broadcast(op, index, operands) else found
+        shared = "".join(c for c in own if c in present)
+        dx = values[0]
+        if len(terms) > 1 or terms[0] != shared:
+            dx = op.Einsum(*values, equation=f"{','.join(terms)}->{shared}")
+        if labels == shared:
+            return op.sum_to(dx, x) if self._may_broadcast(op, index, operands) else dx
         # Labels summed away in x alone come back as axes of size 1, spread over x's own shape; of a label
         # that x repeats, only the diagonal is not zero.
-        axes = [axis for axis, c in enumerate(labels) if c not in kept or c in labels[:axis]]
-        found = op.Unsqueeze(found, axes) if axes else found
+        axes = [axis for axis, c in enumerate(labels) if c not in shared or c in labels[:axis]]
+        dx = op.Unsqueeze(dx, axes) if axes else dx
         if self._may_broadcast(op, index, operands):
-            found = self._sum_broadcast(op, found, x, labels)
-        found = op.Expand(found, op.shape(x))
+            dx = self._sum_broadcast(op, dx, x)
+        dx = op.Expand(dx, op.shape(x))
         for axis, c in enumerate(labels):
             first = labels.index(c)
             if first != axis:
-                found = op.Where(_diagonal(op, x, first, axis), found, op.constant_like(0.0, x))
-        return found
+                dx = op.Where(_diagonal(op, x, first, axis), dx, op.constant_like(0.0, x))
+        return dx
 
     def _may_broadcast(self, op, index: int, operands: list[ir.Value]) -> bool:
         """Whether an axis of x may be 1 where the others' is not: under an ellipsis, or as shapes show."""
@@ -201,11 +203,10 @@ class Contraction:
             for axis, c in enumerate(labels)
         )
 
-    def _sum_broadcast(self, op, found: ir.Value, x: ir.Value, labels: str) -> ir.Value:
+    def _sum_broadcast(self, op, dx: ir.Value, x: ir.Value) -> ir.Value:
         """Sum over the axes where x has size 1 and the gradient has more."""
-        ones = op.Equal(op.Shape(x), 1)
-        axes = op.Squeeze(op.NonZero(ones), [0])
-        return op.ReduceSum(found, axes, keepdims=1, noop_with_empty_axes=1)
+        axes = op.Squeeze(op.NonZero(op.Equal(op.Shape(x), 1)), [0])
+        return op.ReduceSum(dx, axes, keepdims=1, noop_with_empty_axes=1)
 
 
 def _diagonal(op, x: ir.Value, first: int, second: int) -> ir.Value:
@@ -213,8 +214,7 @@ def _diagonal(op, x: ir.Value, first: int, second: int) -> ir.Value:
     rank = op.rank(x)
 
     def positions(axis: int) -> ir.Value:
-        count = op.Squeeze(op.dim(x, axis), [0])
-        along = op.Range(np.int64(0), count, np.int64(1))
+        along = op.positions(op.dim(x, axis))
         return op.Unsqueeze(along, [a for a in range(rank) if a != axis]) if rank > 1 else along
 
     return op.Equal(positions(first), positions(second))

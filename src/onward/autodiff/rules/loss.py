@@ -7,7 +7,8 @@ import dataclasses
 import onnx_ir as ir
 
 from onward.autodiff.registry import gradient_rule
-from onward.autodiff.saved.log_probabilities import by_products, log_probabilities
+from onward.autodiff.saved.optional_outputs import by_products, log_probabilities
+from onward.graph.nodes import optional_input, required_input
 
 # Up to this many classes, a matrix of ones and zeros costs less than picking and scattering.
 _FEW = 64
@@ -80,8 +81,7 @@ class _Labels:
 
     @staticmethod
     def read(op, node: ir.Node) -> _Labels:
-        _, labels, weights = (*node.inputs, None)[:3]
-        assert labels is not None
+        labels, weights = required_input(node, 1), optional_input(node, 2)
         ignore = node.attributes.get("ignore_index")
         valid = None
         if ignore is not None:
@@ -115,7 +115,7 @@ class _Labels:
 
     def weight_gradient(self, op, log_prob: ir.Value, loss: ir.Value, dloss: ir.Value) -> ir.Value | None:
         """dweight[c] = Σ −ℓᵢ·dloss over the samples of class c; a mean also has −loss, all over Σ κ"""
-        if not op.wanted(self.weights):
+        if not op.needs_gradient(self.weights):
             return None
         each = op.Neg(op.Squeeze(op.GatherElements(log_prob, self.index, axis=1), [1]))
         if self.reduction == "mean":

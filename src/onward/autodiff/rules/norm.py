@@ -11,6 +11,7 @@ import onnx_ir as ir
 
 from onward.autodiff.registry import gradient_rule
 from onward.autodiff.saved.optional_outputs import saved_output
+from onward.graph.nodes import optional_input, required_input
 from onward.graph.passes.running_stats import count_per_channel
 
 
@@ -36,8 +37,7 @@ def layer_normalization(op, node, dy, dmean=None, dr=None):
     dx as above with g = dy·scale. The forward node's own mean and r are used. As outputs, they add
     dmean/n − dr·r²·x̂/n to dx.
     """
-    x, scale, bias = (*node.inputs, None)[:3]
-    assert x is not None
+    x, scale, bias = required_input(node), node.inputs[1], optional_input(node, 2)
     rank = op.rank(x)
     axis = node.attributes.get_int("axis", -1) % rank
     axes = list(range(axis, rank))
@@ -65,17 +65,14 @@ def layer_normalization(op, node, dy, dmean=None, dr=None):
             mean_g = op.ReduceMean(op.Mul(dy, weight), axes, keepdims=1)
             mean_gx = op.ReduceMean(op.Mul(dyx, weight), axes, keepdims=1)
         dx = op.Mul(op.Sub(op.Sub(op.Mul(dy, weight), mean_g), op.Mul(x_hat, mean_gx)), r)
-        if op.wanted(scale):
+        if op.needs_gradient(scale):
             dscale = _cast_to(op, op.sum_to(dyx, scale), scale)
-        if op.wanted(bias):
+        if op.needs_gradient(bias):
             dbias = _cast_to(op, op.sum_to(dy, bias), bias)
     if dmean is not None or dr is not None:
         dmean, dr = (None if value is None else _cast(op, value, precise) for value in (dmean, dr))
         size = op.Cast(op.ReduceProd(op.Shape(x, start=axis), keepdims=0), to=precise.value)
-        for term in (
-            dmean,
-            None if dr is None else op.Neg(op.Mul(op.Mul(dr, op.Mul(r, r)), x_hat)),
-        ):
+        for term in (dmean, None if dr is None else op.Neg(op.Mul(op.Mul(dr, op.Mul(r, r)), x_hat))):
             if term is not None:
                 spread = op.Div(op.Expand(term, op.shape(x)), size)
                 dx = spread if dx is None else op.Add(dx, spread)
@@ -132,10 +129,10 @@ def batch_normalization(op, node, dy, drunning_mean=None, drunning_var=None):
     nowhere = _cast_to(op, zeros, var)
     if not training:
         dbias = per_channel(dy, bias)
-        if any(op.wanted(value) for value in (scale, mean, var)):
+        if any(op.needs_gradient(value) for value in (scale, mean, var)):
             dscale = per_channel(op.Mul(dy, normalized(x, ones, zeros, mean)), scale)
         dx = normalized(dy, scale, zeros, nowhere)
-        if op.wanted(mean) or op.wanted(var):
+        if op.needs_gradient(mean) or op.needs_gradient(var):
             r = op.Reciprocal(op.Sqrt(op.Add(var, epsilon)))
             weight = op.Mul(_cast_to(op, scale, var), r)
             dmean = op.Neg(op.Mul(_cast_to(op, dbias, var), weight))

@@ -76,9 +76,7 @@ def global_max_pool(op, node, dy):
     )
     flat = op.Reshape(x, op.Concat([0, 0], length, axis=0))
     first = op.ArgMax(flat, axis=2, keepdims=1)
-    zero, one = np.asarray(0, np.int64), np.asarray(1, np.int64)
-    place = op.Range(zero, op.Squeeze(length, [0]), one)
-    chosen = op.Where(op.Equal(place, first), op.Reshape(dy, [0, 0, 1]), 0.0)
+    chosen = op.Where(op.Equal(op.positions(length), first), op.Reshape(dy, [0, 0, 1]), 0.0)
     return op.Reshape(chosen, op.shape(x))
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onward.autodiff.registry import gradient_rule
+from onward.autodiff.rules.linalg import transposed
 
 # The largest finite number of each 8-bit float; integers have −2ⁿ⁻¹ … 2ⁿ⁻¹ − 1 or 0 … 2ⁿ − 1.
 _FLOAT8 = {
@@ -26,19 +27,20 @@ _FLOAT8 = {
 @gradient_rule("QuantizeLinear", straight_through=True)
 def quantize_linear(op, node, dq):
     """q = saturate(round(x/s) + z)   ⇒   dx = dq/s,  ds = −Σ dq·x/s², both 0 where q saturates"""
-    x, scale, *rest = node.inputs
-    zero = rest[0] if rest else None
+    x, scale, *optional = node.inputs
+    zero = optional[0] if optional else None
     scales = Scales.read(op, node, x)
     s = op.CastLike(scales.spread(op, scale), x)
     dq = op.CastLike(dq, x)
     low, high = _range(op.dtype(node.outputs[0]))
     level = op.Round(op.Div(x, s))
     if zero is not None:
-        level = op.Add(level, op.CastLike(scales.spread(op, zero), x))
+        # cast first: the runtime has no Unsqueeze of 4-bit integers
+        level = op.Add(level, scales.spread(op, op.CastLike(zero, x)))
     inside = op.And(op.GreaterOrEqual(level, low), op.LessOrEqual(level, high))
     dx = op.Where(inside, op.Div(dq, s), op.constant_like(0.0, x))
     ds = None
-    if op.wanted(scale):
+    if op.needs_gradient(scale):
         ds = op.CastLike(scales.gather(op, op.Neg(op.Div(op.Mul(dx, x), s)), scale), scale)
     return dx, ds
 
@@ -46,12 +48,12 @@ def quantize_linear(op, node, dq):
 @gradient_rule("DequantizeLinear", straight_through=True)
 def dequantize_linear(op, node, dy):
     """y = (q − z)·s   ⇒   dq = dy·s,  ds = Σ dy·(q − z)"""
-    q, scale, *rest = node.inputs
-    zero = rest[0] if rest else None
+    q, scale, *optional = node.inputs
+    zero = optional[0] if optional else None
     scales = Scales.read(op, node, q)
-    dq = op.Mul(dy, scales.spread(op, scale)) if op.wanted(q) else None
+    dq = op.Mul(dy, scales.spread(op, scale)) if op.needs_gradient(q) else None
     ds = None
-    if op.wanted(scale):
+    if op.needs_gradient(scale):
         ones = op.Expand(op.constant_like(1.0, scale), op.shape(scale))
         steps = op.DequantizeLinear(q, ones, zero, **dict(node.attributes))  # q − z, whatever q's type
         ds = scales.gather(op, op.Mul(dy, steps), scale)
@@ -87,21 +89,17 @@ def matmul_integer(op, node, dy):
     a, b, zero_a, zero_b = (*node.inputs, None, None)[:4]
 
     def real(value, zero, *, rows):
-        found = op.CastLike(value, dy)
+        numbers = op.CastLike(value, dy)
         if zero is None:
-            return found
+            return numbers
         zero = op.CastLike(zero, dy)
-        return op.Sub(found, op.Unsqueeze(zero, [-1]) if rows and op.rank(zero) == 1 else zero)
-
-    def turned(value):
-        rank = op.rank(value)
-        return op.Transpose(value, perm=[*range(rank - 2), rank - 1, rank - 2])
+        return op.Sub(numbers, op.Unsqueeze(zero, [-1]) if rows and op.rank(zero) == 1 else zero)
 
     da = db = None
-    if op.wanted(a):
-        da = op.sum_to(op.MatMul(dy, turned(real(b, zero_b, rows=False))), a)
-    if op.wanted(b):
-        db = op.sum_to(op.MatMul(turned(real(a, zero_a, rows=True)), dy), b)
+    if op.needs_gradient(a):
+        da = op.sum_to(op.MatMul(dy, transposed(op, real(b, zero_b, rows=False))), a)
+    if op.needs_gradient(b):
+        db = op.sum_to(op.MatMul(transposed(op, real(a, zero_a, rows=True)), dy), b)
     return da, db
 
 
@@ -147,7 +145,7 @@ class Scales:
         times = np.ones(op.rank(value) + 1, np.int64)
         times[self.axis + 1] = self.block
         if value.dtype is not None and not value.dtype.is_floating_point():
-            wide = op.Cast(wide, to=ir.DataType.INT32.value)  # small integers cannot be expanded or sliced
+            wide = op.Cast(wide, to=ir.DataType.INT32)  # small integers cannot be expanded or sliced
         wide = op.Expand(wide, times)
         merged = [op.dim(value, axis) if axis != self.axis else -1 for axis in range(op.rank(value))]
         wide = op.Reshape(wide, op.concat_shape(*merged))

@@ -12,7 +12,7 @@ import onnx_ir as ir
 
 from onward.autodiff.forms.recurrence import Activation, Recurrence, read_activations, scan
 from onward.autodiff.registry import gradient_rule
-from onward.autodiff.saved.recurrent_runs import saved_runs
+from onward.autodiff.saved.optional_outputs import saved_runs
 
 
 @gradient_rule("RNN")
@@ -21,7 +21,7 @@ def rnn(op, node, dy, dy_h=None):
     layer = Recurrence.read(op, node, gates=1)
     functions = read_activations(node, defaults=["Tanh"], directions=len(layer.directions))
     runs = saved_runs(layer, functions, _rnn_widths, _rnn_forward)
-    found = _Found()
+    gradients = _DirectionGradients()
     hold = layer.hold()
     for d, (f,), run in zip(layer.directions, functions, runs):
         h = run["hs"]
@@ -45,8 +45,8 @@ def rnn(op, node, dy, dy_h=None):
         )
         rows = layer.flat(dz, layer.hidden)
         previous = layer.flat(layer.previous(d, h, d.h), layer.hidden)
-        found.add(op, layer, d, rows, rows_r=rows, dr=op.Gemm(rows, previous, transA=1), dh=dh)
-    return found.gradients(layer)
+        gradients.add(op, layer, d, rows, rows_r=rows, dr=op.Gemm(rows, previous, transA=1), dh=dh)
+    return gradients.gradients(layer)
 
 
 def _rnn_widths(layer, d, functions):
@@ -83,7 +83,7 @@ def lstm(op, node, dy, dy_h=None, dy_c=None):
     # onnxruntime does not clip what the last activation reads: the cell state itself
     functions = [(f, g, dataclasses.replace(h, clip=None)) for f, g, h in functions]
     runs = saved_runs(layer, functions, _lstm_widths, _lstm_forward)
-    found = _Found()
+    gradients = _DirectionGradients()
     hold, size = layer.hold(), layer.hidden
     coupled = node.attributes.get_int("input_forget", 0) == 1
     for d, (f, g, h), run in zip(layer.directions, functions, runs):
@@ -97,8 +97,10 @@ def lstm(op, node, dy, dy_h=None, dy_c=None):
         slope_g = op.Mul(g.derivative(op, candidate, z_candidate), i)
         if _is_plain_lstm(layer, d, (f, g, h)):
             # f′·y = (1 − f)·(f·y), and f·y is at hand
-            products = (i, run["written"]), (o, run["hs"]), (forget, run["kept"])
-            a = op.Concat(*(op.Mul(op.Sub(1.0, gate), made) for gate, made in products), slope_g, axis=2)
+            products = (i, run["written"]), (o, run["hs"]), (forget, run["retained"])
+            a = op.Concat(
+                *(op.Mul(op.Sub(1.0, gate), product) for gate, product in products), slope_g, axis=2
+            )
         else:
             before = layer.previous(d, cells, d.c)
             factors = [candidate, squashed, before]
@@ -145,8 +147,10 @@ def lstm(op, node, dy, dy_h=None, dy_c=None):
             dz_i, dz_o, dz_f, _ = op.Split(dz, axis=2, num_outputs=4, outputs=4)
             read = [(dz_i, before), (dz_o, cells), (dz_f, before)]
             dp = op.Concat(*(op.ReduceSum(op.Mul(p, q), [0, 1], keepdims=0) for p, q in read), axis=0)
-        found.add(op, layer, d, rows, rows_r=rows, dr=op.Gemm(rows, previous, transA=1), dh=dh, dc=dc, dp=dp)
-    return found.gradients(layer)
+        gradients.add(
+            op, layer, d, rows, rows_r=rows, dr=op.Gemm(rows, previous, transA=1), dh=dh, dc=dc, dp=dp
+        )
+    return gradients.gradients(layer)
 
 
 def _is_plain_lstm(layer, d, functions):
@@ -162,7 +166,7 @@ def _lstm_widths(layer, d, functions):
     plain = _is_plain_lstm(layer, d, functions)
     return {
         **dict.fromkeys(("i", "o", "forget", "candidate", "squashed", "hs"), 1),
-        **dict.fromkeys(("kept", "written"), plain),
+        **dict.fromkeys(("retained", "written"), plain),
         "cs": not plain,
         "z": 4 * (f.needs_argument or g.needs_argument),
     }
@@ -178,12 +182,19 @@ def _lstm_forward(op, layer, d, functions):
         peepholes = op.Split(d.peephole, axis=0, num_outputs=3, outputs=3)
     keep_z = f.needs_argument or g.needs_argument
     plain = _is_plain_lstm(layer, d, functions)
-    names = ["i", "o", "forget", "candidate", "squashed", *(["kept", "written"] if plain else ["hs", "cs"])]
+    names = [
+        "i",
+        "o",
+        "forget",
+        "candidate",
+        "squashed",
+        *(["retained", "written"] if plain else ["hs", "cs"]),
+    ]
     names += ["z"] if keep_z else []
 
     def move(op, cell, i, forget, candidate):
-        kept, written = op.Mul(op.Sub(1.0, i) if coupled else forget, cell), op.Mul(i, candidate)
-        return kept, written, op.Add(kept, written)
+        retained, written = op.Mul(op.Sub(1.0, i) if coupled else forget, cell), op.Mul(i, candidate)
+        return retained, written, op.Add(retained, written)
 
     def step(op, states, elements):
         (hidden, cell), (x, *mask) = states, elements
@@ -192,14 +203,14 @@ def _lstm_forward(op, layer, d, functions):
             z_gates, z_candidate = op.Split(z, [3 * size, size], axis=1, outputs=2)
             i, o, forget = op.Split(f.apply(op, z_gates), axis=1, num_outputs=3, outputs=3)
             candidate = g.apply(op, z_candidate)
-            kept, written, after = move(op, cell, i, forget, candidate)
+            retained, written, after = move(op, cell, i, forget, candidate)
         else:
             p_i, p_o, p_f = peepholes
             z_i, z_o, z_f, z_candidate = op.Split(z, axis=1, num_outputs=4, outputs=4)
             z_i = op.Add(z_i, op.Mul(cell, p_i))
             z_f = op.Add(z_f, op.Mul(cell, p_f))
             i, forget, candidate = f.apply(op, z_i), f.apply(op, z_f), g.apply(op, z_candidate)
-            kept, written, after = move(op, cell, i, forget, candidate)
+            retained, written, after = move(op, cell, i, forget, candidate)
             z_o = op.Add(z_o, op.Mul(after, p_o))
             o = f.apply(op, z_o)
             z = op.Concat(z_i, z_o, z_f, z_candidate, axis=1) if keep_z else z
@@ -207,14 +218,14 @@ def _lstm_forward(op, layer, d, functions):
         output = op.Mul(o, squashed)
         if mask:
             after, output = op.Where(mask[0], after, cell), op.Where(mask[0], output, hidden)
-        made = {"i": i, "o": o, "forget": forget, "candidate": candidate, "squashed": squashed, "z": z}
-        made |= {"kept": kept, "written": written, "hs": output, "cs": after}
-        return [output, after], [made[name] for name in names]
+        values = {"i": i, "o": o, "forget": forget, "candidate": candidate, "squashed": squashed, "z": z}
+        values |= {"retained": retained, "written": written, "hs": output, "cs": after}
+        return [output, after], [values[name] for name in names]
 
-    (last, cell), made = scan(
+    (last, cell), results = scan(
         op, step, states=[d.h, d.c], sequences=_masked(layer, projected), reverse=d.reverse
     )
-    run = {"h": last, "c": cell, **dict(zip(names, made))}
+    run = {"h": last, "c": cell, **dict(zip(names, results))}
     if plain:
         run["hs"] = op.Mul(run["o"], run["squashed"])
     return run
@@ -232,7 +243,7 @@ def gru(op, node, dy, dy_h=None):
     layer = Recurrence.read(op, node, gates=3)
     functions = read_activations(node, defaults=["Sigmoid", "Tanh"], directions=len(layer.directions))
     runs = saved_runs(layer, functions, _gru_widths, _gru_forward_linear if linear else _gru_forward)
-    found = _Found()
+    gradients = _DirectionGradients()
     size = layer.hidden
     for d, (f, g), run in zip(layer.directions, functions, runs):
         before = layer.previous(d, run["hs"], d.h)
@@ -248,19 +259,19 @@ def gru(op, node, dy, dy_h=None):
         more = [] if more is None else [more]
         states = [layer.state_gradient(dy_h, d)]
         if linear:
-            known = op.Concat(layer.where_valid(a_z, 0.0), op.Mul(a_n, a_r), op.Mul(a_n, r), axis=2)
+            slopes = op.Concat(layer.where_valid(a_z, 0.0), op.Mul(a_n, a_r), op.Mul(a_n, r), axis=2)
 
             def linear_step(op, states, elements, r=d.r):
-                (dh,), (known, keep, *more) = states, elements
+                (dh,), (slopes, keep, *more) = states, elements
                 dh = op.Add(dh, more[0]) if more else dh
-                dz = op.Mul(op.Concat(dh, dh, dh, axis=1), known)
+                dz = op.Mul(op.Concat(dh, dh, dh, axis=1), slopes)
                 return [op.Add(op.Mul(dh, keep), op.MatMul(dz, r))], [dz, dh]
 
-            (dh,), (dz, arrived) = scan(
-                op, linear_step, states=states, sequences=[known, keep, *more], reverse=not d.reverse
+            (dh,), (dz, dhs) = scan(
+                op, linear_step, states=states, sequences=[slopes, keep, *more], reverse=not d.reverse
             )
             gates, _ = op.Split(dz, [2 * size, size], axis=2, outputs=2)
-            rows = layer.flat(op.Concat(gates, op.Mul(arrived, a_n), axis=2), 3 * size)
+            rows = layer.flat(op.Concat(gates, op.Mul(dhs, a_n), axis=2), 3 * size)
             rows_r = layer.flat(dz, 3 * size)
             dr = op.Gemm(rows_r, layer.flat(before, size), transA=1)
         else:
@@ -285,8 +296,8 @@ def gru(op, node, dy, dy_h=None):
                 op.Gemm(layer.flat(dn, size), layer.flat(op.Mul(before, r), size), transA=1),
                 axis=0,
             )
-        found.add(op, layer, d, rows, rows_r=rows_r, dr=dr, dh=dh)
-    return found.gradients(layer)
+        gradients.add(op, layer, d, rows, rows_r=rows_r, dr=dr, dh=dh)
+    return gradients.gradients(layer)
 
 
 def _gru_widths(layer, d, functions):
@@ -346,14 +357,14 @@ def _gru_step_end(op, functions, h, z, mask, gates, z_gates, z_candidate, inner)
     candidate = g.apply(op, z_candidate)
     after = op.Add(candidate, op.Mul(z, op.Sub(h, candidate)))
     after = op.Where(mask[0], after, h) if mask else after
-    kept = [z_gates] if f.needs_argument else []
-    kept += [z_candidate] if g.needs_argument else []
-    return [after], [after, gates, candidate, *inner, *kept]
+    arguments = [z_gates] if f.needs_argument else []
+    arguments += [z_candidate] if g.needs_argument else []
+    return [after], [after, gates, candidate, *inner, *arguments]
 
 
 def _gru_run(op, layer, d, functions, step, projected, *, inner):
     f, g = functions
-    (last,), (hs, gates, candidate, *kept) = scan(
+    (last,), (hs, gates, candidate, *optional) = scan(
         op, step, states=[d.h], sequences=_masked(layer, projected), reverse=d.reverse
     )
     return {
@@ -361,9 +372,9 @@ def _gru_run(op, layer, d, functions, step, projected, *, inner):
         "hs": hs,
         "gates": gates,
         "candidate": candidate,
-        "inner": kept.pop(0) if inner else None,
-        "z": kept.pop(0) if f.needs_argument else None,
-        "z_candidate": kept.pop(0) if g.needs_argument else None,
+        "inner": optional.pop(0) if inner else None,
+        "z": optional.pop(0) if f.needs_argument else None,
+        "z_candidate": optional.pop(0) if g.needs_argument else None,
     }
 
 
@@ -375,7 +386,7 @@ def _sum(op, a, b):
     return None if a is None else op.Add(a, b)
 
 
-class _Found:
+class _DirectionGradients:
     """Gradients of each direction, gathered into those of the node's inputs."""
 
     def __init__(self) -> None:
@@ -387,7 +398,7 @@ class _Found:
         if d.bias_w is not None:
             own = op.sum_leading(rows, 1)
             db = op.Concat(own, own if rows_r is rows else op.sum_leading(rows_r, 1), axis=0)
-        found = {
+        parts = {
             "x": op.Gemm(rows, d.w),
             "w": op.Gemm(rows, layer.rows, transA=1),
             "r": dr,
@@ -396,7 +407,7 @@ class _Found:
             "c": dc,
             "p": dp,
         }
-        for name, value in found.items():
+        for name, value in parts.items():
             if value is not None:
                 self.parts.setdefault(name, []).append(value)
 

@@ -12,6 +12,7 @@ from onward.autodiff.forms.separable import identity, multiply
 from onward.autodiff.registry import gradient_rule
 from onward.errors import UnsupportedOps
 from onward.graph.forms.windows import ints, ranked
+from onward.graph.nodes import optional_input, required_input
 
 # What decides where an output pixel reads; the rest of the attributes say how large the output is.
 _COORDINATES = (
@@ -61,7 +62,7 @@ def _axis_matrix(op, node: ir.Node, axes: list[int], position: int) -> ir.Value:
     crops = attributes["coordinate_transformation_mode"].as_string() == "tf_crop_and_resize"
     at = np.asarray([position], np.int64)
     basis = identity(op, op.dim(x, axes[position]), like=x)
-    region = op.Gather(roi, np.asarray([position, position + len(axes)], np.int64)) if crops else None
+    region = op.Gather(roi, [position, position + len(axes)]) if crops else None
     if scales is not None:
         return op.Resize(basis, region, op.Gather(scales, at), None, **attributes, axes=[1])
     policy = node.attributes.get_string("keep_aspect_ratio_policy", "stretch")
@@ -81,7 +82,7 @@ def _axis_matrix(op, node: ir.Node, axes: list[int], position: int) -> ir.Value:
         zero, one = op.constant_like(0.0, roi), op.constant_like(1.0, roi)
         region = op.Concat(low, op.Reshape(zero, [1]), high, op.Reshape(one, [1]), axis=0)
     resized = op.Resize(wide, region, None, pair, **attributes, axes=[2, 3], keep_aspect_ratio_policy=policy)
-    return op.Gather(op.Squeeze(resized, [0]), np.asarray(0, np.int64), axis=2)
+    return op.Gather(op.Squeeze(resized, [0]), 0, axis=2)
 
 
 def _whole_factors(op, node: ir.Node) -> list[int] | None:
@@ -96,12 +97,12 @@ def _whole_factors(op, node: ir.Node) -> list[int] | None:
     if node.attributes.get_string("keep_aspect_ratio_policy", "stretch") != "stretch":
         return None
     factors = [1.0] * rank
-    known = op.const_value(scales)
+    constant = op.const_value(scales)
     for position, axis in enumerate(ints(node, "axes", list(range(rank)))):
         if scales is not None:
-            if known is None:
+            if constant is None:
                 return None
-            factors[axis] = float(known[position])
+            factors[axis] = float(constant[position])
         else:
             before, after = op.static_dim(x, axis), op.static_dim(node.outputs[0], axis)
             if not before or not after:
@@ -122,8 +123,8 @@ def _unchanged(op, node: ir.Node, position: int, axis: int) -> bool:
         if region is None or region[position] != 0 or region[position + len(region) // 2] != 1:
             return False
     if scales is not None:
-        known = op.const_value(scales)
-        return known is not None and float(known[position]) == 1.0
+        constant = op.const_value(scales)
+        return constant is not None and float(constant[position]) == 1.0
     y = node.outputs[0]
     if x.shape is None or y.shape is None:
         return False
@@ -132,11 +133,9 @@ def _unchanged(op, node: ir.Node, position: int, axis: int) -> bool:
     return named and before == after
 
 
-def _inputs(node: ir.Node) -> tuple[ir.Value, ir.Value | None, ir.Value | None, ir.Value | None]:
+def _inputs(node: ir.Node) -> tuple[Any, ...]:
     """(x, roi, scales, sizes)."""
-    x, roi, scales, sizes = (*node.inputs, None, None, None)[:4]
-    assert x is not None
-    return x, roi, scales, sizes
+    return required_input(node), *(optional_input(node, index) for index in (1, 2, 3))
 
 
 def _refuse_moving_coordinates(op, node: ir.Node) -> None:
@@ -146,7 +145,7 @@ def _refuse_moving_coordinates(op, node: ir.Node) -> None:
         return
     crops = node.attributes.get_string("coordinate_transformation_mode") == "tf_crop_and_resize"
     for value, name in ((roi if crops else None, "roi"), (scales, "scales")):
-        if value is not None and op.wanted(value):
+        if value is not None and op.needs_gradient(value):
             raise UnsupportedOps(
                 f"Resize '{node.name}' has no gradient with respect to its {name} ('{value.name}'): "
                 "leave it out of what is differentiated"

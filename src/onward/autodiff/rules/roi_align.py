@@ -11,7 +11,7 @@ import dataclasses
 import numpy as np
 import onnx_ir as ir
 
-from onward.autodiff.forms.sampling import add_into, count_rows, count_to, extent, from_rows, to_rows
+from onward.autodiff.forms.sampling import add_into, count_to, extent, from_rows, to_rows
 from onward.autodiff.registry import gradient_rule
 from onward.graph.forms.windows import spatial
 
@@ -62,7 +62,7 @@ def _points(op, node: ir.Node, rois: ir.Value, corner: int, bins: str, size: ir.
     half = node.attributes.get_string("coordinate_transformation_mode", "half_pixel") == "half_pixel"
     zero, one = op.constant_like(0.0, rois), op.constant_like(1.0, rois)
     low, high = (
-        op.Sub(op.Mul(op.Gather(rois, np.asarray(at, np.int64), axis=1), scale), 0.5 if half else 0.0)
+        op.Sub(op.Mul(op.Gather(rois, at, axis=1), scale), 0.5 if half else 0.0)
         for at in (corner, corner + 2)
     )
     length = op.Sub(high, low)
@@ -137,10 +137,10 @@ def _through_matrix(op, points: Points, d_matrix: ir.Value) -> ir.Value:
 def _average(op, x, rois, batch, rows: Points, columns: Points, dy):
     down, across = _matrix(op, rows, x), _matrix(op, columns, x)
     dx = d_rows = d_columns = None
-    if op.wanted(x):
+    if op.needs_gradient(x):
         # [region, bin row, channel, width], then all regions at once: [batch, height, channel·width].
         wide = op.MatMul(op.Transpose(dy, perm=[0, 2, 1, 3]), op.Unsqueeze(across, [1]))
-        mine = op.Equal(op.Unsqueeze(count_rows(op, op.dim(x, 0)), [1]), batch)
+        mine = op.Equal(op.Unsqueeze(op.positions(op.dim(x, 0)), [1]), batch)
         left = op.Mul(op.Transpose(down, perm=[2, 0, 1]), op.CastLike(op.Unsqueeze(mine, [1, 3]), x))
         inner = op.Mul(op.Shape(down, end=1), op.Shape(down, start=1, end=2))
         flat = op.Mul(op.dim(x, 1), op.dim(x, 3))
@@ -148,7 +148,7 @@ def _average(op, x, rois, batch, rows: Points, columns: Points, dy):
         product = op.MatMul(left, op.Reshape(wide, op.Concat(inner, flat, axis=0), allowzero=1))
         shape = op.Concat(op.dim(x, 0), op.dim(x, 2), op.dim(x, 1), op.dim(x, 3), axis=0)
         dx = op.Transpose(op.Reshape(product, shape, allowzero=1), perm=[0, 2, 1, 3])
-    if op.wanted(rois):
+    if op.needs_gradient(rois):
         image = op.Gather(x, batch, axis=0)
         narrow = op.MatMul(image, op.Unsqueeze(op.Transpose(across, perm=[0, 2, 1]), [1]))
         d_down = op.ReduceSum(op.MatMul(dy, op.Transpose(narrow, perm=[0, 1, 3, 2])), [1], keepdims=0)
@@ -198,14 +198,14 @@ def _maximum(op, x, rois, batch, rows: Points, columns: Points, dy):
     choices = op.Mul(op.Shape(pixel_y, start=2), op.Shape(pixel_x, start=2))
     flat = op.Concat(op.Shape(index, end=3), choices, op.dim(x, 1), axis=0)
     best = op.ArgMax(op.Reshape(value, flat, allowzero=1), axis=3, keepdims=1)
-    chosen = op.Equal(op.Unsqueeze(count_rows(op, choices), [1]), best)
+    chosen = op.Equal(op.Unsqueeze(op.positions(choices), [1]), best)
     spread = op.Unsqueeze(op.Transpose(dy, perm=[0, 2, 3, 1]), [3])
     felt = op.Reshape(op.Where(chosen, spread, op.constant_like(0.0, x)), op.Shape(value), allowzero=1)
     dx = d_rows = d_columns = None
-    if op.wanted(x):
+    if op.needs_gradient(x):
         updates = op.Reshape(op.Mul(felt, weight), op.Concat([-1], op.dim(x, 1), axis=0))
         dx = from_rows(op, add_into(op, op.Shape(pixels), op.Reshape(index, [-1, 1]), updates), x)
-    if op.wanted(rois):
+    if op.needs_gradient(rois):
         d_weight = op.CastLike(op.ReduceSum(op.Mul(felt, read), [5], keepdims=0), rois)
         d_rows = op.ReduceSum(op.Mul(d_weight, op.Mul(down(slope_y), across(weight_x))), [2, 4], keepdims=0)
         d_columns = op.ReduceSum(

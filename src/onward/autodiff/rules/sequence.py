@@ -19,10 +19,7 @@ no_gradient("SequenceLength", "OptionalHasElement", because="its result is not r
 @gradient_rule("SequenceConstruct")
 def sequence_construct(op, node, ds):
     """s = [x₀, x₁, …]   ⇒   dxᵢ = dsᵢ"""
-    return [
-        op.SequenceAt(ds, np.asarray(index, np.int64)) if op.wanted(x) else None
-        for index, x in enumerate(node.inputs)
-    ]
+    return [op.SequenceAt(ds, index) if op.needs_gradient(x) else None for index, x in enumerate(node.inputs)]
 
 
 @gradient_rule("SequenceAt")
@@ -45,7 +42,7 @@ def sequence_insert(op, node, dz):
 def sequence_erase(op, node, dz):
     """z = s without its i-th   ⇒   ds = dz with zeros put in at i"""
     sequence, position = (*node.inputs, None)[:2]
-    erased = op.SequenceAt(sequence, np.asarray(-1, np.int64) if position is None else position)
+    erased = op.SequenceAt(sequence, -1 if position is None else position)
     index = None if position is None else _from_start(op, position, sequence)
     return op.SequenceInsert(dz, op.zeros_like(erased), index)
 
@@ -92,13 +89,13 @@ def sequence_map(op, node, *dys):
     results = subgraphs.inline(inner, body, arguments)
     arriving = [(i, dy) for i, dy in enumerate(dys) if dy is not None]
     pieces = [(results[i], subgraphs.body_input(inner, body.outputs[i], "dy")) for i, _ in arriving]
-    wanted = [(outer, a) for outer, a in zip(node.inputs, arguments) if op.wanted(outer)]
-    wanted += [(value, value) for value in captured_values(node) if op.wanted(value)]
-    found = subgraphs.differentiate_body(inner, pieces, [a for _, a in wanted])
-    live = [(outer, a) for outer, a in wanted if found[a] is not None]
+    sources = [(outer, a) for outer, a in zip(node.inputs, arguments) if op.needs_gradient(outer)]
+    sources += [(value, value) for value in captured_values(node) if op.needs_gradient(value)]
+    inner_gradients = subgraphs.differentiate_body(inner, pieces, [a for _, a in sources])
+    live = [(outer, a) for outer, a in sources if inner_gradients[a] is not None]
     if not live:
         return {}
-    subgraphs.close(inner, [found[a] for _, a in live], [a for _, a in live])
+    subgraphs.close(inner, [inner_gradients[a] for _, a in live], [a for _, a in live])
     parts = subgraphs.emit(
         op,
         "SequenceMap",
@@ -127,7 +124,7 @@ def _from_start(op, position, sequence):
     length = op.SequenceLength(sequence)
     if value is not None:
         return op.Add(index, length)
-    return op.Where(op.Less(index, np.asarray(0, np.int64)), op.Add(index, length), index)
+    return op.Where(op.Less(index, 0), op.Add(index, length), index)
 
 
 def _sizes(op, sequence, axis):
@@ -136,7 +133,7 @@ def _sizes(op, sequence, axis):
 
     def size(inner, element):
         if rank is None:
-            return inner.Gather(inner.Shape(element), np.asarray([axis], np.int64))
+            return inner.Gather(inner.Shape(element), [axis])
         return inner.Shape(element, start=axis % rank, end=axis % rank + 1)
 
     return op.ConcatFromSequence(map_sequence(op, [sequence], size), axis=0)

@@ -9,13 +9,14 @@ import numpy as np
 import onnx_ir as ir
 
 from onward.autodiff.registry import gradient_rule, no_gradient
+from onward.graph.nodes import optional_input
 
 
 def reshape_like(op, value, like):
     """A value in another's shape; where the dimensions' symbols tell it, by a constant."""
-    known = _target(value.shape, like.shape)
-    if known is not None:
-        target = np.asarray(known, np.int64)
+    sizes = _target(value.shape, like.shape)
+    if sizes is not None:
+        target = np.asarray(sizes, np.int64)
         return op.Reshape(value, target, allowzero=1 if 0 in like.shape else None)
     return op.Reshape(value, op.shape(like), allowzero=1)
 
@@ -49,13 +50,13 @@ def size_of(op, value, axis):
 def total(op, sizes):
     """The sum of sizes: a number where all are."""
     number = sum(size for size in sizes if isinstance(size, int))
-    found = None
+    symbolic = None
     for size in sizes:
         if not isinstance(size, int):
-            found = size if found is None else op.Add(found, size)
-    if found is None:
+            symbolic = size if symbolic is None else op.Add(symbolic, size)
+    if symbolic is None:
         return number
-    return op.Add(found, [number]) if number else found
+    return op.Add(symbolic, [number]) if number else symbolic
 
 
 def difference(op, size, parts):
@@ -86,7 +87,7 @@ def reshape(op, node, dz):
 @gradient_rule("Squeeze")
 def squeeze(op, node, dz):
     """z = x without some axes of size 1   ⇒   dx = dz with them"""
-    axes = node.inputs[1] if len(node.inputs) > 1 else None
+    axes = optional_input(node, 1)
     return reshape_like(op, dz, node.inputs[0]) if axes is None else op.Unsqueeze(dz, axes)
 
 
@@ -94,9 +95,9 @@ def squeeze(op, node, dz):
 def unsqueeze(op, node, dz):
     """z = x with more axes of size 1   ⇒   dx = dz without them"""
     axes = node.inputs[1]
-    known = op.const_value(axes)
+    constant = op.const_value(axes)
     # Squeeze reads an empty list as "all".
-    if known is not None and known.size == 0:
+    if constant is not None and constant.size == 0:
         return dz
     # onnxruntime's Unsqueeze takes a scalar for the axes, its Squeeze does not.
     vector = axes.shape is not None and axes.shape.rank() == 1
@@ -122,13 +123,13 @@ def expand(op, node, dz):
 def tile(op, node, dz):
     """z = x repeated rₐ times along each axis a   ⇒   dx = Σ of the repetitions of dz"""
     x, repeats = node.inputs
-    known = op.const_value(repeats)
-    if known is None:
+    constant = op.const_value(repeats)
+    if constant is None:
         pairs = op.Concat(op.Unsqueeze(repeats, [1]), op.Unsqueeze(op.shape(x), [1]), axis=1)
         split = op.Reshape(dz, op.Reshape(pairs, [-1]), allowzero=1)
         return op.ReduceSum(split, list(range(0, 2 * op.rank(x), 2)), keepdims=0)
     parts, repeated = [], []
-    for axis, count in enumerate(known.tolist()):
+    for axis, count in enumerate(constant.tolist()):
         if count != 1:
             repeated.append(len(parts))
             parts.append(count)
@@ -172,14 +173,13 @@ def reverse_sequence(op, node, dz):
 @gradient_rule("Trilu")
 def trilu(op, node, dz):
     """z = a triangle of x   ⇒   dx = that triangle of dz"""
-    k = node.inputs[1] if len(node.inputs) > 1 else None
-    return op.Trilu(dz, k, upper=node.attributes.get_int("upper", 1))
+    return op.Trilu(dz, optional_input(node, 1), upper=node.attributes.get_int("upper", 1))
 
 
 @gradient_rule("Range")
 def arange(op, node, dz):
     """zᵢ = a + i·d   ⇒   da = Σ dzᵢ,  dd = Σ i·dzᵢ; the limit decides only how many there are"""
-    index = op.Cast(op.Range(0, op.Size(dz), 1), to=int(op.dtype(dz)))
+    index = op.Cast(op.Range(0, op.Size(dz), 1), to=op.dtype(dz))
     return op.ReduceSum(dz, keepdims=0), None, op.ReduceSum(op.Mul(dz, index), keepdims=0)
 
 

@@ -26,7 +26,7 @@ def concat(op, node, dz):
     if len(inputs) == 1:
         return dz
     sizes = [size_of(op, x, axis) for x in inputs]
-    chosen = [index for index, x in enumerate(inputs) if op.wanted(x)]
+    chosen = [index for index, x in enumerate(inputs) if op.needs_gradient(x)]
     if len(chosen) > 1:
         return op.Split(dz, op.concat_shape(*sizes), axis=axis, outputs=len(inputs))
     only = chosen[0]
@@ -58,9 +58,9 @@ def _split_sizes(op, node, axis):
     """The size of each output, also of those that the node leaves out."""
     x, sizes = (*node.inputs, None)[:2]
     count = len(node.outputs)
-    known = op.const_value(sizes)
-    if known is not None:
-        return known.tolist()
+    constant = op.const_value(sizes)
+    if constant is not None:
+        return constant.tolist()
     if sizes is not None:
         return list(op.Split(sizes, [1] * count, axis=0, outputs=count)) if count > 1 else [sizes]
     whole = size_of(op, x, axis)
@@ -91,10 +91,10 @@ def slice_(op, node, dz):
     by = [1] * len(along) if by is None else by.tolist()
     turned = [axis for axis, step in zip(along, by) if step < 0]
     pads, spread = [], []
-    for place, (axis, step) in enumerate(zip(along, by)):
+    for index, (axis, step) in enumerate(zip(along, by)):
         size = op.static_dim(x, axis)
         if size is not None and low is not None and high is not None:
-            taken = range(*slice(int(low[place]), int(high[place]), step).indices(size))
+            taken = range(*slice(int(low[index]), int(high[index]), step).indices(size))
             if not taken:
                 return op.zeros_like(x)
             before, width = min(taken), abs(step)
@@ -105,8 +105,8 @@ def slice_(op, node, dz):
                 spread.append((axis, inside, width, size - before))
             pads.append((axis, before, max(size - before - len(taken) * width, 0)))
         elif abs(step) == 1:
-            bounds = [None if known is None else int(known[place]) for known in (low, high)]
-            start = op.Slice(starts, [place], [place + 1]) if low is None else None
+            bounds = [None if bound is None else int(bound[index]) for bound in (low, high)]
+            start = op.Slice(starts, [index], [index + 1]) if low is None else None
             pads.append((axis, *_pads_at_run_time(op, x, dz, axis, step, bounds, start)))
         else:
             return _sliced_by_index(op, node, dz)
@@ -121,16 +121,16 @@ def slice_(op, node, dz):
 def _pads_at_run_time(op, x, dz, axis, step, bounds, start):
     """How many zeros go before and after, where a slice of step ±1 has an end that only the run knows."""
     size, taken = op.dim(x, axis), op.dim(dz, axis)
-    rest = op.Sub(size, taken)
+    remainder = op.Sub(size, taken)
     first, last = bounds if step > 0 else bounds[::-1]
     from_start = first == 0 if step > 0 else first is not None and first <= -_FAR
     to_end = last is not None and (last >= _FAR or (step < 0 and last == -1))
     if from_start and to_end:
         return 0, 0
     if from_start:
-        return 0, rest
+        return 0, remainder
     if to_end:
-        return rest, 0
+        return remainder, 0
     if start is not None:
         start = op.Max(op.Where(op.Less(start, [0]), op.Add(start, size), start), [0])
     elif bounds[0] < 0:
@@ -138,7 +138,7 @@ def _pads_at_run_time(op, x, dz, axis, step, bounds, start):
     lowest = op.Min(size if step > 0 else op.Sub(size, [1]), [bounds[0]] if start is None else start)
     if step < 0:
         lowest = op.Sub(lowest, op.Sub(taken, [1]))
-    return lowest, op.Sub(rest, lowest)
+    return lowest, op.Sub(remainder, lowest)
 
 
 def _spread(op, value, axis, inside, width, room):
@@ -166,8 +166,8 @@ def _block(op, value, dims, axis, count):
 
 
 def _sliced_by_index(op, node, dz):
-    x, *rest = node.inputs
-    return scatter_selected(op, x, dz, lambda index: op.Slice(index, *rest))
+    x, *parameters = node.inputs
+    return scatter_selected(op, x, dz, lambda index: op.Slice(index, *parameters))
 
 
 @gradient_rule("CenterCropPad")
@@ -187,15 +187,15 @@ def pad(op, node, dz):
     """
     x, pads, constant, axes = (*node.inputs, None, None)[:4]
     mode = node.attributes.get_string("mode", "constant")
-    known, along = op.const_value(pads), op.const_value(axes)
+    counts, along = op.const_value(pads), op.const_value(axes)
     plan = None
-    if known is not None and (axes is None or along is not None):
+    if counts is not None and (axes is None or along is not None):
         along = list(range(op.rank(x))) if along is None else [int(axis) % op.rank(x) for axis in along]
-        halves = known.reshape(2, -1).tolist()
+        halves = counts.reshape(2, -1).tolist()
         plan = [(axis, b, e) for axis, b, e in zip(along, *halves) if b or e]
     if mode == "constant":
         dx = _unpad_at_run_time(op, dz, pads, axes) if plan is None else _unpad(op, dz, plan)
-        return (dx, None, _constant_gradient(op, node, dz)) if op.wanted(constant) else dx
+        return (dx, None, _constant_gradient(op, node, dz)) if op.needs_gradient(constant) else dx
     if plan is not None and all(_is_one_fold(op, x, mode, *pad) for pad in plan):
         for axis, before, after in plan:
             dz = _fold(op, dz, size_of(op, x, axis), mode, axis, before, after)
@@ -249,7 +249,7 @@ def _fold(op, dz, size, mode, axis, before, after):
             pad, skip = op.Slice(pad, [-1], [_BEFORE_START], [axis], [-1]), 1
         else:
             skip = 0
-        rest = difference(op, size, [count, skip])
+        remainder = difference(op, size, [count, skip])
         at_start = is_front if mode != "wrap" else not is_front
-        parts.append(padded(op, pad, [(axis, skip, rest) if at_start else (axis, rest, skip)]))
+        parts.append(padded(op, pad, [(axis, skip, remainder) if at_start else (axis, remainder, skip)]))
     return op.Sum(*parts) if len(parts) > 1 else parts[0]

@@ -46,12 +46,12 @@ def dropout(op, node, dy, _dmask=None):
     if dy is None:
         return None
     _, ratio, training = (*node.inputs, None, None)[:3]
-    mode, known = op.const_value(training), op.const_value(ratio)
-    if training is None or (mode is not None and not mode) or (known is not None and known == 0):
+    mode, constant = op.const_value(training), op.const_value(ratio)
+    if training is None or (mode is not None and not mode) or (constant is not None and constant == 0):
         return dy
     kind = op.dtype(dy)
-    if ratio is None or known is not None:
-        rate = 0.5 if known is None else float(np.asarray(known, np.float64))
+    if ratio is None or constant is not None:
+        rate = 0.5 if constant is None else float(np.asarray(constant, np.float64))
         scale = op.constant(np.asarray(1 / (1 - rate) if rate < 1 else 0.0, kind.numpy()))
     else:
         scale = op.CastLike(op.Reciprocal(op.Sub(op.constant_like(1.0, ratio), ratio)), dy)

@@ -10,7 +10,6 @@ from onward.autodiff.forms.sampling import (
     axis_taps,
     combine,
     coordinate_gradients,
-    count_rows,
     count_to,
     extent,
     from_rows,
@@ -38,17 +37,17 @@ def grid_sample(op, node, dy):
     for axis in range(count):
         length = extent(op, size, axis, like=grid)
         # The grid names the last axis first.
-        place = op.Add(op.Gather(grid, np.asarray(count - 1 - axis, np.int64), axis=-1), 1.0)
+        shifted = op.Add(op.Gather(grid, np.asarray(count - 1 - axis, np.int64), axis=-1), 1.0)
         stretch.append(op.Mul(op.Sub(length, 1.0) if aligned else length, 0.5))
-        coordinate = op.Mul(place, stretch[axis])
+        coordinate = op.Mul(shifted, stretch[axis])
         if not aligned:
             coordinate = op.Sub(coordinate, 0.5)
         axes.append(axis_taps(op, coordinate, length, mode=mode, padding=padding, align_corners=aligned))
-    taps = combine(op, axes, size, lead=count_rows(op, op.dim(x, 0)), lead_rank=1)
+    taps = combine(op, axes, size, lead=op.positions(op.dim(x, 0)), lead_rank=1)
     rows = to_rows(op, x)
     dy = op.Transpose(dy, perm=[0, *range(2, 2 + count), 1])
-    dx = from_rows(op, scatter_rows(op, taps, dy, rows), x) if op.wanted(x) else None
-    if mode == "nearest" or not op.wanted(grid):
+    dx = from_rows(op, scatter_rows(op, taps, dy, rows), x) if op.needs_gradient(x) else None
+    if mode == "nearest" or not op.needs_gradient(grid):
         return dx, None
     felt = op.ReduceSum(op.Mul(op.Gather(rows, taps.index), dy), [-1], keepdims=0)
     moved = coordinate_gradients(op, taps, op.CastLike(felt, grid))
@@ -86,7 +85,7 @@ def max_roi_pool(op, node, dy):
     x, rois = node.inputs
     height, width = node.attributes.get_ints("pooled_shape")
     scale = node.attributes.get_float("spatial_scale", 1.0)
-    column = lambda index: op.Gather(rois, np.asarray(index, np.int64), axis=1)  # noqa: E731
+    column = lambda index: op.Gather(rois, index, axis=1)  # noqa: E731
     corners = [op.Floor(op.Add(op.Mul(column(index), scale), 0.5)) for index in range(1, 5)]
     size = spatial(op, x)
     in_column = _bin_mask(op, corners[0], corners[2], width, extent(op, size, 1, like=rois))
@@ -96,7 +95,7 @@ def max_roi_pool(op, node, dy):
     lowest = op.constant_like(-np.inf, x)
     maxima, places = [], []
     for index in range(width):
-        seen = op.Unsqueeze(op.Gather(in_column, np.asarray(index, np.int64), axis=1), [1, 2])
+        seen = op.Unsqueeze(op.Gather(in_column, index, axis=1), [1, 2])
         strip = op.Where(seen, image, lowest)
         maxima.append(op.ReduceMax(strip, [3], keepdims=1))
         places.append(op.ArgMax(strip, axis=3, keepdims=1))
@@ -107,7 +106,7 @@ def max_roi_pool(op, node, dy):
     filled = op.Unsqueeze(
         op.And(op.Unsqueeze(_any(op, in_row), [2]), op.Unsqueeze(_any(op, in_column), [1])), [1]
     )
-    channels = op.Unsqueeze(count_rows(op, op.dim(x, 1)), [0])
+    channels = op.Unsqueeze(op.positions(op.dim(x, 1)), [0])
     plane = op.Add(op.Mul(op.Unsqueeze(batch, [1]), op.dim(x, 1)), channels)
     index = op.Add(op.Mul(op.Unsqueeze(plane, [2, 3]), op.dim(x, 2)), row)
     index = op.Add(op.Mul(index, op.dim(x, 3)), at)

@@ -17,8 +17,6 @@ from onward.errors import ModelError
 from onward.graph.builder import Builder
 from onward.graph.shapes.bodies import describe, keeps_its_shape
 
-__all__ = ["Record", "saved_from_branch", "saved_from_loop", "saved_from_scan"]
-
 # A value of a body: an input of it, or what a random node gives.
 Key = ir.Value | Drawn
 
@@ -27,18 +25,18 @@ Key = ir.Value | Drawn
 class Record:
     """A value of the body in every iteration: stacked, as a sequence, or as concatenated sequences."""
 
-    kept: ir.Value
+    values: ir.Value
     lengths: ir.Value | None = None
 
     def at(self, op, iteration: ir.Value) -> ir.Value:
         """The value in one iteration."""
         if self.lengths is not None:
-            ends = op.CumSum(self.lengths, np.asarray(0, np.int64), exclusive=1)
-            return part_of(op, self.kept, op.Gather(ends, iteration), op.Gather(self.lengths, iteration))
+            ends = op.CumSum(self.lengths, 0, exclusive=1)
+            return part_of(op, self.values, op.Gather(ends, iteration), op.Gather(self.lengths, iteration))
         return (
-            op.SequenceAt(self.kept, iteration)
-            if is_sequence(self.kept)
-            else op.Gather(self.kept, iteration, axis=0)
+            op.SequenceAt(self.values, iteration)
+            if is_sequence(self.values)
+            else op.Gather(self.values, iteration, axis=0)
         )
 
 
@@ -105,13 +103,13 @@ def saved_from_loop(op, loop: Iterations, keys: Sequence[Key]) -> tuple[ir.Value
 
     def compute() -> list[ir.Value]:
         # Sequences must be states, and states come before scan outputs: add a second loop.
-        place = {key: _value(op, key) for key in keys}
+        values = {key: _value(op, key) for key in keys}
         read = loop
         if again:
             read, places = _without_scan_outputs(op, loop)
-            place = {key: places[value] for key, value in place.items()}
-        trips, found = _record(op, read, list(place.values()))
-        return [trips, *(part for record in found for part in _parts(record))]
+            values = {key: places[value] for key, value in values.items()}
+        trips, records = _record(op, read, list(values.values()))
+        return [trips, *(part for record in records for part in _parts(record))]
 
     expected = [_expected(op, like) for like in likes]
     count = ir.Value(type=ir.TensorType(ir.DataType.INT64), shape=ir.Shape([]))
@@ -122,7 +120,7 @@ def saved_from_loop(op, loop: Iterations, keys: Sequence[Key]) -> tuple[ir.Value
 
 
 def _parts(record: Record) -> list[ir.Value]:
-    return [record.kept] if record.lengths is None else [record.kept, record.lengths]
+    return [record.values] if record.lengths is None else [record.values, record.lengths]
 
 
 def _expected(op, like: ir.Value) -> Record:
@@ -169,7 +167,7 @@ def _carry_sequence(op, inside: Builder, node: ir.Node, value: ir.Value) -> ir.V
         empty = op.SequenceEmpty(dtype=int(op.dtype(value)))
     node.resize_inputs(len(node.inputs) + 1)
     node.replace_input_with(len(node.inputs) - 1, empty)
-    sequence = ir.Value(name=op.namer(f"{op.scope}/kept"), type=kind)
+    sequence = ir.Value(name=op.namer(f"{op.scope}/saved"), type=kind)
     inside.graph.inputs.append(sequence)
     longer = (
         append_all(inside, sequence, value) if is_sequence(value) else inside.SequenceInsert(sequence, value)
@@ -213,7 +211,7 @@ def _new_output(op, node: ir.Node, kind: ir.TypeProtocol | None, shape: ir.Shape
     """A further output of a node."""
     node.resize_outputs(len(node.outputs) + 1)
     value = node.outputs[-1]
-    value.name = op.namer(f"{op.scope}/kept")
+    value.name = op.namer(f"{op.scope}/saved")
     describe(value, kind, shape)
     return value
 
@@ -222,5 +220,5 @@ def _next(node: ir.Node) -> ir.Node:
     """The node after another, which has one: what asks for its values comes later."""
     assert node.graph is not None
     nodes = iter(node.graph)
-    next(found for found in nodes if found is node)
+    next(other for other in nodes if other is node)
     return next(nodes)

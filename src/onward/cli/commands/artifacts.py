@@ -2,80 +2,64 @@
 
 from __future__ import annotations
 
-import contextlib
-import warnings
-from collections.abc import Iterator
+import dataclasses
+import shutil
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from onward import contract
-from onward.cli.advice import advice
 from onward.cli.choices import (
     BatchNormChoice,
     LossChoice,
     OptimizerChoice,
     PrecisionChoice,
+    TrainedChoice,
     loss_of,
     optimizer_of,
 )
-from onward.cli.command import CommandError, Output, command, examples, human_size
-from onward.cli.model_file import read_model
-from onward.cli.output_paths import Overwrite, folder_target, plain_prefix, refuse_strangers
+from onward.cli.command import Output, command
+from onward.cli.errors import CommandError
+from onward.cli.paths import OverwriteOption, folder_target, plain_prefix, read_model, refuse_strangers
+from onward.cli.shared_options import FreezeOption, OptimizerOption, TrainOption, advise_on_loss, known_names
 
-__all__ = ["Freeze", "Loss", "Model", "Optimizer", "Train", "known_names", "register"]
+if TYPE_CHECKING:
+    from onward.info.model_info import ModelInfo
+    from onward.lora import LoRA
 
-Model = Annotated[Path, typer.Argument(help="The forward model, an ONNX file.", show_default=False)]
-Loss = Annotated[
-    LossChoice,
-    typer.Option("--loss", "-l", help="The loss; 'none' if the model's first output already is it."),
-]
-LossOrNone = Annotated[
-    LossChoice | None,
-    typer.Option(
-        "--loss", "-l",
-        help="The loss; 'none' if the model's first output already is it. With --classes, cross-entropy by default.",
-    ),
-]  # fmt: skip
 # losses that take what comes out of a softmax; the others take scores, or numbers of any size
 _PROBABILITIES = (LossChoice.NLL, LossChoice.KL_DIV, LossChoice.NONE)
-_FILES = ("training_model.onnx", "eval_model.onnx", "optimizer_model.onnx", "checkpoint")
 _CLASSIFYING = (LossChoice.CROSS_ENTROPY, LossChoice.NLL)
-Train = Annotated[
-    list[str] | None,
-    typer.Option("--train", metavar="NAME", help="Train these; patterns such as 'encoder.*' count."),
-]
-Freeze = Annotated[list[str] | None, typer.Option("--freeze", metavar="NAME", help="Do not train these.")]
-Optimizer = Annotated[OptimizerChoice, typer.Option("--optimizer", help="The update rule.")]
+_FILES = ("training_model.onnx", "eval_model.onnx", "optimizer_model.onnx", "checkpoint")
+_PORTABLE_FILES = (
+    *(f"{step}_step.onnx" for step in ("train", "accumulate", "eval", "gradient", "update")),
+    "train_step.json", "accumulate_step.json", "state.bin", "inference_model.onnx", "inference_model.bin",
+)  # fmt: skip
+_CALIBRATION_ROWS = 256  # samples that ranges of activations are taken from
+# what a language model's folder takes: its loss and its optimizer are set
+_OF_LANGUAGE_MODELS = frozenset({"model", "directory", "lora", "lora_target", "overwrite"})
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command(
-        "artifacts",
-        epilog=examples(
-            "onward artifacts model.onnx --classes 5      # a published model, for classes of your own",
-            "onward artifacts model.onnx --loss cross-entropy",
-            "onward artifacts model.onnx --loss mse --train 'head.*' --optimizer sgd --momentum 0.9 -o out",
-            "onward artifacts model.onnx --loss cross-entropy --lora 8 --lora-target 'encoder.*'",
-            "onward artifacts smollm --lora 8      # a language model's folder, to train in a browser",
-            "onward artifacts model.onnx --loss cross-entropy --portable      # to train in C++ and others",
-        ),
-    )(artifacts)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _GraphOptions:
+    """What the training model is made of."""
 
-
-@command
-def artifacts(
-    output: Output,
     model: Annotated[
         Path,
         typer.Argument(
             help="The forward model, an ONNX file; with --lora also a language model's folder.",
             show_default=False,
         ),
-    ],
-    loss: LossOrNone = None,
+    ]
+    loss: Annotated[
+        LossChoice | None,
+        typer.Option(
+            "--loss",
+            "-l",
+            help="The loss; 'none' if the model's first output already is it. "
+            "With --classes, cross-entropy by default.",
+        ),
+    ] = None
     classes: Annotated[
         str | None,
         typer.Option(
@@ -84,179 +68,238 @@ def artifacts(
             metavar="NUMBER|NAMES|FOLDER",
             help="Replace the head: so many classes, their names (cat,dog), or a folder with one folder for each.",
         ),
-    ] = None,
+    ] = None
     head: Annotated[
         str | None,
         typer.Option(metavar="NAME", help="The layer to replace, or the value to put a new one on."),
-    ] = None,
+    ] = None
     batch_norm: Annotated[
         BatchNormChoice | None,
         typer.Option(help="Let statistics follow the data, or keep them; by default as in the model."),
-    ] = None,
+    ] = None
     directory: Annotated[
         Path, typer.Option("--output", "-o", metavar="FOLDER", help="Where to write; made if missing.")
-    ] = Path("artifacts"),
-    optimizer: Optimizer = OptimizerChoice.ADAMW,
-    train: Train = None,
-    freeze: Freeze = None,
-    weight_decay: Annotated[float | None, typer.Option(help="The optimizer's weight decay.")] = None,
-    momentum: Annotated[float | None, typer.Option(help="Momentum, for sgd and rmsprop.")] = None,
+    ] = Path("artifacts")
+    optimizer: OptimizerOption = OptimizerChoice.ADAMW
+    train: TrainOption = None
+    freeze: FreezeOption = None
+    weight_decay: Annotated[float | None, typer.Option(help="The optimizer's weight decay.")] = None
+    momentum: Annotated[float | None, typer.Option(help="Momentum, for sgd and rmsprop.")] = None
     loss_input: Annotated[
         list[str] | None, typer.Option("--loss-input", metavar="NAME", help="Outputs that the loss reads.")
-    ] = None,
+    ] = None
     extra_output: Annotated[
         list[str] | None,
         typer.Option("--extra-output", metavar="NAME", help="Values to return beside the loss."),
-    ] = None,
+    ] = None
     lora: Annotated[
         int | None,
         typer.Option("--lora", metavar="RANK", min=1, help="Train adapters of this rank, not weights."),
-    ] = None,
+    ] = None
     lora_target: Annotated[
         list[str] | None,
         typer.Option("--lora-target", metavar="NAME", help="Weights to adapt; patterns count."),
-    ] = None,
-    prefix: Annotated[str, typer.Option(help="Put this before every file name.")] = "",
-    ort_format: Annotated[bool, typer.Option("--ort-format", help="Write .ort files too.")] = False,
-    nominal: Annotated[
-        bool, typer.Option("--nominal", help="Write a checkpoint without values too.")
-    ] = False,
+    ] = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options(_GraphOptions):
+    """The options of `onward artifacts`: how values are rounded, and which files are written."""
+
+    prefix: Annotated[str, typer.Option(help="Put this before every file name.")] = ""
+    ort_format: Annotated[bool, typer.Option("--ort-format", help="Write .ort files too.")] = False
+    nominal: Annotated[bool, typer.Option("--nominal", help="Write a checkpoint without values too.")] = False
     precision: Annotated[
         PrecisionChoice,
         typer.Option(help="Run matrix products and convolutions in 16 bits; weights stay float32."),
-    ] = PrecisionChoice.FP32,
+    ] = PrecisionChoice.FP32
     keep_batch: Annotated[
         bool,
         typer.Option("--keep-batch", help="Keep a batch size that the model fixes; by default it is opened."),
-    ] = False,
+    ] = False
     portable: Annotated[
         bool, typer.Option("--portable", help="Write a step, a state and a model for other languages too.")
-    ] = False,
-    overwrite: Overwrite = False,
-) -> None:
+    ] = False
+    quantize: Annotated[
+        TrainedChoice | None,
+        typer.Option(help="Round in the step as a deployed file of this kind does."),
+    ] = None
+    data: Annotated[
+        list[str] | None,
+        typer.Option("--data", "-d", metavar="[INPUT=]PATH", help="int8: samples to take ranges from."),
+    ] = None
+    teacher: Annotated[
+        Path | None,
+        typer.Option(help="Learn this model's answers too; without --loss nothing else, and no labels."),
+    ] = None
+    overwrite: OverwriteOption = False
+
+
+@command(
+    "onward artifacts model.onnx --classes 5      # a published model, for classes of your own",
+    "onward artifacts model.onnx --loss cross-entropy",
+    "onward artifacts model.onnx --loss mse --train 'head.*' --optimizer sgd --momentum 0.9 -o out",
+    "onward artifacts model.onnx --loss cross-entropy --lora 8 --lora-target 'encoder.*'",
+    "onward artifacts smollm --lora 8      # a language model's folder, to train in a browser",
+    "onward artifacts model.onnx --loss cross-entropy --portable      # to train in C++ and others",
+    "onward artifacts model.onnx --quantize int8 --data pictures --teacher big.onnx      # needs no labels",
+)
+def artifacts(output: Output, options: Options) -> None:
     """Make training artifacts of an ONNX model: training, eval and optimizer model, and a checkpoint."""
     from onward.artifacts.generate import generate_artifacts
+    from onward.hub.origin import origin_of
+    from onward.info.metadata import info_to_metadata
 
-    if model.is_dir() and lora is not None:
-        others = {
-            "--loss": loss, "--classes": classes, "--head": head, "--batch-norm": batch_norm, "--train": train,
-            "--freeze": freeze, "--weight-decay": weight_decay, "--momentum": momentum, "--loss-input": loss_input,
-            "--extra-output": extra_output, "--prefix": prefix, "--ort-format": ort_format, "--nominal": nominal,
-            "--portable": portable, "--keep-batch": keep_batch,
-            "--precision": precision is not PrecisionChoice.FP32, "--optimizer": optimizer is not OptimizerChoice.ADAMW,
-        }  # fmt: skip
-        unread = [name for name, value in others.items() if value not in (None, False, "")]
-        if unread:
-            raise CommandError(
-                f"{unread[0]} does not go with a language model's folder",
-                "its loss and its optimizer are set",
-            )
-        _language_model(output, model, directory, lora, lora_target, overwrite=overwrite)
+    if options.model.is_dir():
+        _write_language_artifacts(output, options)
         return
-    if model.is_dir():
-        raise CommandError(
-            f"no model at '{model}': it is a folder",
-            "name an ONNX file, or add --lora RANK for a language model's folder",
-        )
-    read_model(model)
-    if loss is None and classes is None:
-        raise CommandError("which loss?", f"choose one with --loss: {', '.join(LossChoice)}")
-    if head is not None and classes is None:
-        raise CommandError("--head needs --classes", "for example --classes 5")
-    loss = loss or LossChoice.CROSS_ENTROPY
+    read_model(options.model)
+    loss = _choose_loss(options)
     refuse_strangers(
-        directory, [f"{plain_prefix(prefix)}{name}" for name in _FILES],
-        ours=f"{prefix}training_model.onnx", overwrite=overwrite,
+        options.directory, [f"{plain_prefix(options.prefix)}{name}" for name in _FILES],
+        ours=f"{options.prefix}training_model.onnx", overwrite=options.overwrite,
     )  # fmt: skip
-    remark = advice(model, loss, loss_input or ()) if classes is None else None
+    remark = None
+    if options.classes is None and loss is not None:
+        remark = advise_on_loss(options.model, loss, options.loss_input or ())
     if remark:
         output.note(remark)
-    trainable = list(train) if train else None
-    options: dict[str, Any] = {"metadata": _what_the_model_wants(model)}
-    if lora is not None:
-        from onward.lora import LoRA
-
-        options |= {"lora": LoRA(rank=lora, alpha=2.0 * lora, targets=lora_target or "*")}
-        trainable = list(train or ())  # the adapters, and what was asked for by name
-    elif lora_target:
-        raise CommandError("--lora-target needs --lora RANK", "for example --lora 8")
-    source: Any = str(model)
-    if classes is not None:
-        from onward import replace_head
-
-        wanted = _classes(classes)
-        _require_two(classes, wanted, loss)
-        source = replace_head(model, classes=wanted, head=head, scores=loss not in _PROBABILITIES)
-    if not keep_batch:
+    adapters = _choose_adapters(options, targets="*")
+    source, info = _replace_head(options, loss)
+    calibration = _read_samples(options)
+    if not options.keep_batch:
         from onward.export.batch_size import open_if_fixed
 
-        source, said = open_if_fixed(source)
-        if said:
-            output.note(said)
-    with folder_target(directory), output.working("differentiating"), known_names():
+        source, note = open_if_fixed(source)
+        if note:
+            output.note(note)
+    trainable = list(options.train or ())
+    with folder_target(options.directory), output.working("differentiating"), known_names():
         generate_artifacts(
             source,
-            requires_grad=trainable,
-            frozen_params=list(freeze) if freeze else None,
-            batch_norm=None if batch_norm is None else cast("Any", str(batch_norm)),
-            loss=loss_of(loss),
-            optimizer=optimizer_of(optimizer, weight_decay=weight_decay, momentum=momentum),
-            artifact_directory=directory,
-            prefix=prefix,
-            ort_format=ort_format,
-            additional_output_names=_extra_outputs(model, loss_input or [], extra_output or []) or None,
-            nominal_checkpoint=nominal,
-            loss_input_names=loss_input or None,
-            portable=portable,
-            precision=cast("Any", str(precision)),
-            **options,
+            # beside adapters trains what was named, and by default nothing
+            requires_grad=trainable if trainable or adapters else None,
+            frozen_params=list(options.freeze or ()) or None,
+            batch_norm=None if options.batch_norm is None else cast("Any", str(options.batch_norm)),
+            loss=None if loss is None else loss_of(loss),
+            optimizer=optimizer_of(
+                options.optimizer, weight_decay=options.weight_decay, momentum=options.momentum
+            ),
+            artifact_directory=options.directory,
+            prefix=options.prefix,
+            ort_format=options.ort_format,
+            additional_output_names=_choose_outputs(options) or None,
+            nominal_checkpoint=options.nominal,
+            loss_input_names=options.loss_input or None,
+            portable=options.portable,
+            precision=cast("Any", str(options.precision)),
+            metadata=info_to_metadata(
+                info if info.origin else info.replace(origin=origin_of(options.model.name))
+            ),
+            lora=adapters,
+            quantize=None if options.quantize is None else str(options.quantize),
+            calibration=calibration,
+            teacher=None if options.teacher is None else str(options.teacher),
         )
-        _keep_tokenizer(model, directory)
-    _report(output, directory, prefix, str(loss), remark, portable=portable, classes=classes)
+        _copy_tokenizer(options.model, options.directory)
+    _report(output, options, str(loss or "distillation"), remark)
 
 
-def _language_model(
-    output: Output, folder: Path, directory: Path, rank: int, targets: list[str] | None, *, overwrite: bool
-) -> None:
+def _choose_loss(options: Options) -> LossChoice | None:
+    """The loss; None where a teacher's answers alone are learnt."""
+    if options.head is not None and options.classes is None:
+        raise CommandError("--head needs --classes", "for example --classes 5")
+    if options.loss is not None:
+        return options.loss
+    if options.classes is not None:
+        return LossChoice.CROSS_ENTROPY
+    if options.teacher is None:
+        raise CommandError("which loss?", f"choose one with --loss: {', '.join(LossChoice)}")
+    return None
+
+
+def _choose_adapters(options: Options, *, targets: str) -> LoRA | None:
+    if options.lora is not None:
+        from onward.lora import LoRA
+
+        return LoRA(rank=options.lora, alpha=2.0 * options.lora, targets=options.lora_target or targets)
+    if options.lora_target:
+        raise CommandError("--lora-target needs --lora RANK", "for example --lora 8")
+    return None
+
+
+def _replace_head(options: Options, loss: LossChoice | None) -> tuple[Any, ModelInfo]:
+    """The model, with a new head where classes are named, and what it is for."""
+    from onward import replace_head
+    from onward.hub.read_info import read_info
+
+    info = read_info(options.model)
+    if options.classes is None:
+        return str(options.model), info
+    classes = _parse_classes(options.classes)
+    _require_two(options.classes, classes, loss)
+    # the old head's labels go with it; a number of classes has no names yet
+    labels = None if isinstance(classes, int) else tuple(classes)
+    info = info.replace(labels=labels, problem_type=None, source="--classes")
+    scores = loss not in _PROBABILITIES
+    return replace_head(options.model, classes=classes, head=options.head, scores=scores), info
+
+
+def _write_language_artifacts(output: Output, options: Options) -> None:
     """The training models of adapters beside a language model's folder."""
-    from onward.lora import LoRA
-    from onward.pipeline.language import write_language_artifacts
+    from onward.language.finetune import write_language_artifacts
 
-    names = [*_FILES, "constants.data"]
-    refuse_strangers(directory, names, ours="training_model.onnx", overwrite=overwrite)
-    lora = LoRA(rank=rank, alpha=2.0 * rank, targets=targets or "attention")
-    with folder_target(directory), output.working("differentiating"):
-        files = write_language_artifacts(folder, directory, lora=lora)
-    sizes = {file.name: file.stat().st_size for file in files}
-    output.table("", ["file", "size"], [[name, human_size(size)] for name, size in sizes.items()])
-    output.line(f"to train here instead: onward finetune {folder} --lora --data chat.jsonl")
-    output.result({"directory": directory, "files": sizes})
-
-
-@contextlib.contextmanager
-def known_names() -> Iterator[None]:
-    """Refuse a name of --freeze that the model does not have: the library warns, here it is a typing mistake."""
-    from onward.artifacts.choose import UnknownParameterWarning
-    from onward.errors import SEE_NAMES
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UnknownParameterWarning)
-        try:
-            yield
-        except UnknownParameterWarning as unknown:
+    lora = _choose_adapters(options, targets="attention")
+    if lora is None:
+        raise CommandError(
+            f"no model at '{options.model}': it is a folder",
+            "name an ONNX file, or add --lora RANK for a language model's folder",
+        )
+    for field in dataclasses.fields(options):
+        if field.name not in _OF_LANGUAGE_MODELS and getattr(options, field.name) != field.default:
             raise CommandError(
-                f"--freeze {unknown.name}: {unknown.name} is not found among the parameters{unknown.hint}",
-                SEE_NAMES,
-            ) from None
+                f"--{field.name.replace('_', '-')} does not go with a language model's folder",
+                "its loss and its optimizer are set",
+            )
+    refuse_strangers(
+        options.directory,
+        [*_FILES, "constants.data"],
+        ours="training_model.onnx",
+        overwrite=options.overwrite,
+    )
+    with folder_target(options.directory), output.working("differentiating"):
+        files = write_language_artifacts(options.model, options.directory, lora=lora)
+    sizes = _show_sizes(output, files)
+    output.line(f"to train here instead: onward finetune {options.model} --lora --data chat.jsonl")
+    output.result({"directory": options.directory, "files": sizes})
 
 
-def _classes(text: str) -> int | list[str]:
+def _read_samples(options: Options) -> dict[str, Any] | None:
+    """Samples for the model's inputs, read as its metadata says; labels of the data are left out."""
+    if not options.data:
+        return None
+    if options.quantize is None:
+        raise CommandError(
+            "--data is for --quantize: ranges are taken from it", "add --quantize int8, or leave it out"
+        )
+    from onward.cli.data import input_specs, load_samples
+    from onward.data.read import DataOptions
+    from onward.hub.read_info import read_info
+
+    reading = DataOptions(preprocessing=read_info(options.model).preprocessing, near=[options.model])
+    return load_samples(options.data, input_specs(options.model), reading, _CALIBRATION_ROWS)
+
+
+def _parse_classes(text: str) -> int | list[str]:
     """`5`, `cat,dog,bird`, or a folder with one folder for each class."""
     if text.isdigit():
         return int(text)
     if Path(text).is_dir():
+        from onward.data.layouts import split_folders
+
+        folder = split_folders(Path(text)).get("train", Path(text))
         names = sorted(
-            path.name for path in Path(text).iterdir() if path.is_dir() and not path.name.startswith(".")
+            path.name for path in folder.iterdir() if path.is_dir() and not path.name.startswith(".")
         )
         if not names:
             raise CommandError(
@@ -269,89 +312,59 @@ def _classes(text: str) -> int | list[str]:
     return names
 
 
-def _require_two(text: str, classes: int | list[str], loss: LossChoice) -> None:
+def _require_two(text: str, classes: int | list[str], loss: LossChoice | None) -> None:
     """One class is a mistake where classes are told apart: a folder that is not there, or all samples in one."""
     count = classes if isinstance(classes, int) else len(classes)
     if count != 1 or loss not in _CLASSIFYING:
         return
-    what = f"--classes {text} is one class"
     if classes == [text]:
         raise CommandError(
-            f"{what}, and there is no such folder", "give a number, names (cat,dog) or a folder"
+            f"--classes {text} is one class, and there is no such folder",
+            "give a number, names (cat,dog) or a folder",
         )
     raise CommandError(
-        f"{what}, and {loss} tells two or more apart",
+        f"--classes {text} is one class, and {loss} tells two or more apart",
         "give more; for one number, such as a price or yes and no, add --loss mse or --loss bce-with-logits",
     )
 
 
-def _what_the_model_wants(model: Path) -> dict[str, str]:
-    """How pictures are prepared for a model, where it or a file beside it says so."""
-
-    from onward.data.match_inputs import specs_of
-    from onward.data.preprocessing import KEY, Preprocessing, beside, known_image_settings
-
-    proto = read_model(model)
-    about = {entry.key: entry.value for entry in proto.metadata_props}
-    settings = beside(model)
-    if not settings and contract.EXPORT in about:  # a model that `onward export` made
-        settings = known_image_settings(_processor(about))
-    pictures = [spec for spec in specs_of(proto.graph) if spec.dims is not None and len(spec.dims) == 4]
-    if not settings or len(pictures) != 1:
-        return {}
-    return {KEY: Preprocessing("image", pictures[0].name, settings).to_json()}
-
-
-def _keep_tokenizer(model: Path, directory: Path) -> None:
+def _copy_tokenizer(model: Path, directory: Path) -> None:
     """The tokenizer beside a model goes with its artifacts."""
-    import shutil
-
-    source = model.parent / "tokenizer.json"
-    takes = {value.name for value in read_model(model).graph.input}
-    if (
-        source.is_file()
-        and "input_ids" in takes
-        and source.resolve() != (directory / "tokenizer.json").resolve()
-    ):
-        shutil.copyfile(source, directory / "tokenizer.json")
+    source, target = model.parent / "tokenizer.json", directory / "tokenizer.json"
+    reads_texts = any(value.name == "input_ids" for value in read_model(model).graph.input)
+    if source.is_file() and reads_texts and source.resolve() != target.resolve():
+        shutil.copyfile(source, target)
 
 
-def _extra_outputs(model: Path, loss_input: list[str], wanted: list[str]) -> list[str]:
+def _choose_outputs(options: Options) -> list[str]:
     """The values to return beside the loss: with a loss inside the graph, also the model's own outputs.
 
     Nothing else would need them, and they would be gone when the trained model is deployed.
     """
-    from onward.cli.model_file import read_model
+    extra = options.extra_output or []
+    if not options.loss_input:
+        return extra
+    outputs = [value.name for value in read_model(options.model).graph.output]
+    return [*extra, *(name for name in outputs if name not in {*extra, *options.loss_input})]
 
-    if not loss_input:
-        return wanted
-    outputs = [value.name for value in read_model(model).graph.output]
-    return [*wanted, *(name for name in outputs if name not in {*wanted, *loss_input})]
+
+def _show_sizes(output: Output, files: list[Path]) -> dict[str, int]:
+    """The sizes of the files that are there, by name."""
+    sizes = {file.name: file.stat().st_size for file in files if file.is_file()}
+    output.sizes("", sizes)
+    return sizes
 
 
-def _report(
-    output: Output,
-    directory: Path,
-    prefix: str,
-    loss: str,
-    remark: str | None,
-    *,
-    portable: bool,
-    classes: str | None,
-) -> None:
+def _report(output: Output, options: Options, loss: str, remark: str | None) -> None:
     from onward import checkpoint
 
-    state = checkpoint.load(directory / f"{prefix}checkpoint")
+    directory, classes = options.directory, options.classes
+    state = checkpoint.load(directory / f"{options.prefix}checkpoint")
     trained = sum(
         array.size for array in state.trainable.values() if not isinstance(array, checkpoint.NominalTensor)
     )
-    names = list(_FILES)
-    if portable:
-        names += ["train_step.onnx", "gradient_step.onnx", "update_step.onnx", "state.bin"]
-        names += ["inference_model.onnx", "inference_model.bin"]
-    files = [directory / f"{prefix}{name}" for name in names]
-    sizes = {file.name: file.stat().st_size for file in files if file.is_file()}
-    output.table("", ["file", "size"], [[name, human_size(size)] for name, size in sizes.items()])
+    names = [*_FILES, *(_PORTABLE_FILES if options.portable else ())]
+    sizes = _show_sizes(output, [directory / f"{options.prefix}{name}" for name in names])
     output.line(
         f"{trained:,} values of {len(state.trainable)} parameters train, {len(state.frozen)} parameters are frozen"
     )
@@ -369,11 +382,3 @@ def _report(
             "trainable_values": trained,
         }
     )
-
-
-def _processor(about: dict[str, str]) -> dict[str, Any]:
-    """The image processor that `onward export` recorded."""
-    from onward.model_metadata import read_table
-
-    found = read_table(about, contract.EXPORT).get("processor")
-    return found if isinstance(found, dict) else {}

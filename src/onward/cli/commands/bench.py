@@ -10,46 +10,37 @@ from typing import Annotated, Any
 import typer
 
 from onward.cli.choices import DeviceOption
-from onward.cli.command import Output, command, examples
-from onward.cli.output_paths import plain_prefix
-from onward.cli.run_folder import find
-
-__all__ = ["register", "time_steps"]
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command(
-        "bench",
-        epilog=examples(
-            "onward bench artifacts --batch-size 32",
-            "onward bench artifacts --threads 1 --steps 100 --json",
-            "onward bench artifacts --device cuda",
-        ),
-    )(bench)
+from onward.cli.command import Output, command
+from onward.cli.paths import plain_prefix, read_metadata
+from onward.cli.run_folder import find_run
+from onward.cli.shared_options import BatchSizeOption, PrefixOption
 
 
-@command
+@command(
+    "onward bench artifacts --batch-size 32",
+    "onward bench artifacts --threads 1 --steps 100 --json",
+    "onward bench artifacts --device cuda",
+)
 def bench(
     output: Output,
     artifacts: Annotated[
         Path, typer.Argument(help="The folder of artifacts, or of a run.", show_default=False)
     ],
-    batch_size: Annotated[int, typer.Option("--batch-size", "-b", min=1, help="Samples at a time.")] = 32,
+    batch_size: BatchSizeOption = 32,
     steps: Annotated[int, typer.Option(min=1, help="Steps to measure.")] = 30,
     warmup: Annotated[int, typer.Option(min=0, help="Steps before measuring.")] = 3,
     threads: Annotated[
         int | None, typer.Option(min=1, help="Threads; onnxruntime's choice by default.")
     ] = None,
     device: DeviceOption = "cpu",
-    prefix: Annotated[str, typer.Option(help="The prefix of the artifacts' file names.")] = "",
+    prefix: PrefixOption = "",
 ) -> None:
     """Measure forward and backward, update and evaluation on random inputs."""
-    place = find(artifacts, prefix=plain_prefix(prefix))
+    run = find_run(artifacts, prefix=plain_prefix(prefix))
     with output.working("measuring"):
-        found = time_steps(
-            place.artifacts, batch_size=batch_size, steps=steps, warmup=warmup, threads=threads,
-            prefix=place.prefix, device=device,
+        times = time_steps(
+            run.artifacts, batch_size=batch_size, steps=steps, warmup=warmup, threads=threads,
+            prefix=run.prefix, device=device,
         )  # fmt: skip
     names = {
         "step": "step in all",
@@ -58,14 +49,14 @@ def bench(
         "evaluation": "evaluation",
     }
     rows = [
-        [title, *(f"{1e3 * found[name][figure]:.3f}" for figure in ("median", "fastest", "slowest"))]
+        [title, *(f"{1e3 * times[name][figure]:.3f}" for figure in ("median", "fastest", "slowest"))]
         for name, title in names.items()
-        if found.get(name)
+        if times.get(name)
     ]
     output.table(f"milliseconds per batch of {batch_size}", ["", "median", "fastest", "slowest"], rows)
-    output.line(f"{batch_size / found['step']['median']:.0f} samples per second")
+    output.line(f"{batch_size / times['step']['median']:.0f} samples per second")
     output.result(
-        {"batch_size": batch_size, "samples_per_second": batch_size / found["step"]["median"], **found}
+        {"batch_size": batch_size, "samples_per_second": batch_size / times["step"]["median"], **times}
     )
 
 
@@ -84,7 +75,7 @@ def time_steps(
     import onnxruntime as ort
 
     from onward import Trainer
-    from onward.cli.samples import random_inputs
+    from onward.cli.data import random_inputs
 
     options = ort.SessionOptions()
     options.log_severity_level = 4
@@ -94,35 +85,33 @@ def time_steps(
         artifacts,
         session_options=options,
         progress=False,
-        on_nonfinite="ignore",
+        on_nonfinite="ignore",  # random numbers may overflow, and take as long
         prefix=prefix,
         device=device,
     )
     specs, classes = _inputs_of(artifacts, prefix, trainer.module.input_names())
     batch = list(random_inputs(specs, size=batch_size, classes=classes).values())
-    spent: dict[str, list[float]] = {"gradients": [], "update": [], "step": []}
+    spent: dict[str, list[float]] = {"gradients": [], "update": [], "step": [], "evaluation": []}
     for index in range(warmup + steps):
-        begun = time.perf_counter()
+        started = time.perf_counter()
         trainer.module(*batch)
-        between = time.perf_counter()
+        differentiated = time.perf_counter()
         trainer.optimizer.step()
         trainer.module.lazy_reset_grad()
-        ended = time.perf_counter()
+        updated = time.perf_counter()
         if index >= warmup:
-            spent["gradients"].append(between - begun)
-            spent["update"].append(ended - between)
-            spent["step"].append(ended - begun)
-    spent["evaluation"] = []
-    evaluates = evaluate and (
-        not isinstance(artifacts, Path) or (artifacts / f"{prefix}eval_model.onnx").is_file()
-    )
-    if evaluates:
+            spent["gradients"].append(differentiated - started)
+            spent["update"].append(updated - differentiated)
+            spent["step"].append(updated - started)
+    if isinstance(artifacts, Path):
+        evaluate = evaluate and (artifacts / f"{prefix}eval_model.onnx").is_file()
+    if evaluate:
         trainer.module.eval()
-    for index in range(warmup + steps if evaluates else 0):
-        begun = time.perf_counter()
-        trainer.module(*batch)
-        if index >= warmup:
-            spent["evaluation"].append(time.perf_counter() - begun)
+        for index in range(warmup + steps):
+            started = time.perf_counter()
+            trainer.module(*batch)
+            if index >= warmup:
+                spent["evaluation"].append(time.perf_counter() - started)
     return {
         name: {"median": statistics.median(times), "fastest": min(times), "slowest": max(times)}
         for name, times in spent.items()
@@ -133,14 +122,13 @@ def time_steps(
 def _inputs_of(artifacts: Any, prefix: str, names: list[str]) -> tuple[list[Any], dict[str, int]]:
     """What the training model takes from the user, and how many classes its labels have."""
     from onward.cli.data import input_specs
-    from onward.cli.model_file import read_model
     from onward.data.match_inputs import specs_of
     from onward.model_metadata import read_labels
 
     if isinstance(artifacts, Path):
         path = artifacts / f"{prefix}training_model.onnx"
-        specs = input_specs(str(path), names)
-        about = {e.key: e.value for e in read_model(path).metadata_props}
+        specs = input_specs(path, names)
+        about = read_metadata(path)
     else:
         import onnx_ir as ir
 

@@ -8,29 +8,20 @@ from typing import Annotated, Any
 
 import typer
 
-from onward.cli.command import CommandError, Output, command, examples, human_size
-from onward.cli.model_file import read_model
-from onward.cli.output_paths import Overwrite, file_target, folder_target, plain_prefix
+from onward.cli.command import Output, command, human_size
+from onward.cli.errors import CommandError
+from onward.cli.paths import OverwriteOption, file_target, folder_target, plain_prefix, read_model
 from onward.cli.run_folder import read_run
-
-__all__ = ["register"]
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command(
-        "convert",
-        epilog=examples(
-            "onward convert run/best weights.safetensors",
-            "onward convert weights.safetensors checkpoint --into artifacts/checkpoint",
-            "onward convert run/best state.bin --into artifacts/state.bin      # for other languages",
-            "onward convert state.bin checkpoint",
-            "onward convert old-artifacts artifacts      # of onnxruntime-training",
-        ),
-    )(convert)
+from onward.cli.shared_options import PrefixOption
 
 
-@command
+@command(
+    "onward convert run/best weights.safetensors",
+    "onward convert weights.safetensors checkpoint --into artifacts/checkpoint",
+    "onward convert run/best state.bin --into artifacts/state.bin      # for other languages",
+    "onward convert state.bin checkpoint",
+    "onward convert old-artifacts artifacts      # of onnxruntime-training",
+)
 def convert(
     output: Output,
     source: Annotated[
@@ -52,8 +43,8 @@ def convert(
     freeze: Annotated[
         list[str] | None, typer.Option("--freeze", metavar="NAME", help="Parameters that do not train.")
     ] = None,
-    prefix: Annotated[str, typer.Option(help="The prefix of the artifacts' file names.")] = "",
-    overwrite: Overwrite = False,
+    prefix: PrefixOption = "",
+    overwrite: OverwriteOption = False,
 ) -> None:
     """Convert between checkpoints, state files and safetensors, or bring artifacts of onnxruntime-training over."""
     if not source.exists():
@@ -62,15 +53,17 @@ def convert(
         if into is not None or freeze:
             raise CommandError("--into and --freeze are for safetensors sources", "leave them away")
         with folder_target(target), output.working("converting"):
-            found = _artifacts(output, source, target, plain_prefix(prefix))
+            summary = _convert_artifacts(output, source, target, plain_prefix(prefix))
     else:
         with file_target(target, overwrite=overwrite):
-            found = _checkpoint(source, target, into=into, freeze=freeze)
-    output.line(f"{target}: {found['text']}")
-    output.result({"source": source, "target": target, **found})
+            summary = _convert_checkpoint(source, target, into=into, freeze=freeze)
+    output.line(f"{target}: {summary['text']}")
+    output.result({"source": source, "target": target, **summary})
 
 
-def _checkpoint(source: Path, target: Path, *, into: Path | None, freeze: list[str] | None) -> dict[str, Any]:
+def _convert_checkpoint(
+    source: Path, target: Path, *, into: Path | None, freeze: list[str] | None
+) -> dict[str, Any]:
     from onward import checkpoint
 
     to_state = target.suffix == ".bin"
@@ -106,18 +99,18 @@ def _load(path: Path) -> Any:
     return checkpoint.from_portable(path) if checkpoint.is_portable(path) else checkpoint.load(path)
 
 
-def _artifacts(output: Output, source: Path, target: Path, prefix: str) -> dict[str, Any]:
+def _convert_artifacts(output: Output, source: Path, target: Path, prefix: str) -> dict[str, Any]:
     """Artifacts of the original: its eval model has the forward graph and the loss, the rest is made anew."""
     import numpy as np
     import onnx
 
     from onward import checkpoint
     from onward.artifacts.generate import generate_artifacts
-    from onward.files import place, staging_folder
+    from onward.files import write_set
     from onward.graph.gate import read_with_data
 
-    model, state = source / f"{prefix}eval_model.onnx", source / f"{prefix}checkpoint"
-    missing = [path.name for path in (model, state) if not path.is_file()]
+    model, initial = source / f"{prefix}eval_model.onnx", source / f"{prefix}checkpoint"
+    missing = [path.name for path in (model, initial) if not path.is_file()]
     if missing:
         hint = (
             f"name one of its checkpoints, such as {source / 'best'}"
@@ -127,14 +120,14 @@ def _artifacts(output: Output, source: Path, target: Path, prefix: str) -> dict[
         raise CommandError(f"'{source}' lacks {' and '.join(missing)}", hint)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", checkpoint.UncheckedCheckpointWarning)
-        data = checkpoint.load(state)
+        data = checkpoint.load(initial)
     if data.nominal:
-        raise CommandError(f"'{state}' is nominal: it has no values", "convert the full checkpoint")
+        raise CommandError(f"'{initial}' is nominal: it has no values", "convert the full checkpoint")
     forward = read_with_data(model)
     graph = forward.graph
     values = data.parameters()
-    known = {value.name for value in graph.input}
-    strangers = [name for name in values if name not in known]
+    inputs = {value.name for value in graph.input}
+    strangers = [name for name in values if name not in inputs]
     if strangers:
         raise CommandError(
             f"the checkpoint has '{strangers[0]}', which the eval model does not take",
@@ -143,38 +136,37 @@ def _artifacts(output: Output, source: Path, target: Path, prefix: str) -> dict[
     for value in [value for value in graph.input if value.name in values]:
         array = np.asarray(values[value.name])
         kind = value.type.tensor_type
-        takes = [dim.dim_value for dim in kind.shape.dim]
-        if kind.HasField("shape") and takes != list(array.shape):
+        shape = [dim.dim_value for dim in kind.shape.dim]
+        if kind.HasField("shape") and shape != list(array.shape):
             raise CommandError(
-                f"the checkpoint's '{value.name}' has shape {list(array.shape)}, the eval model takes {takes}",
+                f"the checkpoint's '{value.name}' has shape {list(array.shape)}, the eval model takes {shape}",
                 "do both files belong together?",
             )
+        # the original's eval model takes its parameters as inputs; a forward model has them inside
         graph.input.remove(value)
         graph.initializer.append(onnx.numpy_helper.from_array(array, value.name))
-    optimizer = _optimizer(source / f"{prefix}optimizer_model.onnx")
-    with staging_folder(target.parent) as aside:
+    optimizer = _find_optimizer(source / f"{prefix}optimizer_model.onnx")
+    with write_set(target) as aside:  # the models and the state that belongs to them, or neither
         generate_artifacts(
             forward,
             requires_grad=list(data.trainable),
             frozen_params=list(data.frozen),
-            loss=None,
+            loss=None,  # the eval model's first output is the loss already
             optimizer=optimizer,
             artifact_directory=aside,
             prefix=prefix,
             additional_output_names=[value.name for value in graph.output[1:]] or None,
         )
         if data.optimizer or data.properties:  # momenta and properties go on where they stopped
-            made = checkpoint.load(aside / f"{prefix}checkpoint")
-            made.optimizer, made.properties = data.optimizer, data.properties
-            checkpoint.save(made, aside / f"{prefix}checkpoint")
-        target.mkdir(exist_ok=True)
-        place(sorted(path for path in aside.iterdir() if path.is_file()), target)
+            state = checkpoint.load(aside / f"{prefix}checkpoint")
+            state.optimizer, state.properties = data.optimizer, data.properties
+            checkpoint.save(state, aside / f"{prefix}checkpoint")
     output.note("the eval model has no active dropout: export the model again if training should have it")
     text = f"artifacts of {len(data.trainable)} trainable and {len(data.frozen)} frozen parameters"
     return {"text": text, "trainable": list(data.trainable), "frozen": list(data.frozen)}
 
 
-def _optimizer(path: Path) -> Any:
+def _find_optimizer(path: Path) -> Any:
     """The update rule of the original's optimizer model, with its options."""
     import onnx
 

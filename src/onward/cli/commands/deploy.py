@@ -3,188 +3,290 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import shutil
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from onward import contract
-from onward.cli.choices import DeviceOption, QuantizeChoice
-from onward.cli.command import CommandError, Output, command, examples, human_size
-from onward.cli.model_file import read_model
-from onward.cli.output_paths import Overwrite, file_target, plain_prefix
-from onward.cli.run_folder import find
-from onward.errors import DataError
+from onward.cli.choices import DeployChoice, DeviceOption
+from onward.cli.command import Output, command, human_size
+from onward.cli.errors import CommandError
+from onward.cli.paths import (
+    OverwriteOption,
+    file_target,
+    plain_prefix,
+    read_metadata,
+    read_model,
+    require_new,
+)
+from onward.cli.run_folder import RunFiles, find_run
+from onward.cli.shared_options import CheckpointOption, MapOption, PrefixOption, parse_pairs
+from onward.errors import DataError, OnwardError
 from onward.escape import first_of
 from onward.model_metadata import read_names
 
-__all__ = ["forward_outputs", "register"]
+if TYPE_CHECKING:
+    from onward.export.inference import InferenceExport
+
+# What takes ranges from the data of the run, where it is there.
+_CALIBRATED = (DeployChoice.AUTO, DeployChoice.INT8, DeployChoice.INT8_STATIC)
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command(
-        "deploy",
-        epilog=examples(
-            "onward deploy run trained.onnx",
-            "onward deploy run trained-int8.onnx --quantize int8 --data digits.npz",
-            "onward deploy artifacts embeddings.onnx --checkpoint run/best --outputs hidden",
-        ),
-    )(deploy)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """The options of `onward deploy`."""
 
-
-@command
-def deploy(
-    output: Output,
-    run: Annotated[Path, typer.Argument(help="The folder of a run, or of artifacts.", show_default=False)],
-    model: Annotated[Path, typer.Argument(help="The file to write.")] = Path("trained.onnx"),
-    checkpoint: Annotated[
-        str | None, typer.Option("--checkpoint", "-c", help="'best', 'latest' or a file; best by default.")
-    ] = None,
+    run: Annotated[Path, typer.Argument(help="The folder of a run, or of artifacts.", show_default=False)]
+    model: Annotated[Path, typer.Argument(help="The file to write.")] = Path("trained.onnx")
+    checkpoint: CheckpointOption = None
     outputs: Annotated[
         list[str] | None,
         typer.Option("--outputs", metavar="NAME", help="Outputs; those of the forward model by default."),
-    ] = None,
+    ] = None
     quantize: Annotated[
-        QuantizeChoice | None, typer.Option("--quantize", help="Store weights in fewer bits.")
-    ] = None,
+        DeployChoice | None,
+        typer.Option("--quantize", help="Store weights in fewer bits; auto takes the best of what fits."),
+    ] = None
+    keep_accuracy: Annotated[
+        float | None,
+        typer.Option(
+            "--keep-accuracy",
+            metavar="POINTS",
+            min=0,
+            help="int8, auto: how many hundredths of the metric may be lost; int8 leaves layers float for it.",
+        ),
+    ] = None
+    force: Annotated[
+        bool, typer.Option("--force", help="Write a quantized file that is larger or slower than float too.")
+    ] = False
     data: Annotated[
         list[str] | None,
         typer.Option(
             "--data", "-d", metavar="[INPUT=]PATH", help="Compare on these inputs, not random ones."
         ),
-    ] = None,
-    mapping: Annotated[
-        list[str] | None,
-        typer.Option("--map", metavar="INPUT=ARRAY", help="Which array of the data is which input."),
-    ] = None,
-    samples: Annotated[int, typer.Option(min=1, help="How many samples of --data to compare on.")] = 64,
-    rtol: Annotated[float, typer.Option(min=0, help="Relative tolerance of the comparison.")] = 1e-4,
-    atol: Annotated[float, typer.Option(min=0, help="Absolute tolerance of the comparison.")] = 1e-5,
+    ] = None
+    mapping: MapOption = None
+    samples: Annotated[int, typer.Option(min=1, help="How many samples of --data to compare on.")] = 64
+    rtol: Annotated[float, typer.Option(min=0, help="Relative tolerance of the comparison.")] = 1e-4
+    atol: Annotated[float, typer.Option(min=0, help="Absolute tolerance of the comparison.")] = 1e-5
     external_data: Annotated[
         bool, typer.Option("--external-data", help="Put weights into a file beside it.")
-    ] = False,
-    prefix: Annotated[str, typer.Option(help="The prefix of the artifacts' file names.")] = "",
-    overwrite: Overwrite = False,
-    device: DeviceOption = "cpu",
-) -> None:
+    ] = False
+    prefix: PrefixOption = ""
+    overwrite: OverwriteOption = False
+    device: DeviceOption = "cpu"
+
+
+@command(
+    "onward deploy run trained.onnx",
+    "onward deploy run small.onnx --quantize auto --data pictures      # tries what fits, and measures",
+    "onward deploy run small.onnx --quantize int8 --data pictures --keep-accuracy 0.5",
+    "onward deploy artifacts embeddings.onnx --checkpoint run/best --outputs hidden",
+)
+def deploy(output: Output, options: Options) -> None:
     """Export a trained model for inference; its outputs are compared with those of the eval model first."""
     from onward.export import for_inference
+    from onward.info.metadata import info_to_metadata
 
-    found = find(run, checkpoint, prefix=plain_prefix(prefix))
-    eval_model = found.artifacts / f"{found.prefix}eval_model.onnx"
+    quantize, model = options.quantize, options.model
+    trained = find_run(options.run, options.checkpoint, prefix=plain_prefix(options.prefix))
+    eval_model = trained.artifacts / f"{trained.prefix}eval_model.onnx"
     if not eval_model.is_file():
-        raise CommandError(f"no {eval_model.name} in '{found.artifacts}'", "make the artifacts again")
-    names = list(outputs or forward_outputs(eval_model))
+        raise CommandError(f"no {eval_model.name} in '{trained.artifacts}'", "make the artifacts again")
+    names = list(options.outputs or forward_outputs(eval_model))
     if not names:
         raise CommandError(
             "the model has no output besides its loss", "name values of its graph with --outputs"
         )
-    # the training data, where it is still there; a function is not called for it
-    known = [source for source in found.data or [] if Path(source.partition("=")[2] or source).exists()]
-    if quantize is QuantizeChoice.INT8_STATIC and not data:
-        data = known
-        if not data:
-            raise CommandError("int8-static needs samples of the data", "name some with --data")
-    inputs = None
-    if data:
-        inputs = _inputs(found, run, eval_model, names, data, mapping, samples)
-    elif known:
-        with contextlib.suppress(CommandError, DataError):  # data that has changed: random inputs do as well
-            inputs = _inputs(found, run, eval_model, names, known, mapping, min(samples, 16))
-    tokenizer = _tokenizer(found, run)
+    if options.keep_accuracy is not None and quantize not in (DeployChoice.INT8, DeployChoice.AUTO):
+        raise CommandError("--keep-accuracy goes with --quantize int8 or auto", "add it")
+    data, inputs = _choose_inputs(options, trained, eval_model, names)
+    tokenizer = _find_tokenizer(trained)
     beside = model.with_name(f"{model.stem}.tokenizer.json")
-    if tokenizer is not None and beside.exists() and not overwrite:
-        raise CommandError(
-            f"'{beside}' already exists", "replace it with --overwrite, or choose another name"
-        )
-    with file_target(model, overwrite=overwrite), output.working("exporting and comparing"):
-        made = for_inference(
-            str(eval_model), found.checkpoint, names, model,
-            quantize=None if quantize is None else str(quantize),
-            inputs=inputs, rtol=rtol, atol=atol, external_data=external_data or None,
-            metadata=found.metadata(), device=device,
-        )  # fmt: skip
+    if tokenizer is not None:
+        require_new(beside, overwrite=options.overwrite)
+    settings = {
+        "inputs": inputs, "rtol": options.rtol, "atol": options.atol, "external_data": options.external_data or None,
+        "metadata": info_to_metadata(trained.info), "device": options.device,
+    }  # fmt: skip
+    measurement: dict[str, Any] = {}
+    with file_target(model, overwrite=options.overwrite), output.working("exporting and comparing"):
+        if quantize is DeployChoice.AUTO or options.keep_accuracy is not None:
+            score = _make_score(options, trained, data)
+            exported, measurement = _export_measured(options, trained, eval_model, names, settings, score)
+        else:
+            exported = for_inference(
+                str(eval_model), trained.checkpoint, names, model,
+                quantize=None if quantize is None else str(quantize), force=options.force, **settings,
+            )  # fmt: skip
         if tokenizer is not None:
             shutil.copyfile(tokenizer, beside)
     output.line(
-        f"{made.path}: {human_size(made.size)}, outputs {', '.join(names)}, weights of {found.checkpoint}"
+        f"{exported.path}: {human_size(exported.size)}, outputs {', '.join(names)}, weights of {trained.checkpoint}"
     )
-    if found.classes:
-        output.line(f"classes: {first_of(found.classes, 40)}")
-    if made.parity is not None:
-        output.line(f"parity with the eval model: {str(made.parity).splitlines()[0]}")
+    if trained.info.labels:
+        output.line(f"classes: {first_of(trained.info.labels, 40)}")
+    if exported.parity is not None:
+        output.line(f"parity with the eval model: {str(exported.parity).splitlines()[0]}")
     else:
         output.note("parity was not checked: random inputs do not fit this model; give some with --data")
-    if made.quantization is not None:
-        output.line(f"{quantize}: {made.quantization}")
-        if made.quantization.speedup < 0.8:
-            better = (
-                ""
-                if quantize is QuantizeChoice.INT8_STATIC
-                else (
-                    "; --quantize int8-static finds ranges once, on the training data, which suits convolutions"
-                )
-            )
-            slower = 1 / made.quantization.speedup
-            output.note(f"this model is {slower:.1f} times as slow as the float one on this machine{better}")
+    if exported.integers is not None:
+        output.line(str(exported.integers))
+    if exported.quantization is not None:
+        output.line(f"{quantize}: {exported.quantization}")
+    _show_measurement(output, measurement)
     output.result(
         {
-            "path": made.path,
-            "bytes": made.size,
+            "path": exported.path,
+            "bytes": exported.size,
             "outputs": names,
-            "classes": found.classes,
-            "checkpoint": found.checkpoint,
-            "parity": None if made.parity is None else made.parity.to_dict(),
-            "quantization": None if made.quantization is None else made.quantization.to_dict(),
+            "classes": trained.info.labels,
+            "checkpoint": trained.checkpoint,
+            "parity": None if exported.parity is None else exported.parity.to_dict(),
+            "quantization": None if exported.quantization is None else exported.quantization.to_dict(),
+            **measurement,
         }
     )
 
 
-def forward_outputs(eval_model: Path) -> list[str]:
-    """The outputs of the forward model that an eval model was made of."""
-    proto = read_model(eval_model)
-    about = {entry.key: entry.value for entry in proto.metadata_props}
-    return read_names(about, contract.OUTPUTS) or [value.name for value in proto.graph.output[1:]]
+# --- Deployments that are decided by measurement: `--quantize auto`, and `--keep-accuracy`.
+
+Score = Callable[[Path], float]
+_NO_LABELS = "--keep-accuracy needs data with labels, to compute the metric on"
 
 
-def _tokenizer(found: Any, run: Path) -> Path | None:
-    """The tokenizer of a model that was trained on texts."""
-    from onward.data.text import find_tokenizer
-
-    if not found.preprocessing or found.preprocessing.get("kind") != "text":
-        return None
-    return find_tokenizer(run, found.artifacts)
-
-
-def _inputs(
-    found: Any,
-    run: Path,
+def _export_measured(
+    options: Options,
+    trained: RunFiles,
     eval_model: Path,
     names: list[str],
-    data: list[str],
-    mapping: list[str] | None,
-    samples: int,
+    settings: dict[str, Any],
+    score: Score,
+) -> tuple[InferenceExport, dict[str, Any]]:
+    """Export the float model, quantize and measure it, and write the winner; what is to be said of it."""
+    from onward.export import for_inference
+    from onward.export.quantize import candidates
+    from onward.files import scratch_folder
+
+    target, allowed_loss = options.model, 0.005
+    if options.keep_accuracy is not None:
+        allowed_loss = options.keep_accuracy / 100
+    with scratch_folder() as folder:
+        whole = folder / target.name
+        exported = for_inference(str(eval_model), trained.checkpoint, names, whole, **settings)
+        measured = None
+        with contextlib.suppress(OnwardError):  # the data has no labels to score
+            measured = score(whole)
+        if options.quantize is DeployChoice.AUTO:
+            tried = candidates.try_schemes(
+                whole, settings["inputs"], folder,
+                score=None if measured is None else score, allowed_loss=allowed_loss,
+            )  # fmt: skip
+            best = candidates.choose_best(tried)
+            path = best.path
+            result = {"candidates": [one.to_dict() for one in tried], "chosen": best.name}
+        else:
+            if measured is None:
+                raise CommandError(_NO_LABELS, "name it with --data")
+            path = folder / f"small-{target.name}"
+            layers = candidates.quantize_sensitively(
+                whole, path, settings["inputs"], score=score, allowed_loss=allowed_loss
+            )
+            result = {"float_layers": layers, "metric": score(path), "metric_before": measured}
+        shutil.copyfile(path, target)
+        for weights in path.parent.glob(f"{path.name}*.data"):
+            shutil.copyfile(weights, target.parent / weights.name)
+    return dataclasses.replace(exported, path=target, size=target.stat().st_size), result
+
+
+def _make_score(options: Options, trained: RunFiles, data: list[str]) -> Score:
+    """A function that computes the task's metric of a file; it fails where the data has no labels for it."""
+    from onward import evaluate_model
+    from onward.cli.data import load_data
+    from onward.data.read import DataOptions
+
+    reading = DataOptions(mapping=parse_pairs(options.mapping or [], "--map"), label=trained.options.label)
+    if not data:
+        raise CommandError(_NO_LABELS, "name it with --data")
+    source = Path(data[0].partition("=")[2] or data[0])
+
+    def score(path: Path) -> float:
+        evaluation = evaluate_model(
+            path, source, lambda inputs, reading: load_data(data, inputs, reading), options=reading
+        )
+        return next(iter(evaluation.figures.values()))
+
+    return score
+
+
+def _show_measurement(output: Output, result: dict[str, Any]) -> None:
+    """The table of what was tried, or the layers that stay float."""
+    if "candidates" in result:
+        rows = [
+            [
+                one["name"], human_size(one["size"]) if one["size"] else "",
+                f"{one['milliseconds']:.3g} ms" if one["size"] else "",
+                f"{one['cosine_mean']:.4f}" if one["size"] else "",
+                "" if one["metric"] is None else f"{one['metric']:.4f}",
+                "taken" if one["name"] == result["chosen"] else one["refusal"],
+            ]
+            for one in result["candidates"]
+        ]  # fmt: skip
+        output.table("--quantize auto", ["", "size", "time", "cosine", "metric", ""], rows)
+        if result["chosen"] == "float":
+            output.note("the float model was written: nothing smaller is as fast and as good")
+    elif "float_layers" in result:
+        layers = first_of(result["float_layers"], 40) if result["float_layers"] else "none"
+        output.line(
+            f"metric {result['metric']:.4f}, {result['metric_before']:.4f} before; layers left float: {layers}"
+        )
+
+
+def forward_outputs(eval_model: Path) -> list[str]:
+    """The outputs of the forward model that an eval model was made of."""
+    names = read_names(read_metadata(eval_model), contract.OUTPUTS)
+    return names or [value.name for value in read_model(eval_model).graph.output[1:]]
+
+
+# --- What the outputs are compared on.
+
+
+def _choose_inputs(
+    options: Options, trained: RunFiles, eval_model: Path, names: list[str]
+) -> tuple[list[str], dict[str, Any] | None]:
+    """The data that was named, or is taken from the run, and samples of it; None where random ones do."""
+    # the training data, where it is still there; a function is not called for it
+    run_data = [
+        source for source in trained.options.data or [] if Path(source.partition("=")[2] or source).exists()
+    ]
+    data = options.data or []
+    if options.quantize in _CALIBRATED and not data:
+        data = run_data
+        if not data and options.quantize is not DeployChoice.INT8:
+            raise CommandError(f"{options.quantize} needs samples of the data", "name some with --data")
+    if data:
+        return data, _read_inputs(options, trained, eval_model, names, data, options.samples)
+    if run_data:
+        with contextlib.suppress(CommandError, DataError):  # data that has changed: random inputs do as well
+            return [], _read_inputs(options, trained, eval_model, names, run_data, min(options.samples, 16))
+    return [], None
+
+
+def _read_inputs(
+    options: Options, trained: RunFiles, eval_model: Path, names: list[str], data: list[str], samples: int
 ) -> dict[str, Any]:
     """The samples to compare on, for the inputs that the outputs need."""
-    import numpy as np
+    from onward.cli.data import load_samples, user_inputs
 
-    from onward.cli.data import input_specs, load_data
-
-    state_names = _parameter_names(eval_model)
-    specs = [spec for spec in input_specs(str(eval_model)) if spec.name not in state_names]
-    loaded = load_data(data, specs, found.data_options(mapping=mapping, place=run))
-    if loaded.arrays is None:
-        raise CommandError("--data takes files here, not a function", "save some samples as .npz")
-    samples = min([samples, *(spec.dims[0] for spec in specs if spec.dims and spec.dims[0])])  # fixed batches
+    specs = user_inputs(eval_model)
+    most = min([samples, *(spec.dims[0] for spec in specs if spec.dims and spec.dims[0])])  # fixed batches
+    arrays = load_samples(data, specs, trained.data_options(mapping=options.mapping), most)
     labels = _labels_only(eval_model, names)
-    return {name: np.asarray(array[:samples]) for name, array in loaded.arrays.items() if name not in labels}
-
-
-def _parameter_names(model: Path) -> set[str]:
-    about = {entry.key: entry.value for entry in read_model(model).metadata_props}
-    return {*read_names(about, contract.TRAINABLE), *read_names(about, contract.FROZEN)}
+    return {name: array for name, array in arrays.items() if name not in labels}
 
 
 def _labels_only(model: Path, outputs: list[str]) -> set[str]:
@@ -208,3 +310,12 @@ def _reads(node: Any) -> list[str]:
         for inner in attribute.g.node:
             names += _reads(inner)
     return [name for name in names if name]
+
+
+def _find_tokenizer(trained: RunFiles) -> Path | None:
+    """The tokenizer of a model that was trained on texts."""
+    from onward.data.text import find_tokenizer
+
+    if trained.info.preprocessing is None or trained.info.preprocessing.kind != "text":
+        return None
+    return find_tokenizer(trained.folder, trained.artifacts)

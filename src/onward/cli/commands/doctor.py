@@ -4,22 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 
-import typer
-
 from onward.cli.choices import only_our_errors
-from onward.cli.command import Output, command, examples
-
-__all__ = ["register"]
+from onward.cli.command import Output, command
 
 _MARKS = {"ok": "ok", "absent": "–", "wrong": "WRONG"}
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command("doctor", epilog=examples("onward doctor", "onward doctor --json"))(doctor)
-
-
-@command
+@command("onward doctor", "onward doctor --json")
 def doctor(output: Output) -> int:
     """Show versions, providers, the processor and optional packages; exit code 1 where something is wrong."""
     from onward.doctor import State, diagnose
@@ -28,19 +19,21 @@ def doctor(output: Output) -> int:
     with output.working("looking"):
         sections = diagnose()
     for section in sections:
-        rows = [[_MARKS[found.state], found.name, found.value] for found in section.findings]
+        rows = [[_MARKS[finding.state], finding.name, finding.value] for finding in section.findings]
         output.table(section.title, ["", "", ""], rows)
-        for found in section.findings:
-            if found.fix:
-                output.line(f"  {found.name}: {found.fix}")
+        for finding in section.findings:
+            if finding.fix:
+                output.line(f"  {finding.name}: {finding.fix}")
         output.line("")
-    wrong = [found for section in sections for found in section.findings if found.state is State.WRONG]
-    output.line(f"{len(wrong)} wrong: {', '.join(found.name for found in wrong)}" if wrong else "all is well")
+    wrong = [finding for section in sections for finding in section.findings if finding.state is State.WRONG]
+    output.line(
+        f"{len(wrong)} wrong: {', '.join(finding.name for finding in wrong)}" if wrong else "all is well"
+    )
     output.result(
         {
             "ok": not wrong,
             **{
-                section.title.replace(" ", "_"): [dataclasses.asdict(found) for found in section.findings]
+                section.title.replace(" ", "_"): [dataclasses.asdict(finding) for finding in section.findings]
                 for section in sections
             },
         }

@@ -1,326 +1,169 @@
-"""`onward evaluate` and `onward infer`: metrics and predictions of a model."""
+"""`onward evaluate`: metrics of models: of runs, of deployed and of published ones."""
 
 from __future__ import annotations
 
-import contextlib
-import difflib
+import dataclasses
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from onward.cli.choices import DeviceOption, MetricChoice
-from onward.cli.command import CommandError, Output, command, examples
-from onward.cli.model_file import read_model
-from onward.cli.output_paths import Overwrite, new_file
-from onward.cli.run_folder import find
-from onward.cli.shared_options import DataOption, LabelOption, MapOption
-from onward.escape import csv_cell
+from onward.cli.command import Output, command, human_size
+from onward.cli.errors import CommandError
+from onward.cli.paths import read_model
+from onward.cli.run_folder import RunFiles, find_run
+from onward.cli.shared_options import (
+    BatchSizeOption,
+    CheckpointOption,
+    DataOption,
+    LabelOption,
+    MapOption,
+    PrefixOption,
+    TaskOption,
+    parse_pairs,
+)
+from onward.files import scratch_folder
 
-__all__ = ["register"]
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """The options of `onward evaluate`."""
 
-def register(app: typer.Typer) -> None:
-    """Add the commands."""
-    app.command(
-        "evaluate",
-        epilog=examples("onward evaluate run --data test.npz --metric accuracy --metric f1"),
-    )(evaluate)
-    app.command(
-        "infer",
-        epilog=examples(
-            "onward infer model.onnx --data images.npz --output answers.npz",
-            'onward infer ./minilm --text "some text"       # a folder that onward export wrote',
+    models: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="MODEL…",
+            help="The folder of a run or of artifacts, an ONNX file, or a model's folder; several are compared.",
+            show_default=False,
         ),
-    )(infer)
+    ]
+    data: DataOption = None
+    task: TaskOption = None
+    metric: Annotated[list[MetricChoice] | None, typer.Option("--metric", "-m", help="Besides the loss.")] = (
+        None
+    )
+    checkpoint: CheckpointOption = None
+    mapping: MapOption = None
+    label: LabelOption = None
+    batch_size: BatchSizeOption = 64
+    device: DeviceOption = "cpu"
+    prefix: PrefixOption = ""
+
+    def metrics(self) -> list[str]:
+        """The names of the metrics."""
+        return [str(name) for name in self.metric or ()]
 
 
-@command
-def evaluate(
-    output: Output,
-    run: Annotated[Path, typer.Argument(help="The folder of a run, or of artifacts.", show_default=False)],
-    data: DataOption = None,
-    metric: Annotated[
-        list[MetricChoice] | None, typer.Option("--metric", "-m", help="Besides the loss.")
-    ] = None,
-    checkpoint: Annotated[
-        str | None, typer.Option("--checkpoint", "-c", help="'best', 'latest' or a file; best by default.")
-    ] = None,
-    mapping: MapOption = None,
-    label: LabelOption = None,
-    batch_size: Annotated[int, typer.Option("--batch-size", "-b", min=1, help="Samples at a time.")] = 64,
-    device: DeviceOption = "cpu",
-    prefix: Annotated[str, typer.Option(help="The prefix of the artifacts' file names.")] = "",
-) -> None:
-    """The loss and metrics of a run's best checkpoint over some data, dropout off."""
+@command(
+    "onward evaluate run --data test.npz --metric accuracy --metric f1",
+    "onward evaluate trained.onnx trained-int8.onnx --data pictures     # float against quantized",
+    "onward evaluate assistant --data questions.jsonl    # perplexity, or multiple choice",
+)
+def evaluate(output: Output, options: Options) -> None:
+    """Metrics of models over some data: of a run's best checkpoint, of deployed and quantized files."""
+    models = options.models
+    if len(models) == 1 and not _is_for_inference(models[0]):
+        if options.task is not None:
+            raise CommandError("--task is for models for inference, and a run has its own", "leave it away")
+        _evaluate_run(output, find_run(models[0], options.checkpoint, prefix=options.prefix), options)
+        return
+    names_run = options.checkpoint is not None or options.prefix
+    if names_run and all(map(_is_for_inference, models)):
+        raise CommandError("--checkpoint and --prefix are for a run", "leave them away, or name a run")
+    _compare(output, options)
+
+
+def _is_for_inference(model: Path) -> bool:
+    """Whether a path is a model for inference, not a run or artifacts."""
+    if model.is_dir():
+        return not (model / "run.json").is_file() and any(
+            (model / name).exists() for name in ("model.onnx", "onnx", "onward.json", "config.json")
+        )
+    return model.suffix == ".onnx" and model.is_file()
+
+
+def _evaluate_run(output: Output, run: RunFiles, options: Options) -> None:
+    """The loss and metrics of a run's checkpoint, dropout off."""
     import numpy as np
 
     from onward import Trainer
     from onward import checkpoint as checkpoints
     from onward.cli.data import input_specs, load_data
+    from onward.data.splits import evaluation_part
 
-    found = find(run, checkpoint, prefix=prefix)
     trainer = Trainer(
-        found.artifacts, metrics=[str(name) for name in metric or []], progress=False, prefix=found.prefix,
-        device=device,
-    )  # fmt: skip
-    for name, array in checkpoints.load(found.checkpoint).parameters().items():
-        trainer.state.parameters[name].data = np.asarray(array)
-    model = str(found.artifacts / f"{found.prefix}training_model.onnx")
-    loaded = load_data(
-        data or (),
-        input_specs(model, trainer.module.input_names()),
-        found.data_options(mapping=mapping, label=label, place=run),
+        run.artifacts, metrics=options.metrics(), progress=False, prefix=run.prefix, device=options.device
     )
+    for name, array in checkpoints.load(run.checkpoint).parameters().items():
+        trainer.state.parameters[name].data = np.asarray(array)
+    model = run.artifacts / f"{run.prefix}training_model.onnx"
+    loaded = load_data(
+        options.data or (),
+        input_specs(model, trainer.module.input_names()),
+        run.data_options(mapping=options.mapping, label=options.label),
+    )
+    loaded = evaluation_part(loaded)
     for note in loaded.notes:
         output.note(note)
     with output.working("evaluating"):
-        figures = trainer.evaluate(loaded.value, batch_size=batch_size)
+        figures = trainer.evaluate(loaded.value, batch_size=options.batch_size)
     output.table("", ["", "value"], [[name, f"{value:.6g}"] for name, value in figures.items()])
-    output.result({"checkpoint": found.checkpoint, "samples": loaded.samples, **figures})
+    output.result({"checkpoint": run.checkpoint, "samples": loaded.samples, **figures})
 
 
-@command
-def infer(
-    output: Output,
-    model: Annotated[
-        Path,
-        typer.Argument(
-            help="An ONNX file, a run, or a folder that `onward export` wrote.", show_default=False
-        ),
-    ],
-    data: DataOption = None,
-    text: Annotated[
-        list[str] | None, typer.Option("--text", "-t", help="Text, for a folder of `onward export`.")
-    ] = None,
-    answers: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the outputs as .npz or .csv.")
-    ] = None,
-    outputs: Annotated[
-        list[str] | None, typer.Option("--outputs", metavar="NAME", help="Only these.")
-    ] = None,
-    mapping: MapOption = None,
-    label: LabelOption = None,
-    batch_size: Annotated[int, typer.Option("--batch-size", "-b", min=1, help="Samples at a time.")] = 256,
-    device: DeviceOption = "cpu",
-    top_k: Annotated[int, typer.Option("--top-k", "-k", min=1, help="So many labels for each sample.")] = 1,
-    overwrite: Overwrite = False,
-) -> None:
-    """Run a model on data and print, or write, its outputs."""
-    if answers is not None and answers.suffix not in (".npz", ".csv"):
-        raise CommandError(f"'{answers}' must end in .npz or .csv", "choose one of them")
-    if text and (data or answers is not None):
-        raise CommandError("--text goes without --data and --output", "ask for one after the other")
-    if text and device != "cpu":
-        raise CommandError("--text runs on the CPU", "leave --device away, or give the tokens with --data")
-    if text:
-        return _answer_text(output, model, text)
-    with contextlib.ExitStack() as stack:
-        file = None if answers is None else stack.enter_context(new_file(answers, overwrite=overwrite))
-        found, files, classes = _run_model(output, model, data, outputs, mapping, label, batch_size, device)
-        labels = _labels(found, classes, top_k)
-        inputs = len(next(iter(found.values())))
-        if file is not None:
-            _write(file, found, labels, files)
-    if answers is not None:
-        output.line(
-            f"{answers}: " + ", ".join(f"{name} {list(array.shape)}" for name, array in found.items())
-        )
-    elif labels is not None:
-        rows = [
-            [files[index] if files else index, *(f"{one['label']} {one['score']:.1%}" for one in best)]
-            for index, best in enumerate(labels[:20])
-        ]
-        output.table(
-            f"{inputs} samples", ["sample", *("label" if k == 0 else "" for k in range(len(labels[0])))], rows
-        )
-    else:
-        for name, array in found.items():
-            rows = [[index, _short(row)] for index, row in enumerate(array[:10])]
-            output.table(f"{name} {list(array.shape)}", ["sample", "value"], rows)
-    shown = {name: list(array.shape) for name, array in found.items()}
-    whole: dict[str, Any] = {} if answers is not None else {"values": found}
-    if labels is not None:
-        whole["labels"] = labels if top_k > 1 else [best[0] for best in labels]
-    if labels is not None and len(labels) > 20 and answers is None:
-        output.line(f"and {len(labels) - 20} more: --output answers.csv writes all")
-    if files:
-        whole["files"] = files
-    output.result({"samples": inputs, "outputs": shown, "file": answers, **whole})
-    return None
-
-
-def _answer_text(output: Output, folder: Path, texts: list[str]) -> None:
-    from onward import load
-
-    if not folder.is_dir() and not _reads_texts(folder):
-        raise CommandError(
-            f"--text needs a folder that `onward export` wrote, or a model that was trained on texts, not '{folder}'",
-            "or use --data",
-        )
-    pipeline: Any = load(folder)
-    answers = [pipeline(text) for text in texts]
-    for text, answer in zip(texts, answers):
-        output.line(f"{text!r}: {_short(answer)}")
-    output.result({"task": getattr(pipeline, "task", "text-classification"), "answers": answers})
-
-
-def _reads_texts(model: Path) -> bool:
-    from onward.data.preprocessing import KEY, Preprocessing
-
-    about = {entry.key: entry.value for entry in read_model(model).metadata_props}
-    return KEY in about and Preprocessing.from_json(about[KEY], str(model)).kind == "text"
-
-
-def _labels(
-    found: dict[str, Any], classes: list[str] | None, top_k: int
-) -> list[list[dict[str, Any]]] | None:
-    """The likeliest classes of every sample, where the model has classes and its first output scores them."""
-    from onward.pipeline.classifier import answer_labels
-
-    scores = next(iter(found.values()))
-    if classes is None or scores.ndim != 2 or scores.shape[1] != len(classes):
-        return None
-    return [answer[:top_k] for answer in answer_labels(scores, classes, top_k=None)]
-
-
-def _run_model(
-    output: Output,
-    model: Path,
-    data: list[str] | None,
-    outputs: list[str] | None,
-    mapping: list[str] | None,
-    label: str | None,
-    batch_size: int,
-    device: str,
-) -> tuple[dict[str, Any], list[str], list[str] | None]:
-    """The outputs, the files that the samples came from, and the names of the classes."""
-    import tempfile
-
-    import numpy as np
-
-    from onward.cli.data import input_specs, load_data, parse_pairs
+def _compare(output: Output, options: Options) -> None:
+    """The figures of models for inference beside one another: a float model and its quantized form, say."""
+    from onward import evaluate_model
+    from onward.cli.commands.infer import export_run
+    from onward.cli.data import load_data
     from onward.data.read import DataOptions
-    from onward.runtime.devices import find_device
-    from onward.runtime.sessions import open_session
 
-    place = find_device(device)
-    options_of = DataOptions(mapping=parse_pairs(mapping or (), "--map"), label=label)
-    with tempfile.TemporaryDirectory(prefix="onward-") as folder:
-        path = model
-        if model.is_dir():
-            if (model / "model.onnx").is_file():
-                path = model / "model.onnx"
-            else:
-                found = find(model)
-                options_of = found.data_options(mapping=mapping, label=label, place=model)
-                path = _exported(found, Path(folder) / "model.onnx", outputs)
-        if options_of.preprocessing is None and options_of.classes is None:
-            options_of = _own_options(path, options_of)
-        read_model(path)
-        session = open_session(path, providers=place.providers())
-        known = [value.name for value in session.get_outputs()]
-        names = list(dict.fromkeys(outputs or known))
-        for name in names:
-            if name not in known:
-                near = difflib.get_close_matches(name, known, n=1)
-                raise CommandError(
-                    f"the model has no output '{name}'",
-                    f"did you mean '{near[0]}'?" if near else f"it has {', '.join(known)}",
-                )
-        specs = input_specs(str(path))
-        loaded = load_data(data or (), specs, options_of)
-        for note in loaded.notes:
-            output.note(note)
-        if loaded.arrays is None:
-            raise CommandError("infer takes files, not a function", "save the inputs as .npz")
-        count = loaded.samples or 0
-        parts = [
-            session.run(
-                names,
-                {n: np.asarray(array[start : start + batch_size]) for n, array in loaded.arrays.items()},
-            )
-            for start in output.track(range(0, count, batch_size), "inference")
-        ]
-        joined = {
-            name: np.concatenate([np.atleast_1d(np.asarray(part[i])) for part in parts])
-            for i, name in enumerate(names)
-        }
-    files = next((array.files for array in loaded.arrays.values() if hasattr(array, "files")), [])
-    return (
-        joined,
-        [str(file) for file in files],
-        None if options_of.classes is None else list(options_of.classes),
-    )
-
-
-def _own_options(model: Path, given: Any) -> Any:
-    """What a deployed model says of its classes and its input."""
-    import dataclasses
-
-    from onward.data.preprocessing import KEY, Preprocessing
-    from onward.pipeline.classifier import classes_of, find_tokenizer_of
-
-    about = {entry.key: entry.value for entry in read_model(model).metadata_props}
-    done = Preprocessing.from_json(about[KEY], str(model)) if KEY in about else None
-    tokenizer = find_tokenizer_of(model, done) if done is not None and done.kind == "text" else None
-    return dataclasses.replace(
-        given, classes=classes_of(about, str(model)), preprocessing=done, tokenizer=tokenizer
-    )
-
-
-def _exported(found: Any, path: Path, outputs: list[str] | None) -> Path:
-    from onward.cli.commands.deploy import forward_outputs
-    from onward.export import for_inference
-
-    eval_model = found.artifacts / f"{found.prefix}eval_model.onnx"
-    for_inference(str(eval_model), found.checkpoint, outputs or forward_outputs(eval_model), path)
-    return path
-
-
-def _write(
-    path: Path, arrays: dict[str, Any], labels: list[list[dict[str, Any]]] | None, files: list[str]
-) -> None:
-    import csv
-
-    import numpy as np
-
-    best = [] if labels is None else [answer[0] for answer in labels]
-    if path.suffix == ".npz":
-        named = (
-            {"label": np.asarray([one["label"] for one in best])} if best and "label" not in arrays else {}
-        )
-        np.savez(path, **{**arrays, **named})
-        return
-    flat = {name: array.reshape(len(array), -1) for name, array in arrays.items()}
-    header = [
-        name if array.shape[1] == 1 else f"{name}_{index}"
-        for name, array in flat.items()
-        for index in range(array.shape[1])
+    models, sources = options.models, options.data or []
+    if not sources:
+        load_data((), [])  # raises, and says what data is
+    mapping = parse_pairs(options.mapping or (), "--map")
+    evaluations = {}
+    with scratch_folder() as folder:
+        for index, model in enumerate(models):
+            path, label = model, options.label
+            if not _is_for_inference(model):
+                run = find_run(model, options.checkpoint, prefix=options.prefix)
+                path, label = export_run(run, folder / f"{index}.onnx"), label or run.options.label
+            elif not model.is_dir():
+                read_model(model)
+            with output.working(f"evaluating {model}"):
+                evaluations[str(model)] = evaluate_model(
+                    path, Path(sources[0].partition("=")[2] or sources[0]),
+                    lambda inputs, reading: load_data(sources, inputs, reading), task=options.task,
+                    options=DataOptions(mapping=mapping, label=label),
+                    metrics=options.metrics(), batch_size=options.batch_size, device=options.device,
+                )  # fmt: skip
+    first = next(iter(evaluations.values()))
+    for note in first.notes:
+        output.note(note)
+    rows = [
+        [name, *(f"{one.figures[name]:.6g}" if name in one.figures else "" for one in evaluations.values())]
+        for name in first.figures
     ]
-    with open(path, "w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        rows = np.concatenate(list(flat.values()), axis=1).tolist()
-        writer.writerow(
-            [
-                *(["file"] if files else []),
-                *map(csv_cell, header),
-                *(["label", "probability"] if best else []),
-            ]
-        )
-        writer.writerows(
-            [
-                *([csv_cell(name)] if files else []),
-                *row,
-                *((csv_cell(one["label"]), one["score"]) if best else ()),
-            ]
-            for name, row, one in zip(files or rows, rows, best or rows)
-        )
+    sizes = [human_size(_size(model)) for model in models]
+    output.table(f"{first.task}, {first.samples} samples", ["", *evaluations], [*rows, ["size", *sizes]])
+    for model, one in evaluations.items():
+        cells = [[f"{cell:.3f}" if isinstance(cell, float) else cell for cell in row] for row in one.classes]
+        output.table(model if len(models) > 1 else "", list(one.columns), cells[:100])
+    documents = [
+        {"model": model, "task": one.task, "samples": one.samples, **one.figures,
+         "classes": [dict(zip(("name", *map(str.lower, one.columns[1:])), row)) for row in one.classes]}
+        for model, one in evaluations.items()
+    ]  # fmt: skip
+    output.result(documents[0] if len(models) == 1 else {"models": documents})
 
 
-def _short(value: Any) -> str:
-    import numpy as np
-
-    if isinstance(value, np.ndarray):
-        return np.array2string(value, precision=4, threshold=16, edgeitems=4, max_line_width=10**6)
-    return str(value)
+def _size(model: Path) -> int:
+    """The bytes of a model's file, or of a folder's models."""
+    files = (
+        [model]
+        if model.is_file()
+        else [*model.glob("*.onnx*"), *model.glob("onnx/*.onnx*"), *model.glob("best*")]
+    )
+    return sum(file.stat().st_size for file in files)

@@ -10,25 +10,17 @@ from typing import Annotated, Any
 import typer
 
 from onward.cli.choices import QuantizeChoice
-from onward.cli.command import CommandError, Output, command, examples, human_size
-from onward.cli.output_paths import Overwrite, file_target, folder_target, refuse_strangers
-
-__all__ = ["register"]
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command(
-        "export",
-        epilog=examples(
-            "onward export my_model:build --output model.onnx",
-            "onward export ./all-MiniLM-L6-v2 --task pooling --output minilm --quantize int8",
-            "onward export ./bert --task text-classification --artifacts --output artifacts",
-        ),
-    )(export)
+from onward.cli.command import Output, command
+from onward.cli.errors import CommandError
+from onward.cli.paths import OverwriteOption, file_target, folder_target, refuse_strangers
+from onward.cli.python_entry import import_entry, is_entry
 
 
-@command
+@command(
+    "onward export my_model:build --output model.onnx",
+    "onward export ./all-MiniLM-L6-v2 --task pooling --output minilm --quantize int8",
+    "onward export ./bert --task text-classification --artifacts --output artifacts",
+)
 def export(
     output: Output,
     source: Annotated[
@@ -60,11 +52,9 @@ def export(
     pooling: Annotated[str | None, typer.Option(help="Hugging Face: mean, cls or max.")] = None,
     opset: Annotated[int | None, typer.Option(help="The ONNX opset.")] = None,
     check: Annotated[bool, typer.Option("--check/--no-check", help="Compare outputs with torch's.")] = True,
-    overwrite: Overwrite = False,
+    overwrite: OverwriteOption = False,
 ) -> None:
     """Export a model to ONNX, its outputs compared with the original's."""
-    from onward.cli.python_entry import is_entry
-
     if not is_entry(source):
         _require_folder(source)
     options: dict[str, Any] = {} if opset is None else {"opset": opset}
@@ -84,8 +74,8 @@ def export(
         refuse_strangers(
             target, names, ours="training_model.onnx" if artifacts else "onward.json", overwrite=overwrite
         )
-    place = file_target(target, overwrite=overwrite) if one_file else folder_target(target)
-    with place, output.working("exporting and comparing"):
+    reserved = file_target(target, overwrite=overwrite) if one_file else folder_target(target)
+    with reserved, output.working("exporting and comparing"):
         if is_entry(source):
             _from_torch(source, target, training=training is not False, check=check, **options)
         elif artifacts:
@@ -101,14 +91,14 @@ def export(
             )  # fmt: skip
     files = sorted(target.iterdir()) if target.is_dir() else [target]
     sizes = {file.name: file.stat().st_size for file in files if file.is_file()}
-    output.table(str(target), ["file", "size"], [[name, human_size(size)] for name, size in sizes.items()])
+    output.sizes(str(target), sizes)
     output.result({"path": target, "files": sizes})
 
 
 def _require_folder(source: str) -> None:
     """Refuse what is neither a folder nor can be the name of a model on the Hugging Face hub."""
-    place = Path(source)
-    if place.is_dir():
+    path = Path(source)
+    if path.is_dir():
         return
     module = re.match(r"^(.*?)(?:\.py)?:([A-Za-z_]\w*)$", source)
     if module:
@@ -116,7 +106,7 @@ def _require_folder(source: str) -> None:
         raise CommandError(
             f"'{source}' is not module:function", f"go to the module's folder and write {name}:{module[2]}"
         )
-    if place.exists():
+    if path.exists():
         raise CommandError(
             f"'{source}' is a file", "export takes module:function, or the folder of a Hugging Face model"
         )
@@ -125,15 +115,13 @@ def _require_folder(source: str) -> None:
 
 
 def _from_torch(entry: str, target: Path, **options: Any) -> None:
-    from onward.cli.python_entry import import_entry
-
-    made = import_entry(entry)
-    made = made() if callable(made) and not hasattr(made, "forward") else made
-    if not isinstance(made, tuple) or len(made) != 2 or not hasattr(made[0], "forward"):
+    pair = import_entry(entry)
+    pair = pair() if callable(pair) and not hasattr(pair, "forward") else pair
+    if not isinstance(pair, tuple) or len(pair) != 2 or not hasattr(pair[0], "forward"):
         raise CommandError(
             f"'{entry}' must return (module, example inputs)", "for example: return Net(), torch.randn(2, 3)"
         )
     from onward.export import from_torch  # after what may fail: it imports torch
 
-    model, args = made
+    model, args = pair
     from_torch(model, args, target, **options)

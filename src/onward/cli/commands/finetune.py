@@ -1,183 +1,201 @@
-"""`onward finetune`: a model that others have trained, and data of one's own, in one command."""
+"""`onward finetune`: a model of any origin, and data of one's own, in one command."""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from onward.cli.choices import DeviceOption, QuantizeChoice
-from onward.cli.command import CommandError, Output, command, examples
-from onward.cli.commands.train import require_finite
-from onward.cli.model_file import read_model
-from onward.cli.output_paths import file_target, folder_target, require_folder_target
-from onward.cli.shared_options import ReadingOptions
+from onward.cli.choices import QuantizeChoice, TrainedChoice, only_our_errors
+from onward.cli.command import Output, command
+from onward.cli.errors import CommandError
+from onward.cli.paths import file_target, folder_target, read_model, require_folder_target, require_new
+from onward.cli.shared_options import TaskOption
+from onward.cli.task_options import TaskCommand, TaskOptions, given
 from onward.escape import first_of
 
-__all__ = ["register"]
+if TYPE_CHECKING:
+    from onward.pipeline.finetune import Plan
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command(
-        "finetune",
-        epilog=examples(
-            "onward finetune smollm --lora --data chat.jsonl --output assistant     # a language model's folder",
-            "onward finetune model.onnx --data pictures --output mine.onnx          # a classifier",
-        ),
-    )(finetune)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """The options of `onward finetune` that all tasks have."""
 
-
-@command
-def finetune(
-    output: Output,
     model: Annotated[
         Path,
         typer.Argument(
-            help="A language model's folder (onward export) or published model, or an ONNX file.",
+            help="An ONNX file, or a folder: of onward export, Hugging Face or sentence-transformers.",
             show_default=False,
         ),
-    ],
+    ]
     data: Annotated[
         Path,
         typer.Option(
             "--data",
             "-d",
-            help="JSON lines of messages, prompts or texts; or a classifier's pictures or table.",
             show_default=False,
+            help="A folder of images or WAV files, a table, arrays; for a language model JSON lines.",
         ),
-    ],
+    ]
     target: Annotated[
         Path, typer.Option("--output", "-o", help="Where to write the result.", show_default=False)
-    ],
-    lora: Annotated[
-        bool, typer.Option("--lora", help="Train low-rank adapters; the base stays as it is.")
-    ] = False,
-    rank: Annotated[int, typer.Option(min=1, help="The rank of the adapters.")] = 8,
-    alpha: Annotated[float, typer.Option(help="Their scale is alpha / rank.")] = 16.0,
-    targets: Annotated[
-        list[str] | None,
-        typer.Option("--target", "-t", metavar="NAME", help="Weights to adapt; patterns count."),
-    ] = None,
-    epochs: Annotated[
-        int | None, typer.Option("--epochs", "-e", min=1, help="Passes over the data; 5, a language model 1.")
-    ] = None,
-    batch_size: Annotated[
-        int | None,
-        typer.Option("--batch-size", "-b", min=1, help="Samples per step; 32, a language model 1."),
-    ] = None,
-    head: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="The layer to replace, or the value to put a new one on."),
-    ] = None,
-    reading: ReadingOptions = ReadingOptions(),  # noqa: B008  # frozen
-    augment: Annotated[
-        list[str] | None,
-        typer.Option("--augment", metavar="NAME[=HOW]", help="Images: flip, crop, colour, mixup."),
-    ] = None,
-    accumulation: Annotated[
-        int,
-        typer.Option(
-            "--gradient-accumulation-steps",
-            "--accumulation",
-            min=1,
-            help="Steps whose gradients make one update.",
-        ),
-    ] = 1,
-    max_length: Annotated[
-        int | None, typer.Option(min=2, help="Tokens of a text that are read; a language model: 512.")
-    ] = None,
-    packing: Annotated[
-        bool, typer.Option("--packing", help="Put short examples into one row; they do not see each other.")
-    ] = False,
-    learning_rate: Annotated[
-        float | None, typer.Option("--learning-rate", "--lr", min=0, help="The highest learning rate.")
-    ] = None,
-    hold_out: Annotated[
-        float | None,
-        typer.Option(min=0.0, max=0.9, help="The share to evaluate on; 0.2, a language model 0."),
-    ] = None,
+    ]
+    task: TaskOption = None
     quantize: Annotated[
-        QuantizeChoice | None, typer.Option("--quantize", help="Store weights in fewer bits.")
-    ] = None,
+        QuantizeChoice | None,
+        typer.Option(
+            "--quantize", help="Train for weights in fewer bits: int8, int8-static, int8-weights, int4."
+        ),
+    ] = None
     adapters: Annotated[
-        Path | None, typer.Option(help="Write the adapters there too, in peft's format.", show_default=False)
-    ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of the order of the data and of the adapters.")] = 0,
-    device: DeviceOption = "cpu",
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")] = False,
+        Path | None,
+        typer.Option(
+            metavar="FOLDER|FILE",
+            help="text-generation: write the adapters there too: a folder in peft's format, or FILE.onnx_adapter for "
+            "onnxruntime.",
+            show_default=False,
+        ),
+    ] = None
+    merge: Annotated[
+        bool,
+        typer.Option(
+            "--merge/--no-merge",
+            help="text-generation: add the adapters to the weights, or keep them apart so that they can be swapped.",
+        ),
+    ] = True
+    run: Annotated[
+        Path | None,
+        typer.Option("--run", metavar="FOLDER", help="Keep checkpoints, history and a report there."),
+    ] = None
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with the run in --run where it stopped.")
+    ] = False
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")] = False
+
+
+@command(
+    "onward finetune model.onnx --data pictures --output mine.onnx     # a classifier",
+    "onward finetune smollm --data chat.jsonl --output assistant       # a language model's folder",
+    "onward finetune --task image-classification --help                # the options of one task",
+    cls=TaskCommand,
+)
+def finetune(
+    output: Output,
+    options: Options,
+    task_options: TaskOptions,  # type: ignore[valid-type]
 ) -> None:
-    """Fine-tune a language model with LoRA, or a classifier on classes of your own."""
-    require_finite({"lr": learning_rate, "alpha": alpha}, "lr", "alpha")
-    if quantize is QuantizeChoice.INT8_STATIC:
-        raise CommandError("int8-static needs data", "choose int8, or train and deploy with onward deploy")
-    scheme = None if quantize is None else str(quantize)
-    from onward.pipeline.base_folder import is_published
+    """Fine-tune a model on your own data: the task is found from both, and --task names another."""
+    from onward import plan_finetuning
 
-    if not model.is_dir() and not (lora and is_published(model)):
-        read_model(model)
-        if lora:
-            raise CommandError(
-                "--lora is for the folder of a language model here",
-                "leave it away, or use onward artifacts --lora",
-            )
-        read = {**vars(reading), "drop": reading.drop or ()}
-        options = {
-            "sampling_rate": read.pop("sample_rate"), **read,
-            "head": head, "augment": augment or (), "max_length": max_length,
-            "epochs": epochs or 5, "batch_size": batch_size, "learning_rate": learning_rate,
-            "hold_out": 0.2 if hold_out is None else hold_out, "seed": seed, "device": device,
-            "progress": not output.silent,
-        }  # fmt: skip
-        with file_target(target, overwrite=overwrite):
-            _classifier(output, model, data, target, scheme, options)
-        return
-    if not lora:
-        raise CommandError("a language model is trained with adapters here", "add --lora")
-    from onward.lora import LoRA
-    from onward.pipeline.language import finetune_language_model
-
-    for folder in (target, *([] if adapters is None else [adapters])):
-        require_folder_target(folder)
-        if folder.exists() and not overwrite:
-            raise CommandError(
-                f"'{folder}' already exists", "replace it with --overwrite, or choose another name"
-            )
-    if target.resolve() in (model.resolve(), model.resolve().parent):
-        raise CommandError(
-            f"'{target}' is the base's own folder", "choose another, so that the base stays as it is"
+    if not options.model.is_dir():
+        read_model(options.model)
+    values = given(task_options)
+    only_our_errors(values.get("device", "cpu"))
+    with _targets(options):
+        plan, scheme = _choose_quantization(
+            plan_finetuning(options.model, options.data, task=options.task, options=values), options.quantize
         )
-    chosen = LoRA(rank=rank, alpha=alpha, targets=targets or "attention", seed=seed)
-    result = finetune_language_model(
-        model, data, lora=chosen, epochs=epochs or 1, batch_size=batch_size or 1,
-        gradient_accumulation_steps=accumulation, max_length=max_length or 512, packing=packing,
-        learning_rate=2e-4 if learning_rate is None else learning_rate,
-        hold_out=hold_out or 0.0, seed=seed, device=device,
-    )  # fmt: skip
-    with output.working("writing"):
-        with folder_target(target):
-            result.export(target, quantize=scheme or False)
-        if adapters is not None:
-            with folder_target(adapters):
-                result.save_adapters(adapters)
-    if result.metrics:
-        output.line(f"perplexity {result.metrics['perplexity']:.4g} on what was held out")
-    output.line(f"next: python -c \"import onward; print(onward.load('{target}')('…'))\"")
-    output.result({"path": target, "metrics": dict(result.metrics), "adapters": sorted(result.adapters)})
-
-
-def _classifier(
-    output: Output, model: Path, data: Path, target: Path, quantize: str | None, options: dict[str, Any]
-) -> None:
-    from onward.pipeline.finetune import finetune as finetune_classifier
-
-    result = finetune_classifier(model, data, **options)
-    result.export(target, quantize=quantize)
-    for note in result.notes:
+        writes_text = plan.task.name == "text-generation"
+        _require_fitting(options, plan.task.name, writes_text=writes_text)
+        try:
+            result = plan.train(
+                options.data, output_directory=options.run, progress=not output.silent, resume=options.resume
+            )
+        except KeyboardInterrupt:
+            if options.run is None or not any(options.run.glob("checkpoint-*")):
+                raise
+            raise KeyboardInterrupt(
+                f"stopped, and saved in '{options.run}'; go on with the same command and --resume"
+            ) from None
+        with output.working("writing"):
+            more = {} if options.merge else {"merge": False}
+            exported = result.export(options.target, quantize=scheme, **more)
+            if options.adapters is not None:
+                result.save_adapters(options.adapters)
+    for note in getattr(result, "notes", ()):
         output.note(note)
-    output.table("", ["", "value"], [[name, f"{value:.4g}"] for name, value in result.metrics.items()])
-    if result.classes is not None:
-        output.line(f"classes: {first_of(result.classes, 40)}")
-    output.line(f"next: onward infer {target} --data YOUR_DATA")
-    output.result({"path": target, "metrics": dict(result.metrics), "classes": result.classes})
+    remark = _advise_on_quantization(getattr(exported, "quantization", None), str(scheme))
+    if remark is not None:
+        output.note(remark)
+    integers = getattr(exported, "integers", None)
+    if integers is not None:
+        output.note(f"trained for {options.quantize}; {integers}")
+    figures = dict(result.metrics)
+    output.table("", ["", "value"], [[name, f"{value:.4g}"] for name, value in figures.items()])
+    classes = getattr(result, "classes", None)
+    if classes is not None:
+        output.line(f"classes: {first_of(classes, 40)}")
+    output.line(f"next: {_next_command(options.target, writes_text=writes_text)}")
+    more = {"adapters": sorted(result.adapters)} if writes_text else {"classes": classes}
+    output.result({"path": options.target, "task": plan.task.name, "metrics": figures, **more})
+
+
+def _choose_quantization(plan: Plan, quantize: QuantizeChoice | None) -> tuple[Plan, str | None]:
+    """The plan, which trains for a scheme where its task can, and the scheme that is left for the export."""
+    if quantize in list(TrainedChoice) and hasattr(plan.options, "quantize"):
+        options = dataclasses.replace(plan.options, quantize=str(quantize))
+        return dataclasses.replace(plan, options=options), None
+    if quantize is QuantizeChoice.INT8_STATIC:
+        raise CommandError(f"{plan.task.name} is not trained for int8-static", "choose int8 or int4")
+    return plan, None if quantize is None else str(quantize)
+
+
+def _require_fitting(options: Options, task: str, *, writes_text: bool) -> None:
+    """Refuse options of language models for other tasks, and a file for what is a folder."""
+    if not writes_text and (options.adapters is not None or not options.merge):
+        name = "--no-merge" if options.adapters is None else "--adapters"
+        raise CommandError(f"{name} is no option of {task}", "it is one of text-generation")
+    if writes_text and options.target.suffix == ".onnx":
+        raise CommandError(
+            f"'{options.target}' would be a file, and a language model is a folder", "name a folder"
+        )
+
+
+def _advise_on_quantization(report: Any, scheme: str) -> str | None:
+    """A remark where quantization gained nothing: the model is no smaller, or slower on this machine."""
+    if report is None:
+        return None
+    if report.bytes_after > 0.9 * report.bytes_before:
+        return f"--quantize {scheme} changed hardly anything: the model has few weights that {scheme} stores"
+    if report.speedup < 0.8:
+        slower = 1 / report.speedup
+        return f"{scheme} is {slower:.1f} times as slow as float on this machine: --quantize int8 may suit it"
+    return None
+
+
+def _next_command(target: Path, *, writes_text: bool) -> str:
+    """What one does with the result."""
+    if not writes_text:
+        return f"onward infer {target} --data YOUR_DATA"
+    from onward.errors import ModelError
+    from onward.language.chat import read_template
+
+    try:
+        read_template(target)
+    except ModelError:  # it continues texts, and was never told where a turn ends
+        return f'onward infer {target} --prompt "YOUR TEXT"'
+    return f"onward chat {target}"
+
+
+@contextlib.contextmanager
+def _targets(options: Options) -> Iterator[None]:
+    """Refuse places that cannot be written before anything is trained."""
+    model, adapters = options.model, options.adapters
+    with contextlib.ExitStack() as stack:
+        for path in (options.target, *([] if adapters is None else [adapters])):
+            if path.suffix == (".onnx_adapter" if path is adapters else ".onnx"):
+                stack.enter_context(file_target(path, overwrite=options.overwrite))
+                continue
+            require_folder_target(path)
+            require_new(path, overwrite=options.overwrite)
+            if path.resolve() in (model.resolve(), model.resolve().parent):
+                raise CommandError(
+                    f"'{path}' is the base's own folder", "choose another, so that the base stays as it is"
+                )
+            stack.enter_context(folder_target(path))
+        yield

@@ -9,9 +9,9 @@ from typing import Annotated, Any
 import typer
 
 from onward.cli.choices import DeviceOption
-from onward.cli.command import CommandError, Output, command, examples
-
-__all__ = ["register"]
+from onward.cli.command import Output, command
+from onward.cli.errors import CommandError
+from onward.cli.paths import read_model
 
 # operators that give other results at each call; dropout does in training mode only
 _RANDOM = {
@@ -19,17 +19,10 @@ _RANDOM = {
 }  # fmt: skip
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command(
-        "gradcheck",
-        epilog=examples(
-            "onward gradcheck model.onnx", "onward gradcheck model.onnx --data point.npz --wrt fc.weight"
-        ),
-    )(gradcheck)
-
-
-@command
+@command(
+    "onward gradcheck model.onnx",
+    "onward gradcheck model.onnx --data point.npz --wrt fc.weight",
+)
 def gradcheck(
     output: Output,
     model: Annotated[Path, typer.Argument(help="An ONNX file.", show_default=False)],
@@ -54,14 +47,13 @@ def gradcheck(
 ) -> None:
     """Compare a model's gradients with finite differences in float64, and with onnxruntime's float32."""
     from onward import check_gradient
-    from onward.cli.data import input_specs
-    from onward.cli.samples import random_inputs
+    from onward.cli.data import input_specs, random_inputs
     from onward.runtime.devices import find_device
 
     chosen = find_device(device)
     if not rtol + atol > 0:
         raise CommandError("both tolerances are 0", "numbers that are rounded never agree to the last digit")
-    specs = input_specs(str(model))
+    specs = input_specs(model)
     point: dict[str, Any] = random_inputs(specs, size=size, seed=seed)
     if data is not None:
         point |= _read_point(data, {spec.name: spec for spec in specs})
@@ -107,12 +99,12 @@ def _refuse_random(model: Path) -> None:
     """Finite differences of a function that is another at every call mean nothing."""
     from onward.cli.file_contents import describe_model
 
-    found = sorted(_RANDOM & set(describe_model(model)["operators"]))
+    operators = sorted(_RANDOM & set(describe_model(model)["operators"]))
     if _has_dropout(model):
-        found.append("Dropout")
-    if found:
+        operators.append("Dropout")
+    if operators:
         raise CommandError(
-            f"'{model}' draws random numbers ({', '.join(found)}): it has no gradient to compare with",
+            f"'{model}' draws random numbers ({', '.join(operators)}): it has no gradient to compare with",
             "check the model as exported for inference",
         )
 
@@ -120,8 +112,6 @@ def _refuse_random(model: Path) -> None:
 def _has_dropout(model: Path) -> bool:
     """Whether a Dropout is, or may be, in training mode."""
     import onnx
-
-    from onward.cli.model_file import read_model
 
     graph = read_model(model).graph
     off = {

@@ -10,26 +10,21 @@ from typing import Annotated, Any
 
 import typer
 
-from onward.cli.command import CommandError, Output, command, examples, human_size
-from onward.cli.output_paths import Overwrite, new_file
+from onward.cli.command import Output, command, human_size
+from onward.cli.errors import CommandError
+from onward.cli.paths import OverwriteOption, new_file
+from onward.cli.shared_options import PrefixOption
 
-__all__ = ["register", "render_page"]
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command(
-        "inspect",
-        epilog=examples(
-            "onward inspect model.onnx",
-            "onward inspect artifacts --html page.html",
-            "onward inspect run",
-            "onward inspect artifacts --device cuda      # what would run on the CPU there, and why",
-        ),
-    )(inspect)
+# a title, columns and rows
+Section = tuple[str, list[str], list[list[Any]]]
 
 
-@command
+@command(
+    "onward inspect model.onnx",
+    "onward inspect artifacts --html page.html",
+    "onward inspect run",
+    "onward inspect artifacts --device cuda      # what would run on the CPU there, and why",
+)
 def inspect(
     output: Output,
     path: Annotated[
@@ -38,13 +33,13 @@ def inspect(
     ],
     html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write a page instead.")] = None,
     all_parameters: Annotated[bool, typer.Option("--all", "-a", help="Show every parameter.")] = False,
-    prefix: Annotated[str, typer.Option(help="The prefix of the artifacts' file names.")] = "",
+    prefix: PrefixOption = "",
     device: Annotated[
         str | None,
         typer.Option("--device", metavar="NAME", help="List the nodes that this device leaves to the CPU."),
     ] = None,
     batch_size: Annotated[int, typer.Option("--batch-size", "-b", min=1, help="With --device.")] = 8,
-    overwrite: Overwrite = False,
+    overwrite: OverwriteOption = False,
 ) -> None:
     """Show what a file or folder holds; checkpoints are verified on the way."""
     from onward.cli.file_contents import describe
@@ -52,157 +47,131 @@ def inspect(
     if device is not None:
         _show_host_nodes(output, path, prefix, device, batch_size)
         return
-    found = describe(path, prefix=prefix)
+    contents = describe(path, prefix=prefix)
     if html is not None:
-        from onward.cli.commands.inspect import render_page
-
         with new_file(html, overwrite=overwrite) as file:
-            file.write_text(render_page(found, sections(found)), encoding="utf-8")
-    output.result(found)
+            file.write_text(render_page(contents, sections(contents)), encoding="utf-8")
+    output.result(contents)
     if html is not None:
         output.line(f"page: {html}")
         return
     limit = None if all_parameters else 30
-    for section in sections(found):
+    for section in sections(contents):
         _show(output, section, limit)
 
 
 def _show_host_nodes(output: Output, path: Path, prefix: str, device: str, batch_size: int) -> None:
-    from onward.cli.data import input_specs
-    from onward.cli.samples import random_inputs
+    from onward.cli.data import input_specs, random_inputs
     from onward.runtime.devices import find_device
-    from onward.runtime.placement import host_nodes
+    from onward.runtime.sessions import host_nodes
     from onward.runtime.step import TrainingStep
 
-    place = find_device(device)
-    if place.kind == "cpu":
+    chosen = find_device(device)
+    if chosen.kind == "cpu":
         raise CommandError("on the CPU every node runs on the CPU", "name another device: --device cuda")
     model: Any = str(path)
     if path.is_dir():
-        model = str(path / f"{prefix}training_model.onnx")
-        step = TrainingStep(model, device=place)
-        samples = random_inputs(input_specs(model, step.signature.inputs), size=batch_size)
+        training = path / f"{prefix}training_model.onnx"
+        step = TrainingStep(str(training), device=chosen)
+        # the step is specialized to shapes on a device, and other nodes may be left then
+        samples = random_inputs(input_specs(training, step.signature.inputs), size=batch_size)
         shapes = {name: array.shape for name, array in samples.items()}
-        model, _ = step.prepared(reset=True, shapes=shapes if place.memory == "device" else None)
-    nodes = host_nodes(model, place)
+        model, _ = step.prepared(reset=True, shapes=shapes if chosen.memory == "device" else None)
+    nodes = host_nodes(model, chosen)
     rows = [[node.operator, node.name, node.reason] for node in nodes]
     if rows:
-        output.table(f"nodes that {place} leaves to the CPU", ["operator", "name", "why"], rows)
+        output.table(f"nodes that {chosen} leaves to the CPU", ["operator", "name", "why"], rows)
     else:
-        output.line(f"every node runs on {place}")
-    output.result({"device": str(place), "nodes": [dataclasses.asdict(node) for node in nodes]})
+        output.line(f"every node runs on {chosen}")
+    output.result({"device": str(chosen), "nodes": [dataclasses.asdict(node) for node in nodes]})
 
 
-def sections(found: Mapping[str, Any]) -> list[tuple[str, list[str], list[list[Any]]]]:
+def sections(contents: Mapping[str, Any]) -> list[Section]:
     """The picture as tables: title, columns, rows. The page is made of the same ones."""
-    kind = found["kind"]
+    kind = contents["kind"]
+    info = ("what it is for", ["", "", "read from"], [list(fact) for fact in contents.get("info", [])])
+    if kind == "folder":
+        return [info]
     if kind == "model":
-        return _model(found)
+        return [*_model(contents), info]
     if kind == "artifacts":
         tables = [
-            table for name, model in found["models"].items() for table in _model(model, name, brief=True)
+            table for name, model in contents["models"].items() for table in _model(model, name, brief=True)
         ]
-        return tables + (_checkpoint(found["checkpoint"]) if found["checkpoint"] else [])
+        return [info, *tables, *(_checkpoint(contents["checkpoint"]) if contents["checkpoint"] else [])]
     if kind == "run":
-        return _run(found)
-    return _checkpoint(found)
+        return [info, *_run(contents)]
+    return _checkpoint(contents)
 
 
-def _model(
-    found: Mapping[str, Any], title: str = "", *, brief: bool = False
-) -> list[tuple[str, list[str], list[list[Any]]]]:
+def _model(contents: Mapping[str, Any], title: str = "", *, brief: bool = False) -> list[Section]:
     about = [
-        ["role", found["role"]],
-        ["size", human_size(found["bytes"])],
-        ["operators", f"{sum(found['operators'].values())} nodes, {len(found['operators'])} kinds"],
-        ["opset", ", ".join(f"{domain} {version}" for domain, version in found["opsets"].items())],
-        ["producer", found["producer"]],
+        ["role", contents["role"]],
+        ["size", human_size(contents["bytes"])],
+        ["operators", f"{sum(contents['operators'].values())} nodes, {len(contents['operators'])} kinds"],
+        ["opset", ", ".join(f"{domain} {version}" for domain, version in contents["opsets"].items())],
+        ["producer", contents["producer"]],
     ]
-    if found["external_data"]:
-        about.append(["weights in", ", ".join(found["external_data"])])
-    tables = [(title or found["path"], ["", ""], about)]
+    if contents["external_data"]:
+        about.append(["weights in", ", ".join(contents["external_data"])])
+    tables = [(title or contents["path"], ["", ""], about)]
     if not brief:
+        metadata = contents["metadata"].items()
         tables += [
-            (
-                "inputs",
-                ["name", "type", "shape"],
-                [[v["name"], v["type"], _shape(v["shape"])] for v in found["inputs"]],
-            ),
-            (
-                "outputs",
-                ["name", "type", "shape"],
-                [[v["name"], v["type"], _shape(v["shape"])] for v in found["outputs"]],
-            ),
-            _parameters(found["parameters"]),
-            (
-                "operators",
-                ["operator", "nodes"],
-                [[name, count] for name, count in found["operators"].items()],
-            ),
-            (
-                "metadata",
-                ["key", "value"],
-                [[k, v if len(v) < 120 else v[:117] + "…"] for k, v in found["metadata"].items()],
-            ),
+            ("inputs", ["name", "type", "shape"], _values(contents["inputs"])),
+            ("outputs", ["name", "type", "shape"], _values(contents["outputs"])),
+            _parameters(contents["parameters"]),
+            ("operators", ["operator", "nodes"], list(map(list, contents["operators"].items()))),
+            ("metadata", ["key", "value"], [[k, v if len(v) < 120 else v[:117] + "…"] for k, v in metadata]),
         ]
     return tables
 
 
-def _checkpoint(found: Mapping[str, Any]) -> list[tuple[str, list[str], list[list[Any]]]]:
-    parameters = found["parameters"]
+def _checkpoint(contents: Mapping[str, Any]) -> list[Section]:
+    parameters = contents["parameters"]
     trained = [p for p in parameters if p["trainable"]]
     about = [
-        ["size", human_size(found["bytes"])],
-        ["integrity", found["integrity"]],
+        ["size", human_size(contents["bytes"])],
+        ["integrity", contents["integrity"]],
         ["trainable", f"{sum(p['values'] for p in trained):,} values in {len(trained)} parameters"],
         ["frozen", f"{sum(p['values'] for p in parameters) - sum(p['values'] for p in trained):,} values in "
                    f"{len(parameters) - len(trained)} parameters"],
     ]  # fmt: skip
-    tables = [(found["path"], ["", ""], about), _parameters(parameters)]
-    groups = found.get("optimizer", [])
-    rows = [
-        [
-            g["group"],
-            g["step"],
-            f"{g['initial_learning_rate']:g}",
-            ", ".join(g["slots"]),
-            human_size(g["bytes"]),
-        ]
-        for g in groups
-    ]
+    tables = [(contents["path"], ["", ""], about), _parameters(parameters)]
+    rows = []
+    for group in contents.get("optimizer", []):
+        rate, slots = f"{group['initial_learning_rate']:g}", ", ".join(group["slots"])
+        rows.append([group["group"], group["step"], rate, slots, human_size(group["bytes"])])
     tables.append(("optimizer state", ["group", "step", "initial rate", "slots", "size"], rows))
-    tables.append(("properties", ["name", "value"], [[k, v] for k, v in found.get("properties", {}).items()]))
+    properties = contents.get("properties", {}).items()
+    tables.append(("properties", ["name", "value"], list(map(list, properties))))
     return tables
 
 
-def _run(found: Mapping[str, Any]) -> list[tuple[str, list[str], list[list[Any]]]]:
-    columns = list(dict.fromkeys(key for row in found["epochs"] for key in row))
+def _run(contents: Mapping[str, Any]) -> list[Section]:
+    epochs = contents["epochs"]
+    keys = list(dict.fromkeys(key for row in epochs for key in row))
+    about = [["artifacts", contents["artifacts"]], *map(list, contents["options"].items())]
+    checkpoints = [
+        [one["file"], one["step"] or "", human_size(one["bytes"]), one["integrity"]]
+        for one in contents["checkpoints"]
+    ]
+    figures = [
+        [f"{row[key]:.4g}" if isinstance(row.get(key), float) else row.get(key, "") for key in keys]
+        for row in epochs
+    ]
     return [
-        (
-            found["path"],
-            ["", ""],
-            [["artifacts", found["artifacts"]], *([k, v] for k, v in found["options"].items())],
-        ),
-        (
-            "checkpoints",
-            ["file", "step", "size", "integrity"],
-            [
-                [c["file"], c.get("step") or "", human_size(c["bytes"]), c["integrity"]]
-                for c in found["checkpoints"]
-            ],
-        ),
-        (
-            "epochs",
-            [column.replace("_", " ") for column in columns],
-            [
-                [f"{row[c]:.4g}" if isinstance(row.get(c), float) else row.get(c, "") for c in columns]
-                for row in found["epochs"]
-            ],
-        ),
+        (contents["path"], ["", ""], about),
+        ("checkpoints", ["file", "step", "size", "integrity"], checkpoints),
+        ("epochs", [key.replace("_", " ") for key in keys], figures),
     ]
 
 
-def _parameters(parameters: list[dict[str, Any]]) -> tuple[str, list[str], list[list[Any]]]:
+def _values(values: list[dict[str, Any]]) -> list[list[Any]]:
+    return [[value["name"], value["type"], _shape(value["shape"])] for value in values]
+
+
+def _parameters(parameters: list[dict[str, Any]]) -> Section:
     rows = [
         [p["name"], p["type"], _shape(p["shape"]), human_size(p["bytes"]), "trains" if p["trainable"] else ""]
         for p in parameters
@@ -214,7 +183,7 @@ def _shape(dims: list[Any] | None) -> str:
     return "?" if dims is None else f"[{', '.join(str(dim) for dim in dims)}]"
 
 
-def _show(output: Output, section: tuple[str, list[str], list[list[Any]]], limit: int | None) -> None:
+def _show(output: Output, section: Section, limit: int | None) -> None:
     title, columns, rows = section
     if not rows:
         return
@@ -237,9 +206,9 @@ details { margin: 1rem 0; } summary { cursor: pointer; font-weight: 600; }
 """
 
 
-def render_page(found: Mapping[str, Any], sections: Iterable[Sequence[Any]]) -> str:
-    """The page of what was found in a file, in sections: title, columns and rows."""
-    title = html.escape(f"{found['kind']}: {found['path']}")
+def render_page(contents: Mapping[str, Any], sections: Iterable[Sequence[Any]]) -> str:
+    """The page of what is in a file, in sections: title, columns and rows."""
+    title = html.escape(f"{contents['kind']}: {contents['path']}")
     body = "".join(_section(*section) for section in sections)
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">

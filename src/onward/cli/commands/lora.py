@@ -8,29 +8,15 @@ from typing import Annotated, Any
 
 import typer
 
-from onward.cli.command import CommandError, Output, command, examples, human_size
-from onward.cli.model_file import read_model
-from onward.cli.output_paths import Overwrite, file_target, new_file
-
-__all__ = ["register"]
+from onward.cli.command import Output, command, human_size
+from onward.cli.errors import CommandError
+from onward.cli.paths import OverwriteOption, file_target, new_file, read_model
 
 
-def register(app: typer.Typer) -> None:
-    """Add the group of commands."""
-    group = typer.Typer(help="Low-rank adapters: inject, extract, merge.", no_args_is_help=True)
-    group.command(
-        "inject",
-        epilog=examples(
-            "onward lora inject model.onnx adapted.onnx --rank 8 --target 'encoder.*.query.*'",
-            "onward artifacts model.onnx --loss cross-entropy --lora 8     # and train them, in one go",
-        ),
-    )(inject)
-    group.command("extract", epilog=examples("onward lora extract run/best adapters.safetensors"))(extract)
-    group.command("merge", epilog=examples("onward lora merge trained.onnx merged.onnx"))(merge)
-    app.add_typer(group, name="lora")
-
-
-@command
+@command(
+    "onward lora inject model.onnx adapted.onnx --rank 8 --target 'encoder.*.query.*'",
+    "onward artifacts model.onnx --loss cross-entropy --lora 8     # and train them, in one go",
+)
 def inject(
     output: Output,
     model: Annotated[Path, typer.Argument(help="An ONNX file.", show_default=False)],
@@ -45,7 +31,7 @@ def inject(
         float, typer.Option(min=0, max=0.99, help="Of the adapters' input, in training.")
     ] = 0.0,
     seed: Annotated[int, typer.Option(min=0, help="Of the adapters' first values.")] = 0,
-    overwrite: Overwrite = False,
+    overwrite: OverwriteOption = False,
 ) -> None:
     """Add adapters to a model, which computes what it did before."""
     from onward.lora import LoRA, apply_lora
@@ -64,12 +50,12 @@ def inject(
     output.result({"path": target, "adapters": names})
 
 
-@command
+@command("onward lora extract run/best adapters.safetensors")
 def extract(
     output: Output,
     checkpoint: Annotated[Path, typer.Argument(help="A checkpoint with adapters.", show_default=False)],
     target: Annotated[Path, typer.Argument(help="A .safetensors file or a checkpoint.", show_default=False)],
-    overwrite: Overwrite = False,
+    overwrite: OverwriteOption = False,
 ) -> None:
     """Write the adapters of a checkpoint alone."""
     from onward import checkpoint as checkpoints
@@ -83,7 +69,7 @@ def extract(
     output.result({"path": target, "adapters": names})
 
 
-@command
+@command("onward lora merge trained.onnx merged.onnx")
 def merge(
     output: Output,
     model: Annotated[Path, typer.Argument(help="An exported model with adapters.", show_default=False)],
@@ -92,7 +78,7 @@ def merge(
         bool,
         typer.Option("--dequantize", help="Make adapted quantized weights float, so that they merge too."),
     ] = False,
-    overwrite: Overwrite = False,
+    overwrite: OverwriteOption = False,
 ) -> None:
     """Add adapters to the weights: the same outputs from a smaller, faster model."""
     from onward.lora import merge_lora
@@ -123,3 +109,8 @@ def _save(model: Any, file: Path) -> None:
     import onnx
 
     onnx.save(model, str(file))
+
+
+lora = typer.Typer(help="Low-rank adapters: inject, extract, merge.", no_args_is_help=True)
+for _command in (inject, extract, merge):
+    _command.register(lora)

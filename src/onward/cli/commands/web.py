@@ -8,25 +8,17 @@ from typing import Annotated
 
 import typer
 
-from onward.cli.command import CommandError, Output, command, examples, human_size
-from onward.cli.output_paths import folder_target, plain_prefix
-from onward.cli.run_folder import find
-
-__all__ = ["register"]
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command(
-        "web",
-        epilog=examples(
-            "onward web artifacts site",
-            "onward web artifacts site --title 'Teach me digits' --webgpu --serve",
-        ),
-    )(web)
+from onward.cli.command import Output, command, human_size
+from onward.cli.errors import CommandError
+from onward.cli.paths import folder_target, plain_prefix
+from onward.cli.run_folder import find_run
+from onward.cli.shared_options import PrefixOption
 
 
-@command
+@command(
+    "onward web artifacts site",
+    "onward web artifacts site --title 'Teach me digits' --webgpu --serve",
+)
 def web(
     output: Output,
     artifacts: Annotated[Path, typer.Argument(help="The folder of artifacts.", show_default=False)],
@@ -37,7 +29,7 @@ def web(
     webgpu: Annotated[
         bool, typer.Option("--webgpu", help="Add the 27 MB that training on WebGPU needs.")
     ] = False,
-    prefix: Annotated[str, typer.Option(help="The prefix of the artifacts' file names.")] = "",
+    prefix: PrefixOption = "",
     packages: Annotated[
         Path | None,
         typer.Option(
@@ -52,13 +44,13 @@ def web(
     """Write a site that trains these artifacts in the browser, on stock onnxruntime-web."""
     from onward.web.site import write_site
 
-    place = find(artifacts, prefix=plain_prefix(prefix))
+    run = find_run(artifacts, prefix=plain_prefix(prefix))
     if packages is not None and not packages.is_dir():
         raise CommandError(f"no folder '{packages}'", "name the node_modules folder that npm made")
-    if place.checkpoint != place.artifacts / f"{place.prefix}checkpoint":
+    if run.checkpoint != run.artifacts / f"{run.prefix}checkpoint":
         output.note("the page begins with the checkpoint of the artifacts, not with that of the run")
     with folder_target(site), output.working("writing the site"):
-        write_site(place.artifacts, site, title=title, prefix=place.prefix, webgpu=webgpu, packages=packages)
+        write_site(run.artifacts, site, title=title, prefix=run.prefix, webgpu=webgpu, packages=packages)
     files = {p.relative_to(site).as_posix(): p.stat().st_size for p in sorted(site.rglob("*")) if p.is_file()}
     output.table(str(site), ["files", "", "size"], _summary(files))
     if not serve:

@@ -21,9 +21,8 @@ from onward.contract import SEED
 from onward.distributed.errors import DistributedError
 from onward.distributed.stages.split import Split, follow, split_graph
 from onward.graph.dialect.normalize import normalize
-from onward.graph.passes.batch_norm import expand_batch_norm
-from onward.graph.passes.device_forms import prefer_device_forms
 from onward.graph.passes.running_stats import separate_statistics
+from onward.graph.proto.device_forms import expand_batch_norm, prefer_device_forms
 from onward.graph.prune import extract, prune, values_of
 from onward.runtime.bound import inputs_on_host
 from onward.runtime.memory import FlatBuffer, ModelMemory, Tensor
@@ -34,17 +33,15 @@ if TYPE_CHECKING:
     from onward.distributed.settings import RunnerSettings
     from onward.runtime.devices import Device
 
-__all__ = ["Blueprint", "StageModel", "StageStep", "draw_blueprint"]
-
 
 @dataclasses.dataclass(frozen=True)
 class StageModel:
-    """One stage of a graph: what it is given, what it receives and sends (with types), and its model."""
+    """One stage of a graph: what it is feeds, what it receives and sends (with types), and its model."""
 
     model: onnx.ModelProto
     received: list[str]
     sent: list[str]
-    made: list[str]
+    outputs: list[str]
     types: dict[str, np.dtype]
 
 
@@ -90,9 +87,9 @@ def draw_blueprint(settings: RunnerSettings) -> Blueprint:
     forward = prune(normalize(path), [loss, *following])
     separate_statistics(forward, following)
     forward = prune(forward, [loss, *following])
-    given = [*signature.inputs, SEED]
+    inputs = [*signature.inputs, SEED]
     split = split_graph(
-        forward.graph, loss, stages=stages, given=given, cuts=settings.cuts, by_name=settings.stages
+        forward.graph, loss, stages=stages, inputs=inputs, cuts=settings.cuts, by_name=settings.stages
     )
     statistics = _statistics_by_stage(forward, signature, split)
     results = [[f"{name}{contract.NEXT}" for name in names] for names in statistics]
@@ -102,7 +99,7 @@ def draw_blueprint(settings: RunnerSettings) -> Blueprint:
     if settings.eval_model is not None:
         whole = prune(normalize(str(settings.eval_model)), [loss])
         final: list[list[str]] = [[] for _ in range(stages - 1)]
-        evaluation = _stage_models(whole, follow(whole.graph, split, given=given), [*final, [loss]])
+        evaluation = _stage_models(whole, follow(whole.graph, split, inputs=inputs), [*final, [loss]])
     parameters = _parameters_by_stage(signature, training, evaluation)
     owner = {name: s for s in reversed(range(stages)) for name in parameters[s]}
     owner |= {name: stage for stage, names in enumerate(statistics) for name in names}
@@ -111,18 +108,17 @@ def draw_blueprint(settings: RunnerSettings) -> Blueprint:
 
 def _stage_models(model: ir.Model, split: Split, results: Sequence[Sequence[str]]) -> list[StageModel]:
     values = values_of(model.graph)
-    found = []
+    models = []
     for stage in range(split.stages):
         received, sent = split.received[stage], split.sent[stage]
-        made = [name for name in sent if name not in received]
-        outputs = [*results[stage], *made]
+        outputs = [*results[stage], *(name for name in sent if name not in received)]
         # an evaluation stage may have nothing to do but to pass on what it received
         part = ir.to_proto(extract(model, inputs=received, outputs=outputs)) if outputs else onnx.ModelProto()
         types = {name: values[name].dtype for name in [*received, *sent]}
         for name, kind in types.items():
             if kind is None:
                 raise DistributedError(f"Invalid cut point. '{name}' crosses it and its type is not known")
-        found.append(
+        models.append(
             StageModel(
                 part,
                 received,
@@ -131,7 +127,7 @@ def _stage_models(model: ir.Model, split: Split, results: Sequence[Sequence[str]
                 {name: np.dtype(kind.numpy()) for name, kind in types.items() if kind is not None},
             )
         )
-    return found
+    return models
 
 
 def _statistics_by_stage(forward: ir.Model, signature: Signature, split: Split) -> list[list[str]]:
@@ -149,12 +145,13 @@ def _parameters_by_stage(
         for names, stage in zip(read, models):
             names.update(value.name for value in stage.model.graph.input)
     unread = set(signature.parameters).difference(*read)
+    # what no stage reads must still be in checkpoints
     read[0] |= unread
     return [[name for name in signature.parameters if name in names] for names in read]
 
 
 # What a stage reads of a micro-batch: arrays, or tensors where the stage before put them.
-Given = Mapping[str, np.ndarray | Tensor]
+Feeds = Mapping[str, np.ndarray | Tensor]
 
 
 class StageStep:
@@ -169,18 +166,20 @@ class StageStep:
         self.training = blueprint.training[stage]
         self.evaluation = None if blueprint.evaluation is None else blueprint.evaluation[stage]
         self.last = stage == len(blueprint.training) - 1
-        self._loss = blueprint.signature.outputs[0]
+        self.loss = blueprint.signature.outputs[0]  # its name
         self.loss_shape: tuple[int, ...] = ()
         self._eval_session: ort.InferenceSession | None = None
         self._forward = self._session(self.training.model)
         own = {value.name for value in self.training.model.graph.input}
         floating = [n for n in self.training.received if self.training.types[n].kind == "f" and n in own]
         wrt = [*(name for name in self.signature.trainable if name in own), *floating]
-        of = [self._loss] if self.last else []
+        of = [self.loss] if self.last else []
         of += [
-            n for n in self.training.made if n in self.training.types and self.training.types[n].kind == "f"
+            n
+            for n in self.training.outputs
+            if n in self.training.types and self.training.types[n].kind == "f"
         ]
-        self._of, self._wrt = of, wrt
+        self._wrt = wrt
         backward, _, _ = vector_jacobian(self.training.model, of=of, wrt=wrt)
         self._backward = self._session(backward)
 
@@ -211,7 +210,7 @@ class StageStep:
         self._memory.commit()
 
     def forward(
-        self, given: Given, *, into: Mapping[str, Tensor] | None = None, move: bool = True
+        self, feeds: Feeds, *, into: Mapping[str, Tensor] | None = None, move: bool = True
     ) -> dict[str, np.ndarray]:
         """What the stage makes of a micro-batch (with the loss, if it is the last); statistics move on.
 
@@ -221,20 +220,20 @@ class StageStep:
         after = {
             f"{name}{contract.NEXT}": tensor for part in self._next for name, tensor in part.tensors.items()
         }
-        made = self._run(self._forward, self.training.made, given, into={**after, **into})
+        results = self._run(self._forward, self.training.outputs, feeds, into={**after, **into})
         for name, tensor in into.items():
-            if name not in self.training.made:
-                _take_over(tensor, given[name])
+            if name not in self.training.outputs:
+                _take_over(tensor, feeds[name])
         if self.last:
-            self.loss_shape = made[self._loss].shape
+            self.loss_shape = results[self.loss].shape
         if move:
             for following, new in zip(self._memory.following, self._next):
                 following.whole.copy_from(new.whole)
-        return made
+        return results
 
-    def backward(self, given: Given, cotangents: Given, *, into: Mapping[str, Tensor]) -> None:
+    def backward(self, feeds: Feeds, cotangents: Feeds, *, into: Mapping[str, Tensor]) -> None:
         """Add a micro-batch's gradients to the stage's; those of what the stage received are written `into`."""
-        feeds = {**given, **{f"{name}_cotangent": value for name, value in cotangents.items()}}
+        feeds = {**feeds, **{f"{name}_cotangent": value for name, value in cotangents.items()}}
         own = {f"{name}_grad": tensor for name, tensor in self._gradients.tensors.items()}
         passed = {f"{name}_grad": tensor for name, tensor in into.items() if name in self._wrt}
         self._run(self._backward, [f"{name}_grad" for name in self._wrt], feeds, into={**own, **passed})
@@ -246,19 +245,14 @@ class StageStep:
                 else:
                     into[name].write(into[name].read() + _read(cotangents[name]))
 
-    def evaluate(self, given: Given) -> dict[str, np.ndarray]:
+    def evaluate(self, feeds: Feeds) -> dict[str, np.ndarray]:
         """The evaluation model's part of this stage."""
         assert self.evaluation is not None
-        if not self.evaluation.made:
+        if not self.evaluation.outputs:
             return {}
         if self._eval_session is None:
             self._eval_session = self._session(self.evaluation.model)
-        return self._run(self._eval_session, self.evaluation.made, given, state=self._memory.tensors())
-
-    @property
-    def loss(self) -> str:
-        """The name of the loss."""
-        return self._loss
+        return self._run(self._eval_session, self.evaluation.outputs, feeds, state=self._memory.tensors())
 
     def _session(self, model: onnx.ModelProto) -> ort.InferenceSession:
         if self.device.memory == "device":
@@ -270,7 +264,7 @@ class StageStep:
         self,
         session: ort.InferenceSession,
         names: Sequence[str],
-        given: Given,
+        feeds: Feeds,
         *,
         state: Mapping[str, Tensor] | None = None,
         into: Mapping[str, Tensor] | None = None,
@@ -282,10 +276,10 @@ class StageStep:
         if not names:
             return {}
         binding: Any = session.io_binding()
-        on_host = inputs_on_host(session, self.device) or set()
+        on_host = inputs_on_host(session, self.device)
         for value in session.get_inputs():
             name = value.name
-            source = given.get(name, state.get(name))
+            source = feeds.get(name, state.get(name))
             if source is None:
                 raise DistributedError(f"the stage needs '{name}', which nothing gives it")
             if isinstance(source, np.ndarray) or name in on_host:
@@ -297,8 +291,8 @@ class StageStep:
         for name in returned:
             binding.bind_output(name, "cpu")
         session.run_with_iobinding(binding)
-        made = binding.get_outputs()[len(landing) :]
-        return {name: value.numpy() for name, value in zip(returned, made)}
+        values = binding.get_outputs()[len(landing) :]
+        return {name: value.numpy() for name, value in zip(returned, values)}
 
 
 def _take_over(target: Tensor, source: np.ndarray | Tensor) -> None:

@@ -14,8 +14,6 @@ import numpy as np
 if TYPE_CHECKING:
     from onward.runtime.memory import Tensor
 
-__all__ = ["Layout", "layout_of"]
-
 _ALIGN = 16
 
 
@@ -52,6 +50,7 @@ class Layout:
 
     def describe(self) -> np.ndarray:
         """Ranks and dimensions as numbers, for a receiver that knows names and types."""
+        # the number of dimensions, and room for eight: a receiver must know the size of the message
         table = np.zeros((len(self.names), 9), np.int64)
         for row, shape in zip(table, self.shapes):
             row[0] = len(shape)

@@ -8,98 +8,77 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import onnxruntime as ort
 
 from onward.api.convert_inputs import check_labels, prepare
 from onward.api.module import Module
 from onward.api.optimizer import Optimizer
 from onward.api.state import CheckpointState
-from onward.checkpoint.content import CheckpointData, NominalTensor
+from onward.checkpoint import codec
 from onward.contract import SEED
-from onward.distributed.comm import Communicator, LocalCommunicator, TorchCommunicator, device_of_rank
-from onward.distributed.data_parallel import Report, reconcile, session_options, weight_of
+from onward.distributed.agreement import encode_state, receive_bytes, send_bytes
+from onward.distributed.comm import Communicator, LocalCommunicator, TorchCommunicator
 from onward.distributed.errors import DistributedError, OtherStageFailed
-from onward.distributed.stages.models import Blueprint, StageStep, draw_blueprint
-from onward.distributed.stages.packing import Layout, layout_of
+from onward.distributed.rank_engine import RankEngine, reconcile, weight_of
+from onward.distributed.stages.models import StageStep, draw_blueprint
+from onward.distributed.stages.packing import layout_of
 from onward.distributed.stages.schedule import Flow, Micro, key_of
-from onward.errors import MAKE_ARTIFACTS, ModelError, NonFiniteError, OnwardError
+from onward.errors import MAKE_ARTIFACTS, ModelError, NonFiniteError
+from onward.ort_session import array_of
 from onward.runtime.devices import find_device
 from onward.runtime.optimizers.updater import ElementwiseUpdater
+from onward.train.engines import Engine, Evaluated, Report
 
 if TYPE_CHECKING:
+    from onward.checkpoint.content import CheckpointData
     from onward.distributed.settings import Grid, RunnerSettings
     from onward.runtime.optimizers.updater import Updater
     from onward.runtime.sessions import ModelFile
-
-__all__ = ["PipelineParallel", "gather_state"]
+    from onward.train.engines import EngineSettings
+    from onward.train.window import Window
 
 
 def gather_state(
-    comm: Communicator, grid: Grid, blueprint: Blueprint, own: CheckpointData
+    comm: Communicator, grid: Grid, owner: Mapping[str, int], own: CheckpointData
 ) -> CheckpointData | None:
-    """What all stages have, on rank 0; None elsewhere. `own` is the state of this rank's stage."""
+    """What all stages have, on rank 0; None elsewhere. `own` is the state of this rank's stage.
+
+    A parameter that several stages have comes from its `owner`.
+    """
     if grid.replica != 0:
         return None
-    slots = _slot_names(own)
     if grid.stage != 0:
-        layout = _layout(blueprint, grid.stage, slots)
-        comm.send(layout.pack(_flatten(own)), to=0)
+        part = _select(own, {name for name, stage in owner.items() if stage == grid.stage})
+        send_bytes(comm, encode_state(part), to=0)
         return None
     whole = dataclasses.replace(own, trainable=dict(own.trainable), frozen=dict(own.frozen))
-    state = dict(own.optimizer[0].slots) if own.optimizer else {}
+    slots = [dict(group.slots) for group in own.optimizer]
     for stage in range(1, grid.pipeline):
-        layout = _layout(blueprint, stage, slots)
-        vector = np.zeros(layout.size, np.float32)
-        comm.receive(vector, source=stage * grid.data)
-        for (kind, _, name), array in zip(
-            (n.partition(":") for n in layout.names), layout.unpack(vector).values()
-        ):
-            if kind:
-                state.setdefault(name, {})[kind] = array
-            elif name in blueprint.signature.trainable:
-                whole.trainable[name] = array
-            else:
-                whole.frozen[name] = array
-    if own.optimizer:
-        whole.optimizer = [dataclasses.replace(own.optimizer[0], slots=state), *own.optimizer[1:]]
+        part = codec.decode(receive_bytes(comm, source=stage * grid.data))
+        whole.trainable |= part.trainable
+        whole.frozen |= part.frozen
+        for own_slots, group in zip(slots, part.optimizer):
+            own_slots |= group.slots
+    whole.optimizer = [dataclasses.replace(group, slots=state) for group, state in zip(own.optimizer, slots)]
     return whole
 
 
-def _layout(blueprint: Blueprint, stage: int, slots: list[str]) -> Layout:
-    """What a stage owns: `:name` for parameters, `slot:name` for the optimizer's state."""
-    signature = blueprint.signature
-    owned = [name for name in blueprint.parameters[stage] if blueprint.owner[name] == stage]
-    entries = [(f":{name}", signature.dtypes[name], signature.shapes[name]) for name in owned]
-    for slot in slots:
-        entries += [
-            (f"{slot}:{name}", np.dtype(np.float32), signature.shapes[name])
-            for name in owned
-            if name in signature.trainable
-        ]
-    return layout_of([e[0] for e in entries], [e[1] for e in entries], [e[2] for e in entries])
-
-
-def _flatten(data: CheckpointData) -> dict[str, np.ndarray]:
-    found: dict[str, np.ndarray] = {}
-    for name, value in data.parameters().items():
-        if not isinstance(value, NominalTensor):
-            found[f":{name}"] = value
-    for group in data.optimizer[:1]:
-        for name, state in group.slots.items():
-            found.update({f"{slot}:{name}": array for slot, array in state.items()})
-    return found
-
-
-def _slot_names(data: CheckpointData) -> list[str]:
-    names: dict[str, None] = {}
-    for group in data.optimizer[:1]:
-        for state in group.slots.values():
-            names.update(dict.fromkeys(state))
-    return list(names)
+def _select(data: CheckpointData, names: Collection[str]) -> CheckpointData:
+    """A state with the parameters of these names only, and their optimizer state."""
+    return dataclasses.replace(
+        data,
+        trainable={name: value for name, value in data.trainable.items() if name in names},
+        frozen={name: value for name, value in data.frozen.items() if name in names},
+        optimizer=[
+            dataclasses.replace(group, slots={n: s for n, s in group.slots.items() if n in names})
+            for group in data.optimizer
+        ],
+    )
 
 
 class _StageOptimizer(Optimizer):
@@ -125,60 +104,60 @@ class _StageOptimizer(Optimizer):
         return float(np.sqrt(square[0]))
 
 
-class PipelineParallel:
+class PipelineParallel(RankEngine, Engine):
     """The engine of one rank of a pipeline; all ranks of a pipeline are given the same batches."""
 
     def __init__(
-        self, settings: RunnerSettings, data: CheckpointData, comm: Communicator, grid: Grid
+        self,
+        data: CheckpointData,
+        engine_settings: EngineSettings,
+        settings: RunnerSettings,
+        comm: Communicator,
+        grid: Grid,
     ) -> None:
         self._settings, self._comm, self._grid = settings, comm, grid
+        self.rank, self.world, self.replica, self.replicas = comm.rank, comm.world, grid.replica, grid.data
+        self.sums_loss = settings.loss_reduction == "sum"
         self._pipe, self._replicas = _groups(grid, settings, comm)
         if settings.shard_optimizer:
             raise DistributedError("shard_optimizer and a pipeline cannot be combined: choose one of them")
-        if data.nominal:
-            raise OnwardError(
-                "The state is nominal: it has no parameter values. Please load the model parameters first."
-            )
+        data.require_values()
         self._blueprint = blueprint = draw_blueprint(settings)
-        self._base_seed = int(data.extras.setdefault("seed", settings.seed))
-        own = set(blueprint.parameters[grid.stage])
-        kept = dataclasses.replace(
-            data,
-            trainable={name: value for name, value in data.trainable.items() if name in own},
-            frozen={name: value for name, value in data.frozen.items() if name in own},
-            optimizer=list(data.optimizer),
+        seed = engine_settings.seed
+        self._base_seed = int(data.extras.get("seed", 0)) if seed is None else seed
+        own = _select(data, blueprint.parameters[grid.stage])
+        device = find_device(engine_settings.device)
+        self._step = StageStep(
+            blueprint,
+            grid.stage,
+            device=device,
+            options=engine_settings.session_options or ort.SessionOptions(),
         )
-        options, device = session_options(settings), find_device(device_of_rank(settings.device))
-        self._step = StageStep(blueprint, grid.stage, device=device, options=options)
-        self._state = CheckpointState(kept)
+        self.state = CheckpointState(own)
         self.module = Module(
             settings.training_model,
-            self._state,
+            self.state,
             device=device,
-            session_options=options,
+            session_options=engine_settings.session_options,
             on_nonfinite=settings.on_nonfinite,
+            seed=seed,
             step=self._step,
         )
         owned = [n for n in self._step.signature.trainable if blueprint.owner[n] == grid.stage]
         self.optimizer: Optimizer = _StageOptimizer(settings.optimizer_model, self.module, self._pipe, owned)
+        if engine_settings.clip_norm is not None:
+            self.optimizer.clip_norm = engine_settings.clip_norm
         self._order = (list(data.trainable), list(data.frozen))
         self._flow = Flow(self._step, self._pipe, schedule=settings.pipeline_schedule)
 
-    @property
-    def input_names(self) -> Sequence[str]:
-        """What a batch consists of."""
-        return self._step.signature.inputs
-
     # ---- training ----------------------------------------------------------------------------------
 
-    def backward(
-        self, batches: Sequence[Sequence[Any]], *, step: int, failure: Exception | None = None
-    ) -> Report:
+    def backward(self, window: Window) -> Report:
         """Run every batch through the pipeline; communicates within it, and never raises for one stage alone."""
-        report, work = Report(failure=failure), []
+        report, work = Report(), []
         try:
-            if failure is None:
-                work = [self._cut(batch, step + index) for index, batch in enumerate(batches)]
+            # all of the window before the first: its stages must agree on its batches before they exchange any
+            work = [self._cut(batch, window.number) for batch in window]
         except Exception as error:
             report.failure = error
         report.failure = self._differs(report.failure, [key_of(micros) for micros in work])
@@ -188,12 +167,12 @@ class PipelineParallel:
         self._step.forget_statistics()
         for micros in work:
             if micros:
-                self._take(micros, report)
-        self.module.run_state.steps = step + len(batches)
+                self._take(micros, window, report)
+        self.module.run_state.steps = window.end
         report.failure, self._flow.failure = self._flow.failure, None
         return report
 
-    def update(self, *, weight: float, invalid: str | None) -> bool:
+    def update(self, *, weight: float, unit: float, invalid: str | None) -> bool:
         """Reduce over copies and over stages that share parameters, and apply; collective."""
         module, settings = self.module, self._settings
         if invalid is not None:
@@ -202,20 +181,22 @@ class PipelineParallel:
         self._replicas.all_reduce(module.memory.gradients.whole, compress=settings.compress)
         self._add_shared()
         self._step.commit_statistics()
-        self.optimizer.gradient_scale = 1.0 / weight if settings.loss_reduction == "mean" else 1.0
+        # micro-batches went backward times their weight: the gradients are sums, whatever the unit
+        self.optimizer.gradient_scale = 1.0 if self.sums_loss else 1.0 / weight
         return self.optimizer.step()
 
     def _cut(self, batch: Sequence[Any], step: int) -> list[Micro]:
         """The micro-batches of a batch: as many as were asked for, or the next number that divides it."""
         signature = self._step.signature
         feeds, _ = prepare(signature, batch)
-        arrays = [feed if isinstance(feed, np.ndarray) else feed.numpy() for feed in feeds]
+        arrays = [array_of(feed) for feed in feeds]
         check_labels(signature, arrays)
         samples = len(arrays[0]) if arrays[0].ndim else 1
         if samples == 0:
             return []
-        wanted = min(self._settings.micro_batches or self._grid.pipeline, samples)
-        pieces = next(count for count in range(wanted, 0, -1) if samples % count == 0)
+        most = min(self._settings.micro_batches or self._grid.pipeline, samples)
+        # equal pieces: the schedule has one shape for all micro-batches
+        pieces = next(count for count in range(most, 0, -1) if samples % count == 0)
         size = samples // pieces
         micros = []
         for index in range(pieces):
@@ -223,10 +204,11 @@ class PipelineParallel:
                 array[index * size : (index + 1) * size] if array.ndim and len(array) == samples else array
                 for array in arrays
             ]
-            given = {name: np.ascontiguousarray(part) for name, part in zip(signature.inputs, parts)}
-            given[SEED] = np.array([self._seed(step * (wanted + 1) + index)], np.int64)
-            total = self._settings.loss_reduction == "sum"
-            micros.append(Micro(given, 1.0 if total else weight_of(signature, parts, self._settings)))
+            inputs = {name: np.ascontiguousarray(part) for name, part in zip(signature.inputs, parts)}
+            inputs[SEED] = np.array([self._seed(step * (most + 1) + index)], np.int64)
+            micros.append(
+                Micro(inputs, 1.0 if self.sums_loss else weight_of(signature, parts, self._settings))
+            )
         return micros
 
     def _seed(self, step: int) -> int:
@@ -236,6 +218,7 @@ class PipelineParallel:
     def _differs(self, failure: Exception | None, keys: list[tuple]) -> Exception | None:
         """A failure for all stages if one has one, or if they do not see the same batches."""
         digests = np.zeros(self._pipe.world, np.int64)
+        # seven bytes: never −1, which says that a stage has failed
         own = int.from_bytes(hashlib.sha256(repr(keys).encode()).digest()[:7], "little")
         digests[self._pipe.rank] = -1 if failure is not None else own
         self._pipe.all_reduce(digests)
@@ -250,11 +233,10 @@ class PipelineParallel:
             "runner.replicas, not by rank"
         )
 
-    def _take(self, micros: Sequence[Micro], report: Report) -> None:
+    def _take(self, micros: Sequence[Micro], window: Window, report: Report) -> None:
         """One batch through the pipeline; the last stage reports its loss."""
         for loss, micro in zip(self._flow.run(micros), micros):
-            report.loss += loss * micro.weight
-            report.weight += micro.weight
+            window.add(loss, micro.weight)
             if self._settings.on_nonfinite != "ignore" and not np.isfinite(loss):
                 report.invalid = f"the loss is {loss} at training step {self.module.run_state.steps + 1}"
                 if self._settings.on_nonfinite == "raise":
@@ -276,22 +258,29 @@ class PipelineParallel:
 
     # ---- evaluation and state ----------------------------------------------------------------------
 
-    def evaluate(self, batches: Iterator[Sequence[Any]]) -> Report:
+    def evaluate(self, batches: Iterable[Sequence[Any]], *, tables: bool) -> Evaluated:
         """The loss of the evaluation model over batches; communicates within the pipeline."""
-        report = Report()
+        report, stream = Evaluated(), iter(batches)
         while True:
-            batch, given = None, {}
+            batch, inputs = None, {}
             try:
+                if tables:
+                    raise DistributedError(
+                        "metrics need the model's outputs, and a pipeline evaluates the loss alone: leave out metrics, "
+                        "or train without stages"
+                    )
                 if self._step.evaluation is None:
                     raise ModelError(
                         "Eval model was not provided. Cannot evaluate: give eval_model=….",
                         hint=MAKE_ARTIFACTS,
                     )
-                batch = next(batches, None)
+                batch = next(stream, None)
                 if batch is not None:
                     feeds, _ = prepare(self._step.signature, batch)
                     check_labels(self._step.signature, feeds)
-                    given = dict(zip(self._step.signature.inputs, feeds))
+                    # parts of a batch are cut out and sent as numpy
+                    arrays = [array_of(feed) for feed in feeds]
+                    inputs = dict(zip(self._step.signature.inputs, arrays))
             except Exception as error:
                 self._flow.failure = error
             state = np.array([self._flow.failure is not None, batch is not None], np.int64)
@@ -305,7 +294,7 @@ class PipelineParallel:
             weight = self._weigh(batch)
             if weight == 0:
                 continue
-            loss = self._flow.evaluate(given)
+            loss = self._flow.evaluate(inputs)
             if loss is not None:
                 report.loss += loss * weight
                 report.weight += weight
@@ -315,13 +304,8 @@ class PipelineParallel:
         reconcile(self._replicas, self.module.memory, how=self._settings.statistics)
 
     def gather(self, *, include_optimizer_state: bool) -> CheckpointData | None:
-        """The state of all stages on rank 0, None elsewhere; collective."""
-        data = gather_state(
-            self._comm,
-            self._grid,
-            self._blueprint,
-            self._state.to_data(include_optimizer_state=include_optimizer_state),
-        )
+        own = self.state.to_data(include_optimizer_state=include_optimizer_state)
+        data = gather_state(self._comm, self._grid, self._blueprint.owner, own)
         if data is None:
             return None
         trainable, frozen = self._order
@@ -332,7 +316,7 @@ class PipelineParallel:
         return data
 
     def _weigh(self, batch: Sequence[Any]) -> float:
-        if self._settings.loss_reduction == "sum":
+        if self.sums_loss:
             return 1.0 if np.shape(batch[0])[:1] != (0,) else 0.0
         return weight_of(self._step.signature, batch, self._settings)
 

@@ -17,14 +17,13 @@ import torch
 
 from onward.distributed.errors import OtherStageFailed
 from onward.distributed.stages.packing import Layout, layout_of
-from onward.runtime.memory import DeviceTensor, HostTensor, Tensor
+from onward.runtime.device_tensor import DeviceTensor
+from onward.runtime.tensors import HostTensor, Tensor
 
 if TYPE_CHECKING:
     from onward.distributed.comm import TorchCommunicator
     from onward.distributed.stages.models import StageModel, StageStep
     from onward.distributed.stages.schedule import Flow
-
-__all__ = ["Flow", "Micro", "key_of", "make_stage_module"]
 
 
 class _Run(torch.autograd.Function):
@@ -63,9 +62,9 @@ Arrays = dict[str, np.ndarray]
 
 @dataclasses.dataclass
 class Micro:
-    """A micro-batch on its way: what a stage is given of it, and how much it counts."""
+    """A micro-batch on its way: its inputs of the model, and how much it counts."""
 
-    given: Arrays
+    inputs: Arrays
     weight: float
 
 
@@ -73,7 +72,7 @@ def key_of(micros: Sequence[Micro]) -> tuple:
     """What a schedule is made for: how many micro-batches, of which shapes."""
     if not micros:
         return (0,)
-    return len(micros), tuple((name, array.shape) for name, array in micros[0].given.items())
+    return len(micros), tuple((name, array.shape) for name, array in micros[0].inputs.items())
 
 
 class Flow:
@@ -107,6 +106,7 @@ class Flow:
         first = (torch.zeros(len(micros), 1, device=self._place),) if self._pipe.rank == 0 else ()
         weights = torch.tensor([micro.weight for micro in micros], dtype=torch.float32, device=self._place)
         last: dict[str, Any] = {"target": weights} if self._step.last else {}
+        # newer versions of torch would gather the last stage's outputs
         if "return_outputs" in inspect.signature(schedule.step).parameters:
             last["return_outputs"] = False
         with self._pipe.explained("pipeline"):
@@ -115,21 +115,21 @@ class Flow:
             return []
         return [self._losses[index] for index in range(len(micros))]
 
-    def evaluate(self, given: Arrays) -> float | None:
+    def evaluate(self, inputs: Arrays) -> float | None:
         """A batch through the evaluation model; the loss on the last stage."""
         model = self._step.evaluation
         assert model is not None
         _, received = self._receive(model)
         layout: Layout | None = None
-        made: Arrays = {}
+        outputs: Arrays = {}
         try:
             if received is not None:
-                made = {**received, **self._step.evaluate({**received, **given})}
-                layout = _layout(model, made)
+                outputs = {**received, **self._step.evaluate({**received, **inputs})}
+                layout = _layout(model, outputs)
         except Exception as error:
             self.failure = error
-        self._send(model, layout, made)
-        return float(np.reshape(made[self._step.loss], -1)[0]) if self._step.last and made else None
+        self._send(model, layout, outputs)
+        return float(np.reshape(outputs[self._step.loss], -1)[0]) if self._step.last and outputs else None
 
     def _make_schedule(self, count: int, incoming: Layout, outgoing: Layout) -> Any:
         from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
@@ -156,42 +156,46 @@ class Flow:
         # 1F1B needs as many micro-batches as stages
         steady = self._kind == "1f1b" and count >= self._pipe.world
         return (Schedule1F1B if steady else ScheduleGPipe)(
-            stage, count, loss_fn=lambda output, target: (output * target).sum(), scale_grads=False
+            # the loss is weighted already: torch would divide by the number of micro-batches
+            stage,
+            count,
+            loss_fn=lambda output, target: (output * target).sum(),
+            scale_grads=False,
         )
 
     # called by the schedule, through autograd: a failure must not stop the messages that others wait for
 
     def run_forward(self, received: torch.Tensor, index: int) -> torch.Tensor:
         """A micro-batch forward: the packed vector for the next stage, or the loss."""
-        made = self._vector(1 if self._step.last else self._outgoing.size)
+        packed = self._vector(1 if self._step.last else self._outgoing.size)
         try:
             if self.failure is None:
-                given = {**self._incoming.views(self._memory(received)), **self._micros[index].given}
-                into = {} if self._step.last else self._outgoing.views(self._memory(made))
-                found = self._step.forward(given, into=into)
+                feeds = {**self._incoming.views(self._memory(received)), **self._micros[index].inputs}
+                into = {} if self._step.last else self._outgoing.views(self._memory(packed))
+                outputs = self._step.forward(feeds, into=into)
                 if self._step.last:
-                    loss = float(np.reshape(found[self._step.loss], -1)[0])
+                    loss = float(np.reshape(outputs[self._step.loss], -1)[0])
                     # a mean over nothing (all labels ignored) is not a number, and counts nothing
                     self._losses[index] = loss if self._micros[index].weight else 0.0
-                    made.fill_(self._losses[index])
+                    packed.fill_(self._losses[index])
         except Exception as error:
             self.failure = error
-            made.zero_()
-        return made
+            packed.zero_()
+        return packed
 
     def run_backward(self, received: torch.Tensor, index: int, arriving: torch.Tensor) -> torch.Tensor:
         """A micro-batch backward: the packed gradient for the stage before."""
         passed = self._vector(self._incoming.size)
         try:
             if self.failure is None and self._micros[index].weight:
-                given = {**self._incoming.views(self._memory(received)), **self._micros[index].given}
+                feeds = {**self._incoming.views(self._memory(received)), **self._micros[index].inputs}
                 cotangents: dict[str, Any] = {}
                 if self._step.last:
                     shape = self._step.loss_shape
                     cotangents = {self._step.loss: np.full(shape, float(arriving[0]), np.float32)}
                 else:
                     cotangents = dict(self._outgoing.views(self._memory(arriving)))
-                self._step.backward(given, cotangents, into=self._incoming.views(self._memory(passed)))
+                self._step.backward(feeds, cotangents, into=self._incoming.views(self._memory(passed)))
         except Exception as error:
             self.failure = error
             passed.zero_()
@@ -213,16 +217,16 @@ class Flow:
         """Learn the shapes that cross the cuts by one forward pass; None where a stage failed."""
         incoming, received = self._receive(self._step.training)
         outgoing: Layout | None = None
-        made: Arrays = {}
+        outputs: Arrays = {}
         if received is not None:
             try:
-                made = {**received, **self._step.forward({**received, **micro.given}, move=False)}
-                outgoing = _layout(self._step.training, made)
+                outputs = {**received, **self._step.forward({**received, **micro.inputs}, move=False)}
+                outgoing = _layout(self._step.training, outputs)
             except Exception as error:
                 self.failure = error
         else:
             self.failure = OtherStageFailed()
-        self._send(self._step.training, outgoing, made)
+        self._send(self._step.training, outgoing, outputs)
         failed = np.array([self.failure is not None], np.int64)
         self._pipe.all_reduce(failed)
         if failed[0] and self.failure is None:
@@ -244,7 +248,7 @@ class Flow:
         self._pipe.receive(vector, source=stage - 1)
         return layout, layout.unpack(vector)
 
-    def _send(self, model: StageModel, layout: Layout | None, made: Mapping[str, np.ndarray]) -> None:
+    def _send(self, model: StageModel, layout: Layout | None, outputs: Mapping[str, np.ndarray]) -> None:
         stage = self._pipe.rank
         if stage == self._pipe.world - 1:
             return
@@ -253,9 +257,9 @@ class Flow:
             table[: len(model.sent)] = layout.describe()
         self._pipe.send(table, to=stage + 1)
         if layout is not None:
-            self._pipe.send(layout.pack(made), to=stage + 1)
+            self._pipe.send(layout.pack(outputs), to=stage + 1)
 
 
-def _layout(model: StageModel, made: Mapping[str, np.ndarray]) -> Layout:
+def _layout(model: StageModel, outputs: Mapping[str, np.ndarray]) -> Layout:
     names = model.sent
-    return layout_of(names, [model.types[name] for name in names], [made[name].shape for name in names])
+    return layout_of(names, [model.types[name] for name in names], [outputs[name].shape for name in names])

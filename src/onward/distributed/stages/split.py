@@ -1,8 +1,7 @@
 """Assigns the nodes of a forward graph to pipeline stages, and finds the values that cross the cuts.
 
-By a list of cuts, by a map from names, or balanced by cost. A cut carries every live value:
-skip connections, integers, values for later stages. What depends on parameters alone is computed wherever it
-is needed.
+By a list of cuts, by a map from names, or balanced by cost. A cut carries every live value: skip connections, integers,
+values for later stages. What depends on parameters alone is computed wherever it is needed.
 """
 
 from __future__ import annotations
@@ -15,9 +14,7 @@ import onnx_ir as ir
 
 from onward.distributed.errors import DistributedError
 from onward.graph.nodes import captured_values
-from onward.graph.prune import values_of
-
-__all__ = ["Split", "balance", "cost_of", "follow", "split_graph"]
+from onward.graph.prune import find_value, values_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,13 +32,13 @@ def split_graph(
     loss: str,
     *,
     stages: int,
-    given: Iterable[str],
+    inputs: Iterable[str],
     cuts: Sequence[str | Sequence[str]] | None = None,
     by_name: Mapping[str, int] | None = None,
 ) -> Split:
-    """Assign every node that depends on `given` (the inputs of a call) to a stage."""
-    flow = _Flow(graph, set(given))
-    main = flow.ancestors([_value(graph, loss)])
+    """Assign every node that depends on the inputs of a call to a stage."""
+    flow = _Flow(graph, set(inputs))
+    main = flow.ancestors([find_value(graph, loss)])
     if cuts is not None:
         chosen = _by_cuts(flow, graph, cuts, main)
     elif by_name is not None:
@@ -57,22 +54,22 @@ def split_graph(
     return _with_crossings(flow, chosen, stages)
 
 
-def follow(graph: ir.Graph, split: Split, *, given: Iterable[str]) -> Split:
+def follow(graph: ir.Graph, split: Split, *, inputs: Iterable[str]) -> Split:
     """Split a related graph (the evaluation model) the same way: values of the same name, the same stage."""
-    flow = _Flow(graph, set(given))
+    flow = _Flow(graph, set(inputs))
     chosen: dict[ir.Node, int] = {}
     for node in flow.nodes:
-        known = [split.stage_of[v.name] for v in node.outputs if v.name in split.stage_of]
-        chosen[node] = max([flow.latest(node, chosen), *known])
+        same_names = [split.stage_of[v.name] for v in node.outputs if v.name in split.stage_of]
+        chosen[node] = max([flow.latest(node, chosen), *same_names])
     return _with_crossings(flow, chosen, split.stages)
 
 
 class _Flow:
-    """The nodes of a graph that depend on what a call is given, in order, and what they read."""
+    """The nodes of a graph that depend on the inputs of a call, in order, and what they read."""
 
-    def __init__(self, graph: ir.Graph, given: set[str]) -> None:
+    def __init__(self, graph: ir.Graph, inputs: set[str]) -> None:
         self.reads: dict[ir.Node, list[ir.Value]] = {}
-        depends = {value for value in graph.inputs if value.name in given}
+        depends = {value for value in graph.inputs if value.name in inputs}
         for node in graph:
             read = [value for value in node.inputs if value is not None] + captured_values(node)
             moving = [value for value in read if value in depends]
@@ -83,33 +80,33 @@ class _Flow:
 
     def ancestors(self, values: Iterable[ir.Value]) -> set[ir.Node]:
         """The nodes that some values need."""
-        found: set[ir.Node] = set()
+        nodes: set[ir.Node] = set()
         waiting = list(values)
         while waiting:
             node = waiting.pop().producer()
-            if node is not None and node in self.reads and node not in found:
-                found.add(node)
+            if node is not None and node in self.reads and node not in nodes:
+                nodes.add(node)
                 waiting += self.reads[node]
-        return found
+        return nodes
 
     def latest(self, node: ir.Node, chosen: Mapping[ir.Node, int]) -> int:
         """The latest stage that a node reads from."""
-        makers = [value.producer() for value in self.reads[node]]
-        return max((chosen[made] for made in makers if made is not None and made in chosen), default=0)
+        producers = [value.producer() for value in self.reads[node]]
+        return max((chosen[node] for node in producers if node is not None and node in chosen), default=0)
 
 
 def _by_cuts(
     flow: _Flow, graph: ir.Graph, cuts: Sequence[str | Sequence[str]], main: set[ir.Node]
 ) -> dict[ir.Node, int]:
-    known = values_of(graph)
+    values = values_of(graph)
     before: list[set[ir.Node]] = []
     for cut in cuts:
         names = [cut] if isinstance(cut, str) else list(cut)
         for name in names:
-            if name not in known or known[name].producer() not in main:
-                why = "no value has that name" if name not in known else "the loss does not depend on it"
+            if name not in values or values[name].producer() not in main:
+                why = "no value has that name" if name not in values else "the loss does not depend on it"
                 raise DistributedError(f"Invalid cut point. '{name}': {why}")
-        before.append(flow.ancestors([known[name] for name in names]))
+        before.append(flow.ancestors([values[name] for name in names]))
     return {
         node: next((stage for stage, nodes in enumerate(before) if node in nodes), len(cuts))
         for node in flow.nodes
@@ -161,6 +158,7 @@ def balance(flow: _Flow, nodes: Sequence[ir.Node], stages: int) -> dict[ir.Node,
         possible = range(first, len(nodes) - (stages - cut))
         ideal = total * cut / stages
         near = [k for k in possible if abs(prefix[k] - ideal) <= _SLACK * total / stages]
+        # close to equal costs, where the least crosses; where no cut is close, cost alone decides
         best = min(near or possible, key=lambda k: (alive[k] if near else 0, abs(prefix[k] - ideal)))
         ends.append(best)
     return {node: sum(position > end for end in ends) for position, node in enumerate(nodes)}
@@ -168,15 +166,15 @@ def balance(flow: _Flow, nodes: Sequence[ir.Node], stages: int) -> dict[ir.Node,
 
 def cost_of(node: ir.Node) -> float:
     """About how many operations a node does; dimensions that are not known count once."""
-    made = max((_size(value) for value in node.outputs), default=1.0)
+    size = max((_size(value) for value in node.outputs), default=1.0)
     if node.op_type in ("MatMul", "Gemm") and node.inputs[0] is not None:
         shape = node.inputs[0].shape
         across = 0 if node.op_type == "Gemm" and node.attributes.get_int("transA", 0) else -1
-        return made * 2 * _dim(shape[across]) if shape is not None and len(shape) else made
+        return size * 2 * _dim(shape[across]) if shape is not None and len(shape) else size
     if node.op_type in ("Conv", "ConvTranspose") and node.inputs[1] is not None:
         kernel = node.inputs[1].shape
-        return made * 2 * math.prod(_dim(d) for d in kernel[1:]) if kernel is not None else made
-    return made
+        return size * 2 * math.prod(_dim(d) for d in kernel[1:]) if kernel is not None else size
+    return size
 
 
 def _alive_after(flow: _Flow, nodes: Sequence[ir.Node]) -> list[float]:
@@ -188,9 +186,9 @@ def _alive_after(flow: _Flow, nodes: Sequence[ir.Node]) -> list[float]:
             last[value] = position[node]
     change = [0.0] * (len(nodes) + 1)
     for value, end in last.items():
-        made = value.producer()
-        if made in position:
-            change[position[made]] += _size(value)
+        producer = value.producer()
+        if producer in position:
+            change[position[producer]] += _size(value)
             change[end] -= _size(value)
     alive, now = [], 0.0
     for step in change[:-1]:
@@ -207,6 +205,7 @@ def _with_crossings(flow: _Flow, chosen: dict[ir.Node, int], stages: int) -> Spl
     sent: list[list[str]] = [[] for _ in range(stages)]
     for node in flow.nodes:
         for value in node.outputs:
+            # through all stages between: each knows its neighbours only
             for stage in range(chosen[node], until.get(value, -1)):
                 if not isinstance(value.type, ir.TensorType):
                     raise DistributedError(
@@ -219,10 +218,6 @@ def _with_crossings(flow: _Flow, chosen: dict[ir.Node, int], stages: int) -> Spl
         sent=sent,
         stages=stages,
     )
-
-
-def _value(graph: ir.Graph, name: str) -> ir.Value:
-    return values_of(graph)[name]
 
 
 def _size(value: ir.Value) -> float:

@@ -11,8 +11,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["assign_detections", "cheapest_pairs"]
-
 
 def assign_detections(
     logits: np.ndarray,
@@ -35,7 +33,7 @@ def assign_detections(
     [[2, 1]]
     """
     labels = np.full(boxes.shape[:2], classes, np.int64)
-    wanted = np.full(boxes.shape, 0.5, np.float32)
+    targets = np.full(boxes.shape, 0.5, np.float32)
     for row, entry in enumerate(objects):
         ids = np.asarray(entry["class_labels"], np.int64).reshape(-1)
         places = np.asarray(entry["boxes"], np.float64).reshape(-1, 4)
@@ -48,12 +46,12 @@ def assign_detections(
         if ids.min() < 0 or ids.max() >= classes:
             raise ValueError(f"picture {row}: class {int(ids.max())} is outside 0 to {classes - 1}")
         cost = class_cost * _class_costs(logits[row].astype(np.float64), classes)[:, ids]
-        found = boxes[row].astype(np.float64)
-        cost += box_cost * np.abs(found[:, None] - places[None]).sum(-1)
-        cost -= overlap_cost * _generalized_iou(_corners(found)[:, None], _corners(places)[None])
+        predicted = boxes[row].astype(np.float64)
+        cost += box_cost * np.abs(predicted[:, None] - places[None]).sum(-1)
+        cost -= overlap_cost * _generalized_iou(_corners(predicted)[:, None], _corners(places)[None])
         for query, target in cheapest_pairs(cost):
-            labels[row, query], wanted[row, query] = ids[target], places[target]
-    return {"class_labels": labels, "boxes": wanted}
+            labels[row, query], targets[row, query] = ids[target], places[target]
+    return {"class_labels": labels, "boxes": targets}
 
 
 def _class_costs(logits: np.ndarray, classes: int) -> np.ndarray:

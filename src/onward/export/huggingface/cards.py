@@ -12,14 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from onward.data.preprocess import image, plain_settings
+from onward.data.preprocess import image
 from onward.export.huggingface.folder import version
+from onward.info.preprocessing import plain_settings
 
 if TYPE_CHECKING:
     from onward.export.huggingface.find_model import Source
     from onward.export.huggingface.tasks import Axes
-
-__all__ = ["describe", "processor_settings"]
 
 # three levels of 256 over the smallest usual spread: resizing by another library rounds otherwise
 _SAME_PIXELS = 0.06
@@ -75,13 +74,13 @@ def describe(
 def processor_settings(processor: Any) -> dict[str, Any]:
     """What `onward.load` needs of a processor of pictures or sound, or of its settings."""
     settings = processor if isinstance(processor, Mapping) else processor.to_dict()
-    found = {name: _plain(value) for name, value in settings.items()}
-    if "do_rescale" in found:  # what a processor of pictures does not set, it does not do
-        found |= {name: bool(found.get(name)) for name in ("do_resize", "do_rescale", "do_normalize")}
-    plain = plain_settings(found)
-    made = {name: plain[name] for name in _PROCESSOR if plain.get(name) is not None}
-    _mark_other_pixels(processor, made)
-    return made
+    values = {name: _plain(value) for name, value in settings.items()}
+    if "do_rescale" in values:  # what a processor of pictures does not set, it does not do
+        values |= {name: bool(values.get(name)) for name in ("do_resize", "do_rescale", "do_normalize")}
+    plain = plain_settings(values)
+    selected = {name: plain[name] for name in _PROCESSOR if plain.get(name) is not None}
+    _mark_other_pixels(processor, selected)
+    return selected
 
 
 def _mark_other_pixels(processor: Any, settings: dict[str, Any]) -> None:
@@ -94,10 +93,10 @@ def _mark_other_pixels(processor: Any, settings: dict[str, Any]) -> None:
     except Exception:  # it takes more than a picture, or needs a package that is not here
         return
     try:
-        made = image(picture, settings)
+        pixels = image(picture, settings)
     except ValueError:
-        made = np.zeros(0)
-    if made.shape != expected.shape or np.abs(made - expected).max() > _SAME_PIXELS:
+        pixels = np.zeros(0)
+    if pixels.shape != expected.shape or np.abs(pixels - expected).max() > _SAME_PIXELS:
         settings["unknown"] = type(processor).__name__
         warnings.warn(
             f"{type(processor).__name__} prepares pictures in a way that onward.load does not know: give it arrays as "

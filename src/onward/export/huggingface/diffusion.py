@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from onward.export.huggingface.find_model import Source
     from onward.export.huggingface.tasks import Axes
 
-__all__ = ["Part", "as_part", "autoencoder", "denoiser", "is_diffusers", "is_diffusers_folder", "read_part"]
-
 _PICTURE: Axes = {0: "batch", 2: "height", 3: "width"}
 _COMPONENTS = {"denoising": "unet", "vae-encoder": "vae", "vae-decoder": "vae"}
 _MISSING = "pip install diffusers"
@@ -139,18 +137,18 @@ def denoiser(source: Source, model: Part) -> Traceable:
 
 def _conditions(settings: Mapping[str, Any], taken: Mapping[str, Any]) -> dict[str, tuple[Axes, Any]]:
     """What conditions the network: its axes, and a function (rows, length, random) that makes an example."""
-    found: dict[str, tuple[Axes, Any]] = {}
+    conditions: dict[str, tuple[Axes, Any]] = {}
     width = settings.get("cross_attention_dim")
     if "encoder_hidden_states" in taken and width is not None:
         size = int(width if isinstance(width, int) else width[0])
         size = int(settings.get("encoder_hid_dim") or size)
-        found["encoder_hidden_states"] = (
+        conditions["encoder_hidden_states"] = (
             {0: "batch", 1: "sequence"},
             lambda rows, length, random: torch.randn(rows, length, size, generator=random),
         )
     classes = settings.get("num_class_embeds")
     if "class_labels" in taken and classes and settings.get("class_embed_type") is None:
-        found["class_labels"] = (
+        conditions["class_labels"] = (
             {0: "batch"},
             lambda rows, length, random: torch.randint(0, int(classes), (rows,), generator=random),
         )
@@ -159,17 +157,17 @@ def _conditions(settings: Mapping[str, Any], taken: Mapping[str, Any]) -> dict[s
         text = int(settings["projection_class_embeddings_input_dim"]) - times * int(
             settings["addition_time_embed_dim"]
         )
-        found["text_embeds"] = (
+        conditions["text_embeds"] = (
             {0: "batch"},
             lambda rows, length, random: torch.randn(rows, text, generator=random),
         )
-        found["time_ids"] = (
+        conditions["time_ids"] = (
             {0: "batch"},
             lambda rows, length, random: torch.randint(0, 64, (rows, times), generator=random).float(),
         )
     elif settings.get("addition_embed_type") is not None:
         raise ExportError(f"the addition_embed_type {settings['addition_embed_type']!r} is not known here")
-    return found
+    return conditions
 
 
 def _side(settings: Mapping[str, Any]) -> int:

@@ -8,6 +8,7 @@ them with those of the tokens generated so far, and returns logits for the new o
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,8 +22,6 @@ from onward.export.huggingface.traceable import TEXTS, TOKENS, Adapter, Traceabl
 if TYPE_CHECKING:
     from onward.export.huggingface.find_model import Source
     from onward.export.huggingface.tasks import Axes
-
-__all__ = ["DECODER", "ENCODER", "encoder_decoder"]
 
 ENCODER, DECODER = "encoder_model.onnx", "decoder_model.onnx"
 _WRITTEN: Axes = {0: "batch", 1: "decoder_sequence"}
@@ -50,12 +49,22 @@ def encoder_decoder(source: Source, model: Any) -> Traceable:
     )
 
 
+@dataclass(frozen=True)
 class _Read:
     """What the encoder reads: its inputs with their axes, and a batch of examples for each of four sizes."""
 
-    def __init__(self, axes: Mapping[str, Axes], example: Callable[[int], dict[str, Tensor]]) -> None:
-        self.axes = axes
-        self.example = example
+    axes: Mapping[str, Axes]
+    example: Callable[[int], dict[str, Tensor]]
+
+    @property
+    def fixed(self) -> bool:
+        """Whether the encoder's output has one length only, as that of pictures and of Whisper's frames."""
+        return all(set(axes) == {0} for axes in self.axes.values())
+
+    @property
+    def masks(self) -> list[str]:
+        """Which part of the input is padding matters to the decoder too, where the input has padding."""
+        return [name for name in self.axes if name == "attention_mask"]
 
 
 def _inputs(source: Source, model: Any) -> _Read:
@@ -91,26 +100,20 @@ def _tokens(model: Any, rows: int, width: int) -> Tensor:
     return torch.cat([torch.full((rows, 1), start), following % config.vocab_size], dim=1).to(torch.int64)
 
 
-def _parts(source: Source, model: Any, read: _Read) -> Mapping[str, Traceable]:
-    from transformers.modeling_outputs import BaseModelOutput
+@dataclass(frozen=True)
+class _Cache:
+    """The shapes of keys and values by name: of the decoder's own tokens, and of what the encoder read."""
 
-    with torch.no_grad():
-        probe = model(
-            **read.example(2), decoder_input_ids=_tokens(model, 1, 1), use_cache=True, return_dict=True
-        )
-    cache = probe.get("past_key_values")
-    own, crossed = getattr(cache, "self_attention_cache", None), getattr(cache, "cross_attention_cache", None)
-    if own is None or crossed is None or not crossed.layers:
-        raise ExportError(
-            f"{source.origin}: {type(model).__name__} keeps no key-value cache that can be exported"
-        )
-    width = probe["encoder_last_hidden_state"].shape[-1]
-    crossed_length = crossed.layers[0].keys.shape[2]
-    own_slots, crossed_slots = cache_slots(own, source, model), cache_slots(crossed, source, model)
-    past = {f"past_key_values.{slot}": shape for slot, shape in own_slots.items()}
-    seen = {f"encoder.{slot}": shape for slot, shape in crossed_slots.items()}
-    # Which part of the input is padding matters to the decoder too, where the input has padding.
-    masks = [name for name in read.axes if name == "attention_mask"]
+    past: Mapping[str, tuple[int, ...]]
+    crossed: Mapping[str, tuple[int, ...]]
+    # of the encoder's states
+    width: int
+
+
+def _parts(source: Source, model: Any, read: _Read) -> Mapping[str, Traceable]:
+    cache = _probe_cache(source, model, read)
+    length = "sequence" if 1 in next(iter(read.axes.values())) and read.masks else "encoder_sequence"
+    crossed: Axes = {0: "batch"} if read.fixed else {0: "batch", 2: length}
 
     def look(batch: dict[str, Tensor]) -> Sequence[Tensor]:
         # One decoder step, of which only the keys and values of the encoder's output are kept.
@@ -119,67 +122,79 @@ def _parts(source: Source, model: Any, read: _Read) -> Mapping[str, Traceable]:
         answer = model(**batch, decoder_input_ids=first, use_cache=True, return_dict=True)
         return flat_cache(answer["past_key_values"].cross_attention_cache)
 
+    encoder = Traceable(
+        module=Adapter(model, list(read.axes), look),
+        inputs=read.axes,
+        outputs=dict.fromkeys(cache.crossed, crossed),
+        example=read.example(0),
+        cases=[read.example(2)] if read.fixed else [read.example(1), read.example(2)],
+    )
+    return {ENCODER: encoder, DECODER: _decoder(model, read, cache, crossed, look)}
+
+
+def _probe_cache(source: Source, model: Any, read: _Read) -> _Cache:
+    with torch.no_grad():
+        probe = model(
+            **read.example(2), decoder_input_ids=_tokens(model, 1, 1), use_cache=True, return_dict=True
+        )
+    cache = probe.get("past_key_values")
+    own, crossed = getattr(cache, "self_attention_cache", None), getattr(cache, "cross_attention_cache", None)
+    return _Cache(
+        {f"past_key_values.{slot}": shape for slot, shape in cache_slots(own, source, model).items()},
+        {f"encoder.{slot}": shape for slot, shape in cache_slots(crossed, source, model).items()},
+        probe["encoder_last_hidden_state"].shape[-1],
+    )
+
+
+def _decoder(
+    model: Any,
+    read: _Read,
+    cache: _Cache,
+    crossed: Axes,
+    look: Callable[[dict[str, Tensor]], Sequence[Tensor]],
+) -> Traceable:
+    """New tokens, with the keys and values of all before them and of the encoder's output, which `look` gives."""
+    from transformers.modeling_outputs import BaseModelOutput
+
+    random = torch.Generator().manual_seed(1)
+
     def write(batch: dict[str, Tensor]) -> Sequence[Tensor]:
-        cache = filled_cache(batch, list(past), list(seen))
-        keys = batch[next(iter(seen))]
-        hidden = torch.zeros(keys.shape[0], keys.shape[2], width)
+        keys = batch[next(iter(cache.crossed))]
+        hidden = torch.zeros(keys.shape[0], keys.shape[2], cache.width)
         answer = model(
             encoder_outputs=BaseModelOutput(last_hidden_state=hidden),  # type: ignore[arg-type]
             decoder_input_ids=batch["decoder_input_ids"],
-            past_key_values=cache,
+            past_key_values=filled_cache(batch, list(cache.past), list(cache.crossed)),
             use_cache=True,
             return_dict=True,
-            **{name: batch[name] for name in masks},
+            **{name: batch[name] for name in read.masks},
         )
         return (answer["logits"], *flat_cache(answer["past_key_values"].self_attention_cache))
-
-    random = torch.Generator().manual_seed(1)
 
     def step(index: int, width: int, before: int) -> dict[str, Tensor]:
         batch = read.example(index)
         rows = next(iter(batch.values())).shape[0]
-        if _fixed(read):  # of one size, and large: any numbers do
+        if read.fixed:  # of one size, and large: any numbers do
             rows = (2, 3, 1)[index]
-            sizes = {name: (rows, s[1], crossed_length, s[3]) for name, s in seen.items()}
-            found = {name: torch.randn(*size, generator=random) for name, size in sizes.items()}
+            seen = {n: torch.randn(rows, *s[1:], generator=random) for n, s in cache.crossed.items()}
         else:
             with torch.no_grad():
-                found = dict(zip(seen, look(batch)))
-        old = {n: torch.randn(rows, s[1], before, s[3], generator=random) for n, s in past.items()}
-        return {
-            "decoder_input_ids": _tokens(model, rows, width),
-            **{name: batch[name] for name in masks},
-            **old,
-            **found,
-        }
+                seen = dict(zip(cache.crossed, look(batch)))
+        past = {n: torch.randn(rows, s[1], before, s[3], generator=random) for n, s in cache.past.items()}
+        masks = {name: batch[name] for name in read.masks}
+        return {"decoder_input_ids": _tokens(model, rows, width), **masks, **past, **seen}
 
-    length = "sequence" if 1 in next(iter(read.axes.values())) and masks else "encoder_sequence"
-    crossed_axes: Axes = {0: "batch"} if _fixed(read) else {0: "batch", 2: length}
-    encoder = Traceable(
-        module=Adapter(model, list(read.axes), look),
-        inputs=read.axes,
-        outputs=dict.fromkeys(seen, crossed_axes),
-        example=read.example(0),
-        cases=[read.example(2)] if _fixed(read) else [read.example(1), read.example(2)],
-    )
-    decoder = Traceable(
-        module=Adapter(model, ["decoder_input_ids", *masks, *past, *seen], write),
-        inputs={
-            "decoder_input_ids": _WRITTEN,
-            **dict.fromkeys(masks, TOKENS),
-            **{name: {0: "batch", 2: "past_sequence"} for name in past},
-            **dict.fromkeys(seen, crossed_axes),
-        },
-        outputs={
-            "logits": _WRITTEN,
-            **{f"present.{slot}": {0: "batch", 2: "total_sequence"} for slot in own_slots},
-        },
+    inputs = {
+        "decoder_input_ids": _WRITTEN,
+        **dict.fromkeys(read.masks, TOKENS),
+        **{name: {0: "batch", 2: "past_sequence"} for name in cache.past},
+        **dict.fromkeys(cache.crossed, crossed),
+    }
+    present = [name.replace("past_key_values", "present", 1) for name in cache.past]
+    return Traceable(
+        module=Adapter(model, list(inputs), write),
+        inputs=inputs,
+        outputs={"logits": _WRITTEN, **{name: {0: "batch", 2: "total_sequence"} for name in present}},
         example=step(0, 3, 2),
         cases=[step(1, 5, 0), step(0, 1, 6), step(2, 2, 3)],
     )
-    return {ENCODER: encoder, DECODER: decoder}
-
-
-def _fixed(read: _Read) -> bool:
-    """Whether the encoder's output has one length only, as that of pictures and of Whisper's frames."""
-    return all(set(axes) == {0} for axes in read.axes.values())

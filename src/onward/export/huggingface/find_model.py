@@ -22,8 +22,6 @@ from onward.export.huggingface.diffusion import as_part, is_diffusers, is_diffus
 from onward.export.huggingface.tasks import TASKS, Task, detect, task_for, task_named
 from onward.reading import read_json
 
-__all__ = ["POOLING_MODES", "Dense", "Pooling", "Source", "load_source"]
-
 POOLING_MODES = ("cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken")
 
 # Answers that are text, though what goes in is not.
@@ -154,7 +152,7 @@ def _from_tuple(
     if not hasattr(model, "config") or not hasattr(model, "forward"):
         raise TypeError(f"the tuple's first item must be a transformers model, got {type(model).__name__}")
     name = detect(model.config) if task == "auto" else task
-    found = task_for(name, model.config.model_type)
+    spec = task_for(name, model.config.model_type)
     origin = getattr(model, "name_or_path", "") or type(model).__name__
     if labels and len(labels) != model.config.num_labels:
         raise ValueError(
@@ -166,10 +164,10 @@ def _from_tuple(
     textual = _main_input(model) == "input_ids"
     if textual and not callable(companion):
         raise TypeError(f"the tuple's second item must be a tokenizer, got {type(companion).__name__}")
-    tokenizer, processor = _companions(companion, textual=textual, writes=found.answer in _WRITERS)
+    tokenizer, processor = _companions(companion, textual=textual, writes=spec.answer in _WRITERS)
     limit = _max_length(tokenizer, model.config)
     return Source(
-        model, found, name, origin, tokenizer=tokenizer, processor=processor, max_length=limit, borrowed=True
+        model, spec, name, origin, tokenizer=tokenizer, processor=processor, max_length=limit, borrowed=True
     )
 
 
@@ -240,23 +238,23 @@ def _from_folder(
     except (OSError, ValueError) as error:
         raise ExportError(f"'{origin}': no usable model configuration ({_first_line(error)})") from error
     name = detect(config, pools=bool(modules)) if task == "auto" else task
-    found = task_for(name, config.model_type)
+    spec = task_for(name, config.model_type)
     if labels:
         config.id2label = dict(enumerate(labels))
         config.label2id = {label: index for index, label in enumerate(labels)}
-    model = _load_model(where, found, config, {**extra, "ignore_mismatched_sizes": bool(labels)})
+    model = _load_model(where, spec, config, {**extra, "ignore_mismatched_sizes": bool(labels)})
     textual = _main_input(model) == "input_ids"
-    if (tokenizer is None and textual) or (tokenizer is None and found.answer in _WRITERS):
+    if (tokenizer is None and textual) or (tokenizer is None and spec.answer in _WRITERS):
         tokenizer = _load_tokenizer(where, local, extra)
     settings = _read_json(origin, "sentence_bert_config.json") if modules else {}
     limit = settings.get("max_seq_length") or _max_length(tokenizer, config)
     return Source(
         model,
-        found,
+        spec,
         name,
         origin,
         tokenizer=tokenizer,
-        processor=None if found.kind == "text" else _load_processor(where, extra),
+        processor=None if spec.kind == "text" else _load_processor(where, extra),
         pooling=_pooling(origin, modules) if modules else Pooling(),
         max_length=limit,
     )
@@ -266,12 +264,12 @@ def _load_model(where: str, task: Task, config: Any, extra: Mapping[str, Any]) -
     import torch
     import transformers
 
-    known = [
+    loaders = [
         name
         for name in task.loaders
         if type(config) in getattr(getattr(transformers, name), "_model_mapping", ())
     ]
-    name = (known or task.loaders)[0]
+    name = (loaders or task.loaders)[0]
     loader = getattr(transformers, name)
     try:
         return loader.from_pretrained(
@@ -325,17 +323,19 @@ def _max_length(tokenizer: Any, config: Any) -> int | None:
     # Tokenizers without a limit say 10^30.
     limits = [getattr(tokenizer, "model_max_length", None)]
     limits += [getattr(config, name, None) for name in ("max_position_embeddings", "n_positions")]
-    known = [limit for limit in limits if isinstance(limit, int) and 0 < limit < 1_000_000]
-    if not known:
+    usable = [limit for limit in limits if isinstance(limit, int) and 0 < limit < 1_000_000]
+    if not usable:
         return None
     # RoBERTa's positions start after the padding id, so two of its 514 cannot be used.
     offset = 2 if getattr(config, "model_type", "") in {"roberta", "xlm-roberta", "camembert"} else 0
-    return min([known[0], *(limit - offset for limit in known[1:])]) if len(known) > 1 else known[0] - offset
+    return (
+        min([usable[0], *(limit - offset for limit in usable[1:])]) if len(usable) > 1 else usable[0] - offset
+    )
 
 
 def _modules(origin: str) -> list[dict[str, Any]]:
-    found = _read_json(origin, "modules.json", list)
-    return found if isinstance(found, list) else []
+    entries = _read_json(origin, "modules.json", list)
+    return entries if isinstance(entries, list) else []
 
 
 def _pooling(origin: str, modules: list[dict[str, Any]]) -> Pooling:
@@ -444,8 +444,8 @@ class _Classifier(nn.Module):
 def _from_diffusers(model: Any, task: str, *, borrowed: bool = False) -> Source:
     """A network of diffusers, or half of an autoencoder."""
     part, name = as_part(model, TASKS[task].name if task in TASKS else task)
-    found = task_named(name)
-    return Source(model=part, task=found, called=name, origin=type(model).__name__, borrowed=borrowed)
+    spec = task_named(name)
+    return Source(model=part, task=spec, called=name, origin=type(model).__name__, borrowed=borrowed)
 
 
 def _from_timm(model: Any, task: str) -> Source:
@@ -453,8 +453,8 @@ def _from_timm(model: Any, task: str) -> Source:
     name = "image-classification" if task in ("auto", "default") else task
     if name != "image-classification":
         raise ExportError(f"a timm model is exported for 'image-classification', not for {task!r}")
-    given = model.pretrained_cfg
-    settings = dict(given) if isinstance(given, Mapping) else dict(given.to_dict())
+    timm_config = model.pretrained_cfg
+    settings = dict(timm_config) if isinstance(timm_config, Mapping) else dict(timm_config.to_dict())
     classes = int(getattr(model, "num_classes", 0) or settings.get("num_classes") or 0)
     if not classes:
         raise ExportError("the timm model has no classifier: create it with num_classes=…")

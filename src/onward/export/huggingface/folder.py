@@ -6,9 +6,6 @@ Imports neither torch nor transformers.
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib import metadata
@@ -17,18 +14,9 @@ from typing import Any
 
 from onward import contract
 from onward.errors import ExportError
+from onward.files import write_set
+from onward.graph.save import name_data_by_content
 from onward.reading import read_json
-
-__all__ = [
-    "CARD",
-    "METADATA_KEY",
-    "MODEL",
-    "PIPELINE",
-    "read_card",
-    "staged",
-    "version",
-    "write_card",
-]
 
 CARD = "onward.json"
 MAKE_FOLDER = "make such a folder with: onward export SOURCE --output FOLDER"
@@ -56,33 +44,14 @@ def staged(target: Path, *, single: bool | None = None) -> Iterator[Path]:
         raise ExportError(f"'{target}' is a folder; give the path of a file, or a folder without .onnx")
     if not single and target.exists() and not target.is_dir():
         raise ExportError(f"'{target}' is a file; give a path that ends in .onnx, or a folder")
-    parent = target.absolute().parent
-    anchor = next((folder for folder in (parent, *parent.parents) if folder.exists()), parent)
     try:
-        # Beside the target and not in the system's temporary folder, so that moving is one rename.
-        stage = Path(tempfile.mkdtemp(prefix=".onward-", dir=anchor))
+        # In the target's folder and not in the system's temporary one, so that moving is one rename.
+        with write_set(target.absolute().parent if single else target) as stage:
+            yield stage
+            for model in stage.rglob("*.onnx"):
+                name_data_by_content(model)
     except OSError as error:
         raise ExportError(f"'{target}' cannot be written: {error.strerror or error}") from error
-    try:
-        yield stage
-        try:
-            parent.mkdir(parents=True, exist_ok=True)
-            _move(stage, target, single=single)
-        except OSError as error:
-            raise ExportError(f"'{target}' cannot be written: {error.strerror or error}") from error
-    finally:
-        shutil.rmtree(stage, ignore_errors=True)
-
-
-def _move(stage: Path, target: Path, *, single: bool) -> None:
-    if not single:
-        target.mkdir(exist_ok=True)
-    # The model last: whoever sees it finds the rest in place. The order is otherwise by name.
-    for path in sorted(stage.iterdir(), key=lambda path: (path.name == MODEL, path.name)):
-        destination = target.parent / path.name if single else target / path.name
-        if path.is_dir():
-            shutil.rmtree(destination, ignore_errors=True)
-        os.replace(path, destination)
 
 
 def read_card(folder: Path) -> dict[str, Any]:
@@ -123,9 +92,9 @@ def write_card(card: Mapping[str, Any], folder: Path) -> None:
     (folder / CARD).write_text(json.dumps(card, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def version() -> str:
-    """Onward's version, or "unknown" when it runs from a source tree."""
+def version(package: str = "onward") -> str:
+    """A package's version, or "unknown" of a source tree, or of another build of the runtime."""
     try:
-        return metadata.version("onward")
+        return metadata.version(package)
     except metadata.PackageNotFoundError:
         return "unknown"

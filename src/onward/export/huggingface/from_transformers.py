@@ -31,8 +31,8 @@ from onward.export.parity import Report, merge
 from onward.export.quantize.quantizer import measure, scheme_name
 from onward.export.quantize.quantizer import quantize as quantize_model
 from onward.graph.gate import read_proto
+from onward.info.metadata import info_from_card, info_to_metadata
 from onward.model_metadata import read_names
-from onward.renamed import renamed_arguments
 
 if TYPE_CHECKING:
     from onward.export.huggingface.traceable import Traceable
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 __all__ = ["HFOnnx", "artifacts_from_transformers", "from_transformers"]
 
 
-@renamed_arguments(output="path")
 def from_transformers(
     model: Any,
     task: str = "default",
@@ -73,11 +72,10 @@ def from_transformers(
     if training and scheme:
         raise ValueError("a model to train cannot be quantized: quantize its inference export instead")
     trace.check_opset(opset)
+    settings = _Settings(scheme, opset, check, rtol, atol)
     if path is None:
         source = load_source(model, task, pooling=pooling, normalize=normalize)
-        exported = _export(
-            source, scheme=scheme, opset=opset, training=training, check=check, rtol=rtol, atol=atol
-        )
+        exported = _export(source, settings, training=training)
         if not isinstance(exported.model, bytes):
             raise _too_large(source)
         small = exported.model if scheme is None else quantize_model(exported.model, scheme)
@@ -89,12 +87,9 @@ def from_transformers(
         single = target.suffix == ".onnx"
         if single or training:
             file = stage / (target.name if single else MODEL)
-            whole = _export(
-                source, file, scheme=scheme, opset=opset, training=training, check=check, rtol=rtol, atol=atol
-            )
-            exported = {file.name: whole}
+            exported = {file.name: _export(source, settings, file, training=training)}
         else:
-            exported = _export_parts(source, scheme=scheme, opset=opset, check=check, rtol=rtol, atol=atol)
+            exported = _export_parts(source, settings)
         for name, part in exported.items():
             _write_model(part, scheme, stage / name)
         if not single:
@@ -128,7 +123,7 @@ def artifacts_from_transformers(
 
     The loss is part of the graph and labels are inputs: `labels` (class ids, or ids per token with -100
     ignored; for text-generation the input ids themselves), `start_positions` and `end_positions` for question
-    answering. Another loss, such as `LossType.MSELoss` on pooled embeddings, can be given instead. The task's
+    answering. Another loss, such as `losses.multiple_negatives` on pooled embeddings, can be given instead. The task's
     own outputs stay available beside the loss. Which parameters train follows `requires_grad` of the model
     unless named. The default optimizer is AdamW. `artifact_options` go to `generate_artifacts`.
 
@@ -147,17 +142,18 @@ def artifacts_from_transformers(
     with adapt(source, training=True) as traceable:
         card = describe(source, traceable.inputs, traceable.outputs, opset=opset)
         sample = _sample(traceable) if source.task.kind == "text" and source.tokenizer is not None else None
+        about, options = info_to_metadata(info_from_card(card, "the export")), dict(artifact_options or {})
         if loss is None:
             traceable = with_loss(source, traceable)
         with ExitStack() as stack:
             path = None
             if trace.weight_bytes(traceable.module) > trace.ONE_FILE:
                 path = Path(stack.enter_context(TemporaryDirectory(prefix="onward-"))) / MODEL
-            forward = _for_training(traceable, path, opset=opset, check=True, rtol=rtol, atol=atol)
+            forward = _for_training(traceable, path, _Settings(None, opset, True, rtol, atol))
             recorded = _properties(_graph_of(forward))
-            wanted = read_names(recorded, contract.REQUIRES_GRAD)
+            recorded_trainable = read_names(recorded, contract.REQUIRES_GRAD)
             still = read_names(recorded, contract.FROZEN_PARAMS)
-            trainable = list(wanted if requires_grad is None else requires_grad)
+            trainable = list(recorded_trainable if requires_grad is None else requires_grad)
             frozen = still if frozen_params is None else frozen_params
             artifacts.generate_artifacts(
                 forward,
@@ -167,11 +163,11 @@ def artifacts_from_transformers(
                 optimizer=artifacts.OptimType.AdamW if optimizer is None else optimizer,
                 artifact_directory=directory,
                 additional_output_names=[name for name in traceable.outputs if name != "loss"],
-                **dict(artifact_options or {}),
+                metadata={**about, **(options.pop("metadata", None) or {})},
+                **options,
             )
     with staged(Path(directory) / PIPELINE, single=False) as stage:
-        if source.tokenizer is not None:
-            source.tokenizer.save_pretrained(fspath(stage))
+        _save_companions(source, stage)
         write_card({**card, "sample": sample}, stage)
     return Path(directory)
 
@@ -204,6 +200,17 @@ class HFOnnx:
 
 
 @dataclass(frozen=True)
+class _Settings:
+    """How to export: the scheme to quantize by, the opset, and whether and how closely to compare with torch."""
+
+    scheme: str | None
+    opset: int
+    check: bool
+    rtol: float
+    atol: float
+
+
+@dataclass(frozen=True)
 class _Exported:
     """An export that has passed its comparison with torch, still in float32."""
 
@@ -219,72 +226,49 @@ def _metadata(card: Mapping[str, Any], scheme: str | None) -> dict[str, str]:
     return {METADATA_KEY: json.dumps({**card, "quantize": scheme}, sort_keys=True)}
 
 
-def _export(
-    source: Source,
-    path: Path | None = None,
-    *,
-    scheme: str | None,
-    opset: int,
-    training: bool,
-    check: bool,
-    rtol: float,
-    atol: float,
-) -> _Exported:
+def _export(source: Source, settings: _Settings, path: Path | None = None, *, training: bool) -> _Exported:
     with adapt(source, training=training) as traceable:
         if training:
-            card = describe(source, traceable.inputs, traceable.outputs, opset=opset)
+            card = describe(source, traceable.inputs, traceable.outputs, opset=settings.opset)
             card["training"] = True
             if len(card.get("labels") or ()) == 1 and card["problem_type"] is None:
                 card["problem_type"] = "regression"  # what the model's own loss takes one label for
             large = trace.weight_bytes(traceable.module) > trace.ONE_FILE
             if large and path is None:
                 raise _too_large(source)
-            forward = _for_training(
-                traceable, path if large else None, opset=opset, check=check, rtol=rtol, atol=atol
-            )
+            forward = _for_training(traceable, path if large else None, settings)
             proto = _graph_of(forward)
-            kept = {value.name for value in proto.graph.input}
-            card["inputs"] = {name: axes for name, axes in card["inputs"].items() if name in kept}
+            used_inputs = {value.name for value in proto.graph.input}
+            card["inputs"] = {name: axes for name, axes in card["inputs"].items() if name in used_inputs}
             onnx.helper.set_model_props(proto, {**_properties(proto), **_metadata(card, None)})
             if isinstance(forward, Path):
                 onnx.save(proto, forward)
                 return _Exported(forward, card, None, ())
             return _Exported(proto.SerializeToString(deterministic=True), card, None, ())
 
-        return _export_one(source, traceable, scheme=scheme, opset=opset, check=check, rtol=rtol, atol=atol)
+        return _export_one(source, traceable, settings)
 
 
-def _export_parts(
-    source: Source, *, scheme: str | None, opset: int, check: bool, rtol: float, atol: float
-) -> dict[str, _Exported]:
+def _export_parts(source: Source, settings: _Settings) -> dict[str, _Exported]:
     """The graphs of a folder by file name: one, or several where a model is exported in parts."""
     with adapt(source) as traceable:
         parts = {MODEL: traceable} if traceable.parts is None else traceable.parts()
-        return {
-            name: _export_one(source, part, scheme=scheme, opset=opset, check=check, rtol=rtol, atol=atol)
-            for name, part in parts.items()
-        }
+        return {name: _export_one(source, part, settings) for name, part in parts.items()}
 
 
-def _export_one(
-    source: Source,
-    traceable: Traceable,
-    *,
-    scheme: str | None,
-    opset: int,
-    check: bool,
-    rtol: float,
-    atol: float,
-) -> _Exported:
+def _export_one(source: Source, traceable: Traceable, settings: _Settings) -> _Exported:
+    opset = settings.opset
+
     def metadata(used: Traceable) -> dict[str, str]:
-        return _metadata(describe(source, used.inputs, used.outputs, opset=opset), scheme)
+        return _metadata(describe(source, used.inputs, used.outputs, opset=opset), settings.scheme)
 
     model, traceable = trace.trace(traceable, opset=opset, metadata=metadata)
     card = describe(source, traceable.inputs, traceable.outputs, opset=opset)
     subject = f"{source.origin} ({source.task.name}, opset {opset})"
     report = None
-    if check:
-        report = trace.check_parity(model, traceable, rtol=rtol, atol=atol).raise_if_failed(subject)
+    if settings.check:
+        report = trace.check_parity(model, traceable, rtol=settings.rtol, atol=settings.atol)
+        report.raise_if_failed(subject)
     feeds = [{name: case[name].numpy() for name in traceable.inputs} for case in traceable.cases]
     return _Exported(model, card, report, feeds)
 
@@ -294,9 +278,7 @@ def _sample(traceable: Traceable) -> dict[str, list[Any]]:
     return {name: value.tolist() for name, value in traceable.cases[-1].items()}
 
 
-def _for_training(
-    traceable: Traceable, path: Path | None, *, opset: int, check: bool, rtol: float, atol: float
-) -> onnx.ModelProto | Path:
+def _for_training(traceable: Traceable, path: Path | None, settings: _Settings) -> onnx.ModelProto | Path:
     """The forward model; in a file, with its weights beside it, where a path is given."""
     from onward.export.torch.from_torch import from_torch
 
@@ -306,13 +288,13 @@ def _for_training(
         path,
         external_data=path is not None,
         training=True,
-        opset=opset,
+        opset=settings.opset,
         input_names=list(traceable.inputs),
         output_names=list(traceable.outputs),
         dynamic_axes={**traceable.inputs, **traceable.outputs},
-        check=check,
-        rtol=rtol,
-        atol=atol,
+        check=settings.check,
+        rtol=settings.rtol,
+        atol=settings.atol,
     )
 
 
@@ -349,9 +331,19 @@ def _properties(model: onnx.ModelProto) -> dict[str, str]:
     return {prop.key: prop.value for prop in model.metadata_props}
 
 
-def _write_folder(exported: Mapping[str, _Exported], scheme: str | None, stage: Path, source: Source) -> None:
+def _save_companions(source: Source, folder: Path) -> None:
+    """The tokenizer and the processor in Hugging Face's own files, which others read too."""
     if source.tokenizer is not None:
-        source.tokenizer.save_pretrained(fspath(stage))
+        source.tokenizer.save_pretrained(fspath(folder))
+    if isinstance(source.processor, Mapping):
+        text = json.dumps(source.processor, indent=2, default=str)
+        (folder / "preprocessor_config.json").write_text(text, encoding="utf-8")
+    elif source.processor is not None:
+        source.processor.save_pretrained(fspath(folder))
+
+
+def _write_folder(exported: Mapping[str, _Exported], scheme: str | None, stage: Path, source: Source) -> None:
+    _save_companions(source, stage)
     parts = list(exported.values())
     card: dict[str, Any] = {**parts[0].card, "quantize": scheme}
     if len(parts) > 1:
@@ -373,5 +365,5 @@ def _write_folder(exported: Mapping[str, _Exported], scheme: str | None, stage: 
     if len(measured) == 1:
         card["quantization"] = measured[0].to_dict()
     elif measured:
-        card["quantization"] = {name: found.to_dict() for name, found in zip(exported, measured)}
+        card["quantization"] = {name: report.to_dict() for name, report in zip(exported, measured)}
     write_card(card, stage)

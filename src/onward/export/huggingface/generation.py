@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from onward.export.huggingface.find_model import Source
     from onward.export.huggingface.tasks import Axes
 
-__all__ = ["cache_slots", "filled_cache", "flat_cache", "generation"]
-
 
 def cache_slots(cache: Any, source: Source, model: Any) -> dict[str, tuple[int, ...]]:
     """Shapes of a cache's tensors by slot, "0.key", "0.value" and so on."""

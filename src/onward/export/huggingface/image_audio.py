@@ -5,6 +5,7 @@ Knows which sizes such models take; nothing of ONNX.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -12,13 +13,21 @@ import torch
 from torch import Tensor
 
 from onward.errors import ExportError
-from onward.export.huggingface.traceable import Adapter, Traceable, image_size, output_of, setting
+from onward.export.huggingface.traceable import (
+    TEXTS,
+    TOKENS,
+    Adapter,
+    Traceable,
+    call,
+    encode,
+    image_size,
+    setting,
+)
+from onward.export.torch.replace import replaced
 
 if TYPE_CHECKING:
     from onward.export.huggingface.find_model import Source
     from onward.export.huggingface.tasks import Axes
-
-__all__ = ["audio", "audio_example", "image", "image_example", "masked_image", "series"]
 
 Shapes = Sequence[tuple[int, ...]]
 
@@ -85,12 +94,8 @@ def masked_image(source: Source, model: Any) -> Traceable:
         hidden = torch.rand(shape[0], patches, generator=random) < 0.5
         return {"pixel_values": torch.randn(*shape, generator=random), "bool_masked_pos": hidden}
 
-    def run(batch: dict[str, Tensor]) -> Sequence[Tensor]:
-        answer = model(**batch, return_dict=True)
-        return tuple(output_of(source, answer, name) for name in source.task.outputs)
-
     return Traceable(
-        module=Adapter(model, ["pixel_values", "bool_masked_pos"], run),
+        module=Adapter(model, ["pixel_values", "bool_masked_pos"], call(source, model)),
         inputs={"pixel_values": axes, "bool_masked_pos": {0: "batch"}},
         outputs=source.task.outputs,
         example=case(shapes[0]),
@@ -107,8 +112,7 @@ def _patches(source: Source, model: Any, shape: tuple[int, ...]) -> int:
 def _continuous(source: Source, model: Any, name: str, axes: Axes, shapes: Shapes) -> Traceable:
     random = torch.Generator().manual_seed(0)
     batches = [{name: torch.randn(*shape, generator=random)} for shape in shapes]
-    wanted = tuple(source.task.outputs)
-    if "embeddings" in wanted and source.task.kind == "text":
+    if "embeddings" in source.task.outputs and source.task.kind == "text":
         raise ExportError(f"{source.origin}: task {source.task.name!r} is for text models; use 'default'")
     # A sequence axis of hidden states follows only where the input has one.
     outputs = {
@@ -120,14 +124,95 @@ def _continuous(source: Source, model: Any, name: str, axes: Axes, shapes: Shape
         for output, named in source.task.outputs.items()
     }
 
-    def run(batch: dict[str, Tensor]) -> Sequence[Tensor]:
-        answer = model(**{name: batch[name]}, return_dict=True)
-        return tuple(output_of(source, answer, key) for key in wanted)
-
     return Traceable(
-        module=Adapter(model, [name], run),
+        module=Adapter(model, [name], call(source, model)),
         inputs={name: axes},
         outputs=outputs,
         example=batches[0],
         cases=batches[1:],
+    )
+
+
+# --- Text to sound as a traceable module, without the noise that such models add: the likeliest speech.
+
+
+def text_to_audio(source: Source, model: Any) -> Traceable:
+    """Token ids in, samples out."""
+    names = ("input_ids", "attention_mask")
+    if not hasattr(model, "forward") or getattr(model, "main_input_name", "input_ids") != "input_ids":
+        raise ExportError(
+            f"{source.origin}: {type(model).__name__} does not make sound from text in one pass"
+        )
+
+    # the likeliest speech: noise would be drawn anew by every runtime, and could not be compared
+    silent = [(model, n, 0.0) for n in ("noise_scale", "noise_scale_duration") if hasattr(model, n)]
+
+    def run(batch: dict[str, Tensor]) -> Sequence[Tensor]:
+        with replaced(*silent):
+            return call(source, model)(batch)
+
+    texts = [text for text in TEXTS if isinstance(text, str)]
+    return Traceable(
+        module=Adapter(model, list(names), run),
+        inputs=dict.fromkeys(names, TOKENS),
+        outputs=source.task.outputs,
+        example=encode(source, texts[:1], names),
+        cases=[encode(source, texts[1:2], names), encode(source, texts[3:4], names)],
+    )
+
+
+# --- Models that compare images with texts, such as CLIP, as one traceable module with both inputs.
+#
+# Knows their inputs and outputs. Images and texts have batches of their own, except in training, where they
+# come in pairs.
+
+
+def image_and_text(source: Source, model: Any, *, training: bool) -> Traceable:
+    """Token ids and pixels in; similarities and both kinds of embeddings out."""
+    accepted = inspect.signature(model.forward).parameters
+    words = [name for name in ("input_ids", "attention_mask") if name in accepted]
+    missing = [name for name in ("input_ids", "pixel_values") if name not in accepted]
+    if missing:
+        raise ExportError(f"{source.origin}: {type(model).__name__} does not take {' and '.join(missing)}")
+    images, texts = ("batch", "batch") if training else ("image_batch", "text_batch")
+    shape = (int(setting(model, "num_channels", 3)), *image_size(source, model))
+    random = torch.Generator().manual_seed(0)
+
+    def case(chosen: Sequence[Any], pictures: int) -> dict[str, Tensor]:
+        return {
+            **encode(source, chosen, words),
+            "pixel_values": torch.randn(pictures, *shape, generator=random),
+        }
+
+    single = [text for text in TEXTS if isinstance(text, str)]
+    tokens: Axes = {0: texts, 1: "sequence"}
+    return Traceable(
+        module=Adapter(model, [*words, "pixel_values"], call(source, model)),
+        inputs={**dict.fromkeys(words, tokens), "pixel_values": {0: images}},
+        outputs={
+            "logits_per_image": {0: images, 1: texts},
+            "text_embeds": {0: texts},
+            "image_embeds": {0: images},
+        },
+        example=case(single[:2], 2 if training else 3),
+        cases=[case(single[:1], 1), case(single, 2)],
+    )
+
+
+def queries(source: Source, model: Any) -> Traceable:
+    """Texts to look for and one picture in; for every box a score for each text, and the box, out."""
+    shape = (int(setting(model, "num_channels", 3)), *image_size(source, model))
+    random = torch.Generator().manual_seed(0)
+    words = ("input_ids", "attention_mask")
+    single = [text for text in TEXTS if isinstance(text, str)]
+
+    def case(texts: Sequence[Any]) -> dict[str, Tensor]:
+        return {**encode(source, texts, words), "pixel_values": torch.randn(1, *shape, generator=random)}
+
+    return Traceable(
+        module=Adapter(model, [*words, "pixel_values"], call(source, model)),
+        inputs={**{name: {0: "queries", 1: "sequence"} for name in words}, "pixel_values": {}},
+        outputs={"logits": {2: "queries"}, "pred_boxes": {}},
+        example=case(single[:2]),
+        cases=[case(single[:1]), case(single)],
     )

@@ -19,7 +19,6 @@ from onward.export.huggingface.folder import CARD, MAKE_FOLDER, MODEL, PIPELINE,
 from onward.export.inference import InferenceExport, for_inference
 from onward.export.quantize.quantizer import scheme_name
 from onward.graph.gate import read_proto
-from onward.renamed import renamed_arguments
 
 if TYPE_CHECKING:
     from onward.api.state import CheckpointState
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
 __all__ = ["save_pipeline"]
 
 
-@renamed_arguments(folder="directory")
 def save_pipeline(
     artifacts: str | os.PathLike[str],
     state: CheckpointState | CheckpointData | str | os.PathLike[str],
@@ -81,10 +79,10 @@ def save_pipeline(
 
 
 def _eval_model(directory: Path) -> Path:
-    found = sorted(directory.glob("*eval_model.onnx"))
-    if len(found) != 1:
-        raise ExportError(f"'{directory}': expected one eval_model.onnx, found {len(found)}")
-    return found[0]
+    candidates = sorted(directory.glob("*eval_model.onnx"))
+    if len(candidates) != 1:
+        raise ExportError(f"'{directory}': expected one eval_model.onnx, found {len(candidates)}")
+    return candidates[0]
 
 
 def _arrays(sample: Mapping[str, Any] | None) -> dict[str, np.ndarray] | None:

@@ -22,8 +22,6 @@ from onward.export.huggingface.traceable import Adapter, Traceable
 if TYPE_CHECKING:
     from onward.export.huggingface.find_model import Source
 
-__all__ = ["LOSSES", "with_loss"]
-
 _Outputs = Mapping[str, Tensor]
 _Labels = Mapping[str, tuple[Axes, Tensor]]
 _Loss = Callable[[_Outputs, Mapping[str, Tensor]], Tensor]
@@ -34,7 +32,9 @@ def with_loss(source: Source, traceable: Traceable) -> Traceable:
     """The same model with label inputs and a scalar `loss` before its outputs."""
     if source.task.loss is None:
         raise ExportError(
-            f"task {source.task.name!r} has no loss of its own: pass loss=… (for example LossType.MSELoss)"
+            f"task {source.task.name!r} has no loss of its own",
+            hint="export it without artifacts and train pairs with onward finetune --task embeddings; or pass loss=…, "
+            "such as onward.losses.multiple_negatives: rows of a batch are then the two texts of each pair",
         )
     labels, loss = LOSSES[source.task.loss](source, traceable)
     inner = traceable.module
@@ -193,10 +193,10 @@ def _depth(source: Source, traceable: Traceable) -> tuple[_Labels, _Loss]:
 
     def loss(outputs: _Outputs, batch: Mapping[str, Tensor]) -> Tensor:
         labels = batch["labels"]
-        known = (labels > 0).to(labels.dtype)
-        found = outputs["predicted_depth"].clamp(min=1e-6)
-        off = (torch.log(labels.clamp(min=1e-6)) - torch.log(found)) * known
-        count = known.sum().clamp(min=1.0)
+        valid = (labels > 0).to(labels.dtype)
+        depth = outputs["predicted_depth"].clamp(min=1e-6)
+        off = (torch.log(labels.clamp(min=1e-6)) - torch.log(depth)) * valid
+        count = valid.sum().clamp(min=1.0)
         mean = off.sum() / count
         return torch.sqrt((off * off).sum() / count - 0.5 * mean * mean)
 
@@ -219,23 +219,18 @@ def _patches(source: Source, traceable: Traceable) -> tuple[_Labels, _Loss]:
     return {}, loss
 
 
-def _picture(source: Source, traceable: Traceable) -> tuple[_Labels, _Loss]:
-    example = _outputs(traceable)["reconstruction"] + 0.1
+def _regressed(output: str, error: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Any]:
+    """The error of an output whose label is shaped like it."""
 
-    def loss(outputs: _Outputs, batch: Mapping[str, Tensor]) -> Tensor:
-        return F.l1_loss(outputs["reconstruction"], batch["labels"])
+    def objective(source: Source, traceable: Traceable) -> tuple[_Labels, _Loss]:
+        example = _outputs(traceable)[output] + 0.1
 
-    return {"labels": (traceable.outputs["reconstruction"], example)}, loss
+        def loss(outputs: _Outputs, batch: Mapping[str, Tensor]) -> Tensor:
+            return error(outputs[output], batch["labels"])
 
+        return {"labels": (traceable.outputs[output], example)}, loss
 
-def _noise(source: Source, traceable: Traceable) -> tuple[_Labels, _Loss]:
-    """The mean squared error of the noise that a network sees in a sample."""
-    example = _outputs(traceable)["out_sample"] + 0.1
-
-    def loss(outputs: _Outputs, batch: Mapping[str, Tensor]) -> Tensor:
-        return F.mse_loss(outputs["out_sample"], batch["labels"])
-
-    return {"labels": (traceable.outputs["out_sample"], example)}, loss
+    return objective
 
 
 def _values(source: Source, traceable: Traceable) -> tuple[_Labels, _Loss]:
@@ -304,10 +299,10 @@ def _objects(classes: int, batch: Mapping[str, Tensor]) -> Tensor:
 
 def _box_terms(config: Any, classes: int, outputs: _Outputs, batch: Mapping[str, Tensor]) -> Tensor:
     """L1 and generalized IoU of the boxes that have an object, divided by how many there are"""
-    kept = (batch["class_labels"] < classes).to(torch.float32)
-    found, wanted = outputs["pred_boxes"], batch["boxes"]
-    distance = ((found - wanted).abs().sum(-1) * kept).sum()
-    overlap = ((1 - _generalized_iou(_corners(found), _corners(wanted))) * kept).sum()
+    matched = (batch["class_labels"] < classes).to(torch.float32)
+    boxes, targets = outputs["pred_boxes"], batch["boxes"]
+    distance = ((boxes - targets).abs().sum(-1) * matched).sum()
+    overlap = ((1 - _generalized_iou(_corners(boxes), _corners(targets))) * matched).sum()
     weighted = _weight(config, "bbox_loss_coefficient", 5.0) * distance
     weighted = weighted + _weight(config, "giou_loss_coefficient", 2.0) * overlap
     return weighted / _objects(classes, batch)
@@ -349,16 +344,18 @@ def _masks(source: Source, traceable: Traceable) -> tuple[_Labels, _Loss]:
         scored = F.cross_entropy(
             outputs["class_queries_logits"].transpose(1, 2), batch["class_labels"], weight
         )
-        kept = (batch["class_labels"] < classes).to(torch.float32)
+        matched = (batch["class_labels"] < classes).to(torch.float32)
         logits, target = outputs["masks_queries_logits"].flatten(2), batch["mask_labels"].flatten(2)
-        binary = (F.binary_cross_entropy_with_logits(logits, target, reduction="none").mean(2) * kept).sum()
+        binary = (
+            F.binary_cross_entropy_with_logits(logits, target, reduction="none").mean(2) * matched
+        ).sum()
         p = torch.sigmoid(logits)
         dice = 1 - (2 * (p * target).sum(2) + 1) / (p.sum(2) + target.sum(2) + 1)
         count = _objects(classes, batch)
         return (
             _weight(config, "class_weight", _weight(config, "cross_entropy_weight", 1.0)) * scored
             + _weight(config, "mask_weight", 5.0) * binary / count
-            + _weight(config, "dice_weight", 5.0) * (dice * kept).sum() / count
+            + _weight(config, "dice_weight", 5.0) * (dice * matched).sum() / count
         )
 
     return labels, loss
@@ -428,9 +425,10 @@ LOSSES: Mapping[str, Callable[[Source, Traceable], tuple[_Labels, _Loss]]] = {
     "pixels": _pixels,
     "depth": _depth,
     "patches": _patches,
-    "picture": _picture,
+    "picture": _regressed("reconstruction", F.l1_loss),
     "values": _values,
-    "noise": _noise,
+    # the noise that a network sees in a sample
+    "noise": _regressed("out_sample", F.mse_loss),
     "boxes": _boxes,
     "focal boxes": _focal_boxes,
     "masks": _masks,

@@ -12,13 +12,12 @@ from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from typing import Any
 
-__all__ = ["TASKS", "TYPES", "Axes", "Task", "detect", "task_for", "task_named"]
-
 Axes = Mapping[int, str]
 
 _ROW: Axes = {0: "batch"}
 _TOKENS: Axes = {0: "batch", 1: "sequence"}
 _FRAMES: Axes = {0: "batch", 1: "frames"}
+_DECODED: Axes = {0: "batch", 1: "decoder_sequence"}
 _PICTURE: Axes = {0: "batch", 2: "output_height", 3: "output_width"}
 
 
@@ -26,14 +25,15 @@ _PICTURE: Axes = {0: "batch", 2: "output_height", 3: "output_width"}
 class Task:
     """One kind of model: which classes load it, how it is called, what comes out, and what is made of that.
 
-    `loaders` are classes of transformers; the first that knows the model's type is taken. `wrapper` is how the
-    model is called, `loss` what it is trained with (None: no loss of its own), `answer` what `onward.load` makes
-    of its outputs. `suffixes` are endings of the class names in a configuration's `architectures` that mean
-    this task. `kind` says what a user hands over.
+    `heads`, one word or several, are endings of transformers' classes `AutoModelFor…`; the first class that knows the
+    model's type is taken, or the `loader` that a model type names. `wrapper` is how the model is called, `loss` what
+    it is trained with (None: no loss of its own), `answer` what `onward.load` makes of its outputs. `suffixes` are
+    endings of the class names in a configuration's `architectures` that mean this task, beside those of its heads.
+    `kind` says what a user hands over.
     """
 
     name: str
-    loaders: tuple[str, ...]
+    heads: str
     outputs: Mapping[str, Axes]
     wrapper: str
     answer: str
@@ -43,6 +43,19 @@ class Task:
     aliases: tuple[str, ...] = field(default=())
     sizes: str = "fixed"
     """Whether pictures may have any size ("any") or must have the model's own ("fixed")."""
+    loader: str | None = None
+
+    @property
+    def loaders(self) -> tuple[str, ...]:
+        """The classes of transformers that load the model."""
+        if self.loader is not None:
+            return (self.loader,)
+        return tuple(f"AutoModelFor{head}" for head in self.heads.split()) or ("AutoModel",)
+
+    @property
+    def endings(self) -> tuple[str, ...]:
+        """All endings of class names that mean this task: `BertForMaskedLM` is what `AutoModelForMaskedLM` loads."""
+        return (*(f"For{head}" for head in self.heads.split()), *self.suffixes)
 
     @property
     def classifies(self) -> bool:
@@ -54,285 +67,94 @@ _WITH_CLASSES = frozenset(
     {"classify", "zero-shot", "tag", "frames", "speaker", "segment", "detect", "instances", "keypoints"}
 )
 
-_TABLE = (
-    Task("default", ("AutoModel",), {"last_hidden_state": _TOKENS}, "input", "hidden"),
-    Task(
-        "feature-extraction",
-        ("AutoModel",),
-        {"last_hidden_state": _TOKENS},
-        "input",
-        "hidden",
-        aliases=("image-feature-extraction",),
-    ),
-    Task("pooling", ("AutoModel",), {"embeddings": _ROW}, "text", "embed"),
-    Task("sentence-similarity", ("AutoModel",), {"embeddings": _ROW}, "text", "similar"),
-    Task(
-        "question-answering",
-        ("AutoModelForQuestionAnswering",),
-        {"start_logits": _TOKENS, "end_logits": _TOKENS},
-        "text",
-        "span",
-        "span",
-        suffixes=("ForQuestionAnswering", "ForQuestionAnsweringSimple"),
-    ),
-    Task(
-        "text-classification",
-        ("AutoModelForSequenceClassification",),
-        {"logits": _ROW},
-        "text",
-        "classify",
-        "classes",
-        suffixes=("ForSequenceClassification",),
-    ),
-    Task(
-        "zero-shot-classification",
-        ("AutoModelForSequenceClassification",),
-        {"logits": _ROW},
-        "text",
-        "zero-shot",
-        "classes",
-    ),
-    Task(
-        "token-classification",
-        ("AutoModelForTokenClassification",),
-        {"logits": _TOKENS},
-        "text",
-        "tag",
-        "token classes",
-        suffixes=("ForTokenClassification",),
-    ),
-    Task(
-        "multiple-choice",
-        ("AutoModelForMultipleChoice",),
-        {"logits": {0: "batch", 1: "choices"}},
-        "choices",
-        "choose",
-        "choice",
-        suffixes=("ForMultipleChoice",),
-    ),
-    Task(
-        "fill-mask",
-        ("AutoModelForMaskedLM",),
-        {"logits": _TOKENS},
-        "text",
-        "fill",
-        "tokens",
-        suffixes=("ForMaskedLM", "ForPreTraining"),
-    ),
-    Task(
-        "text-generation",
-        ("AutoModelForCausalLM",),
-        {"logits": _TOKENS},
-        "generation",
-        "generate",
-        "next token",
-        suffixes=("ForCausalLM", "LMHeadModel"),
-    ),
-    Task(
-        "text2text",
-        ("AutoModelForSeq2SeqLM",),
-        {"logits": {0: "batch", 1: "decoder_sequence"}},
-        "encoder-decoder",
-        "rewrite",
-        "target tokens",
-        suffixes=("ForConditionalGeneration", "MTModel", "T5WithLMHeadModel"),
-        aliases=("text2text-generation", "translation", "summarization"),
-    ),
-    Task(
-        "image-classification",
-        ("AutoModelForImageClassification",),
-        {"logits": _ROW},
-        "image",
-        "classify",
-        "classes",
-        kind="image",
-        suffixes=("ForImageClassification", "ForImageClassificationWithTeacher"),
-    ),
-    Task(
-        "object-detection",
-        ("AutoModelForObjectDetection",),
-        {"logits": _ROW, "pred_boxes": _ROW},
-        "image",
-        "detect",
-        "boxes",
-        kind="image",
-        suffixes=("ForObjectDetection",),
-        sizes="any",
-    ),
-    Task(
-        "semantic-segmentation",
-        ("AutoModelForSemanticSegmentation",),
-        {"logits": _ROW},
-        "image",
-        "segment",
-        "pixels",
-        kind="image",
-        suffixes=("ForSemanticSegmentation",),
-        aliases=("image-segmentation",),
-    ),
-    Task(
-        "instance-segmentation",
-        ("AutoModelForUniversalSegmentation", "AutoModelForInstanceSegmentation"),
-        {"class_queries_logits": _ROW, "masks_queries_logits": _ROW},
-        "image",
-        "instances",
-        "masks",
-        kind="image",
-        suffixes=("ForUniversalSegmentation", "ForInstanceSegmentation"),
-    ),
-    Task(
-        "depth-estimation",
-        ("AutoModelForDepthEstimation",),
-        {"predicted_depth": _ROW},
-        "image",
-        "depth",
-        "depth",
-        kind="image",
-        suffixes=("ForDepthEstimation",),
-    ),
-    Task(
-        "keypoint-detection",
-        ("AutoModelForPoseEstimation",),
-        {"heatmaps": _ROW},
-        "image",
-        "keypoints",
-        kind="image",
-        suffixes=("ForPoseEstimation",),
-        aliases=("pose-estimation",),
-    ),
-    Task(
-        "image-to-image",
-        ("AutoModelForImageToImage",),
-        {"reconstruction": _PICTURE},
-        "image",
-        "picture",
-        "picture",
-        kind="image",
-        suffixes=("ForImageSuperResolution",),
-        sizes="any",
-    ),
-    Task(
-        "masked-image-modeling",
-        ("AutoModelForMaskedImageModeling",),
-        {"reconstruction": _ROW},
-        "masked image",
-        "reconstruct",
-        "patches",
-        kind="image",
-        suffixes=("ForMaskedImageModeling",),
-        aliases=("masked-im", "masked-image-modelling"),
-    ),
-    Task(
-        "image-to-text",
-        ("AutoModelForImageTextToText",),
-        {"logits": {0: "batch", 1: "decoder_sequence"}},
-        "encoder-decoder",
-        "caption",
-        "target tokens",
-        kind="image",
-        suffixes=("VisionEncoderDecoderModel",),
-    ),
-    Task(
-        "audio-classification",
-        ("AutoModelForAudioClassification",),
-        {"logits": _ROW},
-        "audio",
-        "classify",
-        "classes",
-        kind="audio",
-        suffixes=("ForAudioClassification",),
-    ),
-    Task(
-        "automatic-speech-recognition",
-        ("AutoModelForCTC", "AutoModelForSpeechSeq2Seq"),
-        {"logits": _FRAMES},
-        "audio",
-        "spell",
-        "ctc",
-        kind="audio",
-        suffixes=("ForCTC", "ForSpeechSeq2Seq"),
-    ),
-    Task(
-        "audio-frame-classification",
-        ("AutoModelForAudioFrameClassification",),
-        {"logits": _FRAMES},
-        "audio",
-        "frames",
-        "frames",
-        kind="audio",
-        suffixes=("ForAudioFrameClassification",),
-    ),
-    Task(
-        "audio-xvector",
-        ("AutoModelForAudioXVector",),
-        {"logits": _ROW, "embeddings": _ROW},
-        "audio",
-        "speaker",
-        "speaker",
-        kind="audio",
-        suffixes=("ForXVector",),
-    ),
-    Task(
-        "text-to-audio",
-        ("AutoModelForTextToWaveform",),
-        {"waveform": {0: "batch", 1: "samples"}},
-        "waveform",
-        "speak",
-        suffixes=("VitsModel", "WithHifiGan"),
-        aliases=("text-to-speech",),
-    ),
-    Task(
-        "time-series-forecasting",
-        ("AutoModelForTimeSeriesPrediction",),
-        {"prediction_outputs": _ROW},
-        "series",
-        "forecast",
-        "values",
-        kind="time series",
-        suffixes=("ForPrediction", "ForTimeSeriesPrediction"),
-    ),
-    Task(
-        "zero-shot-image-classification",
-        ("AutoModelForZeroShotImageClassification",),
-        {
-            "logits_per_image": {0: "image_batch", 1: "text_batch"},
-            "text_embeds": {0: "text_batch"},
-            "image_embeds": {0: "image_batch"},
-        },
-        "image and text",
-        "zero-shot image",
-        "contrast",
-        kind="image and text",
-        suffixes=("CLIPModel", "SiglipModel"),
-    ),
-    Task(
-        "zero-shot-object-detection",
-        ("AutoModelForZeroShotObjectDetection",),
-        {"logits": {0: "image_batch"}, "pred_boxes": {0: "image_batch"}},
-        "queries",
-        "zero-shot detect",
-        kind="image and text",
-        suffixes=("OwlViTForObjectDetection", "Owlv2ForObjectDetection"),
-    ),
-    Task(
-        "denoising",
-        (),
-        {"out_sample": {0: "batch", 2: "height", 3: "width"}},
-        "denoiser",
-        "arrays",
-        "noise",
-        kind="arrays",
-        aliases=("unet",),
-    ),
-    Task("vae-encoder", (), {"latent_parameters": _PICTURE}, "autoencoder", "arrays", kind="arrays"),
-    Task("vae-decoder", (), {"sample": _PICTURE}, "autoencoder", "arrays", kind="arrays"),
+# A row for each task.
+# fmt: off
+_OF_TEXT = (
+    Task("default", "", {"last_hidden_state": _TOKENS}, "input", "hidden"),
+    Task("feature-extraction", "", {"last_hidden_state": _TOKENS}, "input", "hidden",
+         aliases=("image-feature-extraction",)),
+    Task("pooling", "", {"embeddings": _ROW}, "text", "embed"),
+    Task("sentence-similarity", "", {"embeddings": _ROW}, "text", "similar"),
+    Task("question-answering", "QuestionAnswering", {"start_logits": _TOKENS, "end_logits": _TOKENS}, "text",
+         "span", "span", suffixes=("ForQuestionAnsweringSimple",)),
+    Task("text-classification", "SequenceClassification", {"logits": _ROW}, "text", "classify", "classes"),
+    Task("zero-shot-classification", "SequenceClassification", {"logits": _ROW}, "text", "zero-shot",
+         "classes"),
+    Task("token-classification", "TokenClassification", {"logits": _TOKENS}, "text", "tag", "token classes"),
+    Task("multiple-choice", "MultipleChoice", {"logits": {0: "batch", 1: "choices"}}, "choices", "choose",
+         "choice"),
+    Task("fill-mask", "MaskedLM", {"logits": _TOKENS}, "text", "fill", "tokens",
+         suffixes=("ForPreTraining",)),
+    Task("text-generation", "CausalLM", {"logits": _TOKENS}, "generation", "generate", "next token",
+         suffixes=("LMHeadModel",)),
+    Task("text2text", "Seq2SeqLM", {"logits": _DECODED}, "encoder-decoder", "rewrite", "target tokens",
+         suffixes=("ForConditionalGeneration", "MTModel", "T5WithLMHeadModel"),
+         aliases=("text2text-generation", "translation", "summarization")),
+    Task("text-to-audio", "TextToWaveform", {"waveform": {0: "batch", 1: "samples"}}, "waveform", "speak",
+         suffixes=("VitsModel", "WithHifiGan"), aliases=("text-to-speech",)),
 )
+_OF_IMAGES = (
+    Task("image-classification", "ImageClassification", {"logits": _ROW}, "image", "classify", "classes",
+         suffixes=("ForImageClassificationWithTeacher",)),
+    Task("object-detection", "ObjectDetection", {"logits": _ROW, "pred_boxes": _ROW}, "image", "detect",
+         "boxes", sizes="any"),
+    Task("semantic-segmentation", "SemanticSegmentation", {"logits": _ROW}, "image", "segment", "pixels",
+         aliases=("image-segmentation",)),
+    Task("instance-segmentation", "UniversalSegmentation InstanceSegmentation",
+         {"class_queries_logits": _ROW, "masks_queries_logits": _ROW}, "image", "instances", "masks"),
+    Task("depth-estimation", "DepthEstimation", {"predicted_depth": _ROW}, "image", "depth", "depth"),
+    Task("keypoint-detection", "PoseEstimation", {"heatmaps": _ROW}, "image", "keypoints",
+         aliases=("pose-estimation",)),
+    Task("image-to-image", "ImageToImage", {"reconstruction": _PICTURE}, "image", "picture", "picture",
+         suffixes=("ForImageSuperResolution",), sizes="any"),
+    Task("masked-image-modeling", "MaskedImageModeling", {"reconstruction": _ROW}, "masked image",
+         "reconstruct", "patches", aliases=("masked-im", "masked-image-modelling")),
+    Task("image-to-text", "ImageTextToText", {"logits": _DECODED}, "encoder-decoder", "caption",
+         "target tokens", suffixes=("VisionEncoderDecoderModel",)),
+)
+_OF_SOUND = (
+    Task("audio-classification", "AudioClassification", {"logits": _ROW}, "audio", "classify", "classes"),
+    Task("automatic-speech-recognition", "CTC SpeechSeq2Seq", {"logits": _FRAMES}, "audio", "spell", "ctc"),
+    Task("audio-frame-classification", "AudioFrameClassification", {"logits": _FRAMES}, "audio", "frames",
+         "frames"),
+    Task("audio-xvector", "AudioXVector", {"logits": _ROW, "embeddings": _ROW}, "audio", "speaker", "speaker",
+         suffixes=("ForXVector",)),
+)
+_OF_SERIES = (
+    Task("time-series-forecasting", "TimeSeriesPrediction", {"prediction_outputs": _ROW}, "series",
+         "forecast", "values", suffixes=("ForPrediction",)),
+)
+_OF_IMAGES_AND_TEXT = (
+    Task("zero-shot-image-classification", "ZeroShotImageClassification",
+         {"logits_per_image": {0: "image_batch", 1: "text_batch"}, "text_embeds": {0: "text_batch"},
+          "image_embeds": {0: "image_batch"}},
+         "image and text", "zero-shot image", "contrast", suffixes=("CLIPModel", "SiglipModel")),
+    Task("zero-shot-object-detection", "ZeroShotObjectDetection",
+         {"logits": {0: "image_batch"}, "pred_boxes": {0: "image_batch"}}, "queries", "zero-shot detect",
+         suffixes=("OwlViTForObjectDetection", "Owlv2ForObjectDetection")),
+)
+_OF_ARRAYS = (
+    Task("denoising", "", {"out_sample": {0: "batch", 2: "height", 3: "width"}}, "denoiser", "arrays",
+         "noise", aliases=("unet",)),
+    Task("vae-encoder", "", {"latent_parameters": _PICTURE}, "autoencoder", "arrays"),
+    Task("vae-decoder", "", {"sample": _PICTURE}, "autoencoder", "arrays"),
+)
+# fmt: on
+_BY_KIND: Mapping[str, tuple[Task, ...]] = {
+    "text": _OF_TEXT,
+    "image": _OF_IMAGES,
+    "audio": _OF_SOUND,
+    "time series": _OF_SERIES,
+    "image and text": _OF_IMAGES_AND_TEXT,
+    "arrays": _OF_ARRAYS,
+}
+_TABLE = tuple(replace(task, kind=kind) for kind, tasks in _BY_KIND.items() for task in tasks)
 
 TASKS: Mapping[str, Task] = {name: task for task in _TABLE for name in (task.name, *task.aliases)}
 
 _SEQ2SEQ_SPEECH = {
     "wrapper": "encoder-decoder",
-    "outputs": {"logits": {0: "batch", 1: "decoder_sequence"}},
+    "outputs": {"logits": _DECODED},
     "answer": "transcribe",
     "loss": "target tokens",
 }
@@ -352,8 +174,8 @@ TYPES: Mapping[tuple[str, str], Mapping[str, Any]] = {
     },
     ("dab-detr", "object-detection"): {"loss": None},
     **{(kind, "depth-estimation"): {"sizes": "any"} for kind in ("glpn", "depth_anything")},
-    ("patchtst", "time-series-forecasting"): {"loaders": ("PatchTSTForPrediction",)},
-    ("patchtsmixer", "time-series-forecasting"): {"loaders": ("PatchTSMixerForPrediction",)},
+    ("patchtst", "time-series-forecasting"): {"loader": "PatchTSTForPrediction"},
+    ("patchtsmixer", "time-series-forecasting"): {"loader": "PatchTSMixerForPrediction"},
     ("siglip", "zero-shot-image-classification"): {"loss": "sigmoid contrast"},
     ("siglip2", "zero-shot-image-classification"): {"loss": "sigmoid contrast"},
 }
@@ -415,11 +237,11 @@ def detect(config: Any, *, pools: bool = False) -> str:
         return "pooling"
     architecture = next(iter(getattr(config, "architectures", None) or ()), "")
     kind = getattr(config, "model_type", "")
-    matching = [task for task in _TABLE if architecture.endswith(task.suffixes or ("\0",))]
+    matching = [task for task in _TABLE if architecture.endswith(task.endings)]
     if not matching:
         return "default"
     # The longest ending says most: OwlViTForObjectDetection is no plain object detector.
-    task = max(matching, key=lambda task: max(len(s) for s in task.suffixes if architecture.endswith(s)))
+    task = max(matching, key=lambda task: max(len(s) for s in task.endings if architecture.endswith(s)))
     if task.name == "text2text" and kind in _KNOWN_TYPES:
         return _KNOWN_TYPES[kind]
     return "audio-classification" if kind in _SPEECH and task.name == "text-classification" else task.name

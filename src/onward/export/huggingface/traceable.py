@@ -15,18 +15,6 @@ if TYPE_CHECKING:
     from onward.export.huggingface.find_model import Source
     from onward.export.huggingface.tasks import Axes
 
-__all__ = [
-    "TEXTS",
-    "TOKENS",
-    "Adapter",
-    "Traceable",
-    "encode",
-    "image_size",
-    "output_of",
-    "pad_id",
-    "setting",
-]
-
 TOKENS: Axes = {0: "batch", 1: "sequence"}
 
 # Different lengths, so that every batch is padded; a pair, so that segment ids are not all zero.
@@ -130,16 +118,16 @@ def image_size(source: Source, model: Any) -> tuple[int, int]:
     processor = source.processor or {}
     settings = processor if isinstance(processor, Mapping) else processor.to_dict()
     own = _sides(setting(model, "image_size", None))
-    made = _sides((settings.get("do_center_crop") and settings.get("crop_size")) or settings.get("size"))
-    if own is None or made is None or own == made:
-        return own or made or (224, 224)
+    processed = _sides((settings.get("do_center_crop") and settings.get("crop_size")) or settings.get("size"))
+    if own is None or processed is None or own == processed:
+        return own or processed or (224, 224)
     channels = int(setting(model, "num_channels", 3))
     try:
         with torch.no_grad():
-            model(pixel_values=torch.zeros(1, channels, *made))
+            model(pixel_values=torch.zeros(1, channels, *processed))
     except Exception:  # positions of another size, or more inputs
         return own
-    return made
+    return processed
 
 
 def _sides(size: Any) -> tuple[int, int] | None:
@@ -159,6 +147,16 @@ def setting(model: Any, name: str, default: Any) -> Any:
     parts = ("vision_config", "backbone_config", "encoder")
     configs = [model.config, *(getattr(model.config, part, None) for part in parts)]
     return next((getattr(c, name) for c in configs if getattr(c, name, None) is not None), default)
+
+
+def call(source: Source, model: Any) -> Callable[[dict[str, Tensor]], Sequence[Tensor]]:
+    """A model's call with tensors by name, and of its answer the tensors of the task."""
+
+    def run(batch: dict[str, Tensor]) -> Sequence[Tensor]:
+        answer = model(**batch, return_dict=True)
+        return tuple(output_of(source, answer, name) for name in source.task.outputs)
+
+    return run
 
 
 def output_of(source: Source, answer: Any, name: str) -> Tensor:

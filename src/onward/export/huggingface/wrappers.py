@@ -18,18 +18,17 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from onward.errors import ExportError
-from onward.export.huggingface import image_audio, image_text, text_to_audio
+from onward.export.huggingface import image_audio
 from onward.export.huggingface.diffusion import autoencoder, denoiser
 from onward.export.huggingface.encoder_decoder import encoder_decoder
 from onward.export.huggingface.generation import generation
 from onward.export.huggingface.traceable import TEXTS, TOKENS, Adapter, Traceable, encode, output_of
 from onward.export.torch.experts import traceable_experts
+from onward.export.torch.replace import Replacement, replaced
 
 if TYPE_CHECKING:
     from onward.export.huggingface.find_model import Pooling, Source
     from onward.export.huggingface.tasks import Axes
-
-__all__ = ["PoolingHead", "adapt", "pooling_head", "traceable_masks"]
 
 _TEXT_INPUTS = ("input_ids", "attention_mask", "token_type_ids")
 
@@ -46,7 +45,7 @@ def adapt(source: Source, *, training: bool = False) -> Iterator[Traceable]:
             with _sizes_traced(model):
                 yield _WRAPPERS[task.wrapper](source, model)
         elif task.wrapper == "image and text":
-            yield image_text.image_and_text(source, model, training=training)
+            yield image_audio.image_and_text(source, model, training=training)
         elif main == "input_ids" and task.kind not in ("text", "image and text"):
             raise ExportError(f"{source.origin}: takes text, and task {task.name!r} is for {task.kind}s")
         elif task.wrapper == "generation" and training:
@@ -66,17 +65,14 @@ def _prepared(source: Source, *, training: bool) -> Iterator[Any]:
         model = copy.deepcopy(model).to(device="cpu", dtype=torch.float32)
     modes = {module: module.training for module in model.modules()}
     attention = getattr(model.config, "_attn_implementation", None)
-    frozen = _still(model) if training else []
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()} if training else {}
     try:
         if attention not in (None, "eager"):
             model.set_attn_implementation("eager")
         model.train(training)
-        with traceable_experts(model):
+        with traceable_experts(model), replaced(*_without_draws(model) if training else ()):
             yield model
     finally:
-        for owner, name, value in frozen:
-            setattr(owner, name, value)
         if source.borrowed and not strange:
             if attention not in (None, "eager"):
                 model.set_attn_implementation(attention)
@@ -94,8 +90,8 @@ class _Stacked(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         options = kwargs or {}
         if func in (torch.tensor, torch.as_tensor) and args and _has_tensor(args[0]):
-            made = _stack(args[0])
-            return made if options.get("dtype") is None else made.to(options["dtype"])
+            stacked = _stack(args[0])
+            return stacked if options.get("dtype") is None else stacked.to(options["dtype"])
         return func(*args, **options)
 
 
@@ -119,29 +115,19 @@ def _sizes_traced(model: Any) -> Iterator[None]:
 
     names = {type(module).__module__ for module in model.modules()}
     sources = [sys.modules[name] for name in names if name.startswith("transformers.models.")]
-    try:
-        for source in sources:
-            vars(source)["int"] = torch_int
-        with _Stacked():
-            yield
-    finally:
-        for source in sources:
-            vars(source).pop("int", None)
+    with replaced(*((source, "int", torch_int) for source in sources)), _Stacked():
+        yield
 
 
-def _still(model: Any) -> list[tuple[Any, str, Any]]:
-    """Turn off what draws random numbers outside the graph; what was set, to set it again.
+def _without_draws(model: Any) -> list[Replacement]:
+    """What turns off random numbers that are drawn outside the graph.
 
     A trace would freeze one draw of it: skipped layers would be missing, and masked frames always the same.
     """
-    found = [(owner, "layerdrop", 0.0) for owner in (model.config, *model.modules())]
-    found += [(model.config, "apply_spec_augment", False), (model.config, "encoder_layerdrop", 0.0)]
-    found += [(model.config, "decoder_layerdrop", 0.0)]
-    present = [(owner, name, value) for owner, name, value in found if getattr(owner, name, None)]
-    undo = [(owner, name, getattr(owner, name)) for owner, name, _ in present]
-    for owner, name, value in present:
-        setattr(owner, name, value)
-    return undo
+    switches = [(owner, "layerdrop", 0.0) for owner in (model.config, *model.modules())]
+    switches += [(model.config, "apply_spec_augment", False), (model.config, "encoder_layerdrop", 0.0)]
+    switches += [(model.config, "decoder_layerdrop", 0.0)]
+    return [(owner, name, value) for owner, name, value in switches if getattr(owner, name, None)]
 
 
 def _text(source: Source, model: Any) -> Traceable:
@@ -225,8 +211,8 @@ _WRAPPERS: Mapping[str, Callable[[Source, Any], Traceable]] = {
     "masked image": image_audio.masked_image,
     "audio": _input,
     "series": image_audio.series,
-    "queries": image_text.queries,
-    "waveform": text_to_audio.text_to_audio,
+    "queries": image_audio.queries,
+    "waveform": image_audio.text_to_audio,
     "denoiser": denoiser,
     "autoencoder": autoencoder,
 }
@@ -246,14 +232,8 @@ def traceable_masks() -> Iterator[None]:
         return
     # The second makes plain indexing possible under vmap, with an operator that has no export.
     swaps = {"_vmap_for_bhqkv": _broadcast, "TransformGetItemToIndex": nullcontext}
-    originals = {name: getattr(masking_utils, name) for name in swaps if hasattr(masking_utils, name)}
-    for name in originals:
-        setattr(masking_utils, name, swaps[name])
-    try:
+    with replaced(*((masking_utils, n, swap) for n, swap in swaps.items() if hasattr(masking_utils, n))):
         yield
-    finally:
-        for name, original in originals.items():
-            setattr(masking_utils, name, original)
 
 
 def _broadcast(mask: _Mask, bh_indices: bool = True) -> _Mask:
@@ -263,8 +243,8 @@ def _broadcast(mask: _Mask, bh_indices: bool = True) -> _Mask:
         queries, keys = query.reshape(-1, 1), key.reshape(1, -1)
         if not bh_indices:
             return mask(batch, head, queries, keys)
-        found = mask(batch.reshape(-1, 1, 1, 1), head.reshape(1, -1, 1, 1), queries, keys)
-        return found.expand(batch.shape[0], head.shape[0], query.shape[0], key.shape[0])
+        allowed = mask(batch.reshape(-1, 1, 1, 1), head.reshape(1, -1, 1, 1), queries, keys)
+        return allowed.expand(batch.shape[0], head.shape[0], query.shape[0], key.shape[0])
 
     return over
 

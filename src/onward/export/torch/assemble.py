@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -19,24 +17,12 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 
 from onward.errors import ExportError, ModelError
+from onward.files import write_set
 from onward.graph.dialect.lower import lower
 from onward.graph.dialect.normalize import normalize
 from onward.graph.nodes import ACTIVE, DROPOUT, GRADIENT, STOP
-
-__all__ = [
-    "active_dropouts",
-    "attach",
-    "checkable_target",
-    "converted",
-    "mark_stops",
-    "neutralised",
-    "record",
-    "rename",
-    "repair_dropout",
-    "save",
-    "set_axes",
-    "take_parameters",
-]
+from onward.graph.protobuf import attribute_of, inner_graphs, opset_of
+from onward.graph.save import name_data_by_content
 
 # Protobuf refuses messages of 2 GiB; the graph itself needs some of that.
 INLINE_LIMIT = 2**31 - 2**24
@@ -59,9 +45,8 @@ def graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
     """The graph and every body inside it."""
     yield graph
     for node in graph.node:
-        for attribute in node.attribute:
-            if attribute.type == onnx.AttributeProto.GRAPH:
-                yield from graphs(attribute.g)
+        for body in inner_graphs(node):
+            yield from graphs(body)
 
 
 def rename(model: onnx.ModelProto, new_name: Callable[[str], str]) -> None:
@@ -87,7 +72,8 @@ def take_parameters(
     """
     final = {prefix + raw: clean for raw, clean in names.items()}
     scope = f"/{prefix.rstrip('.')}/"
-    existing = {name for graph in graphs(model.graph) for node in graph.node for name in node.output}
+    nodes = [node for graph in graphs(model.graph) for node in graph.node]
+    existing = {name for node in nodes for name in (node.name, *node.output)}
 
     def new_name(name: str) -> str:
         if name in final:
@@ -99,12 +85,12 @@ def take_parameters(
     used = {name for graph in graphs(model.graph) for node in graph.node for name in node.input}
     used |= {output.name for output in model.graph.output}
     parameters = dict.fromkeys(names.values())
-    kept = [value for value in model.graph.input if value.name in inputs]
+    graph_inputs = [value for value in model.graph.input if value.name in inputs]
     unknown = [v.name for v in model.graph.input if v.name not in inputs and v.name not in parameters]
     if unknown:
         raise ExportError(f"the exporter added inputs that are neither arguments nor parameters: {unknown}")
     del model.graph.input[:]
-    model.graph.input.extend(kept)
+    model.graph.input.extend(graph_inputs)
     # The exporter may have embedded some already, or made one an Identity of another that is equal to it.
     present = {tensor.name for tensor in model.graph.initializer}
     present |= {name for node in model.graph.node for name in node.output}
@@ -117,10 +103,10 @@ def repair_dropout(model: onnx.ModelProto) -> None:
     Exporters write the two-input form for attention dropout, and only where the rate is not zero. Before opset 12
     there is no such input: a mark says that the node is of a model in training mode.
     """
-    old = next(entry.version for entry in model.opset_import if not entry.domain) < 12
+    old = opset_of(model) < 12
     for graph in graphs(model.graph):
         for node in graph.node:
-            if old and node.op_type == "Dropout" and _ratio(node) > 0:
+            if old and node.op_type == "Dropout" and attribute_of(node, "ratio", 0.5) > 0:
                 node.metadata_props.add(key=DROPOUT, value=ACTIVE)
                 model.ir_version = max(model.ir_version, 10)  # the first in which nodes have metadata
         bare = [n for n in graph.node if n.op_type == "Dropout" and len([i for i in n.input if i]) == 2]
@@ -135,23 +121,19 @@ def repair_dropout(model: onnx.ModelProto) -> None:
                 node.input.append(name)
 
 
-def _ratio(node: onnx.NodeProto) -> float:
-    return next((attribute.f for attribute in node.attribute if attribute.name == "ratio"), 0.5)
-
-
 def mark_stops(model: onnx.ModelProto) -> None:
     """Write the exporter's StopGradient as Identity with a mark that the differentiator reads."""
-    found = False
+    has_stops = False
     for graph in graphs(model.graph):
         for node in graph.node:
             if node.domain == "onward" and node.op_type == "StopGradient":
                 node.domain, node.op_type = "", "Identity"
                 node.metadata_props.add(key=GRADIENT, value=STOP)
-                found = True
+                has_stops = True
     domains = [entry for entry in model.opset_import if entry.domain != "onward"]
     del model.opset_import[:]
     model.opset_import.extend(domains)
-    if found:  # the first version of the format in which nodes have metadata
+    if has_stops:  # the first version of the format in which nodes have metadata
         model.ir_version = max(model.ir_version, 10)
 
 
@@ -169,57 +151,23 @@ def active_dropouts(model: onnx.ModelProto) -> int:
 
 
 def _constants(graph: onnx.GraphProto) -> dict[str, np.ndarray]:
-    found = {tensor.name: numpy_helper.to_array(tensor) for tensor in graph.initializer if not tensor.dims}
+    constants = {
+        tensor.name: numpy_helper.to_array(tensor) for tensor in graph.initializer if not tensor.dims
+    }
     for node in graph.node:
         if node.op_type == "Constant" and node.attribute[0].name == "value" and not node.attribute[0].t.dims:
-            found[node.output[0]] = numpy_helper.to_array(node.attribute[0].t)
-    return found
-
-
-def neutralised(model: onnx.ModelProto) -> onnx.ModelProto:
-    """A copy without randomness, to compare with torch run without randomness (`no_randomness`)."""
-    copy = onnx.ModelProto()
-    copy.CopyFrom(model)
-    for graph in graphs(copy.graph):
-        nodes = list(graph.node)
-        del graph.node[:]
-        for node in nodes:
-            graph.node.extend(_neutral(node))
-    return copy
-
-
-def _neutral(node: onnx.NodeProto) -> list[onnx.NodeProto]:
-    out = node.output[0] if node.output else ""
-    if node.op_type == "Dropout":
-        return [helper.make_node("Identity", node.input[:1], [out])]
-    attributes = {attribute.name: helper.get_attribute_value(attribute) for attribute in node.attribute}
-    if node.op_type in ("RandomUniform", "RandomNormal", "RandomUniformLike", "RandomNormalLike"):
-        uniform = node.op_type.startswith("RandomUniform")
-        low, high = attributes.get("low", 0.0), attributes.get("high", 1.0)
-        middle = low + (high - low) / 2 if uniform else attributes.get("mean", 0.0)
-        kind = attributes.get("dtype", TensorProto.FLOAT)
-        value = helper.make_tensor("", kind, [1], [middle])
-        shape = out + ".shape"
-        return [
-            helper.make_node("Shape", node.input[:1], [shape])
-            if node.input
-            else helper.make_node("Constant", [], [shape], value_ints=attributes["shape"]),
-            helper.make_node("ConstantOfShape", [shape], [out], value=value),
-        ]
-    if node.op_type == "Bernoulli":
-        half = helper.make_tensor("", TensorProto.FLOAT, [], [0.5])
-        return [
-            helper.make_node("Constant", [], [out + ".half"], value=half),
-            helper.make_node("CastLike", [out + ".half", node.input[0]], [out + ".like"]),
-            helper.make_node("GreaterOrEqual", [node.input[0], out + ".like"], [out + ".drawn"]),
-            helper.make_node("Cast", [out + ".drawn"], [out], to=attributes.get("dtype", TensorProto.FLOAT)),
-        ]
-    return [node]
+            constants[node.output[0]] = numpy_helper.to_array(node.attribute[0].t)
+    return constants
 
 
 def converted(model: onnx.ModelProto, weights: Mapping[str, torch.Tensor], opset: int) -> onnx.ModelProto:
     """The graph in an older opset; `ModelError` names the operators that have no form there."""
-    if opset < 14 and any(_trains(node) for graph in graphs(model.graph) for node in graph.node):
+    trained_norms = (
+        node.op_type == "BatchNormalization" and attribute_of(node, "training_mode", 0)
+        for graph in graphs(model.graph)
+        for node in graph.node
+    )
+    if opset < 14 and any(trained_norms):
         raise ModelError(
             f"BatchNormalization in training mode has no form in opset {opset} that keeps its running statistics"
         )
@@ -227,16 +175,10 @@ def converted(model: onnx.ModelProto, weights: Mapping[str, torch.Tensor], opset
     whole.CopyFrom(model)
     attach(whole, weights)
     proto = ir.to_proto(lower(normalize(whole), opset))
-    kept = [tensor for tensor in proto.graph.initializer if tensor.name not in weights]
+    own_initializers = [tensor for tensor in proto.graph.initializer if tensor.name not in weights]
     del proto.graph.initializer[:]
-    proto.graph.initializer.extend(kept)
+    proto.graph.initializer.extend(own_initializers)
     return proto
-
-
-def _trains(node: onnx.NodeProto) -> bool:
-    return node.op_type == "BatchNormalization" and any(
-        attribute.name == "training_mode" and attribute.i for attribute in node.attribute
-    )
 
 
 def set_axes(
@@ -250,7 +192,6 @@ def set_axes(
             tensor, axes = table[value.name]
             shape = [axes.get(axis, size) for axis, size in enumerate(tensor.shape)]
             value.CopyFrom(helper.make_tensor_value_info(value.name, element_type(value.name, tensor), shape))
-    del model.graph.value_info[:]  # inferred at the exporter's sizes, under names of its own
 
 
 def element_type(name: str, tensor: torch.Tensor) -> int:
@@ -296,25 +237,18 @@ def checkable_target(path: str | os.PathLike[str]) -> Path:
 def save(
     model: onnx.ModelProto, weights: Mapping[str, torch.Tensor], target: Path, *, external: bool
 ) -> None:
-    """Save model and weights at `target`, at once or not at all; external weights go to `<target>.data`."""
+    """Save model and weights at `target`, at once or not at all; external weights go to a file named by its content."""
     try:
-        workshop = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+        with write_set(target.parent) as staging:
+            path = staging / target.name
+            if external:
+                _attach_external(model, weights, path.with_name(f"{path.name}.data"))
+            else:
+                attach(model, weights)
+            path.write_bytes(model.SerializeToString(deterministic=True))
+            name_data_by_content(path)
     except OSError as error:
         raise ExportError(f"cannot write '{target}': {error}") from error
-    try:
-        data = target.with_name(target.name + ".data")
-        if external:
-            _attach_external(model, weights, workshop / data.name)
-        else:
-            attach(model, weights)
-        (workshop / target.name).write_bytes(model.SerializeToString(deterministic=True))
-        if external:
-            os.replace(workshop / data.name, data)
-        os.replace(workshop / target.name, target)
-    except OSError as error:
-        raise ExportError(f"cannot write '{target}': {error}") from error
-    finally:
-        shutil.rmtree(workshop, ignore_errors=True)
 
 
 def _attach_external(model: onnx.ModelProto, weights: Mapping[str, torch.Tensor], data: Path) -> None:

@@ -19,14 +19,13 @@ import torch
 from onward.errors import ExportError, ModelError, ParityError, UnsupportedOps
 from onward.export import parity
 from onward.export.torch import assemble, axes
-from onward.export.torch.check_outputs import Original, array_of, make_session, widened
+from onward.export.torch.check_outputs import Original, array_of, make_session, rounded_numbers, widened
+from onward.export.torch.flatten import real_parts
 from onward.export.torch.float64 import in_float64
-from onward.export.torch.no_randomness import neutral_dropout
+from onward.export.torch.no_randomness import neutral_dropout, neutralised
 
 if TYPE_CHECKING:
     from onward.export.torch.probe import Plan
-
-__all__ = ["check_gradient"]
 
 # Relative to the norm of a parameter's gradient, and to the largest norm of all.
 _RELATIVE, _FLOOR = 1e-4, 1e-5
@@ -40,7 +39,9 @@ def check_gradient(
     trained = {
         plan.names[raw]: parameter
         for raw, parameter in plan.adapter.model.named_parameters()
-        if parameter.requires_grad and plan.names[raw] in weights and parameter.dtype == torch.float32
+        if parameter.requires_grad
+        and plan.names[raw] in weights
+        and parameter.dtype in (torch.float32, torch.complex64)
     }
     lost = {
         plan.names[raw]: parameter
@@ -57,8 +58,11 @@ def check_gradient(
         reference = check.torch_gradients()
     except Exception as error:  # the module cannot be trained in torch either, or not in this form
         return f"torch itself gives no gradient ({str(error).splitlines()[0]})"
-    if not all(np.isfinite(array).all() for array in reference.values()):
-        return "torch's gradient is not finite at the example arguments"
+    if not _finite(reference):
+        check.tensors = [leaf.value for leaf in plan.leaves]
+        reference = check.torch_gradients()
+    if not _finite(reference):
+        return "torch's own gradient is not finite at the example arguments"
     try:
         got = check.exported_gradients(proto)
     except (UnsupportedOps, ModelError) as error:
@@ -76,6 +80,10 @@ def check_gradient(
     return None
 
 
+def _finite(gradients: _Gradients) -> bool:
+    return all(np.isfinite(array).all() for array in gradients.values())
+
+
 class _Check:
     def __init__(
         self, plan: Plan, weights: Mapping[str, torch.Tensor], trained: Mapping[str, torch.nn.Parameter]
@@ -86,7 +94,7 @@ class _Check:
         self.cotangents = {
             name: generator.standard_normal(tuple(value.shape)).astype(np.float32)
             for name, value in zip(plan.output_names, plan.outputs)
-            if value.dtype == torch.float32
+            if value.dtype == torch.float32 and name not in plan.state.values()
         }
 
     def torch_gradients(self, tensors: Sequence[torch.Tensor] | None = None) -> _Gradients:
@@ -100,21 +108,23 @@ class _Check:
                 for name, cotangent in self.cotangents.items()
             )
             if not isinstance(total, torch.Tensor) or not total.requires_grad:
-                found: Sequence[torch.Tensor | None] = [None] * len(self.trained)
+                gradients: Sequence[torch.Tensor | None] = [None] * len(self.trained)
             else:
-                found = torch.autograd.grad(total, list(self.trained.values()), allow_unused=True)
+                gradients = torch.autograd.grad(total, list(self.trained.values()), allow_unused=True)
         return {
-            name: np.zeros(tuple(parameter.shape)) if gradient is None else array_of(name, gradient)
-            for (name, parameter), gradient in zip(self.trained.items(), found)
+            name: np.zeros(tuple(real_parts(parameter).shape))
+            if gradient is None
+            else array_of(name, real_parts(gradient))
+            for (name, parameter), gradient in zip(self.trained.items(), gradients)
         }
 
     def refuse_lost(self, lost: Mapping[str, torch.nn.Parameter], subject: str) -> None:
         """Raise where a parameter that torch trains is not in the export: it became a constant there."""
         try:
-            found = _Check(self.plan, self.weights, lost).torch_gradients() if lost else {}
+            gradients = _Check(self.plan, self.weights, lost).torch_gradients() if lost else {}
         except Exception:  # said once, by the comparison
             return
-        frozen = [name for name, gradient in found.items() if np.any(gradient)]
+        frozen = [name for name, gradient in gradients.items() if np.any(gradient)]
         if frozen:
             raise ParityError(
                 f"{subject}: torch trains {', '.join(frozen[:4])}{' and more' if len(frozen) > 4 else ''}, "
@@ -124,7 +134,7 @@ class _Check:
     def exported_gradients(self, proto: onnx.ModelProto) -> _Gradients:
         from onward.autodiff.gradient import vector_jacobian  # late: exporting alone needs no differentiator
 
-        model = assemble.neutralised(proto)
+        model = neutralised(proto)
         # at fixed sizes the graph is a fraction as long
         assemble.set_axes(
             model,
@@ -134,12 +144,15 @@ class _Check:
         held = {name: tensor for name, tensor in self.weights.items() if name not in self.trained}
         assemble.attach(model, held)
         for name, parameter in self.trained.items():
+            parameter = real_parts(parameter)
             kind = assemble.element_type(name, parameter)
             model.graph.input.append(onnx.helper.make_tensor_value_info(name, kind, list(parameter.shape)))
-        made, targets, sources = vector_jacobian(model, of=list(self.cotangents), wrt=list(self.trained))
-        session = make_session(made)
+        backward_model, targets, sources = vector_jacobian(
+            model, of=list(self.cotangents), wrt=list(self.trained)
+        )
+        session = make_session(backward_model)
         feeds = {leaf.name: array_of(leaf.name, t) for leaf, t in zip(self.plan.leaves, self.tensors)}
-        feeds |= {name: array_of(name, parameter) for name, parameter in self.trained.items()}
+        feeds |= {name: array_of(name, real_parts(parameter)) for name, parameter in self.trained.items()}
         feeds |= {f"{name}_cotangent": self.cotangents[name] for name in targets}
         taken = {value.name for value in session.get_inputs()}
         names = [output.name for output in session.get_outputs()]
@@ -185,23 +198,9 @@ class _Check:
     def _rounded_samples(self) -> Iterator[_Gradients]:
         """The gradients for numbers that differ as float32 rounds them: how much that alone may do."""
         for seed in range(2):
-            generator = torch.Generator().manual_seed(seed)
-            held = [parameter.data for parameter in self.trained.values()]
-            try:
-                for parameter in self.trained.values():
-                    parameter.data = _rounded(parameter.data, generator)
-                sample = self.torch_gradients([_rounded(t, generator) for t in widened(self.tensors)])
-            finally:
-                for parameter, data in zip(self.trained.values(), held):
-                    parameter.data = data
+            with rounded_numbers(list(self.trained.values()), self.tensors, seed) as inputs:
+                sample = self.torch_gradients(inputs)
             yield sample
-
-
-def _rounded(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    if tensor.dtype != torch.float64:
-        return tensor
-    step = torch.finfo(torch.float32).eps / 2
-    return tensor * (1 + step * torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype))
 
 
 def _norm(array: np.ndarray) -> float:

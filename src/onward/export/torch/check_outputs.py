@@ -7,9 +7,11 @@ tolerance. `parity` decides.
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -24,12 +26,13 @@ from onward.errors import ExportError
 from onward.export import parity
 from onward.export.torch import assemble, axes
 from onward.export.torch.float64 import in_float64
+from onward.export.torch.no_randomness import neutralised
+from onward.export.torch.replace import replaced
+from onward.graph.protobuf import attributes_of, opset_of
 
 if TYPE_CHECKING:
     from onward.export.torch.axes import AxisGroup
     from onward.export.torch.probe import Plan
-
-__all__ = ["Original", "compare_with_torch", "groups_that_follow", "make_session"]
 
 # Operators that hold bodies or sequences: graphs with them have been seen to crash onnxruntime.
 _RISKY = frozenset(
@@ -61,6 +64,13 @@ def compare_with_torch(
         report = parity.compare(expected, got, rtol=rtol, atol=atol, case=case)
         if not report.passed and (exact := original.run_exactly(tensors)) is not None:
             report = parity.compare(exact, got, rtol=rtol, atol=atol, case=case, plain=expected)
+            if not report.passed:
+                samples = [expected, *original.run_rounded(tensors)]
+                noisiest = {
+                    name: max((s[name] for s in samples), key=_distance(array))
+                    for name, array in exact.items()
+                }
+                report = parity.compare(exact, got, rtol=rtol, atol=atol, case=case, plain=noisiest)
         reports.append(report)
     return parity.merge(*reports)
 
@@ -74,6 +84,44 @@ def groups_that_follow(
         for group in plan.groups
         if compare_with_torch(plan, proto, weights, rtol=rtol, atol=atol, groups=[group]).passed
     ]
+
+
+def record_ranks(plan: Plan, proto: onnx.ModelProto, weights: Mapping[str, torch.Tensor]) -> None:
+    """Declare the ranks of what branches, loops and squeezes without axes give, as runs at all the sizes show them.
+
+    Inference cannot know them, and a gradient needs them.
+    """
+    names = [name for node in proto.graph.node if _hides_rank(node) for name in node.output if name]
+    if not names:
+        return
+    arrays: list[dict[str, np.ndarray]] = []
+    try:
+        exported = _Exported(plan, proto, weights, more=names)
+        for _, tensors, _ in _cases(Original(plan, weights), plan.groups):
+            arrays.append(exported.run(tensors))
+    except Exception:  # what is wrong with the model, the comparison says; sizes that fail show nothing
+        pass
+    declared = {value.name: value for value in proto.graph.value_info}
+    for name in names:
+        shown = [one[name] for one in arrays if isinstance(one[name], np.ndarray)]
+        ranks = {array.ndim for array in shown}
+        if len(ranks) != 1:
+            continue
+        rank = ranks.pop()
+        if name in declared:
+            shape = declared[name].type.tensor_type.shape
+            if declared[name].type.tensor_type.HasField("shape") and len(shape.dim) == rank:
+                continue
+            proto.graph.value_info.remove(declared[name])
+        kind = onnx.helper.np_dtype_to_tensor_dtype(shown[0].dtype)
+        proto.graph.value_info.append(onnx.helper.make_tensor_value_info(name, kind, [None] * rank))
+
+
+def _hides_rank(node: onnx.NodeProto) -> bool:
+    """Whether the rank of what a node gives depends on sizes or data."""
+    if node.op_type == "Squeeze":
+        return len(node.input) < 2 and "axes" not in attributes_of(node)
+    return node.op_type in ("If", "Loop")
 
 
 @dataclass
@@ -94,19 +142,32 @@ class Original:
         """The same in float64; None where the module cannot be run so."""
         try:
             with in_float64(self.plan.adapter.model):
-                named = self.run(widened(tensors))
+                return self.run(widened(tensors))
         except Exception:  # a kernel without float64, a type that the module insists on
             return None
-        finite = all(np.isfinite(array).all() for array in named.values() if array.dtype.kind == "f")
-        return named if finite else None
+
+    def run_rounded(self, tensors: Sequence[torch.Tensor]) -> Iterator[dict[str, np.ndarray]]:
+        """The same for inputs and weights that differ as float32 rounds them: how much that alone may do.
+
+        Torch's own float32 is one draw of that, and may be a lucky one: a deep network with batch norm can be ten
+        times as far from float64 with another number of threads.
+        """
+        parameters = list(self.plan.adapter.model.parameters())
+        for seed in range(3):
+            with in_float64(self.plan.adapter.model), rounded_numbers(parameters, tensors, seed) as inputs:
+                sample = self.run(inputs)
+            yield sample
 
     def reset(self) -> None:
-        """Give the module its original buffers: a run in training mode moves them."""
+        """Give the module its original buffers, and what parameters that forward writes to were."""
+        changed = set(self.plan.written)
+        model = self.plan.adapter.model
+        parameters = [(raw, p) for raw, p in model.named_parameters() if raw in changed]
         with torch.no_grad():
-            for raw, buffer in self.plan.adapter.model.named_buffers(remove_duplicate=False):
+            for raw, tensor in [*parameters, *model.named_buffers(remove_duplicate=False)]:
                 value = self.weights.get(self.plan.names[raw])
-                if value is not None and value.shape == buffer.shape:
-                    buffer.copy_(value)
+                if value is not None and value.shape == tensor.shape:
+                    tensor.copy_(value)
 
     def _run(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         self._rows.clear()
@@ -122,8 +183,8 @@ class Original:
 
     def _norms(self) -> list[tuple[str, Any]]:
         kind = torch.nn.modules.batchnorm._BatchNorm
-        found = [(p, m) for p, m in self.plan.adapter.model.named_modules() if isinstance(m, kind)]
-        return [(path, norm) for path, norm in found if norm.running_mean is not None]
+        norms = [(p, m) for p, m in self.plan.adapter.model.named_modules() if isinstance(m, kind)]
+        return [(path, norm) for path, norm in norms if norm.running_mean is not None]
 
     def _count(self, path: str) -> Any:
         def note(module: Any, inputs: Any) -> None:
@@ -133,7 +194,7 @@ class Original:
 
     def _statistics(self) -> dict[str, np.ndarray]:
         """As ONNX counts them: with the variance of the batch itself, where torch takes n/(n−1) of it."""
-        found: dict[str, np.ndarray] = {}
+        statistics: dict[str, np.ndarray] = {}
         for path, norm in self._norms():
             counts = self._rows.get(path, [])
             if len(counts) != 1 or counts[0] < 2 or not norm.momentum:
@@ -144,23 +205,30 @@ class Original:
             ]
             if any(name not in self.weights for name in names):
                 continue
-            found[f"{names[0]}{contract.NEXT}"] = array_of(names[0], norm.running_mean)
+            statistics[f"{names[0]}{contract.NEXT}"] = array_of(names[0], norm.running_mean)
             before = self.weights[names[1]].to(norm.running_var.dtype) * (1 - norm.momentum)
             batch = (norm.running_var - before) * (1 - 1 / counts[0])
-            found[f"{names[1]}{contract.NEXT}"] = array_of(names[1], before + batch)
-        return found
+            statistics[f"{names[1]}{contract.NEXT}"] = array_of(names[1], before + batch)
+        return statistics
 
 
 class _Exported:
     """The exported model in a session that takes weights as inputs: torch's memory, not a copy."""
 
-    def __init__(self, plan: Plan, proto: onnx.ModelProto, weights: Mapping[str, torch.Tensor]) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        proto: onnx.ModelProto,
+        weights: Mapping[str, torch.Tensor],
+        *,
+        more: Sequence[str] = (),
+    ) -> None:
         self.plan = plan
-        neutral = assemble.neutralised(proto)
+        neutral = neutralised(proto)
         for name, tensor in weights.items():
             kind = assemble.element_type(name, tensor)
             neutral.graph.input.append(onnx.helper.make_tensor_value_info(name, kind, list(tensor.shape)))
-        self.outputs = {name: name for name in plan.output_names} | _statistics(neutral, weights)
+        self.outputs = _statistics(neutral, weights) | {name: name for name in [*plan.output_names, *more]}
         present = {value.name for value in neutral.graph.output}
         for name in self.outputs.values():
             if name not in present:
@@ -175,8 +243,8 @@ class _Exported:
 
     def run(self, tensors: Sequence[torch.Tensor]) -> dict[str, np.ndarray]:
         # An input that the module accepts and ignores is not in the graph.
-        given = {leaf.name: tensor for leaf, tensor in zip(self.plan.leaves, tensors)}
-        feeds = {name: array_of(name, tensor) for name, tensor in given.items() if name in self.taken}
+        tensor_of = {leaf.name: tensor for leaf, tensor in zip(self.plan.leaves, tensors)}
+        feeds = {name: array_of(name, tensor) for name, tensor in tensor_of.items() if name in self.taken}
         statistics = {n: a.copy() for n, a in self.weights.items() if n + contract.NEXT in self.outputs}
         got = self.session.run(list(self.outputs.values()), feeds | self.weights | statistics)
         return dict(zip(self.outputs, got))
@@ -184,7 +252,7 @@ class _Exported:
 
 def _runnable(model: onnx.ModelProto) -> onnx.ModelProto:
     """The model itself; below opset 14 batch norm can be written as it trains, but no runtime runs it so."""
-    if max(entry.version for entry in model.opset_import if entry.domain == "") >= 14:
+    if opset_of(model) >= 14:
         return model
     import onnx_ir as ir
 
@@ -195,13 +263,13 @@ def _runnable(model: onnx.ModelProto) -> onnx.ModelProto:
 
 def _statistics(model: onnx.ModelProto, weights: Mapping[str, torch.Tensor]) -> dict[str, str]:
     """The values that hold the next running statistics, by `<statistic>.next`; those with one writer."""
-    found: dict[str, list[str]] = {}
+    writers_of: dict[str, list[str]] = {}
     for node in model.graph.node:
         if node.op_type == "BatchNormalization" and len(node.output) >= 3:
             for name, following in zip(node.input[3:5], node.output[1:3]):
                 if name in weights and following:
-                    found.setdefault(f"{name}{contract.NEXT}", []).append(following)
-    return {name: writers[0] for name, writers in found.items() if len(writers) == 1}
+                    writers_of.setdefault(f"{name}{contract.NEXT}", []).append(following)
+    return {name: writers[0] for name, writers in writers_of.items() if len(writers) == 1}
 
 
 def _cases(
@@ -222,7 +290,7 @@ def _cases(
 def _case(
     original: Original, sizes: Mapping[AxisGroup, int], *, seed: int
 ) -> tuple[str, list[torch.Tensor], dict[str, np.ndarray]]:
-    dims = {dim: size for group, size in sizes.items() for dim in group.dims}
+    dims = {dim: length for group, size in sizes.items() for dim, length in group.sizes(size).items()}
     tensors = axes.fresh_inputs(original.plan.leaves, dims, seed=seed)
     label = ", ".join(f"{group.name} {size}" for group, size in sizes.items())
     return label, tensors, original.run(tensors)
@@ -230,20 +298,21 @@ def _case(
 
 def make_session(model: onnx.ModelProto, *, risky: bool = False) -> Any:
     """Load a model as it is written: the runtime's rewrites change results by more than the export does."""
-    import onnxruntime
+    from onward.ort_session import create_session, quiet_options
 
     if risky:
         _try_in_a_child(model)
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = torch.get_num_threads()
-    options.log_severity_level = 4
+    options = quiet_options(threads=torch.get_num_threads(), optimize=False)
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # torch computes in between
-    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     try:
-        return onnxruntime.InferenceSession(
-            model.SerializeToString(), options, providers=["CPUExecutionProvider"]
-        )
+        return create_session(model, options)
     except Exception as error:
+        missing = re.search(r"implementation for (\w+)\(\d+\) node with name '([^']*)'", str(error))
+        if missing:
+            raise ExportError(
+                f"onnxruntime has no kernel on the CPU for {missing[1]} '{missing[2]}' in the type that the module "
+                "computes in: export it in float32 (model.float()), or with check=False for a device that has one"
+            ) from error
         raise ExportError(f"onnxruntime cannot load the exported model: {error}") from error
 
 
@@ -251,25 +320,16 @@ def _is_risky(model: onnx.ModelProto) -> bool:
     return any(node.op_type in _RISKY for graph in assemble.graphs(model.graph) for node in graph.node)
 
 
-_LOAD = """
-import sys, onnxruntime
-options = onnxruntime.SessionOptions()
-options.log_severity_level = 4
-try:
-    onnxruntime.InferenceSession(sys.argv[1], options, providers=["CPUExecutionProvider"])
-except Exception:
-    pass
-"""
-
-
 def _try_in_a_child(model: onnx.ModelProto) -> None:
     """Load a model in a process of its own first: one that crashes the runtime must not take the user's with it."""
+    from onward.ort_session import LOAD_IN_CHILD
+
     with TemporaryDirectory(prefix="onward-") as folder:
         path = Path(folder) / "model.onnx"
         path.write_bytes(model.SerializeToString())
         try:
             done = subprocess.run(
-                [sys.executable, "-P", "-c", _LOAD, str(path)], capture_output=True, timeout=300
+                [sys.executable, "-P", "-c", LOAD_IN_CHILD, str(path)], capture_output=True, timeout=300
             )
         except (OSError, subprocess.TimeoutExpired):  # no processes here, or a slow machine: go on without
             return
@@ -278,6 +338,34 @@ def _try_in_a_child(model: onnx.ModelProto) -> None:
             f"onnxruntime crashes on the exported model (exit code {done.returncode}): "
             "the exporter wrote a graph that it cannot take"
         )
+
+
+def _distance(exact: np.ndarray) -> Callable[[np.ndarray], float]:
+    """The largest difference from an array, of those that are finite."""
+
+    def distance(array: np.ndarray) -> float:
+        gap = np.abs(np.asarray(array, np.float64) - exact)
+        return float(gap[np.isfinite(gap)].max(initial=0.0))
+
+    return distance
+
+
+@contextmanager
+def rounded_numbers(
+    parameters: Sequence[torch.nn.Parameter], tensors: Sequence[torch.Tensor], seed: int
+) -> Iterator[list[torch.Tensor]]:
+    """Within it, parameters in float64 differ as float32 rounds them; the inputs given are like that too."""
+    generator = torch.Generator().manual_seed(seed)
+    with replaced(*((parameter, "data", _rounded(parameter.data, generator)) for parameter in parameters)):
+        yield [_rounded(tensor, generator) for tensor in widened(tensors)]
+
+
+def _rounded(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """A float64 tensor with each number off by what float32 rounds; others as they are."""
+    if tensor.dtype != torch.float64:
+        return tensor
+    step = torch.finfo(torch.float32).eps / 2
+    return tensor * (1 + step * torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype))
 
 
 def widened(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -20,8 +20,6 @@ from onward.export.torch.patches import traceable
 if TYPE_CHECKING:
     from onward.export.torch.flatten import Adapter, NamedAxes
 
-__all__ = ["OPSETS", "trace"]
-
 # Its operator library is written for 18; later ones follow.
 OPSETS = range(18, 24)
 
@@ -37,6 +35,7 @@ def trace(
     """Export the adapter in the mode its parts are in, without weights."""
     import onnx_ir as ir
     from onnx import inliner
+    from onnx_ir.passes.common import ClearMetadataAndDocStringPass
 
     # AUTO rather than named dimensions: relations between sizes (a multiple of four, say) are the module's
     # business, and an axis that turns out to be fixed is found by running the result.
@@ -51,7 +50,7 @@ def trace(
                 (),
                 dynamo=True,
                 opset_version=opset,
-                optimize=False,
+                optimize=False,  # it merges weights away, and their names with them
                 verbose=False,
                 input_names=list(inputs),
                 output_names=list(outputs),
@@ -64,15 +63,29 @@ def trace(
             f"{type(adapter.model).__name__} cannot be exported at opset {opset}: {_reason(error)}"
         ) from error
     assert exported is not None
-    known = {name for name, _ in adapter.named_parameters(remove_duplicate=False)}
-    known |= {name for name, _ in adapter.named_buffers(remove_duplicate=False)}
-    for name in known.intersection(exported.model.graph.initializers):
+    module_tensors = {name for name, _ in adapter.named_parameters(remove_duplicate=False)}
+    module_tensors |= {name for name, _ in adapter.named_buffers(remove_duplicate=False)}
+    for name in module_tensors.intersection(exported.model.graph.initializers):
         del exported.model.graph.initializers[name]
+    # Stack traces: where files lie on one machine is no part of a model, and takes most of a small one.
+    ClearMetadataAndDocStringPass()(exported.model)
     proto = ir.to_proto(exported.model)
     if proto.functions:
         proto = inliner.inline_local_functions(proto)
     _remove_unused(proto.graph)
     return proto
+
+
+def has_form(operator: str) -> bool:
+    """Whether torch.export can write a primitive operator; True where torch does not tell."""
+    try:
+        from torch.onnx._internal.exporter._registration import ONNXRegistry
+
+        table = ONNXRegistry.from_torchlib()
+        packet = getattr(torch.ops.aten, operator)
+        return any(table.is_registered(getattr(packet, overload)) for overload in packet.overloads())
+    except Exception:  # its tables are torch's own business, and may move
+        return True
 
 
 def _translations() -> dict[Any, Any]:
@@ -113,6 +126,7 @@ def _translations() -> dict[Any, Any]:
         return batch_norm(input, weight, bias, None, None, training, momentum, eps)[:3]
 
     aten = torch.ops.aten
+    # torch writes these in inference form, with outputs that are off by a third and more
     return {
         aten._native_batch_norm_legit_functional.default: batch_norm,
         aten._native_batch_norm_legit.no_stats: without_statistics,
@@ -130,14 +144,14 @@ def _reason(error: BaseException) -> str:
 def _remove_unused(graph: onnx.GraphProto) -> None:
     """Drop nodes that lead to no output; whole nodes only, so batch norm keeps its statistics outputs."""
     needed = {output.name for output in graph.output}
-    kept: list[onnx.NodeProto] = []
+    live_nodes: list[onnx.NodeProto] = []
     for node in reversed(graph.node):
         if needed.intersection(node.output):
-            kept.append(node)
+            live_nodes.append(node)
             needed.update(node.input)
             needed.update(_outer_names(node))
     del graph.node[:]
-    graph.node.extend(reversed(kept))
+    graph.node.extend(reversed(live_nodes))
     initializers = [tensor for tensor in graph.initializer if tensor.name in needed]
     del graph.initializer[:]
     graph.initializer.extend(initializers)

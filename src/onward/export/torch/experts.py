@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-__all__ = ["traceable_experts"]
+from onward.export.torch.replace import replaced
 
 _NAME = "onward"
 
@@ -23,21 +23,15 @@ _NAME = "onward"
 def traceable_experts(model: Any) -> Iterator[None]:
     """Let the experts of a Hugging Face model be computed one by one, for as long as the context lasts."""
     configs = [getattr(module, "config", None) for module in model.modules()]
-    found: dict[int, Any] = {
+    moe_configs: dict[int, Any] = {
         id(c): c for c in configs if getattr(c, "_experts_implementation", None) is not None
     }
-    before = {key: config._experts_implementation for key, config in found.items()}
-    if found:
+    if moe_configs:
         from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
         ALL_EXPERTS_FUNCTIONS.register(_NAME, _experts)
-    for config in found.values():
-        config._experts_implementation = _NAME
-    try:
+    with replaced(*((config, "_experts_implementation", _NAME) for config in moe_configs.values())):
         yield
-    finally:
-        for key, config in found.items():
-            config._experts_implementation = before[key]
 
 
 def _experts(self: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:

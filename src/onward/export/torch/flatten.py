@@ -11,13 +11,12 @@ import dataclasses
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
 
 from onward.errors import ExportError
-
-__all__ = ["Adapter", "Leaf", "NamedAxes", "bind_arguments"]
 
 # Tensors by name, in order, each with names for its dynamic axes.
 NamedAxes = Mapping[str, Mapping[int, str]]
@@ -27,10 +26,15 @@ _Path = tuple[str | int, ...]
 
 @dataclass(frozen=True)
 class Leaf:
-    """One tensor among the arguments or results, and the name it gets in the ONNX model."""
+    """One tensor among the arguments or results, and the name it gets in the ONNX model.
+
+    `by_column` says that whole numbers are places in a table of each column (categories of a record): they may not
+    change columns.
+    """
 
     name: str
     value: torch.Tensor
+    by_column: bool = False
 
 
 @dataclass(frozen=True)
@@ -85,30 +89,43 @@ class Adapter(torch.nn.Module):
         super().__init__()
         self.model = model
         self.training = model.training  # the adapter's own flag; train() would reach into the module
-        found: list[tuple[_Path, torch.Tensor]] = []
+        leaves: list[tuple[_Path, torch.Tensor]] = []
         positional = _positional_names(model, len(args))
-        self._args = tuple(_strip(value, (name,), found) for name, value in zip(positional, args))
-        self._kwargs = {name: _strip(value, (name,), found) for name, value in kwargs.items()}
-        if not found:
+        self._args = tuple(_strip(value, (name,), leaves) for name, value in zip(positional, args))
+        self._kwargs = {name: _strip(value, (name,), leaves) for name, value in kwargs.items()}
+        if not leaves:
             raise TypeError("the example arguments hold no torch.Tensor: there is nothing to feed the model")
-        names = _leaf_names([path for path, _ in found], default="input")
-        self.inputs = tuple(Leaf(name, value) for name, (_, value) in zip(names, found))
+        names = _leaf_names([path for path, _ in leaves], default="input")
+        self._complex = [value.is_complex() for _, value in leaves]
+        self.inputs = tuple(Leaf(name, real_parts(value)) for name, (_, value) in zip(names, leaves))
         self.output_names: tuple[str, ...] = ()
+        # buffers and frozen parameters that forward changes: their values after it are outputs too
+        self.state: tuple[str, ...] = ()
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        tensors = tuple(
+            torch.view_as_complex(value) if is_complex else value
+            for value, is_complex in zip(tensors, self._complex)
+        )
         args = [_fill(part, tensors) for part in self._args]
         kwargs = {name: _fill(part, tensors) for name, part in self._kwargs.items()}
         result = self.model(*args, **kwargs)
-        found: list[tuple[_Path, torch.Tensor]] = []
-        _require_tensors(_strip(result, (), found), type(self.model).__name__)
-        self.output_names = tuple(_leaf_names([path for path, _ in found], default="output"))
+        leaves: list[tuple[_Path, torch.Tensor]] = []
+        _require_tensors(_strip(result, (), leaves), type(self.model).__name__)
+        self.output_names = tuple(_leaf_names([path for path, _ in leaves], default="output"))
         seen = {id(tensor) for tensor in tensors} | {id(parameter) for parameter in self.model.parameters()}
         outputs: list[torch.Tensor] = []
-        for _, tensor in found:
+        for _, tensor in leaves:
             # A result that is itself an input, a parameter or an earlier result needs a value of its own.
-            outputs.append(tensor.clone() if id(tensor) in seen else tensor)
+            outputs.append(real_parts(tensor.clone() if id(tensor) in seen else tensor))
             seen.add(id(tensor))
+        outputs += [real_parts(attrgetter(name)(self.model).detach().clone()) for name in self.state]
         return tuple(outputs)
+
+
+def real_parts(tensor: torch.Tensor) -> torch.Tensor:
+    """Complex numbers as pairs of reals on a last axis, which is how the file holds them."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 def _positional_names(model: torch.nn.Module, count: int) -> list[str]:
@@ -121,22 +138,22 @@ def _positional_names(model: torch.nn.Module, count: int) -> list[str]:
     return names[:count]
 
 
-def _strip(value: Any, path: _Path, found: list[tuple[_Path, torch.Tensor]]) -> Any:
-    """A copy of the structure with numbered slots for tensors, which are appended to `found`."""
+def _strip(value: Any, path: _Path, leaves: list[tuple[_Path, torch.Tensor]]) -> Any:
+    """A copy of the structure with numbered slots for tensors, which are appended to `leaves`."""
     if isinstance(value, torch.Tensor):
-        found.append((path, value))
-        return _Slot(len(found) - 1)
+        leaves.append((path, value))
+        return _Slot(len(leaves) - 1)
     if isinstance(value, Mapping):
         return _with_items(
-            value, {key: _strip(item, (*path, str(key)), found) for key, item in value.items()}
+            value, {key: _strip(item, (*path, str(key)), leaves) for key, item in value.items()}
         )
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = [field.name for field in dataclasses.fields(value)]
-        return _with_fields(value, {n: _strip(getattr(value, n), (*path, n), found) for n in names})
+        return _with_fields(value, {n: _strip(getattr(value, n), (*path, n), leaves) for n in names})
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_strip(getattr(value, n), (*path, n), found) for n in value._fields))  # type: ignore[attr-defined]
+        return type(value)(*(_strip(getattr(value, n), (*path, n), leaves) for n in value._fields))  # type: ignore[attr-defined]
     if isinstance(value, (list, tuple)):
-        return type(value)([_strip(item, (*path, i), found) for i, item in enumerate(value)])
+        return type(value)([_strip(item, (*path, i), leaves) for i, item in enumerate(value)])
     return value
 
 

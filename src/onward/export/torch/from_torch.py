@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import onnx
 import torch
+from torch.utils import _pytree as pytree
 
 from onward import contract
 from onward.contract import EXPORT_OPSET
@@ -26,16 +27,17 @@ from onward.errors import ExportError, ModelError, ParityError
 from onward.export import parity
 from onward.export.torch import assemble, modules
 from onward.export.torch.check_gradient import check_gradient
-from onward.export.torch.check_outputs import compare_with_torch, groups_that_follow
-from onward.export.torch.flatten import Adapter, bind_arguments
+from onward.export.torch.check_outputs import compare_with_torch, groups_that_follow, record_ranks
+from onward.export.torch.flatten import Adapter, bind_arguments, real_parts
+from onward.export.torch.float64 import halves_in_float32, is_half
+from onward.export.torch.patches import plain_control_flow
 from onward.export.torch.probe import Plan, make_plan
+from onward.export.torch.torchscript import MissingOperator
 
 if TYPE_CHECKING:
     from onward.export.torch.axes import DynamicAxes
 
-__all__ = ["artifacts_from_torch", "from_torch"]
-
-Exporter = Literal["auto", "torchscript", "dynamo"]
+Exporter = Literal["auto", "torchscript", "primitives", "dynamo"]
 Check = Literal["outputs", "gradient"]
 
 
@@ -76,6 +78,7 @@ def from_torch(
     >>> [tensor.name for tensor in proto.graph.initializer]
     ['weight', 'bias']
     """
+    path = _target_of(path, exporter_options)
     training = _accept_torchs_keywords(training, exporter_options)
     opset = opset if opset_version is None else opset_version
     _check_exporter(exporter, opset)
@@ -85,99 +88,152 @@ def from_torch(
     target = None if path is None else assemble.checkable_target(path)
     bare = modules.unwrap(model)
     modules.refuse_unusable(bare, training=training)
-    positional, keywords = bind_arguments(bare, args, kwargs)
-    external_data_needed = _weights_outside(bare, target, external_data)
-    said: list[str] = []
-    with _quiet() as heard, modules.borrowed(bare), modules.prepared(bare, training=training):
-        # Only the initial values count: running the module moves batch norm's statistics.
-        original = {
-            name: buffer.detach().clone() for name, buffer in bare.named_buffers(remove_duplicate=False)
-        }
-        values = dict(bare.named_parameters(remove_duplicate=False)) | original
-        plan = make_plan(bare, positional, keywords, input_names, output_names, dynamic_axes)
-        changed = modules.changed_buffers(bare, original) if training else []
-        said += [
-            f"{type(bare).__name__} decides by the data {place}: the export always takes the branch that the "
-            "example arguments took"
-            for place in plan.decisions
-        ]
-
-        def attempt(chosen: Exporter, traced: int = opset) -> _Exported:
-            return _export(
-                plan,
-                values,
-                exporter=chosen,
-                opset=opset,
-                traced=traced,
-                training=training,
-                fold=not training and chosen == "torchscript" and not external_data_needed,
-                auto_axes=dynamic_axes == "auto",
-                level=level,
-                tolerances=(rtol, atol),
-                heard=heard,
-            )
-
-        if exporter != "auto":
-            made = attempt(exporter)
-        else:
-            made, note = _first_that_works(attempt, opset)
-            said += note
-        properties = _properties(
-            bare, made.plan.names, list(made.weights), training=training, exporter=made.exporter
+    arguments = bind_arguments(bare, args, kwargs)
+    external = _needs_external_data(bare, target, external_data)
+    arguments, notes = _widen_halves(bare, arguments)
+    with (
+        _collect_warnings() as heard,
+        modules.borrowed(bare) as observer,
+        halves_in_float32(bare),
+        plain_control_flow(),
+        modules.prepared(bare, training=training),
+    ):
+        settings = _Settings(
+            opset, training, level, rtol, atol, dynamic_axes == "auto", not training and not external, heard
         )
-    moving = [made.plan.names[raw] for raw in changed if made.plan.names[raw] in made.weights]
-    if moving:
-        said.append(
-            f"{type(bare).__name__} changes its buffers {', '.join(moving)} in forward: the exported model reads "
-            "them, but every step starts from the values of now. Only running statistics of batch norm move along"
+        plan, values = _read_module(
+            bare, arguments, input_names, output_names, dynamic_axes, observer, training=training
         )
-    fixed = [group.name for group in plan.groups if group not in made.plan.groups]
-    if fixed:
-        said.append(
-            f"the export fixes {', '.join(fixed)} at the example's size: the module takes others, "
-            "but what it does with them cannot be exported for any size"
-        )
-    if made.not_compared is not None:
-        said.append(f"the gradient was not compared with torch's: {made.not_compared}")
-    for line in said:
-        warnings.warn(line, stacklevel=2)
-    assemble.record(made.proto, properties)
+        if notes:  # the parameters themselves have 16 bits again when the file is written
+            values = {name: tensor.detach() for name, tensor in values.items()}
+        exported, more_notes = _export_with(exporter, plan, values, settings)
+        properties = _properties(bare, exported, training=training)
+    for note in (*notes, *_describe_limits(plan, exported, more_notes)):
+        warnings.warn(note, stacklevel=2)
+    assemble.record(exported.proto, properties)
     if target is None:
-        assemble.attach(made.proto, made.weights)
-        return made.proto
-    assemble.save(made.proto, made.weights, target, external=external_data_needed)
+        assemble.attach(exported.proto, exported.weights)
+        return exported.proto
+    assemble.save(exported.proto, exported.weights, target, external=external)
     return target
 
 
-def _first_that_works(attempt: Callable[..., _Exported], opset: int) -> tuple[_Exported, list[str]]:
-    """The tracer at this opset, or at a newer one from which the graph is converted, or torch.export."""
-    newer = max(opset, EXPORT_OPSET)
+@dataclass(frozen=True)
+class _Settings:
+    """What is asked of an export, whichever exporter does it."""
+
+    opset: int
+    training: bool
+    level: str | None
+    rtol: float
+    atol: float
+    auto_axes: bool
+    may_fold: bool
+    heard: _TracerWarnings
+
+
+def _widen_halves(model: torch.nn.Module, arguments: Any) -> tuple[Any, list[str]]:
+    """The arguments in float32 where they have 16 bits, and a note where anything has."""
+    tensors = [*model.parameters(), *model.buffers(), *pytree.tree_leaves(arguments)]
+    halves = [t for t in tensors if isinstance(t, torch.Tensor) and is_half(t)]
+    if not halves:
+        return arguments, []
+    note = (
+        f"{type(model).__name__} holds numbers of 16 bits ({halves[0].dtype}): the exported model holds them, and "
+        "computes, in float32, as an optimizer needs it; precision= of generate_artifacts computes in 16 bits"
+    )
+    return pytree.tree_map_only(torch.Tensor, lambda t: t.float() if is_half(t) else t, arguments), [note]
+
+
+def _read_module(
+    model: torch.nn.Module,
+    arguments: tuple[tuple[Any, ...], Mapping[str, Any]],
+    input_names: Sequence[str] | None,
+    output_names: Sequence[str] | None,
+    dynamic_axes: DynamicAxes | Literal["auto"] | None,
+    observer: modules.WriteObserver,
+    *,
+    training: bool,
+) -> tuple[Plan, dict[str, torch.Tensor]]:
+    """The plan for a module, and its initial parameters and buffers by name."""
+    # Only the initial values count: running the module moves batch norm's statistics.
+    buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers(remove_duplicate=False)}
+    values = dict(model.named_parameters(remove_duplicate=False)) | buffers
+    plan = make_plan(
+        model,
+        *arguments,
+        input_names,
+        output_names,
+        dynamic_axes,
+        observer=observer,
+        buffers=buffers if training else None,
+    )
+    return plan, values | observer.before
+
+
+def _describe_limits(plan: Plan, exported: _Exported, notes: list[str]) -> Iterator[str]:
+    """What the exported model does not do as the module does, to warn of."""
+    for location in plan.decisions:
+        yield (
+            f"{type(plan.adapter.model).__name__} decides by the data {location}: the export always takes the branch "
+            "that the example arguments took"
+        )
+    yield from notes
+    fixed = [group.name for group in plan.groups if group not in exported.plan.groups]
+    if fixed:
+        yield (
+            f"the export fixes {', '.join(fixed)} at the example's size: the module takes others, "
+            "but what it does with them cannot be exported for any size"
+        )
+    if exported.not_compared is not None:
+        yield f"the gradient was not compared with torch's: {exported.not_compared}"
+
+
+def _export_with(
+    exporter: Exporter, plan: Plan, values: Mapping[str, torch.Tensor], settings: _Settings
+) -> tuple[_Exported, list[str]]:
+    """The export by one exporter, or by the first that can, and what there is to say of that.
+
+    The tracer at this opset, or a newer one from which the graph is converted; primitive operators; torch.export.
+    """
+    if exporter != "auto":
+        return _export(plan, values, settings, exporter=exporter, traced=settings.opset), []
+    newer = max(settings.opset, EXPORT_OPSET)
     reason: Exception | None = None
-    conversion = ""
-    for exporter, traced, through in (
-        ("torchscript", opset, ""),
+    notes: list[str] = []
+    attempts: tuple[tuple[Exporter, int, str], ...] = (
+        ("torchscript", settings.opset, ""),
         ("torchscript", newer, f"exported at opset {newer} and converted"),
+        ("primitives", newer, "exported through torch's primitive operators"),
         ("dynamo", newer, "exported through torch.export"),
-    ):
+    )
+    for name, traced, through in attempts:
         if reason is not None and (
-            traced not in _opsets(exporter) or (exporter, traced) == ("torchscript", opset)
+            traced not in _opsets(name) or (name, traced) == ("torchscript", settings.opset)
         ):
             continue
         try:
-            made = attempt(exporter, traced)
+            exported = _export(plan, values, settings, exporter=name, traced=traced)
         except (ExportError, ParityError) as error:
+            if reason is not None:
+                notes.append(f"{through.capitalize()}: {str(error).splitlines()[0]}")
             reason = reason or error
+            if isinstance(error, MissingOperator) and name == "primitives":
+                from onward.export.torch.dynamo import has_form
+
+                if not has_form(error.operator):
+                    break  # torch.export would take a minute to say so
         except ModelError as error:  # what the opset asked for lacks
-            conversion = conversion or f"\nA newer export cannot be converted either: {error}"
+            notes.append(f"A newer export cannot be converted either: {error}")
         except Exception:
             if reason is None:
                 raise
         else:
             why = "" if reason is None else str(reason).splitlines()[0]
-            return made, [f"{through}, because the tracer cannot: {why}"] if through else []
+            return exported, [f"{through}, because the tracer cannot: {why}"] if through else []
     assert reason is not None
     # what the first one said is nearer to what users write
-    raise (type(reason)(f"{reason}{conversion}") if conversion else reason) from None
+    raise type(reason)("\n".join([str(reason), *dict.fromkeys(notes)])) from None
 
 
 @dataclass(frozen=True)
@@ -192,55 +248,56 @@ class _Exported:
 
 
 def _export(
-    plan: Plan,
-    values: Mapping[str, torch.Tensor],
-    *,
-    exporter: Exporter,
-    opset: int,
-    traced: int,
-    training: bool,
-    fold: bool,
-    auto_axes: bool,
-    level: str | None,
-    tolerances: tuple[float, float],
-    heard: _Heard,
+    plan: Plan, values: Mapping[str, torch.Tensor], settings: _Settings, *, exporter: Exporter, traced: int
 ) -> _Exported:
     """Export with one of torch's exporters and check the result; axes that do not follow become fixed."""
-    trace = _tracer(exporter, fold=fold)
-    rtol, atol = tolerances
+    trace = _tracer(exporter, fold=settings.may_fold and exporter == "torchscript")
+    opset, rtol, atol = settings.opset, settings.rtol, settings.atol
 
     def export(plan: Plan) -> tuple[onnx.ModelProto, dict[str, torch.Tensor]]:
-        proto, used = _graph(trace, plan, opset=traced, training=training)
-        by_clean = {clean: values[raw] for raw, clean in plan.names.items()}
+        proto, used = _graph(trace, plan, opset=traced, training=settings.training)
+        by_clean = {clean: real_parts(values[raw]) for raw, clean in plan.names.items()}
         weights = {name: by_clean[name] for name in used}
-        return (proto if traced == opset else assemble.converted(proto, weights, opset)), weights
+        _keep_state(proto, plan, weights)
+        if traced != opset:
+            proto = assemble.converted(proto, weights, opset)
+        if settings.training:
+            record_ranks(plan, proto, weights)
+        return proto, weights
 
     try:
         proto, weights = export(plan)
     except ExportError:
         # Some operators take one size only (pooling to a grid, say): the batch may still be free.
-        if not auto_axes or not plan.groups:
+        if not settings.auto_axes or not plan.groups:
             raise
-        plan, proto, weights = _with_fewer_axes(plan, export)
+        plan, proto, weights = _export_with_fewer_axes(plan, export)
     not_compared = None
-    if level:
+    if settings.level:
         report = compare_with_torch(plan, proto, weights, rtol=rtol, atol=atol)
-        if not report.passed and auto_axes and plan.groups:
+        if not report.passed and settings.auto_axes and plan.groups:
             follow = groups_that_follow(plan, proto, weights, rtol=rtol, atol=atol)
             plan = plan.keeping(follow)
             proto, weights = export(plan)
             report = compare_with_torch(plan, proto, weights, rtol=rtol, atol=atol)
         subject = f"{type(plan.adapter.model).__name__} at opset {opset} ({exporter})"
-        notes = (*heard, *(f"it decides by the data {place}" for place in plan.decisions))
+        notes = (*settings.heard, *(f"it decides by the data {location}" for location in plan.decisions))
         parity.merge(report, notes=notes).raise_if_failed(subject)
-        if level == "gradient":
+        if settings.level == "gradient":
             not_compared = check_gradient(plan, proto, weights, subject=subject)
-    if training:
+    if settings.training:
         _require_dropout(plan, proto, opset)
     return _Exported(proto, weights, plan, exporter, not_compared)
 
 
-def _with_fewer_axes(
+def _keep_state(proto: onnx.ModelProto, plan: Plan, weights: Mapping[str, torch.Tensor]) -> None:
+    """Leave out the next values of buffers that no later step reads."""
+    unread = {following for name, following in plan.state.items() if name not in weights}
+    for output in [value for value in proto.graph.output if value.name in unread]:
+        proto.graph.output.remove(output)
+
+
+def _export_with_fewer_axes(
     plan: Plan, export: Callable[[Plan], tuple[onnx.ModelProto, dict[str, torch.Tensor]]]
 ) -> tuple[Plan, onnx.ModelProto, dict[str, torch.Tensor]]:
     """The batch alone free, or all but the batch (kernels made from the input, say), or none."""
@@ -257,6 +314,27 @@ def _with_fewer_axes(
     raise reason
 
 
+def _target_of(path: str | os.PathLike[str] | None, options: dict[str, Any]) -> str | os.PathLike[str] | None:
+    """The path, which `torch.onnx.export` calls f."""
+    if "f" not in options:
+        return path
+    if path is not None:
+        raise TypeError("from_torch() got both a path and f, which are the same: give one")
+    target = options.pop("f")
+    if not isinstance(target, str | os.PathLike | None):
+        raise TypeError(
+            f"f must be a path, not {type(target).__name__}: from_torch() without it returns the model"
+        )
+    return target
+
+
+# What to say about keywords of `torch.onnx.export` that mean nothing here.
+_ELSEWHERE = {
+    "dynamic_shapes": 'axes are named with dynamic_axes={"x": {0: "batch"}}, and found without it',
+    "dynamo": 'the exporter is chosen by exporter="dynamo", and by itself without it',
+}
+
+
 def _accept_torchs_keywords(training: bool | torch.onnx.TrainingMode, options: Mapping[str, Any]) -> bool:
     """The keywords of `torch.onnx.export`'s training call, which mean what is done here in any case."""
     if isinstance(training, torch.onnx.TrainingMode):
@@ -265,14 +343,23 @@ def _accept_torchs_keywords(training: bool | torch.onnx.TrainingMode, options: M
                 "training=TrainingMode.PRESERVE: say True (as it trains) or False (for inference)"
             )
         training = training is torch.onnx.TrainingMode.TRAINING
-    known = {"export_params": True, "keep_initializers_as_inputs": False, "verbose": False, "dynamo": False}
+    fixed_options = {
+        "export_params": True,
+        "keep_initializers_as_inputs": False,
+        "verbose": False,
+        "dynamo": False,
+    }
     for name, value in options.items():
         if name == "do_constant_folding":
             if training and value:
                 raise ValueError("do_constant_folding=True would rename or remove parameters: leave it out")
-        elif name not in known:
+        elif name in _ELSEWHERE and value not in (None, fixed_options.get(name)):
+            raise ValueError(f"{name}={value!r}: from_torch does not take it; {_ELSEWHERE[name]}")
+        elif name in _ELSEWHERE:
+            continue
+        elif name not in fixed_options:
             raise TypeError(f"from_torch() got an unexpected keyword argument '{name}'")
-        elif value is not None and bool(value) != known[name] and name != "verbose":
+        elif value is not None and bool(value) != fixed_options[name] and name != "verbose":
             raise ValueError(f"{name}={value!r} is not what from_torch does: leave it out")
     return training
 
@@ -310,7 +397,7 @@ def artifacts_from_torch(
     folder = Path(directory)
     with ExitStack() as stack:
         path = None
-        if _weights_outside(modules.unwrap(model), folder, export_options.pop("external_data", "auto")):
+        if _needs_external_data(modules.unwrap(model), folder, export_options.pop("external_data", "auto")):
             path = Path(stack.enter_context(TemporaryDirectory(prefix="onward-"))) / "forward.onnx"
             export_options["external_data"] = True
         exported = from_torch(model, args, path, training=True, **export_options)
@@ -337,6 +424,7 @@ def _graph(
         outputs={name: plan.output_axes.get(name, {}) for name in plan.output_names},
         opset=opset,
     )
+    del proto.graph.value_info[:]  # inferred at the exporter's sizes, under names of its own
     used = assemble.take_parameters(proto, list(input_axes), plan.names, prefix=Adapter.PREFIX)
     assemble.mark_stops(proto)
     if training:
@@ -349,14 +437,14 @@ def _graph(
     return proto, used
 
 
-def _properties(
-    bare: torch.nn.Module, names: Mapping[str, str], used: Sequence[str], *, training: bool, exporter: str
-) -> dict[str, object]:
-    origin: dict[str, object] = {contract.EXPORT: {"exporter": exporter, "training": training}}
+def _properties(bare: torch.nn.Module, exported: _Exported, *, training: bool) -> dict[str, object]:
+    plan, names, present = exported.plan, exported.plan.names, exported.weights.keys()
+    origin: dict[str, object] = {contract.EXPORT: {"exporter": exported.exporter, "training": training}}
     if not training:
         return origin
-    present = set(used)
-    wanted = {names[raw]: p.requires_grad for raw, p in bare.named_parameters() if names[raw] in present}
+    trains_by_name = {
+        names[raw]: p.requires_grad for raw, p in bare.named_parameters() if names[raw] in present
+    }
     statistics = [
         names[f"{path}.{name}" if path else name]
         for path, module in bare.named_modules()
@@ -365,9 +453,9 @@ def _properties(
         if getattr(module, name) is not None
     ]
     return origin | {
-        contract.REQUIRES_GRAD: [name for name, trains in wanted.items() if trains],
-        contract.FROZEN_PARAMS: [name for name, trains in wanted.items() if not trains],
-        contract.BUFFERS: [name for name in statistics if name in present],
+        contract.REQUIRES_GRAD: [name for name, trains in trains_by_name.items() if trains],
+        contract.FROZEN_PARAMS: [name for name, trains in trains_by_name.items() if not trains],
+        contract.BUFFERS: [name for name in dict.fromkeys([*statistics, *plan.state]) if name in present],
     }
 
 
@@ -382,28 +470,30 @@ def _check_level(check: bool | Check, *, training: bool) -> str | None:
 
 
 def _check_exporter(name: str, opset: int) -> None:
-    known = get_args(Exporter)
-    if name not in known:
-        raise ValueError(f"exporter must be one of {', '.join(known)}, not {name!r}")
+    exporters = get_args(Exporter)
+    if name not in exporters:
+        raise ValueError(f"exporter must be one of {', '.join(exporters)}, not {name!r}")
     allowed = _opsets("torchscript" if name == "auto" else name)
     if not isinstance(opset, int) or opset not in allowed:
         raise ValueError(f"opset must be {allowed[0]} to {allowed[-1]} for exporter={name!r}, not {opset!r}")
 
 
 def _opsets(exporter: str) -> range:
-    from onward.export.torch import dynamo, torchscript
+    from onward.export.torch import dynamo, primitives, torchscript
 
-    return (torchscript if exporter == "torchscript" else dynamo).OPSETS
+    return {"torchscript": torchscript, "primitives": primitives, "dynamo": dynamo}[exporter].OPSETS
 
 
 def _tracer(exporter: str, *, fold: bool) -> Callable[..., onnx.ModelProto]:
-    from onward.export.torch import dynamo, torchscript
+    from onward.export.torch import dynamo, primitives, torchscript
 
-    return partial(torchscript.trace, fold=fold) if exporter == "torchscript" else dynamo.trace
+    if exporter == "torchscript":
+        return partial(torchscript.trace, fold=fold)
+    return primitives.trace if exporter == "primitives" else dynamo.trace
 
 
 @contextmanager
-def _quiet() -> Iterator[_Heard]:
+def _collect_warnings() -> Iterator[_TracerWarnings]:
     """Collect what torch would print: it is of use only where the export fails."""
     loggers = [logging.getLogger(name) for name in ("torch", "torch.onnx", "torch.export", "onnxscript")]
     levels = [logger.level for logger in loggers]
@@ -412,14 +502,14 @@ def _quiet() -> Iterator[_Heard]:
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            yield _Heard(caught)
+            yield _TracerWarnings(caught)
     finally:
         for logger, level in zip(loggers, levels):
             logger.setLevel(level)
 
 
 @dataclass(frozen=True)
-class _Heard:
+class _TracerWarnings:
     caught: list[warnings.WarningMessage]
 
     def __iter__(self) -> Iterator[str]:
@@ -439,7 +529,7 @@ def _require_dropout(plan: Plan, proto: onnx.ModelProto, opset: int) -> None:
         )
 
 
-def _weights_outside(model: torch.nn.Module, target: Path | None, choice: bool | Literal["auto"]) -> bool:
+def _needs_external_data(model: torch.nn.Module, target: Path | None, choice: bool | Literal["auto"]) -> bool:
     tensors = {str(id(tensor)): tensor for tensor in [*model.parameters(), *model.buffers()]}
     size = assemble.size_of(tensors)
     large = size >= assemble.INLINE_LIMIT

@@ -8,8 +8,10 @@ be lost silently. While this module's context is active, the trace records them 
 from __future__ import annotations
 
 import inspect
+import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,9 +20,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from onward.errors import ExportError
-from onward.export.torch.no_randomness import calling_line
-
-__all__ = ["STOP", "keeping_gradients", "stop_symbolics"]
+from onward.export.torch.replace import replaced
 
 STOP = "onward::StopGradient"
 _INT64 = 7  # as ONNX numbers types
@@ -40,13 +40,7 @@ def _original_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
 @contextmanager
 def keeping_gradients(model: nn.Module) -> Iterator[None]:
     """Trace within it: regions without gradients and custom backward passes are kept."""
-    flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
-    switch, trace, checkpoint, apply = (
-        _backend._set_grad_enabled,
-        _jit._get_trace_graph,
-        torch.utils.checkpoint.checkpoint,
-        vars(_owner).get("apply"),
-    )
+    switch, trace, data = _backend._set_grad_enabled, _jit._get_trace_graph, _backend.TensorBase.data
 
     def set_grad_enabled(mode: bool) -> Any:
         state = _backend._get_tracing_state()
@@ -63,35 +57,50 @@ def keeping_gradients(model: nn.Module) -> Iterator[None]:
         _detach_regions(traced[0])
         return traced
 
-    with ExitStack() as stack:
-        for parameter, _ in flags:  # nothing is to be kept for a backward pass that never comes
-            parameter.requires_grad_(False)
-        stack.callback(lambda: [parameter.requires_grad_(flag) for parameter, flag in flags])
-        for owner, name, new, old in (
-            (_backend, "_set_grad_enabled", set_grad_enabled, switch),
-            (_jit, "_get_trace_graph", get_trace_graph, trace),
-            (torch.utils.checkpoint, "checkpoint", _call_now, checkpoint),
-        ):
-            setattr(owner, name, new)
-            stack.callback(setattr, owner, name, old)
-        # `x.data` is a constant to the tracer; it is x without a gradient
-        held: Any = _backend.TensorBase.data
-        torch.Tensor.data = property(
-            lambda x: x.detach() if _jit.is_tracing() else held.__get__(x), held.__set__
-        )  # type: ignore[assignment]
-        stack.callback(delattr, torch.Tensor, "data")
-        _owner.apply = classmethod(_apply)
-        if apply is None:
-            stack.callback(delattr, _owner, "apply")
-        else:
-            stack.callback(setattr, _owner, "apply", apply)
+    parameters = {id(parameter) for parameter in model.parameters()}
+    trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
+    with replaced(
+        # nothing is to be kept for a backward pass that never comes
+        *((parameter, "requires_grad", False) for parameter in model.parameters()),
+        (_backend, "_set_grad_enabled", set_grad_enabled),
+        (_jit, "_get_trace_graph", get_trace_graph),
+        (torch.utils.checkpoint, "checkpoint", _call_without_checkpoint),
+        (torch.Tensor, "data", _data_in_trace(data, parameters, trained)),
+        (_owner, "apply", classmethod(_apply)),
+    ):
         yield
 
 
-def _call_now(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+def _data_in_trace(held: Any, parameters: set[int], trained: set[int]) -> property:
+    """`x.data`, a constant to the tracer: x without a gradient, and what is written there is x from then on."""
+
+    def read(x: Any) -> Any:
+        if not _jit.is_tracing():
+            return held.__get__(x)
+        # writes into a frozen parameter's data are writes into the parameter
+        return x if id(x) in parameters - trained else x.detach()
+
+    def write(x: Any, value: Any) -> None:
+        if not _jit.is_tracing() or id(x) not in parameters:
+            held.__set__(x, value)
+        elif value is not x:
+            # the gradient goes to the parameter, whatever its value has become
+            x.copy_(value.detach() + (x - x.detach()) if id(x) in trained else value)
+
+    return property(read, write)
+
+
+def _call_without_checkpoint(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
     """Checkpointing computes again what it did not keep: the same values and gradients."""
-    known = ("use_reentrant", "context_fn", "determinism_check", "debug", "early_stop", "preserve_rng_state")
-    return function(*args, **{name: value for name, value in options.items() if name not in known})
+    own_options = (
+        "use_reentrant",
+        "context_fn",
+        "determinism_check",
+        "debug",
+        "early_stop",
+        "preserve_rng_state",
+    )
+    return function(*args, **{name: value for name, value in options.items() if name not in own_options})
 
 
 def _detach_regions(graph: Any) -> None:
@@ -113,14 +122,14 @@ def _detach_regions(graph: Any) -> None:
     readers = [(node, list(node.inputs())) for index, node in enumerate(nodes) if index not in off]
     readers.append((graph.return_node(), list(graph.return_node().inputs())))
     for node, inputs in readers:
-        for place, value in enumerate(inputs):
+        for position, value in enumerate(inputs):
             if value.unique() in inside and _is_real(value):
                 if value.unique() not in stopped:
                     stop = graph.create("aten::detach", [value])
                     stop.output().setType(value.type())
                     stop.insertAfter(value.node())
                     stopped[value.unique()] = stop.output()
-                node.replaceInput(place, stopped[value.unique()])
+                node.replaceInput(position, stopped[value.unique()])
 
 
 def _is_real(value: Any) -> bool:
@@ -199,17 +208,17 @@ def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         return _by_transpose(cls, args)
     if kind != "scaled":
         raise ExportError(
-            f"{_place(cls)} has a backward pass of its own that an ONNX model cannot say, called {calling_line()}: "
-            "it is not linear in what arrives, or not made of torch's differentiable operators. "
-            "Compute the forward pass with torch's operators instead"
+            f"{_describe_function(cls)} has a backward pass of its own that an ONNX model cannot say, "
+            f"called {calling_line()}: it is not linear in what arrives, or not made of "
+            "torch's differentiable operators. Compute the forward pass with torch's operators instead"
         )
     out, context = _forward(cls, args)
     result = out.detach()
     factors = cls.backward(context, torch.ones_like(result))
     factors = factors if isinstance(factors, tuple) else (factors,)
-    for place, slope in slopes.items():
-        x = args[place]
-        passed = x if slope == 1.0 else x * factors[place].detach()
+    for position, slope in slopes.items():
+        x = args[position]
+        passed = x if slope == 1.0 else x * factors[position].detach()
         result = result + (passed - passed.detach())
     return result
 
@@ -222,13 +231,15 @@ def _by_transpose(cls: Any, args: Sequence[Any]) -> Any:
     out, context = _forward(cls, args)
     single = not isinstance(out, tuple)
     outs = [out] if single else list(out)
-    real = [place for place, o in enumerate(outs) if _is_float(o)]
+    real = [position for position, o in enumerate(outs) if _is_float(o)]
     results = [o.detach() if _is_float(o) else o for o in outs]
-    known = _baked_constants()
+    constants_before = _baked_constants()
     with torch.enable_grad(), _SingleProducts():
-        arriving = [torch.zeros_like(results[place]).requires_grad_() for place in real]
-        given = [arriving[real.index(place)] if place in real else None for place in range(len(outs))]
-        factors = _backward(cls)(context, *given)
+        arriving = [torch.zeros_like(results[position]).requires_grad_() for position in real]
+        cotangents = [
+            arriving[real.index(position)] if position in real else None for position in range(len(outs))
+        ]
+        factors = _backward(cls)(context, *cotangents)
         factors = factors if isinstance(factors, tuple) else (factors,)
         used = [(x, factor) for x, factor in zip(args, factors) if _is_float(factor) and factor.requires_grad]
         # not `autograd.grad`, which compares shapes first, and those are values in a trace
@@ -241,13 +252,13 @@ def _by_transpose(cls: Any, args: Sequence[Any]) -> Any:
             allow_unreachable=True,
             accumulate_grad=False,
         )
-    for place, tangent in zip(real, tangents):
+    for position, tangent in zip(real, tangents):
         if tangent is not None:
-            results[place] = results[place] + tangent
-    if _baked_constants() > known:
+            results[position] = results[position] + tangent
+    if _baked_constants() > constants_before:
         raise ExportError(
-            f"the backward pass of {_place(cls)}, called {calling_line()}, is made of operators whose derivative keeps "
-            "values of the example: write its products with torch.bmm or torch.mm"
+            f"the backward pass of {_describe_function(cls)}, called {calling_line()}, is made of operators "
+            "whose derivative keeps values of the example: write its products with torch.bmm or torch.mm"
         )
     return results[0] if single else tuple(results)
 
@@ -280,8 +291,8 @@ class _SingleProducts(TorchFunctionMode):
         if a.dim() == b.dim() == 3 and a.shape[0] == b.shape[0]:
             return torch.bmm(a, b)
         if a.dim() == b.dim() > 3 and a.shape[:-2] == b.shape[:-2]:
-            made = torch.bmm(a.flatten(0, -3), b.flatten(0, -3))
-            return made.reshape(*a.shape[:-1], b.shape[-1])
+            product = torch.bmm(a.flatten(0, -3), b.flatten(0, -3))
+            return product.reshape(*a.shape[:-1], b.shape[-1])
         return func(a, b)
 
 
@@ -327,15 +338,15 @@ def _classify(cls: Any, args: Sequence[Any]) -> tuple[str, dict[int, float | Non
     real = [i for i, a in enumerate(args) if isinstance(a, torch.Tensor) and a.is_floating_point()]
     if not real:
         return "plain", {}
-    given = fresh()
-    out = _original_apply(cls, *given)
+    sample = fresh()
+    out = _original_apply(cls, *sample)
     outs = [o for o in (out if isinstance(out, tuple) else (out,)) if isinstance(o, torch.Tensor)]
     outs = [o for o in outs if o.requires_grad]
     if not outs:
         return "plain", {}
     generator = torch.Generator().manual_seed(0)
     arriving = [torch.randn(o.shape, generator=generator).to(o) for o in outs]
-    leaves = [given[i] for i in real]
+    leaves = [sample[i] for i in real]
     got = torch.autograd.grad(outs, leaves, arriving, allow_unused=True, retain_graph=True)
     try:
         again = fresh()
@@ -355,12 +366,12 @@ def _classify(cls: Any, args: Sequence[Any]) -> tuple[str, dict[int, float | Non
         return linear, {}
     ones = torch.autograd.grad(outs, leaves, [torch.ones_like(outs[0])], allow_unused=True)
     slopes: dict[int, float | None] = {}
-    for place, gradient, factor in zip(real, got, ones):
+    for position, gradient, factor in zip(real, got, ones):
         if gradient is None or factor is None:
             continue
         if gradient.shape != outs[0].shape or not _close(gradient, arriving[0] * factor):
             return linear, {}
-        slopes[place] = 1.0 if bool((factor == 1).all()) else None
+        slopes[position] = 1.0 if bool((factor == 1).all()) else None
     return "scaled", slopes
 
 
@@ -402,8 +413,17 @@ def _close(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
     return a.shape == b.shape and bool(((a - b).abs() <= 1e-4 * scale + 1e-6).all())
 
 
-def _place(cls: Any) -> str:
+def _describe_function(cls: Any) -> str:
     try:
         return f"{cls.__name__} ({inspect.getsourcefile(cls)}:{inspect.getsourcelines(cls.backward)[1]})"
     except (OSError, TypeError):
         return str(cls.__name__)
+
+
+def calling_line() -> str:
+    """Where in the user's own code, or a library's, we are: the nearest line that is not torch's or ours."""
+    own = (torch.__path__[0], str(Path(__file__).parent))
+    for frame in reversed(traceback.extract_stack()):
+        if not frame.filename.startswith(own):
+            return f"at {frame.filename}:{frame.lineno} ({frame.line})"
+    return "somewhere"

@@ -1,4 +1,4 @@
-"""Functions that torch's exporters lack, written in those that they know.
+"""Functions of tensors that exporters lack or write wrongly, in functions that they know.
 
 `patches.traceable` puts them where modules look them up. Lengths along which they run step by step are fixed by the
 export; what follows notices and says so.
@@ -6,26 +6,23 @@ export; what follows notices and says so.
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 from torch.nn import functional as F
 
 from onward.errors import ExportError
 
-__all__ = ["MISSING", "projected_lstm"]
 
-# Gauss-Jordan elimination is written out step by step.
-_LARGEST_MATRIX = 32
-# Stands for log 0: finite, so that its gradient is.
-_NEVER = -1e30
-
-
-class _Found(NamedTuple):
+class _ValuesAndIndices(NamedTuple):
     values: torch.Tensor
     indices: torch.Tensor
+
+    def without_axis(self, axis: int, keepdim: bool) -> _ValuesAndIndices:
+        """The same without an axis of one, unless it is to stay."""
+        return self if keepdim else _ValuesAndIndices(self.values.squeeze(axis), self.indices.squeeze(axis))
 
 
 def _tensor(value: Any) -> torch.Tensor:
@@ -44,7 +41,7 @@ def _cumprod(self: torch.Tensor, dim: int, *, dtype: torch.dtype | None = None) 
     return x
 
 
-def _extreme_so_far(self: torch.Tensor, dim: int, largest: bool) -> _Found:
+def _running_extreme(self: torch.Tensor, dim: int, largest: bool) -> _ValuesAndIndices:
     """Running maximum or minimum and its place, the last of equal ones, by doubling."""
     axis, length, shift = dim % self.dim(), int(self.shape[dim]), 1
     values = self.detach()
@@ -61,85 +58,53 @@ def _extreme_so_far(self: torch.Tensor, dim: int, largest: bool) -> _Found:
         values = torch.cat([head, torch.where(later, right, left)], axis)
         places = torch.cat([first, torch.where(later, own, at)], axis)
         shift *= 2
-    return _Found(self.gather(axis, places), places)
+    return _ValuesAndIndices(self.gather(axis, places), places)
 
 
-def _cummax(self: torch.Tensor, dim: int) -> _Found:
-    return _extreme_so_far(self, dim, True)
-
-
-def _cummin(self: torch.Tensor, dim: int) -> _Found:
-    return _extreme_so_far(self, dim, False)
-
-
-def _kthvalue(self: torch.Tensor, k: int, dim: int = -1, keepdim: bool = False) -> _Found:
+def _kthvalue(self: torch.Tensor, k: int, dim: int = -1, keepdim: bool = False) -> _ValuesAndIndices:
     """The k-th smallest along an axis."""
     values, places = self.sort(dim)
-    values, places = values.narrow(dim, k - 1, 1), places.narrow(dim, k - 1, 1)
-    return _Found(*(x if keepdim else x.squeeze(dim) for x in (values, places)))
+    kth = _ValuesAndIndices(values.narrow(dim, k - 1, 1), places.narrow(dim, k - 1, 1))
+    return kth.without_axis(dim, keepdim)
 
 
 def _median(self: torch.Tensor, dim: int | None = None, keepdim: bool = False) -> Any:
     """The middle one, the lower of two; NaN where there is one."""
     flat = self.flatten() if dim is None else self
     axis = 0 if dim is None else dim
-    found = _kthvalue(flat, (int(flat.shape[axis]) + 1) // 2, axis, keepdim)
+    middle_element = _kthvalue(flat, (int(flat.shape[axis]) + 1) // 2, axis, keepdim)
     if flat.is_floating_point():
         unknown = flat.isnan().any(axis, keepdim)
-        found = _Found(found.values.masked_fill(unknown, torch.nan), found.indices)
-    return found.values if dim is None else found
+        values = middle_element.values.masked_fill(unknown, torch.nan)
+        middle_element = _ValuesAndIndices(values, middle_element.indices)
+    return middle_element.values if dim is None else middle_element
 
 
 def _nanmedian(self: torch.Tensor, dim: int | None = None, keepdim: bool = False) -> Any:
     """The middle one of those that are no NaN, the lower of two."""
     flat = self.flatten() if dim is None else self
     axis = 0 if dim is None else dim
-    known = (~flat.isnan()).sum(axis, keepdim=True)
+    present = (~flat.isnan()).sum(axis, keepdim=True)
     values, places = torch.where(flat.isnan(), torch.full_like(flat, torch.inf), flat).sort(axis)
-    middle = ((known - 1) // 2).clamp(min=0)
+    middle = ((present - 1) // 2).clamp(min=0)
     values, places = values.gather(axis, middle), places.gather(axis, middle)
-    values = torch.where(known > 0, values, torch.full_like(values, torch.nan))
-    found = _Found(*(x if keepdim else x.squeeze(axis) for x in (values, places)))
-    return found.values if dim is None else found
+    values = torch.where(present > 0, values, torch.full_like(values, torch.nan))
+    middle_element = _ValuesAndIndices(values, places).without_axis(axis, keepdim)
+    return middle_element.values if dim is None else middle_element
 
 
-def _mode(self: torch.Tensor, dim: int = -1, keepdim: bool = False) -> _Found:
+def _mode(self: torch.Tensor, dim: int = -1, keepdim: bool = False) -> _ValuesAndIndices:
     """The most frequent value, the smallest of equally frequent ones, and its last place."""
     x = self.transpose(dim, -1)
     count = (x.unsqueeze(-1) == x.unsqueeze(-2)).sum(-1)
     often = count == count.amax(-1, keepdim=True)
-    given = x.detach()
-    least = torch.where(often, given, torch.full_like(given, torch.inf)).amin(-1, keepdim=True)
+    x_values = x.detach()
+    least = torch.where(often, x_values, torch.full_like(x_values, torch.inf)).amin(-1, keepdim=True)
     order = torch.arange(int(x.shape[-1]))
-    places = torch.where(given == least, order, torch.full_like(order, -1)).amax(-1, keepdim=True)
+    places = torch.where(x_values == least, order, torch.full_like(order, -1)).amax(-1, keepdim=True)
     values = x.gather(-1, places)
-    return _Found(
-        *(y if keepdim else y.squeeze(dim) for y in (values.transpose(dim, -1), places.transpose(dim, -1)))
-    )
-
-
-def _cdist(
-    x1: torch.Tensor, x2: torch.Tensor, p: float = 2.0, compute_mode: str | None = None
-) -> torch.Tensor:
-    """Distances of all pairs of rows; the gradient of a distance of zero is zero, as torch's is."""
-    apart = x1.unsqueeze(-2) - x2.unsqueeze(-3)
-    if p == 0:
-        return (apart != 0).to(apart.dtype).sum(-1)
-    if p == 1:
-        return apart.abs().sum(-1)
-    if p == torch.inf:
-        return apart.abs().amax(-1)
-    total = (apart * apart if p == 2 else apart.abs().pow(p)).sum(-1)
-    some = total > 0
-    return torch.where(
-        some, torch.where(some, total, torch.ones_like(total)).pow(1 / p), torch.zeros_like(total)
-    )
-
-
-def _pdist(input: torch.Tensor, p: float = 2.0) -> torch.Tensor:
-    """The distances of all pairs of different rows, in the order of the upper triangle."""
-    rows, columns = torch.triu_indices(int(input.shape[0]), int(input.shape[0]), 1)
-    return _cdist(input, input, p)[rows, columns]
+    result = _ValuesAndIndices(values.transpose(dim, -1), places.transpose(dim, -1))
+    return result.without_axis(dim, keepdim)
 
 
 def _hypot(self: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
@@ -249,41 +214,8 @@ def _isin(
 ) -> torch.Tensor:
     """Which elements are among the others."""
     others = _tensor(test_elements).reshape(-1)
-    found = (_tensor(elements).unsqueeze(-1) == others).any(-1)
-    return ~found if invert else found
-
-
-def _vander(x: torch.Tensor, N: int | None = None, increasing: bool = False) -> torch.Tensor:
-    """Powers of the elements as columns."""
-    count = int(x.shape[-1]) if N is None else N
-    powers = [torch.ones_like(x)]
-    for _ in range(count - 1):
-        powers.append(powers[-1] * x)
-    return torch.stack(powers[:count] if increasing else powers[:count][::-1], -1)
-
-
-def _cov(
-    self: torch.Tensor, *, correction: int = 1, fweights: Any = None, aweights: Any = None
-) -> torch.Tensor:
-    """Covariances of the rows."""
-    if fweights is not None or aweights is not None:
-        raise ExportError("cov with weights cannot be exported: weight the rows before it")
-    x = self.unsqueeze(0) if self.dim() < 2 else self
-    centred = x - x.mean(1, keepdim=True)
-    found = centred @ centred.transpose(0, 1) / (x.shape[1] - correction)
-    return found.reshape(()) if self.dim() < 2 else found
-
-
-def _corrcoef(self: torch.Tensor) -> torch.Tensor:
-    """Covariances over the spreads of both rows, within −1 and 1."""
-    found = _cov(self)
-    spread = found.diagonal().sqrt()
-    return (found / spread.unsqueeze(1) / spread.unsqueeze(0)).clamp(-1, 1)
-
-
-def _slogdet(A: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    found = torch.det(A)
-    return found.sign(), found.abs().log()
+    contained = (_tensor(elements).unsqueeze(-1) == others).any(-1)
+    return ~contained if invert else contained
 
 
 def _normal(mean: Any, std: Any = 1.0, size: Any = None, **unused: Any) -> torch.Tensor:
@@ -301,193 +233,167 @@ def _randperm(n: int, **unused: Any) -> torch.Tensor:
 _sort_of_torch = torch.sort
 
 
-def _sort(self: torch.Tensor, dim: int = -1, descending: bool = False, *, stable: bool = False) -> Any:
+def _sort(
+    self: torch.Tensor, dim: int = -1, descending: bool = False, *, stable: bool = False
+) -> _ValuesAndIndices:
     """`stable` needs nothing: equal elements keep their order in ONNX's TopK."""
-    return _sort_of_torch(self, dim, descending)
+    # onnxruntime's TopK has kernels for floats, int32 and int64 alone.
+    small = self.dtype in (torch.bool, torch.uint8, torch.int8, torch.int16)
+    values, indices = _sort_of_torch(self.to(torch.int32) if small else self, dim, descending)
+    return _ValuesAndIndices(values.to(self.dtype), indices)
 
 
-def _inv(A: torch.Tensor, **unused: Any) -> torch.Tensor:
-    """X with A·X = 1: elimination with pivots, then 2X − X·A·X, which has the inverse's own gradient.
-
-    The elimination passes no gradient: d(2X − X·A·X) = −X·dA·X is that of A⁻¹, and the step refines X besides.
-    """
-    size = int(A.shape[-1])
-    if A.shape[-2] != size:
-        raise ExportError(f"an inverse of matrices of shape {tuple(A.shape[-2:])} does not exist")
-    if size > _LARGEST_MATRIX:
-        raise ExportError(
-            f"the inverse of {size} x {size} matrices cannot be exported: {_LARGEST_MATRIX} rows are the most"
-        )
-    given = A.detach()
-    unit = torch.eye(size, dtype=A.dtype)
-    rows = torch.cat([given, torch.zeros_like(given) + unit], -1)
-    for column in range(size):
-        below = rows[..., column:, column].abs()
-        pick = torch.cat([torch.zeros_like(rows[..., :column, column]), below], -1).argmax(-1)
-        chosen = F.one_hot(pick, size).to(A.dtype)
-        own = torch.zeros_like(chosen) + unit[column]
-        # exchange two rows: the chosen one, and the one in its place
-        pivot = (rows * chosen.unsqueeze(-1)).sum(-2, keepdim=True)
-        here = (rows * own.unsqueeze(-1)).sum(-2, keepdim=True)
-        rows = torch.where((chosen > 0).unsqueeze(-1), here, rows)
-        rows = torch.where((own > 0).unsqueeze(-1), pivot, rows)
-        scaled = pivot / pivot[..., column : column + 1]
-        factor = rows[..., column : column + 1] * (1 - own).unsqueeze(-1)
-        rows = torch.where((own > 0).unsqueeze(-1), scaled, rows - factor * scaled)
-    found = rows[..., size:].detach()
-    return 2 * found - found @ A @ found
-
-
-def _solve(A: torch.Tensor, B: torch.Tensor, *, left: bool = True, **unused: Any) -> torch.Tensor:
-    """X with A·X = B"""
-    inverse = _inv(A)
-    if not left:
-        return B @ inverse
-    if B.dim() == A.dim() - 1 and B.shape == A.shape[:-1]:
-        return (inverse @ B.unsqueeze(-1)).squeeze(-1)
-    return inverse @ B
-
-
-def _cholesky(input: torch.Tensor, *, upper: bool = False, **unused: Any) -> torch.Tensor:
-    """L with L·Lᵀ = A, column by column."""
-    size = int(input.shape[-1])
-    if size > _LARGEST_MATRIX:
-        raise ExportError(
-            f"the Cholesky factor of {size} x {size} matrices cannot be exported: {_LARGEST_MATRIX} rows are the most"
-        )
-    columns: list[torch.Tensor] = []
-    for place in range(size):
-        rest = input[..., place]
-        for column in columns:
-            rest = rest - column * column[..., place : place + 1]
-        below = (torch.arange(size) >= place).to(input.dtype)
-        columns.append(rest * below / rest[..., place : place + 1].sqrt())
-    made = torch.stack(columns, -1)
-    return made.transpose(-2, -1) if upper else made
-
-
-def _transposed(self: torch.Tensor) -> torch.Tensor:
-    return self.transpose(-2, -1)
-
-
-def _ctc_loss(
-    log_probs: torch.Tensor,
-    targets: torch.Tensor,
-    input_lengths: Any,
-    target_lengths: Any,
-    blank: int = 0,
-    reduction: str = "mean",
-    zero_infinity: bool = False,
+def _argsort(
+    self: torch.Tensor, dim: int = -1, descending: bool = False, *, stable: bool = False
 ) -> torch.Tensor:
-    """−log of the sum over all alignments: one step of the forward recursion for each frame."""
-    if log_probs.dim() == 2 or targets.dim() != 2:
+    return _sort(self, dim, descending).indices
+
+
+def _diag_embed(self: torch.Tensor, offset: int = 0, dim1: int = -2, dim2: int = -1) -> torch.Tensor:
+    """Matrices that have the elements of the last axis on a diagonal, and zeros elsewhere."""
+    padded = F.pad(self, (0, abs(offset)))
+    index = torch.arange(self.shape[-1] + abs(offset))
+    # Above the main diagonal the row says which element it is, below it the column.
+    elements = padded.unsqueeze(-1 if offset >= 0 else -2)
+    matrices = torch.where(index - index.unsqueeze(-1) == offset, elements, torch.zeros_like(elements))
+    rank = self.dim() + 1
+    if (dim1, dim2) == (-2, -1):
+        return matrices
+    return matrices.movedim((rank - 2, rank - 1), (dim1 % rank, dim2 % rank))
+
+
+def _diag(self: torch.Tensor, diagonal: int = 0) -> torch.Tensor:
+    return self.diagonal(diagonal) if self.dim() == 2 else _diag_embed(self, diagonal)
+
+
+def _bincount(self: torch.Tensor, weights: torch.Tensor | None = None, minlength: int = 0) -> torch.Tensor:
+    """How often each number occurs; as many counts as the largest needs."""
+    largest = torch.cat([self.to(torch.int64), torch.tensor([minlength - 1])]).max()
+    ones = torch.ones_like(self, dtype=torch.int64) if weights is None else weights
+    numbers: Any = largest + 1  # a tensor, which `arange` takes in a trace and its types do not
+    counts = torch.zeros_like(torch.arange(numbers), dtype=ones.dtype)
+    return counts.scatter_add(0, self.to(torch.int64), ones)
+
+
+def _unflatten(self: torch.Tensor, dim: int, sizes: Any) -> torch.Tensor:
+    """One axis split into several by reshaping; the tracer would fix the sizes of all the others."""
+    if isinstance(dim, str):
+        raise ExportError("unflatten of a named dimension cannot be exported")
+    axis = dim % self.dim()
+    return self.reshape(*self.shape[:axis], *sizes, *self.shape[axis + 1 :])
+
+
+_repeat = torch.repeat_interleave
+
+
+def _repeat_interleave(self: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+    """Elements repeated along one axis, by a new axis that is then merged; the tracer's own loses the rank."""
+    repeats = args[0] if args else options.get("repeats")
+    dim = args[1] if len(args) > 1 else options.get("dim")
+    if not isinstance(repeats, int) or not isinstance(dim, int):
+        return _repeat(self, *args, **options)
+    axis = dim % self.dim()
+    wider = self.unsqueeze(axis + 1).expand(*self.shape[: axis + 1], repeats, *self.shape[axis + 1 :])
+    return wider.flatten(axis, axis + 1)
+
+
+def _unfold(self: torch.Tensor, dimension: int, size: int, step: int) -> torch.Tensor:
+    """Windows along one axis, their elements in a new last one; the tracer's own takes no negative axis."""
+    axis = dimension % self.dim()
+    count = (self.shape[axis] - size) // step + 1
+    places = (torch.arange(count, device=self.device) * step).unsqueeze(1) + torch.arange(
+        size, device=self.device
+    )
+    windows = self.index_select(axis, places.flatten())
+    windows = windows.reshape(*self.shape[:axis], -1, size, *self.shape[axis + 1 :])
+    return windows.movedim(axis + 1, -1)
+
+
+_strided = torch.as_strided
+
+
+def _as_strided(
+    self: torch.Tensor, size: Any, stride: Any, storage_offset: int | None = None
+) -> torch.Tensor:
+    """Elements by their places in memory; the tracer's own counts along the axes, whatever their order in memory.
+
+    Axes that stay as they are keep their size open. The others are merged, and picked from by constant places.
+    """
+    if not torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage]
+        return _strided(self, size, stride, storage_offset)
+    sizes, strides = [int(length) for length in size], [int(step) for step in stride]
+    lengths, steps = [int(length) for length in self.shape], list(self.stride())
+    left = list(range(self.dim()))
+    same: dict[int, int] = {}
+    for axis, layout in enumerate(zip(sizes, strides)):
+        source_axis = next((own for own in left if (lengths[own], steps[own]) == layout), None)
+        if source_axis is not None:
+            same[axis] = source_axis
+            left.remove(source_axis)
+    if storage_offset is not None and storage_offset != self.storage_offset():
+        same, left = {}, list(range(self.dim()))
+    left.sort(key=lambda axis: -steps[axis])  # as they lie in memory
+    dense = all(steps[a] == steps[b] * lengths[b] for a, b in itertools.pairwise(left))
+    unit = steps[left[-1]] if left else 1
+    start = 0 if storage_offset is None else storage_offset - self.storage_offset()
+    places = torch.tensor(start)
+    picked = [axis for axis in range(len(sizes)) if axis not in same]
+    for axis in picked:
+        places = places.unsqueeze(-1) + torch.arange(sizes[axis]) * strides[axis]
+    total = math.prod(lengths[axis] for axis in left)
+    if (
+        not dense
+        or bool((places % unit != 0).any())
+        or not 0 <= int(places.min()) <= int(places.max()) // unit < total
+    ):
         raise ExportError(
-            "ctc_loss is exported for log_probs of shape (T, N, C) and padded targets of shape (N, S): "
-            "give those rather than concatenated targets"
+            f"as_strided reads memory that its tensor of shape {lengths} and strides {steps} does not cover in one "
+            "piece: take it from the tensor that owns the memory, or write it with unfold or indexing"
         )
-    frames, own = torch.as_tensor(input_lengths), torch.as_tensor(target_lengths)
-    targets = targets.to(torch.int64)
-    blanks = torch.zeros_like(targets[:, :1]) + blank
-    spread = torch.stack([torch.zeros_like(targets) + blank, targets], -1).flatten(1)
-    labels = torch.cat([spread, blanks], 1)
-    emitted = log_probs.gather(2, labels.unsqueeze(0).expand(log_probs.shape[0], -1, -1))
-    other = labels[:, 2:] != labels[:, :-2]
-    jumps = torch.cat([labels[:, :2] < labels[:, :2], other & (labels[:, 2:] != blank)], 1)
-    never = torch.zeros_like(emitted[0]) + _NEVER
-    alpha = torch.cat([emitted[0, :, :2], never[:, 2:]], 1)
-    for frame in range(1, int(log_probs.shape[0])):
-        one = torch.cat([never[:, :1], alpha[:, :-1]], 1)
-        two = torch.cat([never[:, :2], alpha[:, :-2]], 1)
-        paths = torch.stack([alpha, one, torch.where(jumps, two, never)])
-        alpha = torch.where((frames > frame).unsqueeze(1), paths.logsumexp(0) + emitted[frame], alpha)
-    last = (2 * own).to(torch.int64).unsqueeze(1)
-    ends = torch.where(last > 0, alpha.gather(1, (last - 1).clamp(min=0)), never[:, :1])
-    loss = -torch.stack([alpha.gather(1, last), ends]).logsumexp(0).squeeze(1)
-    impossible = loss > -_NEVER / 2
-    loss = loss.masked_fill(impossible, 0.0 if zero_infinity else torch.inf)
-    if reduction == "none":
-        return loss
-    if reduction == "sum":
-        return loss.sum()
-    return (loss / own.clamp(min=1)).mean()
+    open_axes = list(same.values())
+    merged = self.permute(*open_axes, *left).reshape(*(self.shape[axis] for axis in open_axes), -1)
+    elements = merged.index_select(-1, (places // unit).flatten())
+    elements = elements.reshape(*(self.shape[axis] for axis in open_axes), *(sizes[axis] for axis in picked))
+    order = [*same, *picked]
+    return elements.permute(*(order.index(axis) for axis in range(len(sizes))))
 
 
-def projected_lstm(self: nn.LSTM, input: torch.Tensor, hx: Any = None) -> Any:
-    """An LSTM whose hidden state is projected, step by step: ONNX's operator has no projection."""
-    if isinstance(input, nn.utils.rnn.PackedSequence):
-        raise ExportError("an LSTM with proj_size takes a PackedSequence: export it over padded tensors")
-    batched = input.dim() == 3
-    x = input if batched else input.unsqueeze(0 if self.batch_first else 1)
-    x = x.transpose(0, 1) if self.batch_first else x
-    directions = 2 if self.bidirectional else 1
-    hidden, cell = (None, None) if hx is None else (state if batched else state.unsqueeze(1) for state in hx)
-    lasts: list[tuple[torch.Tensor, torch.Tensor]] = []
-    for layer in range(self.num_layers):
-        sides = []
-        for side in range(directions):
-            weights = self.all_weights[layer * directions + side]
-            w_in, w_hidden, w_out = weights[0], weights[1], weights[-1]
-            gates = F.linear(x, w_in, weights[2] + weights[3] if self.bias else None)
-            place = layer * directions + side
-            h = gates.new_zeros(x.shape[1], self.proj_size) if hidden is None else hidden[place]
-            c = gates.new_zeros(x.shape[1], self.hidden_size) if cell is None else cell[place]
-            steps = []
-            order = range(int(x.shape[0]))
-            for step in reversed(order) if side else order:
-                i, f, g, o = (gates[step] + F.linear(h, w_hidden)).chunk(4, -1)
-                c = f.sigmoid() * c + i.sigmoid() * g.tanh()
-                h = F.linear(o.sigmoid() * c.tanh(), w_out)
-                steps.append(h)
-            sides.append(torch.stack(steps[::-1] if side else steps))
-            lasts.append((h, c))
-        x = torch.cat(sides, -1)
-        if layer + 1 < self.num_layers:
-            x = F.dropout(x, self.dropout, training=self.training)
-    x = x.transpose(0, 1) if self.batch_first else x
-    final = tuple(torch.stack(part) for part in zip(*lasts))
-    if not batched:
-        x = x.squeeze(0 if self.batch_first else 1)
-        final = tuple(state.squeeze(1) for state in final)
-    return x, final
-
-
+# Functions that are methods of tensors too.
+_BOTH = {
+    "argsort": _argsort,
+    "as_strided": _as_strided,
+    "bincount": _bincount,
+    "copysign": _copysign,
+    "cummax": lambda self, dim: _running_extreme(self, dim, largest=True),
+    "cummin": lambda self, dim: _running_extreme(self, dim, largest=False),
+    "cumprod": _cumprod,
+    "diag": _diag,
+    "diag_embed": _diag_embed,
+    "digamma": _digamma,
+    "erfinv": _erfinv,
+    "fmax": _fmax,
+    "fmin": _fmin,
+    "hypot": _hypot,
+    "index_reduce": _index_reduce,
+    "kthvalue": _kthvalue,
+    "lgamma": _lgamma,
+    "median": _median,
+    "mode": _mode,
+    "nanmedian": _nanmedian,
+    "repeat_interleave": _repeat_interleave,
+    "sort": _sort,
+    "unflatten": _unflatten,
+}
 # where a function is looked up, its name, and what stands in for it
 MISSING: list[tuple[Any, str, Any]] = [
-    *((owner, "cumprod", _cumprod) for owner in (torch, torch.Tensor)),
-    *((owner, "cummax", _cummax) for owner in (torch, torch.Tensor)),
-    *((owner, "cummin", _cummin) for owner in (torch, torch.Tensor)),
-    *((owner, "kthvalue", _kthvalue) for owner in (torch, torch.Tensor)),
-    *((owner, "median", _median) for owner in (torch, torch.Tensor)),
-    *((owner, "nanmedian", _nanmedian) for owner in (torch, torch.Tensor)),
-    *((owner, "mode", _mode) for owner in (torch, torch.Tensor)),
-    *((owner, "hypot", _hypot) for owner in (torch, torch.Tensor)),
-    *((owner, "copysign", _copysign) for owner in (torch, torch.Tensor)),
-    *((owner, "fmin", _fmin) for owner in (torch, torch.Tensor)),
-    *((owner, "fmax", _fmax) for owner in (torch, torch.Tensor)),
-    *((owner, "lgamma", _lgamma) for owner in (torch, torch.Tensor)),
-    *((owner, "digamma", _digamma) for owner in (torch, torch.Tensor)),
-    *((owner, "erfinv", _erfinv) for owner in (torch, torch.Tensor)),
+    *((owner, name, function) for owner in (torch, torch.Tensor) for name, function in _BOTH.items()),
     (torch.special, "gammaln", _lgamma),
     (torch.special, "digamma", _digamma),
     (torch.special, "erfinv", _erfinv),
-    *((owner, "index_reduce", _index_reduce) for owner in (torch, torch.Tensor)),
-    *((owner, "sort", _sort) for owner in (torch, torch.Tensor)),
-    *((owner, "cov", _cov) for owner in (torch, torch.Tensor)),
-    *((owner, "corrcoef", _corrcoef) for owner in (torch, torch.Tensor)),
-    *((owner, "slogdet", _slogdet) for owner in (torch, torch.Tensor, torch.linalg)),
+    (torch.Tensor, "unfold", _unfold),
     (torch, "normal", _normal),
     (torch, "randperm", _randperm),
-    (torch, "cdist", _cdist),
-    (torch, "pdist", _pdist),
-    (F, "pdist", _pdist),
     (torch, "searchsorted", _searchsorted),
     (torch, "bucketize", _bucketize),
     (torch, "isin", _isin),
-    *((owner, "vander", _vander) for owner in (torch, torch.linalg)),
-    *((owner, "inverse", _inv) for owner in (torch, torch.Tensor)),
-    (torch.linalg, "inv", _inv),
-    (torch.linalg, "solve", _solve),
-    (torch.linalg, "cholesky", _cholesky),
-    (torch.Tensor, "mT", property(_transposed)),
-    (F, "ctc_loss", _ctc_loss),
 ]

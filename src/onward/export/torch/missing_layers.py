@@ -1,6 +1,6 @@
 """Pooling, norms and losses of `torch.nn.functional` that exporters lack or write wrongly, in functions that they know.
 
-`patches.traceable` puts them where modules look them up, as those of `missing_functions`.
+`patches.traceable` puts them where modules look them up.
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ import torch
 from torch.nn import functional as F
 
 from onward.errors import ExportError
-
-__all__ = ["MISSING"]
 
 _Function = Callable[..., torch.Tensor]
 
@@ -100,6 +98,14 @@ def _reduced(loss: torch.Tensor, reduction: str) -> torch.Tensor:
     return loss if reduction == "none" else loss.sum() if reduction == "sum" else loss.mean()
 
 
+def _weighted(loss: torch.Tensor, weight: torch.Tensor | None, reduction: str) -> torch.Tensor:
+    """Reduced with weights, by whose sum a mean is divided."""
+    if weight is None:
+        return _reduced(loss, reduction)
+    total = _reduced(loss * weight, "none" if reduction == "none" else "sum")
+    return total / weight.sum() if reduction == "mean" else total
+
+
 def _how(size_average: Any, reduce: Any, reduction: str) -> str:
     """What the two old options of torch's losses say, where one of them is given."""
     if size_average is None and reduce is None:
@@ -127,10 +133,15 @@ def _huber_loss(
     """½·d² where |d| ≤ δ, δ·(|d| − ½·δ) elsewhere"""
     apart = (input - target).abs()
     loss = torch.where(apart <= delta, 0.5 * apart * apart, delta * (apart - 0.5 * delta))
-    if weight is None:
-        return _reduced(loss, reduction)
-    total = _reduced(loss * weight, "none" if reduction == "none" else "sum")
-    return total / weight.sum() if reduction == "mean" else total
+    return _weighted(loss, weight, reduction)
+
+
+def _l1_loss(
+    input: torch.Tensor, target: torch.Tensor, size_average: Any = None, reduce: Any = None, reduction: str = "mean",
+    weight: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """|d|"""
+    return _weighted((input - target).abs(), weight, _how(size_average, reduce, reduction))
 
 
 def _poisson_nll_loss(
@@ -140,8 +151,8 @@ def _poisson_nll_loss(
     """eˣ − t·x of logarithms, x − t·log(x + ε) of rates; `full` adds Stirling's formula where t > 1"""
     loss = input.exp() - target * input if log_input else input - target * torch.log(input + eps)
     if full:
-        known = torch.where(target > 1, target, torch.ones_like(target))
-        stirling = known * known.log() - known + 0.5 * torch.log(2 * math.pi * known)
+        safe_target = torch.where(target > 1, target, torch.ones_like(target))
+        stirling = safe_target * safe_target.log() - safe_target + 0.5 * torch.log(2 * math.pi * safe_target)
         loss = loss + torch.where(target > 1, stirling, torch.zeros_like(target))
     return _reduced(loss, _how(size_average, reduce, reduction))
 
@@ -186,15 +197,197 @@ def _cross_entropy(
         target = target * (1 - label_smoothing) + label_smoothing / classes if label_smoothing else target
         loss = -(weighted * target).sum(axis)
         return loss.sum() / (loss.numel() or 1) if how == "mean" else _reduced(loss, how)
-    kept = target != ignore_index
-    places = torch.where(kept, target, torch.zeros_like(target)).unsqueeze(axis)
+    counted = target != ignore_index
+    places = torch.where(counted, target, torch.zeros_like(target)).unsqueeze(axis)
     hard = -weighted.gather(axis, places).squeeze(axis)
     loss = (1 - label_smoothing) * hard - label_smoothing / classes * weighted.sum(axis)
-    loss = torch.where(kept, loss, torch.zeros_like(loss))
+    loss = torch.where(counted, loss, torch.zeros_like(loss))
     if how != "mean":
         return _reduced(loss, how)
     share = torch.ones_like(loss) if weight is None else weight[places.squeeze(axis)]
-    return loss.sum() / torch.where(kept, share, torch.zeros_like(share)).sum()
+    return loss.sum() / torch.where(counted, share, torch.zeros_like(share)).sum()
+
+
+def _multilabel_margin_loss(
+    input: torch.Tensor, target: torch.Tensor, size_average: Any = None, reduce: Any = None, reduction: str = "mean"
+) -> torch.Tensor:  # fmt: skip
+    """Σ max(0, 1 − (x_t − x_i)) / classes over labels t, which end at the first −1, and classes i that are none"""
+    is_label = (target < 0).to(torch.int64).cumsum(-1) == 0
+    classes = torch.where(is_label, target, torch.zeros_like(target))
+    labels = torch.zeros_like(target).scatter_add(-1, classes, is_label.to(torch.int64)) > 0
+    margins = (1 - input.gather(-1, classes).unsqueeze(-1) + input.unsqueeze(-2)).clamp(min=0)
+    counted = is_label.unsqueeze(-1) & ~labels.unsqueeze(-2)
+    loss = torch.where(counted, margins, torch.zeros_like(margins)).sum((-2, -1)) / input.shape[-1]
+    return _reduced(loss, _how(size_average, reduce, reduction))
+
+
+def _multi_margin_loss(
+    input: torch.Tensor, target: torch.Tensor, p: int = 1, margin: float = 1.0, weight: torch.Tensor | None = None,
+    size_average: Any = None, reduce: Any = None, reduction: str = "mean",
+) -> torch.Tensor:  # fmt: skip
+    """Σ max(0, m − x_t + x_i)ᵖ·w_t / classes over the classes i other than t"""
+    label = target.unsqueeze(-1)
+    margins = (margin - input.gather(-1, label) + input).clamp(min=0)
+    margins = margins if p == 1 else margins * margins
+    margins = margins if weight is None else margins * weight[target].unsqueeze(-1)
+    others = torch.arange(input.shape[-1]) != label
+    loss = torch.where(others, margins, torch.zeros_like(margins)).sum(-1) / input.shape[-1]
+    return _reduced(loss, _how(size_average, reduce, reduction))
+
+
+def _embedding_bag(
+    input: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor | None = None, max_norm: float | None = None,
+    norm_type: float = 2, scale_grad_by_freq: bool = False, mode: str = "mean", sparse: bool = False,
+    per_sample_weights: torch.Tensor | None = None, include_last_offset: bool = False, padding_idx: int | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """The sum, mean or maximum of each bag's rows; padding counts nowhere, and an empty bag gives zeros.
+
+    Exporters write a loop over the bags, which has no gradient in reach.
+    """
+    if max_norm is not None or scale_grad_by_freq:
+        raise ExportError(
+            "embedding_bag with max_norm or scale_grad_by_freq cannot be exported: both change what a step does to "
+            "the table; leave them out"
+        )
+    padding = None if padding_idx is None else padding_idx % int(weight.shape[0])
+    rows = F.embedding(input, weight, padding)
+    counts = torch.ones_like(input) if padding is None else (input != padding).to(input.dtype)
+    if per_sample_weights is not None:
+        rows = rows * per_sample_weights.unsqueeze(-1)
+    counts = counts.to(rows.dtype).unsqueeze(-1)
+    if offsets is None:  # a bag in each row
+        if mode == "max":
+            lowest = torch.full_like(rows, torch.finfo(rows.dtype).min)
+            rows, empty = torch.where(counts > 0, rows, lowest).amax(1), counts.sum(1) == 0
+            return torch.where(empty, torch.zeros_like(rows), rows)
+        total, number = (rows * counts).sum(1), counts.sum(1)
+    else:
+        starts = offsets[:-1] if include_last_offset else offsets
+        # The bag of each index is the last that starts no later.
+        bags = (starts <= torch.arange(input.shape[0]).unsqueeze(-1)).to(torch.int64).sum(
+            -1, keepdim=True
+        ) - 1
+        if mode == "max":
+            # Padding goes to one bag more, which is then left out.
+            bags = torch.where(counts > 0, bags, torch.zeros_like(bags) + starts.shape[0])
+            base = torch.cat([torch.zeros_like(starts), torch.zeros_like(starts[:1])])
+            base = base.to(rows.dtype).unsqueeze(-1).expand(-1, rows.shape[1])
+            largest = base.scatter_reduce(0, bags.expand_as(rows), rows, "amax", include_self=False)
+            return largest[:-1]
+        base = torch.zeros_like(starts, dtype=rows.dtype).unsqueeze(-1)
+        total = base.expand(-1, rows.shape[1]).scatter_add(0, bags.expand_as(rows), rows * counts)
+        number = base.scatter_add(0, bags, counts)
+    return total if mode == "sum" else total / number.clamp(min=1)
+
+
+_Adaptive = torch.nn.AdaptiveLogSoftmaxWithLoss
+
+
+def _adaptive_log_probabilities(
+    self: _Adaptive, input: torch.Tensor, head_output: torch.Tensor
+) -> torch.Tensor:
+    """The logarithms of all classes' probabilities: a rare class's is its cluster's plus its own in there."""
+    head = head_output.log_softmax(1)
+    frequent = self.shortlist_size
+    parts = [head[:, :frequent]]
+    for index, cluster in enumerate(self.tail):
+        parts.append(cluster(input).log_softmax(1) + head[:, frequent + index].unsqueeze(1))
+    return torch.cat(parts, 1)
+
+
+def _adaptive_log_softmax(self: _Adaptive, input_: torch.Tensor, target_: torch.Tensor) -> Any:
+    """Every cluster for every row: torch takes the rows of each cluster alone, whose number a trace would fix."""
+    from torch.nn.modules.adaptive import _ASMoutput
+
+    input, target = (input_, target_) if target_.dim() else (input_.unsqueeze(0), target_.unsqueeze(0))
+    logs = _adaptive_log_probabilities(self, input, self.head(input))
+    output = logs.gather(1, target.unsqueeze(1)).squeeze(1)
+    return _ASMoutput(output if target_.dim() else output.squeeze(0), -output.mean())
+
+
+def _rms_norm(
+    input: torch.Tensor,
+    normalized_shape: Any,
+    weight: torch.Tensor | None = None,
+    eps: float | None = None,
+) -> torch.Tensor:
+    """x / √(mean x² + ε), times the weight."""
+    axes = list(range(-len(normalized_shape), 0))
+    eps = torch.finfo(input.dtype).eps if eps is None else eps
+    normal = input * torch.rsqrt((input * input).mean(axes, keepdim=True) + eps)
+    return normal if weight is None else normal * weight
+
+
+_unit = F.normalize
+
+
+def _normalize(
+    input: torch.Tensor, p: float = 2.0, dim: Any = 1, eps: float = 1e-12, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """x / max(‖x‖, ε); exporters take no `out`, into which spectral norm writes."""
+    unit = _unit(input, p, dim, eps)
+    return unit if out is None else out.mul_(0).add_(unit)
+
+
+def _channel_shuffle(input: torch.Tensor, groups: int) -> torch.Tensor:
+    """Channels dealt out to the groups in turn."""
+    spatial = input.shape[2:]
+    parts = input.reshape(input.shape[0], groups, input.shape[1] // groups, *spatial).transpose(1, 2)
+    return parts.reshape(input.shape)
+
+
+def _bilinear(
+    input1: torch.Tensor, input2: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """y_o = x·W_o·z + b_o"""
+    product = torch.einsum("...i,oij,...j->...o", input1, weight, input2)
+    return product if bias is None else product + bias
+
+
+# Stands for log 0: finite, so that its gradient is.
+_NEVER = -1e30
+
+
+def _ctc_loss(
+    log_probs: torch.Tensor,
+    targets: torch.Tensor,
+    input_lengths: Any,
+    target_lengths: Any,
+    blank: int = 0,
+    reduction: str = "mean",
+    zero_infinity: bool = False,
+) -> torch.Tensor:
+    """−log of the sum over all alignments: one step of the forward recursion for each frame."""
+    if log_probs.dim() == 2 or targets.dim() != 2:
+        raise ExportError(
+            "ctc_loss is exported for log_probs of shape (T, N, C) and padded targets of shape (N, S): "
+            "give those rather than concatenated targets"
+        )
+    frames, own = torch.as_tensor(input_lengths), torch.as_tensor(target_lengths)
+    targets = targets.to(torch.int64)
+    blanks = torch.zeros_like(targets[:, :1]) + blank
+    spread = torch.stack([torch.zeros_like(targets) + blank, targets], -1).flatten(1)
+    labels = torch.cat([spread, blanks], 1)
+    emitted = log_probs.gather(2, labels.unsqueeze(0).expand(log_probs.shape[0], -1, -1))
+    other = labels[:, 2:] != labels[:, :-2]
+    jumps = torch.cat([labels[:, :2] < labels[:, :2], other & (labels[:, 2:] != blank)], 1)
+    never = torch.zeros_like(emitted[0]) + _NEVER
+    alpha = torch.cat([emitted[0, :, :2], never[:, 2:]], 1)
+    for frame in range(1, int(log_probs.shape[0])):
+        one = torch.cat([never[:, :1], alpha[:, :-1]], 1)
+        two = torch.cat([never[:, :2], alpha[:, :-2]], 1)
+        paths = torch.stack([alpha, one, torch.where(jumps, two, never)])
+        alpha = torch.where((frames > frame).unsqueeze(1), paths.logsumexp(0) + emitted[frame], alpha)
+    last = (2 * own).to(torch.int64).unsqueeze(1)
+    ends = torch.where(last > 0, alpha.gather(1, (last - 1).clamp(min=0)), never[:, :1])
+    loss = -torch.stack([alpha.gather(1, last), ends]).logsumexp(0).squeeze(1)
+    impossible = loss > -_NEVER / 2
+    loss = loss.masked_fill(impossible, 0.0 if zero_infinity else torch.inf)
+    if reduction == "none":
+        return loss
+    if reduction == "sum":
+        return loss.sum()
+    return (loss / own.clamp(min=1)).mean()
 
 
 # where a function is looked up, its name, and what stands in for it
@@ -203,9 +396,20 @@ MISSING: list[tuple[Any, str, Any]] = [
     *((F, f"adaptive_max_pool{n}d", _adaptive(f"adaptive_max_pool{n}d", n, torch.amax)) for n in (1, 2, 3)),
     *((F, f"avg_pool{n}d", _avg_pool(f"avg_pool{n}d", n)) for n in (2, 3)),
     (F, "batch_norm", _batch_norm),
+    (F, "rms_norm", _rms_norm),
+    (F, "normalize", _normalize),
+    (F, "channel_shuffle", _channel_shuffle),
+    (F, "bilinear", _bilinear),
     (F, "smooth_l1_loss", _smooth_l1_loss),
     (F, "huber_loss", _huber_loss),
+    (F, "l1_loss", _l1_loss),
     (F, "poisson_nll_loss", _poisson_nll_loss),
     (F, "gaussian_nll_loss", _gaussian_nll_loss),
     (F, "cross_entropy", _cross_entropy),
+    (F, "multilabel_margin_loss", _multilabel_margin_loss),
+    (F, "ctc_loss", _ctc_loss),
+    (F, "multi_margin_loss", _multi_margin_loss),
+    (F, "embedding_bag", _embedding_bag),
+    (_Adaptive, "forward", _adaptive_log_softmax),
+    (_Adaptive, "_get_full_log_prob", _adaptive_log_probabilities),
 ]

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
+from torch.nn import functional as F
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from onward.errors import ExportError
 from onward.export.torch.experts import traceable_experts
-
-__all__ = ["borrowed", "changed_buffers", "clean_names", "prepared", "refuse_unusable", "unwrap"]
+from onward.export.torch.replace import Replacement, replaced
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -83,12 +85,6 @@ def refuse_unusable(model: nn.Module, *, training: bool) -> None:
             raise ExportError(
                 f"{which} was made by torch.jit (script or trace): export the module that it was made from"
             )
-        cumulative = isinstance(module, nn.modules.batchnorm._BatchNorm) and module.momentum is None
-        if training and cumulative and module.track_running_stats:
-            raise ExportError(
-                f"batch norm '{name}' has momentum=None (a cumulative average), which "
-                "BatchNormalization cannot express: set a momentum"
-            )
         for owner in (module, vars(module).get("config")):
             for kind in ("layerdrop", "encoder_layerdrop", "decoder_layerdrop"):
                 rate = getattr(owner, kind, 0.0)
@@ -98,34 +94,99 @@ def refuse_unusable(model: nn.Module, *, training: bool) -> None:
                     )
 
 
-def changed_buffers(model: nn.Module, before: Mapping[str, torch.Tensor]) -> list[str]:
-    """Buffers that running the module has changed, but for those of batch norm, which exports keep track of."""
+def changed_state(model: nn.Module, before: Mapping[str, torch.Tensor], observer: WriteObserver) -> list[str]:
+    """What no optimizer trains and running the module changes, but for batch norm's, which its operator moves."""
     norms = {
         f"{path}.{name}" if path else name
         for path, module in model.named_modules()
-        if isinstance(module, nn.modules.batchnorm._BatchNorm)
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.momentum is not None
         for name in module._buffers
     }
+    # what is written may be the same by chance: the average of two networks that start as one
+    written = {name for name in observer.before if not model.get_parameter(name).requires_grad}
     return [
         name
-        for name, buffer in model.named_buffers(remove_duplicate=False)
-        if name in before and name not in norms and not torch.equal(buffer, before[name])
+        for name, tensor in _all_tensors(model)
+        if name in written
+        or (
+            name in before
+            and name not in norms
+            and tensor.shape == before[name].shape
+            and (name in observer.written_buffers or not torch.equal(tensor, before[name]))
+        )
     ]
 
 
+class WriteObserver(TorchDispatchMode):
+    """Keeps what parameters were before forward wrote to them (a moving average of another network, a mask of weights).
+
+    They are copied when that happens: copies of all would double a large model's memory.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._model = model
+        self.before: dict[str, torch.Tensor] = {}
+        self.written_buffers: set[str] = set()
+
+    def __enter__(self) -> WriteObserver:
+        self._parameters = {name: p for name, p in self._model.named_parameters() if not p.is_meta}
+        # as long as these are held, memory that `p.data = …` replaces stays
+        self._held = {name: parameter.data for name, parameter in self._parameters.items()}
+        self._names = {_memory(tensor): name for name, tensor in self._held.items()}
+        self._buffers = {_memory(b): name for name, b in self._model.named_buffers() if not b.is_meta}
+        return super().__enter__()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func._schema.is_mutable:
+            written = [
+                value
+                for argument, value in zip(func._schema.arguments, args)
+                if argument.alias_info is not None and argument.alias_info.is_write
+            ]
+            for tensor in pytree.tree_leaves((written, (kwargs or {}).get("out"))):
+                if not isinstance(tensor, torch.Tensor):
+                    continue
+                name = self._names.get(_memory(tensor))
+                if name is not None and name not in self.before:
+                    self.before[name] = self._held[name].clone()
+                if _memory(tensor) in self._buffers:
+                    self.written_buffers.add(self._buffers[_memory(tensor)])
+        return func(*args, **(kwargs or {}))
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        for name, parameter in self._parameters.items():
+            if parameter.data_ptr() != self._held[name].data_ptr():
+                self.before.setdefault(name, self._held[name])
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
 @contextmanager
-def borrowed(model: nn.Module) -> Iterator[None]:
-    """Restore buffers, training flags and every random state on leaving, whatever happened in between."""
-    flags = [(module, module.training) for module in model.modules()]
+def borrowed(model: nn.Module) -> Iterator[WriteObserver]:
+    """Restore parameters that `WriteObserver` saw change, buffers, flags and random states on leaving."""
+    # An export runs forward, which moves batch norm's statistics; the moved ones would be in the file (off by 0.08).
+    observer = WriteObserver(model)
+    parameters = dict(model.named_parameters())
     held = [(module, dict(module._buffers)) for module in model.modules()]
     values = {
         id(b): (b, b.detach().clone()) for _, buffers in held for b in buffers.values() if b is not None
     }
     states = torch.get_rng_state(), random.getstate(), np.random.get_state()
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
+    # the same flags, which are set again at the end
+    flags = [(module, "training", module.training) for module in model.modules()]
     try:
-        yield
+        with replaced(*flags):
+            yield observer
     finally:
+        for name, value in observer.before.items():
+            parameters[name].data = value.to(parameters[name].dtype)
         for module, buffers in held:
             module._buffers.clear()
             module._buffers.update(buffers)
@@ -135,8 +196,6 @@ def borrowed(model: nn.Module) -> Iterator[None]:
                     buffer.copy_(value)
                 else:
                     buffer.data = value
-        for module, flag in flags:
-            module.training = flag
         torch.set_rng_state(states[0])
         random.setstate(states[1])
         np.random.set_state(states[2])
@@ -161,61 +220,75 @@ def prepared(model: nn.Module, *, training: bool) -> Iterator[None]:
         stack.callback(torch.backends.mha.set_fastpath_enabled, fast_path)
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(torch.no_grad())
-        stack.enter_context(_plain_transformers(model))
-        stack.enter_context(_unwrapped_parts(model))
+        stack.enter_context(replaced(*_plain_transformers(model)))
+        stack.enter_context(traceable_experts(model))
+        stack.enter_context(replaced(*_unwrapped_parts(model)))
+        for module in model.modules():
+            if isinstance(module, nn.modules.batchnorm._BatchNorm) and _accumulates(module):
+                stack.enter_context(replaced_forward(module, _cumulative_batch_norm))
         yield
 
 
+def _accumulates(norm: Any) -> bool:
+    return norm.training and norm.momentum is None and norm.track_running_stats
+
+
+def _cumulative_batch_norm(self: Any, input: torch.Tensor) -> torch.Tensor:
+    """Batch norm whose statistics are the mean over all batches: operators only know a momentum."""
+    self._check_input_dim(input)
+    mean, variance = self.running_mean.clone(), self.running_var.clone()
+    y = F.batch_norm(input, None, None, self.weight, self.bias, True, 0.1, self.eps)
+    with torch.no_grad():
+        axes = [0, *range(2, input.dim())]
+        self.num_batches_tracked.add_(1)
+        share = 1 / self.num_batches_tracked.to(mean.dtype)
+        self.running_mean.copy_(mean + (input.mean(axes) - mean) * share)
+        self.running_var.copy_(variance + (input.var(axes) - variance) * share)
+    return y
+
+
 @contextmanager
-def _unwrapped_parts(model: nn.Module) -> Iterator[None]:
+def replaced_forward(module: nn.Module, function: Callable[..., Any]) -> Iterator[None]:
+    """A module that computes the same by another function."""
+    if "forward" in vars(module):
+        raise ExportError(f"{type(module).__name__}.forward was replaced on the instance; restore it first")
+    with replaced((module, "forward", function.__get__(module))):
+        yield
+
+
+def _unwrapped_parts(model: nn.Module) -> list[Replacement]:
     """Compiled and parallel parts stand aside for what they wrap: a tracer cannot enter them."""
-    replaced: list[tuple[nn.Module, str, nn.Module]] = []
-    for parent in list(model.modules()):
-        for name, child in parent._modules.items():
-            if child is not None and unwrap(child) is not child:
-                replaced.append((parent, name, child))
-    try:
-        for parent, name, child in replaced:
-            parent._modules[name] = unwrap(child)
-        yield
-    finally:
-        for parent, name, child in replaced:
-            parent._modules[name] = child
+    return [
+        (parent, name, unwrap(child))
+        for parent in model.modules()
+        for name, child in parent._modules.items()
+        if child is not None and unwrap(child) is not child
+    ]
 
 
-@contextmanager
-def _plain_transformers(model: nn.Module) -> Iterator[None]:
+def _plain_transformers(model: nn.Module) -> list[Replacement]:
     """Hugging Face models: eager attention (real dropout, plain operators) and no cache among the outputs."""
-    saved: list[tuple[Any, str, Any]] = []
-
-    def set_aside(config: Any, name: str, value: Any) -> None:
-        old = getattr(config, name, None)
-        if old is not None and old != value:
-            saved.append((config, name, old))
-            setattr(config, name, value)
-
-    for config in _configs(model):
-        set_aside(config, "_attn_implementation", "eager")
-        set_aside(config, "use_cache", False)
-    try:
-        with traceable_experts(model):
-            yield
-    finally:
-        for config, name, old in reversed(saved):
-            setattr(config, name, old)
+    # The fused attention's dropout is written with two inputs, which drops nothing: outputs would not vary.
+    settings = {"_attn_implementation": "eager", "use_cache": False}
+    return [
+        (config, name, value)
+        for config in _configs(model)
+        for name, value in settings.items()
+        if getattr(config, name, None) not in (None, value)
+    ]
 
 
 def _configs(model: nn.Module) -> list[Any]:
     """Every Hugging Face configuration in the module, inner ones first so that outer setters cascade last."""
-    found: dict[int, Any] = {}
+    configs: dict[int, Any] = {}
 
     def add(config: Any) -> None:
-        if config is None or not hasattr(config, "to_dict") or id(config) in found:
+        if config is None or not hasattr(config, "to_dict") or id(config) in configs:
             return
         for name in getattr(config, "sub_configs", {}):
             add(getattr(config, name, None))
-        found[id(config)] = config
+        configs[id(config)] = config
 
     for module in model.modules():
         add(vars(module).get("config"))
-    return list(found.values())
+    return list(configs.values())

@@ -1,31 +1,34 @@
-"""Runs a torch module in training mode without randomness, so that outputs can be compared.
-
-The ONNX counterparts of torch's random functions are in `assemble.neutralised`, with the same values.
-"""
+"""Takes the randomness out of a torch module and of its export, with the same values, so that they can be compared."""
 
 from __future__ import annotations
 
 import math
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
+import onnx
 import torch
+from onnx import TensorProto, helper
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from onward.export.torch import assemble
+from onward.export.torch.keep_gradients import calling_line
 from onward.export.torch.patches import alpha_dropout_constants
+from onward.export.torch.replace import replaced
+from onward.graph.protobuf import attributes_of, set_nodes
 
-__all__ = ["Neutral", "calling_line", "neutral_dropout"]
+# What a uniform draw gives. Not a half: a Bernoulli draw is `u < p` in some exports and an operator in others, and
+# rates of exactly a half are common (DropPath). Bfloat16 can hold it.
+UNIFORM = 0.5 - 2**-9
 
 
 class Neutral(TorchFunctionMode):
     """Within it nothing is random: dropout is the identity, random functions return fixed values.
 
     `active` counts the dropouts that would have dropped something. The same stand-ins are put into the ONNX
-    model for comparison: uniform draws give 0.5, Bernoulli draws 1 where p >= 0.5, normal draws their mean.
+    model for comparison: uniform draws give `UNIFORM`, Bernoulli draws 1 where p is more, normal draws their mean.
     """
 
     def __init__(self) -> None:
@@ -52,7 +55,8 @@ class Neutral(TorchFunctionMode):
         if name in ("rrelu", "rrelu_"):
             bound = dict(zip(("input", "lower", "upper", "training"), args)) | kwargs
             if bound.get("training", False):
-                slope = (bound.get("lower", 1 / 8) + bound.get("upper", 1 / 3)) / 2
+                lower, upper = bound.get("lower", 1 / 8), bound.get("upper", 1 / 3)
+                slope = lower + (upper - lower) * UNIFORM
                 return torch.nn.functional.leaky_relu(bound["input"], slope)
         if name == "scaled_dot_product_attention":
             bound = dict(zip(("query", "key", "value", "attn_mask", "dropout_p"), args)) | kwargs
@@ -68,15 +72,6 @@ class Neutral(TorchFunctionMode):
         if name in _DRAWS:
             return _DRAWS[name](func(*args, **kwargs), args, kwargs)
         return func(*args, **kwargs)
-
-
-def calling_line() -> str:
-    """Where in the user's own code, or a library's, we are: the nearest line that is not torch's or ours."""
-    own = (torch.__path__[0], str(Path(__file__).parent))
-    for frame in reversed(traceback.extract_stack()):
-        if not frame.filename.startswith(own):
-            return f"at {frame.filename}:{frame.lineno} ({frame.line})"
-    return "somewhere"
 
 
 _DROPOUTS = {
@@ -96,18 +91,23 @@ _DROPOUTS = {
 def _bernoulli(drawn: torch.Tensor, args: Any, kwargs: Any) -> torch.Tensor:
     p = kwargs.get("p", args[1] if len(args) > 1 else None)
     p = args[0] if p is None or isinstance(p, torch.Generator) else p
-    return drawn.copy_((torch.as_tensor(p) >= 0.5).to(drawn.dtype).expand_as(drawn))
+    return drawn.copy_((torch.as_tensor(p) > UNIFORM).to(drawn.dtype).expand_as(drawn))
+
+
+def _bernoulli_(drawn: torch.Tensor, args: Any, kwargs: Any) -> torch.Tensor:
+    """The rate of the method that draws in place is 0.5 unless given; the tensor's own numbers mean nothing."""
+    return _bernoulli(drawn, (), {"p": kwargs.get("p", args[1] if len(args) > 1 else 0.5)})
 
 
 def _between(drawn: torch.Tensor, args: Any, kwargs: Any) -> torch.Tensor:
     bound = dict(zip(("self", "from", "to"), args)) | kwargs
     low, high = bound.get("from", 0.0), bound.get("to", 1.0)
-    return drawn.fill_(low + (high - low) / 2)
+    return drawn.fill_(low + (high - low) * UNIFORM)
 
 
 _DRAWS: dict[str, Callable[[torch.Tensor, Any, Any], torch.Tensor]] = {
-    "rand": lambda drawn, args, kwargs: drawn.fill_(0.5),
-    "rand_like": lambda drawn, args, kwargs: drawn.fill_(0.5),
+    "rand": lambda drawn, args, kwargs: drawn.fill_(UNIFORM),
+    "rand_like": lambda drawn, args, kwargs: drawn.fill_(UNIFORM),
     "randn": lambda drawn, args, kwargs: drawn.zero_(),
     "randn_like": lambda drawn, args, kwargs: drawn.zero_(),
     "normal": lambda drawn, args, kwargs: drawn.copy_(
@@ -117,24 +117,56 @@ _DRAWS: dict[str, Callable[[torch.Tensor, Any, Any], torch.Tensor]] = {
     "uniform_": _between,
     "normal_": lambda drawn, args, kwargs: drawn.fill_(kwargs.get("mean", args[1] if len(args) > 1 else 0.0)),
     "exponential_": lambda drawn, args, kwargs: drawn.fill_(
-        math.log(2) / kwargs.get("lambd", args[1] if len(args) > 1 else 1.0)
+        -math.log1p(-UNIFORM) / kwargs.get("lambd", args[1] if len(args) > 1 else 1.0)
     ),
     "bernoulli": _bernoulli,
-    "bernoulli_": lambda drawn, args, kwargs: drawn.fill_(float(args[1] >= 0.5)) if len(args) > 1 else drawn,
+    "bernoulli_": _bernoulli_,
 }
 
 
 @contextmanager
 def neutral_dropout(model: nn.Module) -> Iterator[Neutral]:
     """Run torch without randomness, in its own kernels: the reference for the exported model."""
-    recurrent = [(m, m.dropout) for m in model.modules() if isinstance(m, nn.RNNBase) and m.dropout > 0]
+    recurrent = [m for m in model.modules() if isinstance(m, nn.RNNBase) and m.dropout > 0]
     mode = Neutral()
-    mode.active += sum(m.num_layers - 1 for m, _ in recurrent if m.training)
-    try:
-        for module, _ in recurrent:
-            module.dropout = 0.0
-        with mode:
-            yield mode
-    finally:
-        for module, rate in recurrent:
-            module.dropout = rate
+    mode.active += sum(m.num_layers - 1 for m in recurrent if m.training)
+    with replaced(*((module, "dropout", 0.0) for module in recurrent)), mode:
+        yield mode
+
+
+def neutralised(model: onnx.ModelProto) -> onnx.ModelProto:
+    """A copy of an exported model in which nothing is random: what `Neutral` is for torch."""
+    copy = onnx.ModelProto()
+    copy.CopyFrom(model)
+    for graph in assemble.graphs(copy.graph):
+        set_nodes(graph, [neutral for node in graph.node for neutral in _neutral(node)])
+    return copy
+
+
+def _neutral(node: onnx.NodeProto) -> list[onnx.NodeProto]:
+    out = node.output[0] if node.output else ""
+    if node.op_type == "Dropout":
+        return [helper.make_node("Identity", node.input[:1], [out])]
+    attributes = attributes_of(node)
+    if node.op_type in ("RandomUniform", "RandomNormal", "RandomUniformLike", "RandomNormalLike"):
+        uniform = node.op_type.startswith("RandomUniform")
+        low, high = attributes.get("low", 0.0), attributes.get("high", 1.0)
+        number = low + (high - low) * UNIFORM if uniform else attributes.get("mean", 0.0)
+        kind = attributes.get("dtype", TensorProto.FLOAT)
+        value = helper.make_tensor("", kind, [1], [number])
+        shape = out + ".shape"
+        return [
+            helper.make_node("Shape", node.input[:1], [shape])
+            if node.input
+            else helper.make_node("Constant", [], [shape], value_ints=attributes["shape"]),
+            helper.make_node("ConstantOfShape", [shape], [out], value=value),
+        ]
+    if node.op_type == "Bernoulli":
+        number = helper.make_tensor("", TensorProto.FLOAT, [], [UNIFORM])
+        return [
+            helper.make_node("Constant", [], [out + ".number"], value=number),
+            helper.make_node("CastLike", [out + ".number", node.input[0]], [out + ".like"]),
+            helper.make_node("Greater", [node.input[0], out + ".like"], [out + ".drawn"]),
+            helper.make_node("Cast", [out + ".drawn"], [out], to=attributes.get("dtype", TensorProto.FLOAT)),
+        ]
+    return [node]

@@ -5,8 +5,8 @@ Recurrent layers with dropout, fused attention, and operations that change shape
 
 from __future__ import annotations
 
-import itertools
-import math
+import builtins
+import importlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -14,11 +14,13 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils import _pytree as pytree
 
 from onward.errors import ExportError
-from onward.export.torch import missing_functions, missing_layers
-
-__all__ = ["traceable"]
+from onward.export.torch import missing_arrays, missing_functions, missing_layers, missing_linalg
+from onward.export.torch.modules import replaced_forward
+from onward.export.torch.recurrent_layers import layer_by_layer
+from onward.export.torch.replace import Replacement, replaced
 
 
 @contextmanager
@@ -28,109 +30,107 @@ def traceable(model: nn.Module) -> Iterator[None]:
     Functions are replaced where modules look them up, for as long as the trace takes. A torch function mode
     would be neater, but sizes that pass through one become constants in a trace.
     """
+    functions = [*missing_arrays.MISSING, *missing_functions.MISSING]
+    functions += [*missing_linalg.MISSING, *missing_layers.MISSING]
+    if any(hasattr(module, "layerdrop") for module in model.modules()):
+        functions.append((torch, "rand", _rand))
     with ExitStack() as stack:
-        stack.enter_context(_replaced(F, "scaled_dot_product_attention", _attention))
-        for name in ("dropout1d", "dropout2d", "dropout3d"):
-            stack.enter_context(_replaced(F, name, _channel_dropout))
-        for name in ("alpha_dropout", "feature_alpha_dropout"):
-            stack.enter_context(
-                _replaced(F, name, _alpha_dropout if name[0] == "a" else _feature_alpha_dropout)
-            )
-        stack.enter_context(_replaced(F, "rms_norm", _rms_norm))
-        for owner in (torch, torch.Tensor):
-            for name in ("matmul", "mv"):
-                stack.enter_context(_replaced(owner, name, _matmul))
-        stack.enter_context(_replaced(torch.Tensor, "__matmul__", _matmul))
-        stack.enter_context(_replaced(F, "normalize", _normalize))
-        stack.enter_context(_replaced(torch, "vdot", _vdot))
-        for name in ("H", "mH"):
-            stack.enter_context(_replaced(torch.Tensor, name, property(_adjoint)))
-        stack.enter_context(_replaced(F, "channel_shuffle", _channel_shuffle))
-        stack.enter_context(_replaced(F, "bilinear", _bilinear))
-        stack.enter_context(_replaced(torch.Tensor, "unflatten", _unflatten))
-        stack.enter_context(_replaced(torch, "unflatten", _unflatten))
-        for owner in (torch, torch.Tensor):
-            stack.enter_context(_replaced(owner, "repeat_interleave", _repeat_interleave))
-        stack.enter_context(_replaced(torch.Tensor, "unfold", _unfold))
-        for owner in (torch, torch.Tensor):
-            stack.enter_context(_replaced(owner, "as_strided", _as_strided))
-        for owner, name, function in [*missing_functions.MISSING, *missing_layers.MISSING]:
-            stack.enter_context(_replaced(owner, name, function))
-        if any(hasattr(module, "layerdrop") for module in model.modules()):
-            stack.enter_context(_replaced(torch, "rand", _rand))
+        stack.enter_context(one_dropout(F.dropout))
+        stack.enter_context(replaced(*functions, FOLLOWED_LENGTHS))
         for module in model.modules():
-            if isinstance(module, nn.LSTM) and module.proj_size:
-                stack.enter_context(_forward(module, missing_functions.projected_lstm))
-            elif isinstance(module, nn.RNNBase) and module.dropout > 0 and module.training:
-                stack.enter_context(_forward(module, _layer_by_layer))
+            if isinstance(module, nn.RNNBase):
+                if module.proj_size or (module.dropout > 0 and module.training):
+                    stack.enter_context(replaced_forward(module, layer_by_layer))
+            elif hasattr(module, "fake_quant_enabled") and hasattr(module, "activation_post_process"):
+                stack.enter_context(replaced_forward(module, _fake_quantization(module)))
         yield
+
+
+_length = builtins.len
+
+
+def _followed_length(value: Any) -> Any:
+    """`len(x)` as `x.shape[0]`, which a trace follows: Python's own has to be a number."""
+    if isinstance(value, torch.Tensor) and value.dim():
+        size = value.shape[0]
+        if not isinstance(size, int):  # a symbol, or what stands for it in a trace
+            return size
+    return _length(value)
+
+
+FOLLOWED_LENGTHS: Replacement = (builtins, "len", _followed_length)
+# Functions whose primitive operators are kernels that nothing takes apart.
+_KERNELS = frozenset({"cdist", "pdist", "inverse", "inv", "solve", "cholesky", "slogdet", "ctc_loss"})
+# They are recorded as what they are composed of.
+COMPOSED: list[Replacement] = [
+    entry for entry in (*missing_linalg.MISSING, *missing_layers.MISSING) if entry[1] in _KERNELS
+]
 
 
 @contextmanager
-def _replaced(owner: Any, name: str, function: Any) -> Iterator[None]:
-    original = getattr(owner, name)
-    setattr(owner, name, function)
-    try:
+def plain_control_flow() -> Iterator[None]:
+    """`torch.cond` and `scan` as what they compute: tracers follow no branch and no loop of theirs."""
+    scan = importlib.import_module("torch._higher_order_ops.scan")
+    with replaced(
+        (torch, "cond", _cond),
+        (scan, "_maybe_compile_and_run_fn", lambda run, *args: run(*args)),
+        (scan, "scan_op", _scan),
+    ):
         yield
-    finally:
-        setattr(owner, name, original)
+
+
+def _cond(pred: Any, true_fn: Any, false_fn: Any, operands: Any = ()) -> Any:
+    """Both branches, and a choice between what they give."""
+    if not isinstance(pred, torch.Tensor):
+        return true_fn(*operands) if pred else false_fn(*operands)
+    return pytree.tree_map(
+        lambda a, b: torch.where(pred.reshape(()), a, b), true_fn(*operands), false_fn(*operands)
+    )
+
+
+def _scan(combine_fn: Any, init: Any, xs: Any, additional_inputs: Any = ()) -> Any:
+    """One step after another over the first axis, whose length the export fixes."""
+    carried, stacks = list(init), []
+    for step in range(int(xs[0].shape[0])):
+        results = combine_fn(*carried, *(x[step] for x in xs), *additional_inputs)
+        carried = list(results[: len(init)])
+        stacks.append(results[len(init) :])
+    return (*carried, *(torch.stack(parts) for parts in zip(*stacks)))
 
 
 @contextmanager
-def _forward(module: nn.Module, function: Callable[..., Any]) -> Iterator[None]:
-    if "forward" in vars(module):
-        raise ExportError(f"{type(module).__name__}.forward was replaced on the instance; restore it first")
-    module.forward = function.__get__(module)  # type: ignore[method-assign]
-    try:
+def one_dropout(dropout: Callable[..., torch.Tensor]) -> Iterator[None]:
+    """Every kind of dropout, attention's included, in terms of this one."""
+    with replaced(
+        (F, "dropout", dropout),
+        (F, "scaled_dot_product_attention", _attention),
+        *((F, f"dropout{rank}d", _channel_dropout) for rank in (1, 2, 3)),
+        (F, "alpha_dropout", _alpha_dropout),
+        (F, "feature_alpha_dropout", _feature_alpha_dropout),
+    ):
         yield
-    finally:
-        del module.forward
 
 
-def _layer_by_layer(self: nn.RNNBase, input: torch.Tensor, hx: Any = None) -> Any:
-    """What LSTM, GRU and RNN with dropout compute, one layer at a time: exporters take no dropout inside."""
-    if isinstance(input, nn.utils.rnn.PackedSequence):
+def _fake_quantization(module: Any) -> Callable[..., torch.Tensor]:
+    """torch.ao's fake quantization with the scale that it has observed, as constants: no graph has observers."""
+    if module.observer_enabled[0]:
         raise ExportError(
-            "a recurrent layer with dropout takes a PackedSequence: export it over padded tensors"
+            "the module's observers are on, and an ONNX graph has none: after some batches fix the ranges with "
+            "model.apply(torch.ao.quantization.disable_observer), and export then"
         )
-    batched = input.dim() == 3
-    batch_axis = 0 if self.batch_first else 1
-    x = input if batched else input.unsqueeze(batch_axis)
-    lstm = isinstance(self, nn.LSTM)
-    directions = 2 if self.bidirectional else 1
-    if hx is None:
-        depth, batch = self.num_layers * directions, x.size(batch_axis)
-        hidden = x.new_zeros(depth, batch, self.proj_size or self.hidden_size)
-        states = (hidden, x.new_zeros(depth, batch, self.hidden_size)) if lstm else (hidden,)
-    else:
-        states = tuple(hx) if lstm else (hx,)
-        states = states if batched else tuple(state.unsqueeze(1) for state in states)
-    step = {"LSTM": torch.lstm, "GRU": torch.gru, "RNN_TANH": torch.rnn_tanh, "RNN_RELU": torch.rnn_relu}[
-        self.mode
-    ]
-    last: list[tuple[torch.Tensor, ...]] = []
-    for layer in range(self.num_layers):
-        rows = slice(layer * directions, (layer + 1) * directions)
-        state = tuple(s[rows] for s in states)
-        weights = [weight for group in self.all_weights[rows] for weight in group]
-        x, *ended = step(
-            x,
-            state if lstm else state[0],
-            weights,
-            self.bias,
-            1,
-            0.0,
-            self.training,
-            self.bidirectional,
-            self.batch_first,
-        )
-        last.append(tuple(ended))
-        if layer + 1 < self.num_layers:
-            x = F.dropout(x, self.dropout, training=self.training)
-    final = tuple(torch.cat(parts) for parts in zip(*last))
-    if not batched:
-        x, final = x.squeeze(batch_axis), tuple(state.squeeze(1) for state in final)
-    return x, final if lstm else final[0]
+    low, high = module.activation_post_process.quant_min, module.activation_post_process.quant_max
+    scales, zeros = module.scale.detach().clone(), module.zero_point.detach().to(torch.int32)
+
+    def forward(self: Any, X: torch.Tensor) -> torch.Tensor:
+        if not is_on:
+            return X
+        if self.is_per_channel:
+            return torch.fake_quantize_per_channel_affine(X, scales, zeros, self.ch_axis, low, high)
+        return torch.fake_quantize_per_tensor_affine(X, scale, zero, low, high)
+
+    # read before the trace, which would warn of numbers that become constants
+    is_on, scale, zero = bool(module.fake_quant_enabled[0]), float(scales[0]), int(zeros[0])
+    return forward
 
 
 def _channel_dropout(
@@ -160,9 +160,9 @@ def _feature_alpha_dropout(
 
 
 def _dropped_to_alpha(x: torch.Tensor, like: torch.Tensor, p: float) -> torch.Tensor:
-    kept = F.dropout(torch.ones_like(like), p, training=True) > 0
+    survives = F.dropout(torch.ones_like(like), p, training=True) > 0
     scale, shift, alpha = alpha_dropout_constants(p)
-    return torch.where(kept, x, torch.full_like(x, alpha)) * scale + shift
+    return torch.where(survives, x, torch.full_like(x, alpha)) * scale + shift
 
 
 def alpha_dropout_constants(p: float) -> tuple[float, float, float]:
@@ -170,150 +170,6 @@ def alpha_dropout_constants(p: float) -> tuple[float, float, float]:
     alpha = -1.7580993408473766
     scale = ((1 - p) * (1 + p * alpha**2)) ** -0.5
     return scale, -scale * alpha * p, alpha
-
-
-def _rms_norm(
-    input: torch.Tensor,
-    normalized_shape: Any,
-    weight: torch.Tensor | None = None,
-    eps: float | None = None,
-) -> torch.Tensor:
-    """x / √(mean x² + ε), times the weight."""
-    axes = list(range(-len(normalized_shape), 0))
-    eps = torch.finfo(input.dtype).eps if eps is None else eps
-    normal = input * torch.rsqrt((input * input).mean(axes, keepdim=True) + eps)
-    return normal if weight is None else normal * weight
-
-
-_product = torch.matmul
-
-
-def _matmul(self: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """A matrix times a vector as a matrix of one column: onnxruntime errs on transposed matrices and vectors."""
-    if self.dim() > 1 and other.dim() == 1:
-        return _product(self, other.unsqueeze(-1)).squeeze(-1)
-    return _product(self, other)
-
-
-_unit = F.normalize
-
-
-def _normalize(
-    input: torch.Tensor, p: float = 2.0, dim: Any = 1, eps: float = 1e-12, out: torch.Tensor | None = None
-) -> torch.Tensor:
-    """x / max(‖x‖, ε); exporters take no `out`, into which spectral norm writes."""
-    made = _unit(input, p, dim, eps)
-    return made if out is None else out.mul_(0).add_(made)
-
-
-def _adjoint(self: torch.Tensor) -> torch.Tensor:
-    """The last two axes exchanged, and conjugated where there is something to conjugate."""
-    return self.transpose(-2, -1).conj() if self.is_complex() else self.transpose(-2, -1)
-
-
-def _vdot(input: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Σ x·y of two vectors."""
-    if input.is_complex():
-        raise ExportError("vdot of complex numbers cannot be exported")
-    return (input * other).sum()
-
-
-def _channel_shuffle(input: torch.Tensor, groups: int) -> torch.Tensor:
-    """Channels dealt out to the groups in turn."""
-    rest = input.shape[2:]
-    parts = input.reshape(input.shape[0], groups, input.shape[1] // groups, *rest).transpose(1, 2)
-    return parts.reshape(input.shape)
-
-
-def _bilinear(
-    input1: torch.Tensor, input2: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
-) -> torch.Tensor:
-    """y_o = x·W_o·z + b_o"""
-    made = torch.einsum("...i,oij,...j->...o", input1, weight, input2)
-    return made if bias is None else made + bias
-
-
-def _unflatten(self: torch.Tensor, dim: int, sizes: Any) -> torch.Tensor:
-    """One axis split into several by reshaping; the tracer would fix the sizes of all the others."""
-    if isinstance(dim, str):
-        raise ExportError("unflatten of a named dimension cannot be exported")
-    axis = dim % self.dim()
-    return self.reshape(*self.shape[:axis], *sizes, *self.shape[axis + 1 :])
-
-
-_repeat = torch.repeat_interleave
-
-
-def _repeat_interleave(self: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
-    """Elements repeated along one axis, by a new axis that is then merged; the tracer's own loses the rank."""
-    repeats = args[0] if args else options.get("repeats")
-    dim = args[1] if len(args) > 1 else options.get("dim")
-    if not isinstance(repeats, int) or not isinstance(dim, int):
-        return _repeat(self, *args, **options)
-    axis = dim % self.dim()
-    wider = self.unsqueeze(axis + 1).expand(*self.shape[: axis + 1], repeats, *self.shape[axis + 1 :])
-    return wider.flatten(axis, axis + 1)
-
-
-def _unfold(self: torch.Tensor, dimension: int, size: int, step: int) -> torch.Tensor:
-    """Windows along one axis, their elements in a new last one; the tracer's own takes no negative axis."""
-    axis = dimension % self.dim()
-    count = (self.shape[axis] - size) // step + 1
-    places = (torch.arange(count, device=self.device) * step).unsqueeze(1) + torch.arange(
-        size, device=self.device
-    )
-    windows = self.index_select(axis, places.flatten())
-    windows = windows.reshape(*self.shape[:axis], -1, size, *self.shape[axis + 1 :])
-    return windows.movedim(axis + 1, -1)
-
-
-_strided = torch.as_strided
-
-
-def _as_strided(
-    self: torch.Tensor, size: Any, stride: Any, storage_offset: int | None = None
-) -> torch.Tensor:
-    """Elements by their places in memory; the tracer's own counts along the axes, whatever their order in memory.
-
-    Axes that stay as they are keep their size open. The others are merged, and picked from by constant places.
-    """
-    if not torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage]
-        return _strided(self, size, stride, storage_offset)
-    sizes, strides = [int(length) for length in size], [int(step) for step in stride]
-    lengths, steps = [int(length) for length in self.shape], list(self.stride())
-    left = list(range(self.dim()))
-    same: dict[int, int] = {}
-    for axis, wanted in enumerate(zip(sizes, strides)):
-        found = next((own for own in left if (lengths[own], steps[own]) == wanted), None)
-        if found is not None:
-            same[axis] = found
-            left.remove(found)
-    if storage_offset is not None and storage_offset != self.storage_offset():
-        same, left = {}, list(range(self.dim()))
-    left.sort(key=lambda axis: -steps[axis])  # as they lie in memory
-    dense = all(steps[a] == steps[b] * lengths[b] for a, b in itertools.pairwise(left))
-    unit = steps[left[-1]] if left else 1
-    start = 0 if storage_offset is None else storage_offset - self.storage_offset()
-    places = torch.tensor(start)
-    picked = [axis for axis in range(len(sizes)) if axis not in same]
-    for axis in picked:
-        places = places.unsqueeze(-1) + torch.arange(sizes[axis]) * strides[axis]
-    total = math.prod(lengths[axis] for axis in left)
-    if (
-        not dense
-        or bool((places % unit != 0).any())
-        or not 0 <= int(places.min()) <= int(places.max()) // unit < total
-    ):
-        raise ExportError(
-            f"as_strided reads memory that its tensor of shape {lengths} and strides {steps} does not cover in one "
-            "piece: take it from the tensor that owns the memory, or write it with unfold or indexing"
-        )
-    kept = list(same.values())
-    merged = self.permute(*kept, *left).reshape(*(self.shape[axis] for axis in kept), -1)
-    made = merged.index_select(-1, (places // unit).flatten())
-    made = made.reshape(*(self.shape[axis] for axis in kept), *(sizes[axis] for axis in picked))
-    order = [*same, *picked]
-    return made.permute(*(order.index(axis) for axis in range(len(sizes))))
 
 
 _draw = torch.rand
@@ -346,6 +202,7 @@ def _attention(
     if is_causal:
         rows = torch.arange(query.size(-2), device=query.device)
         attn_mask = torch.arange(key.size(-2), device=query.device) <= rows.unsqueeze(-1)
+    sees_any: torch.Tensor | None = None
     if attn_mask is None:
         weights = scores.softmax(-1)
     elif attn_mask.dtype == torch.bool:
@@ -353,7 +210,10 @@ def _attention(
         lowest = torch.finfo(scores.dtype).min
         weights = scores.masked_fill(hidden, lowest).softmax(-1).masked_fill(hidden, 0.0)
     else:
-        weights = (scores + attn_mask).softmax(-1)
+        # A row of -inf alone would be NaN here; torch's kernels give zeros, and a padded batch has such rows.
+        sees_any = attn_mask.amax(-1, keepdim=True) > -torch.inf
+        weights = (scores + attn_mask.clamp(min=torch.finfo(scores.dtype).min)).softmax(-1)
     if dropout_p > 0.0:
         weights = F.dropout(weights, dropout_p, training=True)
-    return torch.matmul(weights, value)
+    mixed = torch.matmul(weights, value)
+    return mixed if sees_any is None else mixed * sees_any.to(mixed.dtype)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch.overrides import TorchFunctionMode
 
+from onward import contract
 from onward.errors import ExportError
 from onward.export.torch import axes, modules
 from onward.export.torch.flatten import Adapter, Leaf
@@ -18,8 +19,6 @@ from onward.export.torch.no_randomness import neutral_dropout
 
 if TYPE_CHECKING:
     from onward.export.torch.axes import AxisGroup, DynamicAxes
-
-__all__ = ["Plan", "make_plan"]
 
 # Numbers of an input from which on a run of the module takes longer than one for shapes alone.
 _MANY = 1 << 14
@@ -39,6 +38,10 @@ class Plan:
     names: Mapping[str, str]
     dropouts: int
     decisions: tuple[str, ...] = ()
+    # the outputs that are next values of buffers and frozen parameters, by their names
+    state: Mapping[str, str] = field(default_factory=dict)
+    # parameters that forward writes to
+    written: tuple[str, ...] = ()
 
     def run(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """The module's outputs without randomness."""
@@ -47,14 +50,14 @@ class Plan:
 
     def keeping(self, groups: Sequence[AxisGroup]) -> Plan:
         """The same plan with fewer dynamic axes."""
-        found = axes.output_axes(self.leaves, self.output_names, groups, self.run, base=self.outputs)
-        return replace(self, groups=tuple(groups), output_axes=found)
+        by_output = axes.output_axes(self.leaves, self.output_names, groups, self.run, base=self.outputs)
+        return replace(self, groups=tuple(groups), output_axes=by_output)
 
     def input_axes(self) -> dict[str, dict[int, str]]:
         table: dict[str, dict[int, str]] = {leaf.name: {} for leaf in self.leaves}
         for group in self.groups:
-            for index, axis in group.dims:
-                table[self.leaves[index].name][axis] = group.name
+            for (index, axis), name in group.names().items():
+                table[self.leaves[index].name][axis] = name
         return table
 
 
@@ -65,7 +68,11 @@ def make_plan(
     input_names: Sequence[str] | None,
     output_names: Sequence[str] | None,
     dynamic_axes: DynamicAxes | Literal["auto"] | None,
+    *,
+    observer: modules.WriteObserver | None = None,
+    buffers: Mapping[str, torch.Tensor] | None = None,
 ) -> Plan:
+    """What an export needs to know; `buffers` are the values before, where changes of them are to be carried on."""
     adapter = Adapter(bare, args, kwargs)
     names = modules.clean_names(bare)
     inputs = _chosen_names("input", input_names, [leaf.name for leaf in adapter.inputs])
@@ -78,23 +85,41 @@ def make_plan(
         with neutral_dropout(bare):
             return adapter(*tensors)
 
-    leaves = _usable_example(leaves, run, type(bare).__name__, resize=dynamic_axes is not None)
+    observer = modules.WriteObserver(bare) if observer is None else observer
+    with observer:
+        leaves = _usable_example(leaves, run, type(bare).__name__, resize=dynamic_axes is not None)
+    leaves = _with_columns(leaves, run)
+    if buffers is not None:
+        _refuse_lasting_changes(bare, observer.before, lambda: run([leaf.value for leaf in leaves]))
+        adapter.state = tuple(modules.changed_state(bare, buffers, observer))
     declared = dynamic_axes if isinstance(dynamic_axes, Mapping) else None
     shapes = None if dynamic_axes is None else _shapes_only(bare, args, kwargs, leaves)
     groups = _groups(leaves, dynamic_axes, run, shapes)
-    ones = {dim: group.others[0] for group in groups if group.size == 1 for dim in group.dims}
-    if ones:  # a size of one invites broadcasting into the trace, and ties that are none
-        values = axes.fresh_inputs(leaves, ones, seed=1)
-        leaves = tuple(Leaf(leaf.name, value) for leaf, value in zip(leaves, values))
+    ones = {
+        dim: size for group in groups if group.size == 1 for dim, size in _enlarged(group, leaves).items()
+    }
+    example = leaves
+    while ones:  # a size of one invites broadcasting into the trace, and ties that are none
+        values = axes.fresh_inputs(example, ones, seed=1)
+        leaves = tuple(replace(leaf, value=value) for leaf, value in zip(example, values))
         groups = _groups(leaves, dynamic_axes, run, shapes)
+        dynamic = {dim for group in groups for dim in group.dims}
+        if dynamic.issuperset(ones):
+            break
+        # An axis that is not dynamic after all keeps the size that the example gave it.
+        ones = {dim: size for dim, size in ones.items() if dim in dynamic}
+        leaves, groups = example, _groups(example, dynamic_axes, run, shapes)
+        groups = [group for group in groups if group.size > 1]
     with neutral_dropout(bare) as mode:
         outputs = adapter(*(leaf.value for leaf in leaves))
     results = _chosen_names("output", output_names, adapter.output_names)
     results = [f"{name}_output" if name in names.values() or name in inputs else name for name in results]
+    state = {names[raw]: f"{names[raw]}{contract.NEXT}" for raw in adapter.state}
+    results += state.values()
     for name in declared or {}:
         if name not in inputs and name not in results:
-            known = ", ".join([*inputs, *results])
-            raise ValueError(f"dynamic_axes names '{name}', which is neither input nor output: {known}")
+            choices = ", ".join([*inputs, *results])
+            raise ValueError(f"dynamic_axes names '{name}', which is neither input nor output: {choices}")
     by_output = (
         axes.output_axes(leaves, results, groups, run, base=outputs, declared=declared)
         if shapes is None
@@ -110,7 +135,15 @@ def make_plan(
         names,
         dropouts=mode.active,
         decisions=tuple(mode.decisions),
+        state=state,
+        written=tuple(observer.before),
     )
+
+
+def _enlarged(group: AxisGroup, leaves: Sequence[Leaf]) -> dict[tuple[int, int], int]:
+    """Sizes for axes of size 1: ones that no other axis of the example has, where there is a choice."""
+    taken = {size for leaf in leaves for size in leaf.value.shape}
+    return group.sizes(next((size for size in group.others if size not in taken), group.others[0]))
 
 
 def _groups(
@@ -130,7 +163,7 @@ def _groups(
     with suppress(Exception):  # whatever it is, the module itself says it better below
         groups = find(_empty(leaves), shapes)
         for index in range(2):
-            sizes = {dim: group.others[index] for group in groups for dim in group.dims}
+            sizes = {dim: n for group in groups for dim, n in group.sizes(group.others[index]).items()}
             run(axes.fresh_inputs(leaves, sizes, seed=index))
         return groups
     return find(leaves, run)
@@ -168,20 +201,22 @@ class _ShapesOfNorms(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        given = (
+        arguments = (
             dict(zip(_BATCH_NORM, args)) | (kwargs or {}) if func is torch.nn.functional.batch_norm else {}
         )
-        x = given.get("input")
+        x = arguments.get("input")
         if x is not None and x.is_meta and x.dim() > 1:
-            several = x.numel() > x.size(1) or not given.get("training", False)  # torch refuses a single one
-            vectors = [given.get(name) for name in _BATCH_NORM[1:5]]
+            several = x.numel() > x.size(1) or not arguments.get(
+                "training", False
+            )  # torch refuses a single one
+            vectors = [arguments.get(name) for name in _BATCH_NORM[1:5]]
             if several and all(vector is None or vector.numel() == x.size(1) for vector in vectors):
                 return torch.empty_like(x)
         return func(*args, **(kwargs or {}))
 
 
 def _empty(leaves: Sequence[Leaf]) -> list[Leaf]:
-    return [Leaf(leaf.name, _without_numbers(leaf.value)) for leaf in leaves]
+    return [replace(leaf, value=_without_numbers(leaf.value)) for leaf in leaves]
 
 
 def _without_numbers(tensor: torch.Tensor) -> torch.Tensor:
@@ -200,6 +235,8 @@ def _usable_example(leaves: tuple[Leaf, ...], run: axes.Run, owner: str, *, resi
     except ExportError:
         raise
     except Exception as error:
+        if not torch.is_grad_enabled() and _differentiates(leaves, run):
+            return leaves
         rows = {(i, 0): 2 for i, leaf in enumerate(leaves) if leaf.value.dim() and leaf.value.size(0) == 1}
         if rows and resize:
             values = axes.fresh_inputs(leaves, rows, seed=0)
@@ -211,11 +248,67 @@ def _usable_example(leaves: tuple[Leaf, ...], run: axes.Run, owner: str, *, resi
         raise ExportError(f"{owner} fails on the example arguments: {error}") from error
 
 
-def _chosen_names(kind: str, chosen: Sequence[str] | None, found: Sequence[str]) -> list[str]:
+def _refuse_lasting_changes(
+    bare: torch.nn.Module, before: Mapping[str, torch.Tensor], run: Callable[[], object]
+) -> None:
+    """Raise where forward changes a parameter that trains, and the next update counts on it.
+
+    A model computes with the changed value f(W) and stores W. Updates d lead to the same where f(f(W) + d) = f(W + d),
+    as it is for masks, and not for clipping.
+    """
+    generator = torch.Generator().manual_seed(0)
+    for name in before:
+        parameter = bare.get_parameter(name)
+        if not parameter.requires_grad:
+            continue
+        current = parameter.detach().clone()
+
+        def after_run(value: torch.Tensor, parameter: torch.nn.Parameter = parameter) -> torch.Tensor:
+            parameter.data = value
+            run()
+            return parameter.detach().clone()
+
+        one, two = (torch.randn(current.shape, generator=generator).to(current) for _ in range(2))
+        results = after_run(current + one + two), after_run(after_run(current + one) + two)
+        parameter.data = current
+        if not torch.allclose(*results, rtol=1e-4, atol=1e-6):
+            raise ExportError(
+                f"forward changes the parameter '{name}', which the optimizer trains too, and the next step counts on "
+                "it: compute with a changed copy (weight.clamp(…), say), leave out an embedding's max_norm, or change "
+                "it after the optimizer's step"
+            )
+
+
+def _with_columns(leaves: tuple[Leaf, ...], run: axes.Run) -> tuple[Leaf, ...]:
+    """The same leaves; those of whole numbers by column where the module fails on rows in reverse order."""
+    tables = [leaf.value.dim() > 1 and axes.is_integer(leaf.value) for leaf in leaves]
+    if not any(tables):
+        return leaves
+    try:
+        run([leaf.value.flip(-1) if is_table else leaf.value for leaf, is_table in zip(leaves, tables)])
+    except Exception:  # whatever the module raises, it does not take these numbers
+        return tuple(replace(leaf, by_column=is_table) for leaf, is_table in zip(leaves, tables))
+    return leaves
+
+
+def _differentiates(leaves: tuple[Leaf, ...], run: axes.Run) -> bool:
+    """Whether the module runs with gradients, which it computes itself; they stay on then, for all further runs."""
+    torch.set_grad_enabled(True)
+    try:
+        run([leaf.value.detach() for leaf in leaves])
+    except Exception:  # the first error is the one that concerns the user's arguments
+        torch.set_grad_enabled(False)
+        return False
+    return True
+
+
+def _chosen_names(kind: str, chosen: Sequence[str] | None, default_names: Sequence[str]) -> list[str]:
     if chosen is None:
-        return list(found)
-    if isinstance(chosen, str) or len(chosen) != len(found):
-        raise ValueError(f"{kind}_names has {len(chosen)} names for {len(found)} {kind}s: {', '.join(found)}")
+        return list(default_names)
+    if isinstance(chosen, str) or len(chosen) != len(default_names):
+        raise ValueError(
+            f"{kind}_names has {len(chosen)} names for {len(default_names)} {kind}s: {', '.join(default_names)}"
+        )
     if len(set(chosen)) != len(chosen) or not all(chosen):
         raise ValueError(f"{kind}_names must be different and not empty: {list(chosen)}")
     return list(chosen)

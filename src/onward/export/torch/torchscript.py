@@ -6,6 +6,7 @@ Returns a graph whose parameters are still inputs, named as in the module.
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -14,11 +15,11 @@ import onnx
 import torch
 
 from onward.errors import ExportError
+from onward.export.torch.complex_numbers import dft_symbolic
 from onward.export.torch.flatten import Adapter, NamedAxes
 from onward.export.torch.keep_gradients import keeping_gradients, stop_symbolics
 from onward.export.torch.patches import traceable
-
-__all__ = ["OPSETS", "trace"]
+from onward.export.torch.replace import replaced
 
 # What the tracer accepts.
 OPSETS = range(7, 23)
@@ -43,7 +44,8 @@ def trace(
     try:
         with ExitStack() as stack:
             stack.enter_context(traceable(model))
-            stack.enter_context(_silent())
+            # Where it fails, the tracer would print the whole graph: it overrides its own switch for that.
+            stack.enter_context(replaced((torch._C, "_jit_onnx_log", lambda *parts: None)))
             # Where gradients stop matters to what is to be trained: from_torch's own adapters.
             trains = not fold and isinstance(adapter, Adapter)
             if trains:
@@ -56,6 +58,7 @@ def trace(
                 dynamo=False,
                 opset_version=opset,
                 export_params=fold,
+                # Folding renames what it transposes: a parameter would be called onnx::MatMul_352.
                 do_constant_folding=fold,
                 keep_initializers_as_inputs=False,
                 # Whoever calls has set the modes; any other value would override a mix of them.
@@ -67,6 +70,13 @@ def trace(
             )
     except ExportError:
         raise
+    except torch.onnx.errors.UnsupportedOperatorError as error:
+        operator = str(error).split("'")[1].removeprefix("aten::")
+        raise MissingOperator(
+            f"{type(model).__name__} cannot be exported at opset {opset}: ONNX has no form of torch's {operator}"
+            f"{_line_in(error)}",
+            operator,
+        ) from error
     except Exception as error:  # the tracer raises errors of many kinds, and the module's own
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise ExportError(
@@ -75,16 +85,19 @@ def trace(
     return onnx.load_model_from_string(file.getvalue())
 
 
-@contextmanager
-def _silent() -> Iterator[None]:
-    """Keep the tracer from printing the whole graph when it fails; it overrides its own switch for that."""
-    backend: Any = torch._C
-    printing = backend._jit_onnx_log
-    backend._jit_onnx_log = lambda *parts: None
-    try:
-        yield
-    finally:
-        backend._jit_onnx_log = printing
+def _line_in(error: Exception) -> str:
+    """Where the user's code, or a library's, calls what cannot be exported, as far as the tracer's message says."""
+    lines = re.findall(r"# (\S+?\.py:\d+)", str(error))
+    outside = [line for line in lines if not line.startswith(torch.__path__[0])]
+    return f", called at {outside[0]}" if outside else ""
+
+
+class MissingOperator(ExportError):
+    """The module uses an operator that the tracer cannot write."""
+
+    def __init__(self, message: str, operator: str = "") -> None:
+        super().__init__(message)
+        self.operator = operator
 
 
 @contextmanager
@@ -105,9 +118,9 @@ def _cumsum(g: Any, x: Any, dim: Any, dtype: Any) -> Any:
     """Running sum; of booleans it counts, where the tracer's own would sum booleans."""
     symbolic: Any = torch.onnx.symbolic_helper  # type: ignore[reportPrivateImportUsage]
     axis = g.op("Constant", value_t=torch.tensor(symbolic._parse_arg(dim, "i"), dtype=torch.int64))
-    wanted = None if symbolic._is_none(dtype) else symbolic._parse_arg(dtype, "i")
-    if wanted is not None:
-        x = g.op("Cast", x, to_i=symbolic.scalar_type_to_onnx[wanted])
+    scalar_type = None if symbolic._is_none(dtype) else symbolic._parse_arg(dtype, "i")
+    if scalar_type is not None:
+        x = g.op("Cast", x, to_i=symbolic.scalar_type_to_onnx[scalar_type])
     elif x.type().scalarType() in ("Bool", "Byte", "Char", "Short", "Int"):
         x = g.op("Cast", x, to_i=int(onnx.TensorProto.INT64))
     return g.op("CumSum", x, axis)
@@ -150,12 +163,12 @@ def _scatter_reduce(g: Any, x: Any, dim: Any, index: Any, source: Any, reduce: A
         "amax": ("max", -torch.inf),
         "amin": ("min", torch.inf),
     }[kind]
-    kept = symbolic._parse_arg(include_self, "b")
-    base = x if kept else scatter(x, full(neutral, source), "none")
+    includes_self = symbolic._parse_arg(include_self, "b")
+    base = x if includes_self else scatter(x, full(neutral, source), "none")
     total = scatter(base, source, how)
     if kind != "mean":
         return total
-    count = scatter(full(1.0 if kept else 0.0, x), full(1.0, source), "add")
+    count = scatter(full(1.0 if includes_self else 0.0, x), full(1.0, source), "add")
     return g.op("Div", total, g.op("Max", count, g.op("Constant", value_t=torch.tensor(1.0, dtype=dtype))))
 
 
@@ -195,11 +208,39 @@ def _exponential(g: Any, x: Any, rate: Any, generator: Any = None) -> Any:
     def number(value: float) -> Any:
         return g.op("Constant", value_t=torch.tensor(value, dtype=dtype))
 
-    rest = g.op("Sub", number(1.0), _drawn(g, x, "RandomUniformLike", low=0.0, high=1.0))
-    return g.op("Div", g.op("Log", rest), number(-symbolic._parse_arg(rate, "f"))).setType(x.type())
+    survival = g.op("Sub", number(1.0), _drawn(g, x, "RandomUniformLike", low=0.0, high=1.0))
+    return g.op("Div", g.op("Log", survival), number(-symbolic._parse_arg(rate, "f"))).setType(x.type())
+
+
+def _xor(g: Any, x: Any, y: Any) -> Any:
+    """Exclusive or of booleans, or of the bits of integers, which the tracer takes for booleans."""
+    symbolic: Any = torch.onnx.symbolic_helper  # type: ignore[reportPrivateImportUsage]
+    if symbolic._is_bool(x) and symbolic._is_bool(y):
+        return g.op("Xor", x, y)
+    if g.opset < 18:
+        return symbolic._unimplemented("__xor_", "integers before opset 18", x)
+    return g.op("BitwiseXor", x, y)
+
+
+def _unary(operator: str) -> Callable[..., Any]:
+    return lambda g, x: g.op(operator, x).setType(x.type())
+
+
+def _copy(g: Any, x: Any, source: Any, non_blocking: Any = None) -> Any:
+    """`x.copy_(source)`: the source in x's type, spread over its shape"""
+    symbolic: Any = torch.onnx.symbolic_helper  # type: ignore[reportPrivateImportUsage]
+    kind = symbolic._try_get_scalar_type(x)
+    cast = source if kind is None else g.op("Cast", source, to_i=kind.onnx_type())
+    return g.op("Expand", cast, g.op("Shape", x)).setType(x.type())
 
 
 _OWN: dict[str, Callable[..., Any]] = {
+    "onward::dft": dft_symbolic,
+    "aten::__xor_": _xor,
+    "aten::bitwise_xor": _xor,
+    **{f"aten::{name.lower()}": _unary(name) for name in ("Acosh", "Asinh", "Atanh", "Cosh", "Sinh")},
+    "aten::copy": _copy,
+    "aten::copy_": _copy,
     "aten::cumsum": _cumsum,
     "aten::diff": _diff,
     "aten::exponential": _exponential,

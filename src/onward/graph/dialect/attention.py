@@ -16,17 +16,6 @@ import onnx_ir as ir
 if TYPE_CHECKING:
     from onward.graph.builder import Builder
 
-__all__ = [
-    "Mask",
-    "attend",
-    "key_positions",
-    "merge_heads",
-    "positions",
-    "repeat_heads",
-    "rotate",
-    "split_heads",
-]
-
 
 @dataclasses.dataclass
 class Mask:
@@ -58,14 +47,14 @@ def split_heads(op: Builder, x: ir.Value, heads: int) -> ir.Value:
     """[batch, length, heads·size] → [batch, heads, length, size]."""
     width = op.static_dim(x, 2)
     size = -1 if width is None else width // heads
-    return op.Transpose(op.Reshape(x, np.asarray([0, 0, heads, size], np.int64)), perm=[0, 2, 1, 3])
+    return op.Transpose(op.Reshape(x, [0, 0, heads, size]), perm=[0, 2, 1, 3])
 
 
 def merge_heads(op: Builder, x: ir.Value) -> ir.Value:
     """[batch, heads, length, size] → [batch, length, heads·size]."""
     heads, size = op.static_dim(x, 1), op.static_dim(x, 3)
     width = -1 if heads is None or size is None else heads * size
-    return op.Reshape(op.Transpose(x, perm=[0, 2, 1, 3]), np.asarray([0, 0, width], np.int64))
+    return op.Reshape(op.Transpose(x, perm=[0, 2, 1, 3]), [0, 0, width])
 
 
 def repeat_heads(op: Builder, x: ir.Value, times: int) -> ir.Value:
@@ -73,25 +62,21 @@ def repeat_heads(op: Builder, x: ir.Value, times: int) -> ir.Value:
     if times == 1:
         return x
     heads = op.static_dim(x, 1)
-    wide = op.Expand(op.Unsqueeze(x, [2]), np.asarray([1, 1, times, 1, 1], np.int64))
-    shape = op.Concat(
-        op.dim(x, 0),
-        np.asarray([-1 if heads is None else heads * times], np.int64),
-        op.dim(x, 2),
-        op.dim(x, 3),
-        axis=0,
-    )
+    wide = op.Expand(op.Unsqueeze(x, [2]), [1, 1, times, 1, 1])
+    batch, length, size = (op.dim(x, axis) for axis in (0, 2, 3))
+    shape = op.Concat(batch, [-1 if heads is None else heads * times], length, size, axis=0)
     return op.Reshape(wide, shape)
 
 
-def positions(op: Builder, length: ir.Value) -> ir.Value:
-    """0, 1, … up to a length given as an int64 vector of one."""
-    return op.Range(np.asarray(0, np.int64), op.Squeeze(length, [0]), np.asarray(1, np.int64))
+def query_positions(op: Builder, q: ir.Value, offset: ir.Value | None) -> ir.Value:
+    """Positions of queries as a column, counted on from a cache of `offset` keys."""
+    column = op.Unsqueeze(op.positions(op.dim(q, 2)), [1])
+    return column if offset is None else op.Add(column, offset)
 
 
 def key_positions(op: Builder, total: ir.Value) -> ir.Value:
     """Positions of keys as a row, [1, total]."""
-    return op.Unsqueeze(positions(op, total), [0])
+    return op.Unsqueeze(op.positions(total), [0])
 
 
 @dataclasses.dataclass
@@ -123,10 +108,11 @@ def attend(
         if size is not None:
             factor = op.constant_like(1 / np.sqrt(size), q)
         else:
-            width = op.Cast(op.Squeeze(op.dim(q, 3), [0]), to=op.dtype(q).value)
+            width = op.Cast(op.Squeeze(op.dim(q, 3), [0]), to=op.dtype(q))
             factor = op.Reciprocal(op.Sqrt(width))
     else:
         factor = op.constant_like(scale, q)
+    # queries are scaled rather than scores, of which there are more
     scores = op.MatMul(op.Mul(q, factor), op.Transpose(k, perm=[0, 1, 3, 2]))
     capped = scores
     if softcap:
@@ -139,14 +125,12 @@ def attend(
     masked = capped if bias is None else op.Add(capped, bias)
     weights = masked
     if softmax_type is not None and softmax_type != op.dtype(q):
-        weights = op.Cast(op.Softmax(op.Cast(masked, to=softmax_type.value), axis=-1), to=op.dtype(q).value)
+        weights = op.Cast(op.Softmax(op.Cast(masked, to=softmax_type.value), axis=-1), to=op.dtype(q))
     else:
         weights = op.Softmax(masked, axis=-1)
     output = op.MatMul(weights, v)
     if mask.allowed is not None and mask.may_be_empty:
-        some = op.Cast(
-            op.ReduceMax(op.Cast(mask.allowed, to=ir.DataType.INT32.value), [-1], keepdims=1), to=9
-        )
+        some = op.Cast(op.ReduceMax(op.Cast(mask.allowed, to=ir.DataType.INT32), [-1], keepdims=1), to=9)
         zero = op.constant_like(0.0, q)
         output = op.Where(some, output, zero)
         weights = op.Where(some, weights, zero)
@@ -162,23 +146,23 @@ def rotate(
     op: Builder, x: ir.Value, cos: ir.Value, sin: ir.Value, *, rotary: int = 0, interleaved: bool = False
 ) -> ir.Value:
     """Turn pairs of the last axis of [batch, heads, length, size] by angles of [batch, 1, length, pairs]."""
-    rest = None
+    unrotated = None
     size = op.static_dim(x, 3)
     if rotary and rotary != size:
-        rest = op.Slice(x, [rotary], [np.iinfo(np.int64).max], [3])
+        unrotated = op.Slice(x, [rotary], [np.iinfo(np.int64).max], [3])
         x = op.Slice(x, [0], [rotary], [3])
     pairs = op.static_dim(x, 3)
     if interleaved:
         half = -1 if pairs is None else pairs // 2
-        split = op.Reshape(x, np.asarray([0, 0, 0, half, 2], np.int64))
-        first, second = (op.Gather(split, np.asarray(index, np.int64), axis=4) for index in (0, 1))
+        split = op.Reshape(x, [0, 0, 0, half, 2])
+        first, second = (op.Gather(split, index, axis=4) for index in (0, 1))
     else:
         first, second = op.Split(x, num_outputs=2, axis=3, outputs=2)
     real = op.Sub(op.Mul(cos, first), op.Mul(sin, second))
     imaginary = op.Add(op.Mul(sin, first), op.Mul(cos, second))
     if interleaved:
         both = op.Concat(op.Unsqueeze(real, [4]), op.Unsqueeze(imaginary, [4]), axis=4)
-        turned = op.Reshape(both, np.asarray([0, 0, 0, -1 if pairs is None else pairs], np.int64))
+        turned = op.Reshape(both, [0, 0, 0, -1 if pairs is None else pairs])
     else:
         turned = op.Concat(real, imaginary, axis=3)
-    return turned if rest is None else op.Concat(turned, rest, axis=3)
+    return turned if unrotated is None else op.Concat(turned, unrotated, axis=3)

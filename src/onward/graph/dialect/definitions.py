@@ -16,8 +16,6 @@ import onnx_ir.passes.common as passes
 from onward.errors import ModelError
 from onward.graph.nodes import type_proto
 
-__all__ = ["BY_DEFINITION", "expand_by_definition"]
-
 BY_DEFINITION = frozenset({"LinearAttention"})
 _DOMAIN = "onward.definitions"
 

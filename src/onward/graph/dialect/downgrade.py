@@ -15,52 +15,38 @@ import onnx_ir as ir
 from onward.errors import ModelError
 from onward.graph.dialect import attention
 from onward.graph.forms.cumulative import cumulative
-from onward.graph.nodes import attribute, given, wanted
+from onward.graph.nodes import attribute, is_used, optional_input, required_input
 
 if TYPE_CHECKING:
     from onward.graph.builder import Builder
     from onward.graph.dialect.rewrite import Expansion
-
-__all__ = ["downgrade", "expanded_operators"]
 
 _TABLE: dict[str, Expansion] = {}
 
 
 def downgrade(node: ir.Node, version: int) -> Expansion | None:
     """The rewrite of a node of this opset version to opset 21; None where it is unchanged."""
-    expansion = _TABLE.get(node.op_type)
-    if expansion is None or version < 22:
-        return None
-    for names, applies in _ONLY_WITH.items():
-        if node.op_type in names:
-            return expansion if applies(node) else None
-    return expansion
+    expansion, applies = _TABLE.get(node.op_type), _ONLY_WITH.get(node.op_type)
+    return None if version < 22 or (applies is not None and not applies(node)) else expansion
 
 
 def expanded_operators() -> list[str]:
     """The operators that are new since opset 22 and are written in older ones."""
-    older = {name for names in _ONLY_WITH for name in names}
-    return sorted(set(_TABLE) - older)
+    return sorted(set(_TABLE) - set(_ONLY_WITH))
 
 
+_HALVES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+_FLOATS = (ir.DataType.FLOAT, *_HALVES)
 # Operators that need rewriting only where a newer attribute or type is in use.
-_ONLY_WITH: dict[tuple[str, ...], Callable[[ir.Node], bool]] = {
-    ("Cast", "CastLike"): lambda node: "round_mode" in node.attributes,
-    ("DequantizeLinear",): lambda node: "output_dtype" in node.attributes,
-    ("QuantizeLinear",): lambda node: (
-        "precision" in node.attributes
-        or (
-            (node.inputs[0] is not None and node.inputs[1] is not None)
-            and node.inputs[0].dtype != node.inputs[1].dtype
-        )
+_ONLY_WITH: dict[str, Callable[[ir.Node], bool]] = {
+    "Cast": lambda node: "round_mode" in node.attributes,
+    "CastLike": lambda node: "round_mode" in node.attributes,
+    "DequantizeLinear": lambda node: "output_dtype" in node.attributes,
+    "QuantizeLinear": lambda node: (
+        "precision" in node.attributes or required_input(node).dtype != required_input(node, 1).dtype
     ),
-    ("Range",): lambda node: (
-        "stash_type" in node.attributes
-        or (
-            node.inputs[0] is not None and node.inputs[0].dtype in (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
-        )
-    ),
-    ("SpaceToDepth",): lambda node: "mode" in node.attributes,
+    "Range": lambda node: "stash_type" in node.attributes or required_input(node).dtype in _HALVES,
+    "SpaceToDepth": lambda node: "mode" in node.attributes,
 }
 
 
@@ -72,49 +58,40 @@ def _newer(*op_types: str) -> Callable[[Expansion], Expansion]:
     return register
 
 
-def _input(node: ir.Node, index: int) -> ir.Value:
-    value = given(node, index)
-    if value is None:
-        raise ModelError(f"input {index} is missing")
-    return value
-
-
 @_newer("Attention")
 def _attention(op: Builder, node: ir.Node) -> Sequence[ir.Value | None]:
-    q, k, v = (_input(node, index) for index in range(3))
+    q, k, v = (required_input(node, index) for index in range(3))
     flat = op.rank(q) == 3
     if flat:
         q = attention.split_heads(op, q, attribute(node, "q_num_heads"))
         k, v = (attention.split_heads(op, x, attribute(node, "kv_num_heads")) for x in (k, v))
     queries = op.dim(q, 2)
-    past_key, past_value, valid = given(node, 4), given(node, 5), given(node, 6)
+    past_key, past_value, valid = optional_input(node, 4), optional_input(node, 5), optional_input(node, 6)
     offset = None
     if past_key is not None and past_value is not None:
         offset = op.dim(past_key, 2)
         k, v = op.Concat(past_key, k, axis=2), op.Concat(past_value, v, axis=2)
     present = [k, v]
     if valid is not None and past_key is None:
-        offset = op.Unsqueeze(op.Sub(valid, queries), np.asarray([1, 2, 3], np.int64))
+        offset = op.Unsqueeze(op.Sub(valid, queries), [1, 2, 3])
     mask = _mask(op, node, q, op.dim(k, 2), offset, valid)
     times = _heads_per_key(op, q, k)
     k, v = attention.repeat_heads(op, k, times), attention.repeat_heads(op, v, times)
     precision = attribute(node, "softmax_precision")
-    done = attention.attend(
+    attended = attention.attend(
         op,
-        q,
-        k,
-        v,
+        *(q, k, v),
         scale=attribute(node, "scale"),
         mask=mask,
         softcap=attribute(node, "softcap", 0.0),
         softmax_type=None if precision is None else ir.DataType(precision),
     )
     mode = attribute(node, "qk_matmul_output_mode", 0)
-    seen = [done.scores, done.capped, done.masked, done.probabilities][mode]
-    if mode == 2 and mask.allowed is not None and wanted(node, 3):
+    seen = [attended.scores, attended.capped, attended.masked, attended.probabilities][mode]
+    if mode == 2 and mask.allowed is not None and is_used(node, 3):
         seen = op.Where(mask.allowed, seen, op.constant_like(-np.inf, q))
-    output = attention.merge_heads(op, done.output) if flat else done.output
-    return [output, *present, seen if wanted(node, 3) else None]
+    output = attention.merge_heads(op, attended.output) if flat else attended.output
+    return [output, *present, seen if is_used(node, 3) else None]
 
 
 def _heads_per_key(op: Builder, q: ir.Value, k: ir.Value) -> int:
@@ -128,39 +105,32 @@ def _heads_per_key(op: Builder, q: ir.Value, k: ir.Value) -> int:
 
 
 def _mask(
-    op: Builder,
-    node: ir.Node,
-    q: ir.Value,
-    total: ir.Value,
-    offset: ir.Value | None,
-    valid: ir.Value | None,
+    op: Builder, node: ir.Node, q: ir.Value, total: ir.Value, offset: ir.Value | None, valid: ir.Value | None
 ) -> attention.Mask:
     mask = attention.Mask(may_be_empty=False)
-    given_mask = given(node, 3)
-    if given_mask is not None:
+    attn_mask = optional_input(node, 3)
+    if attn_mask is not None:
         mask.may_be_empty = True
-        given_mask = _padded(op, given_mask, total)
-        if op.dtype(given_mask) == ir.DataType.BOOL:
-            mask.allow(op, given_mask)
+        attn_mask = _padded(op, attn_mask, total)
+        if op.dtype(attn_mask) == ir.DataType.BOOL:
+            mask.allow(op, attn_mask)
         else:
-            mask.add(op, given_mask)
+            mask.add(op, attn_mask)
     left, right = attribute(node, "left_window_size", -1), attribute(node, "right_window_size", -1)
     causal = attribute(node, "is_causal", 0)
     if causal or left >= 0 or right >= 0:
-        row = op.Unsqueeze(attention.positions(op, op.dim(q, 2)), [1])
-        row = row if offset is None else op.Add(row, offset)
-        column = op.Unsqueeze(attention.positions(op, total), [0])
+        row, column = attention.query_positions(op, q, offset), attention.key_positions(op, total)
         if causal:
             mask.allow(op, op.LessOrEqual(column, row))
         if left >= 0:
-            mask.allow(op, op.GreaterOrEqual(column, op.Sub(row, np.asarray(left, np.int64))))
+            mask.allow(op, op.GreaterOrEqual(column, op.Sub(row, left)))
         if right >= 0:
-            mask.allow(op, op.LessOrEqual(column, op.Add(row, np.asarray(right, np.int64))))
+            mask.allow(op, op.LessOrEqual(column, op.Add(row, right)))
         if left >= 0 or right >= 0 or valid is not None:
             mask.may_be_empty = True
     if valid is not None:
-        column = op.Unsqueeze(attention.positions(op, total), np.asarray([0, 1, 2], np.int64))
-        mask.allow(op, op.Less(column, op.Unsqueeze(valid, np.asarray([1, 2, 3], np.int64))))
+        column = op.Unsqueeze(op.positions(total), [0, 1, 2])
+        mask.allow(op, op.Less(column, op.Unsqueeze(valid, [1, 2, 3])))
         mask.may_be_empty = True
     return mask
 
@@ -170,19 +140,19 @@ def _padded(op: Builder, mask: ir.Value, total: ir.Value) -> ir.Value:
     length, full = op.static_dim(mask, -1), op.const_value(total)
     if length is not None and full is not None and length == int(full[0]):
         return mask
-    pads = op.Concat(np.asarray([0], np.int64), op.Sub(total, op.dim(mask, -1)), axis=0)
+    pads = op.Concat([0], op.Sub(total, op.dim(mask, -1)), axis=0)
     last = np.asarray([-1], np.int64)
     if op.dtype(mask) != ir.DataType.BOOL:
         return op.Pad(mask, pads, op.constant_like(-np.inf, mask), last)
     # Not every runtime pads booleans.
-    as_bytes = op.Pad(op.Cast(mask, to=ir.DataType.UINT8.value), pads, np.asarray(0, np.uint8), last)
-    return op.Cast(as_bytes, to=ir.DataType.BOOL.value)
+    as_bytes = op.Pad(op.Cast(mask, to=ir.DataType.UINT8), pads, np.asarray(0, np.uint8), last)
+    return op.Cast(as_bytes, to=ir.DataType.BOOL)
 
 
 @_newer("RMSNormalization")
 def _rms_normalization(op: Builder, node: ir.Node) -> ir.Value:
     """y = x / √(mean(x²) + ε) · scale"""
-    x, scale = _input(node, 0), _input(node, 1)
+    x, scale = required_input(node), required_input(node, 1)
     rank = op.rank(x)
     axis = attribute(node, "axis", -1) % rank
     stash = ir.DataType(attribute(node, "stash_type", 1))
@@ -190,40 +160,34 @@ def _rms_normalization(op: Builder, node: ir.Node) -> ir.Value:
     mean = op.ReduceMean(op.Mul(wide, wide), list(range(axis, rank)), keepdims=1)
     normal = op.Div(wide, op.Sqrt(op.Add(mean, op.constant_like(attribute(node, "epsilon", 1e-5), mean))))
     if op.dtype(x) != stash:
-        normal = op.Cast(normal, to=op.dtype(x).value)
+        normal = op.Cast(normal, to=op.dtype(x))
     if op.dtype(scale) != op.dtype(x):
-        normal = op.Cast(normal, to=op.dtype(scale).value)
+        normal = op.Cast(normal, to=op.dtype(scale))
     return op.Mul(normal, scale)
 
 
 @_newer("RotaryEmbedding")
 def _rotary_embedding(op: Builder, node: ir.Node) -> ir.Value:
-    x, cos, sin, ids = _input(node, 0), _input(node, 1), _input(node, 2), given(node, 3)
+    (x, cos, sin), ids = (required_input(node, index) for index in range(3)), optional_input(node, 3)
     flat = op.rank(x) == 3
     if flat:
         x = attention.split_heads(op, x, attribute(node, "num_heads"))
     if ids is not None:
         cos, sin = op.Gather(cos, ids, axis=0), op.Gather(sin, ids, axis=0)
     cos, sin = op.Unsqueeze(cos, [1]), op.Unsqueeze(sin, [1])
-    turned = attention.rotate(
-        op,
-        x,
-        cos,
-        sin,
-        rotary=attribute(node, "rotary_embedding_dim", 0),
-        interleaved=bool(attribute(node, "interleaved", 0)),
-    )
+    rotary, interleaved = attribute(node, "rotary_embedding_dim", 0), attribute(node, "interleaved", 0)
+    turned = attention.rotate(op, x, cos, sin, rotary=rotary, interleaved=bool(interleaved))
     return attention.merge_heads(op, turned) if flat else turned
 
 
 @_newer("Swish")
 def _swish(op: Builder, node: ir.Node) -> ir.Value:
-    return _swish_of(op, _input(node, 0), attribute(node, "alpha", 1.0))
+    return _swish_of(op, required_input(node), attribute(node, "alpha", 1.0))
 
 
 @_newer("SwiGLU")
 def _swiglu(op: Builder, node: ir.Node) -> ir.Value:
-    return op.Mul(_swish_of(op, _input(node, 0), attribute(node, "alpha", 1.0)), _input(node, 1))
+    return op.Mul(_swish_of(op, required_input(node), attribute(node, "alpha", 1.0)), required_input(node, 1))
 
 
 def _swish_of(op: Builder, x: ir.Value, alpha: float) -> ir.Value:
@@ -233,48 +197,45 @@ def _swish_of(op: Builder, x: ir.Value, alpha: float) -> ir.Value:
 @_newer("TensorScatter")
 def _tensor_scatter(op: Builder, node: ir.Node) -> ir.Value:
     """Rows of the update go to consecutive places of the cache, from each sample's write index on."""
-    cache, update, start = _input(node, 0), _input(node, 1), given(node, 2)
+    cache, update, start = required_input(node), required_input(node, 1), optional_input(node, 2)
     rank = op.rank(cache)
     axis = attribute(node, "axis", -2) % rank
-    place = attention.positions(op, op.dim(update, axis))
+    index = op.positions(op.dim(update, axis))
     others = [i for i in range(rank) if i != axis]
-    place = op.Unsqueeze(place, np.asarray(others, np.int64))
+    index = op.Unsqueeze(index, np.asarray(others, np.int64))
     if start is not None:
-        place = op.Add(place, op.Unsqueeze(start, np.asarray(range(1, rank), np.int64)))
+        index = op.Add(index, op.Unsqueeze(start, np.asarray(range(1, rank), np.int64)))
     if attribute(node, "mode", "linear") == "circular":
-        place = op.Mod(place, op.dim(cache, axis))
-    return op.ScatterElements(cache, op.Expand(place, op.shape(update)), update, axis=axis)
+        index = op.Mod(index, op.dim(cache, axis))
+    return op.ScatterElements(cache, op.Expand(index, op.shape(update)), update, axis=axis)
 
 
 @_newer("CumProd")
 def _cum_prod(op: Builder, node: ir.Node) -> ir.Value:
-    x, axis = _input(node, 0), _input(node, 1)
+    x, axis = required_input(node), required_input(node, 1)
     rank = op.rank(x)
-    known = op.const_value(axis)
-    if known is not None:
-        return _product_along(op, node, x, int(known.item()) % rank)
+    constant = op.const_value(axis)
+    if constant is not None:
+        return cumulative(op, node, x, int(constant.item()) % rank, combine="Mul", start=1)
     # An axis known only at run time: one branch for each possible axis.
-    place = op.Mod(op.Add(op.Cast(op.Reshape(axis, np.asarray([], np.int64)), to=7), rank), rank)
-    return _product_by_case(op, node, x, place, 0)
+    index = op.Mod(op.Add(op.Cast(op.Reshape(axis, []), to=7), rank), rank)
+    return _product_by_case(op, node, x, index, 0)
 
 
-def _product_by_case(op: Builder, node: ir.Node, x: ir.Value, place: ir.Value, axis: int) -> ir.Value:
+def _product_by_case(op: Builder, node: ir.Node, x: ir.Value, index: ir.Value, axis: int) -> ir.Value:
     if axis == op.rank(x) - 1:
-        return _product_along(op, node, x, axis)
+        return cumulative(op, node, x, axis, combine="Mul", start=1)
     here, other = op.subgraph("here"), op.subgraph("other")
-    here.graph.outputs.append(_product_along(here, node, x, axis))
-    other.graph.outputs.append(_product_by_case(other, node, x, place, axis + 1))
-    return op.If(op.Equal(place, axis), then_branch=here.graph, else_branch=other.graph)
-
-
-def _product_along(op: Builder, node: ir.Node, x: ir.Value, axis: int) -> ir.Value:
-    return cumulative(op, node, x, axis, combine="Mul", start=1)
+    here.graph.outputs.append(cumulative(here, node, x, axis, combine="Mul", start=1))
+    other.graph.outputs.append(_product_by_case(other, node, x, index, axis + 1))
+    return op.If(op.Equal(index, axis), then_branch=here, else_branch=other)
 
 
 @_newer("CausalConvWithState")
 def _causal_conv(op: Builder, node: ir.Node) -> Sequence[ir.Value]:
     """A depthwise convolution over the past and the present, which sees no future."""
-    x, weight, bias, past = _input(node, 0), _input(node, 1), given(node, 2), given(node, 3)
+    x, weight = required_input(node), required_input(node, 1)
+    bias, past = optional_input(node, 2), optional_input(node, 3)
     channels, kernel = op.static_dim(weight, 0), op.static_dim(weight, 2)
     if channels is None or kernel is None:
         raise ModelError("the shape of the weight is unknown")
@@ -290,7 +251,7 @@ def _causal_conv(op: Builder, node: ir.Node) -> Sequence[ir.Value]:
     elif activation not in ("none", ""):
         raise ModelError(f"activation {activation!r} is not defined")
     end = op.dim(whole, 2)
-    start = op.Sub(end, np.asarray([kernel - 1], np.int64))
+    start = op.Sub(end, [kernel - 1])
     return [y, op.Slice(whole, start, end, [2])]
 
 
@@ -307,11 +268,10 @@ def _cast(op: Builder, node: ir.Node) -> ir.Value | Sequence[ir.Value]:
 def _dequantize(op: Builder, node: ir.Node) -> ir.Value | Sequence[ir.Value]:
     attributes = dict(node.attributes)
     wish = ir.DataType(attributes.pop("output_dtype").as_int())
-    scale = _input(node, 1)
+    scale = required_input(node, 1)
     if wish in (ir.DataType.UNDEFINED, scale.dtype):
         return op.node("DequantizeLinear", list(node.inputs), attributes)
-    plain = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
-    if scale.dtype not in plain:
+    if scale.dtype not in _FLOATS:
         return op.node("DequantizeLinear", list(node.inputs), dict(node.attributes))
     return op.Cast(op.node("DequantizeLinear", list(node.inputs), attributes)[0], to=wish.value)
 
@@ -320,9 +280,8 @@ def _dequantize(op: Builder, node: ir.Node) -> ir.Value | Sequence[ir.Value]:
 def _quantize(op: Builder, node: ir.Node) -> ir.Value | Sequence[ir.Value]:
     attributes = dict(node.attributes)
     precision = attributes.pop("precision", None)
-    x, scale = _input(node, 0), _input(node, 1)
-    plain = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
-    if scale.dtype not in plain:
+    x, scale = required_input(node), required_input(node, 1)
+    if scale.dtype not in _FLOATS:
         return op.node("QuantizeLinear", list(node.inputs), dict(node.attributes))
     wish = ir.DataType(
         precision.as_int() if precision is not None and precision.as_int() else op.dtype(scale)
@@ -333,8 +292,8 @@ def _quantize(op: Builder, node: ir.Node) -> ir.Value | Sequence[ir.Value]:
 
 @_newer("Range")
 def _range(op: Builder, node: ir.Node) -> ir.Value | Sequence[ir.Value]:
-    dtype = op.dtype(_input(node, 0))
-    if dtype not in (ir.DataType.FLOAT16, ir.DataType.BFLOAT16):
+    dtype = op.dtype(required_input(node))
+    if dtype not in _HALVES:
         return op.Range(*node.inputs)
     wide = [op.Cast(value, to=attribute(node, "stash_type", 1)) for value in node.inputs]
     return op.Cast(op.Range(*wide), to=dtype.value)
@@ -342,12 +301,12 @@ def _range(op: Builder, node: ir.Node) -> ir.Value | Sequence[ir.Value]:
 
 @_newer("SpaceToDepth")
 def _space_to_depth(op: Builder, node: ir.Node) -> ir.Value:
-    x, block = _input(node, 0), attribute(node, "blocksize")
+    x, block = required_input(node), attribute(node, "blocksize")
     if attribute(node, "mode", "DCR") == "DCR":
         return op.SpaceToDepth(x, blocksize=block)
     size = np.asarray([block], np.int64)
     height, width = op.Div(op.dim(x, 2), size), op.Div(op.dim(x, 3), size)
     blocks = op.Concat(op.dim(x, 0), op.dim(x, 1), height, size, width, size, axis=0)
     turned = op.Transpose(op.Reshape(x, blocks), perm=[0, 1, 3, 5, 2, 4])
-    channels = op.Mul(op.dim(x, 1), np.asarray([block * block], np.int64))
+    channels = op.Mul(op.dim(x, 1), [block * block])
     return op.Reshape(turned, op.Concat(op.dim(x, 0), channels, height, width, axis=0))

@@ -20,10 +20,8 @@ from onward.graph.builder import Builder
 from onward.graph.dialect.older_forms import older_form
 from onward.graph.dialect.pads import all_pads
 from onward.graph.dialect.rewrite import Expansion, rewrite
-from onward.graph.nodes import subgraphs_of
+from onward.graph.nodes import optional_input, required_input, subgraphs_of
 from onward.graph.shapes.model import infer_shapes
-
-__all__ = ["OLDEST_OUTPUT", "lower"]
 
 OLDEST_OUTPUT = 7
 
@@ -156,15 +154,15 @@ def _lower_node(op: Builder, node: ir.Node, current: int, opset: int) -> str | N
         return None
     newer = _operator(node.op_type, current)  # before the node may get an older name
     op.before, op.scope = node, node.name or ""
-    if node.op_type == "Resize" and opset < 10:
-        return _upsample(op, node)
     if node.op_type == "ScatterElements" and 9 <= opset < 11:
         node.op_type = "Scatter"
     try:
+        if node.op_type == "Resize" and opset < 10:
+            _upsample(op, node)
+            return None
+        if not _exists(node.op_type, opset):
+            return "is newer"
         older = _operator(node.op_type, opset)
-    except onnx.defs.SchemaError:
-        return "is newer"
-    try:
         if newer.since != older.since:
             if rewritten := _REWRITES.get(node.op_type):
                 rewritten(op, node, older.since)
@@ -210,14 +208,17 @@ def _operator(op_type: str, opset: int) -> _Operator:
 
 def _drop_defaults(node: ir.Node, newer: _Operator, older: _Operator) -> None:
     for name in [name for name in node.attributes if name not in older.attributes]:
-        default = newer.attributes[name].default_value if name in newer.attributes else None
         value = node.attributes[name].value
-        same = default is not None and default.type and ir.from_proto(default) == node.attributes[name]
         # attributes without a default in the schema whose absence means this
         neutral = name == "dilations" and all(size == 1 for size in value)
-        if not same and not neutral:
+        if not neutral and not _is_default(node, name, newer):
             raise _Different(f"has {name}={value}, which is newer")
         del node.attributes[name]
+
+
+def _is_default(node: ir.Node, name: str, operator: _Operator) -> bool:
+    default = operator.attributes[name].default_value if name in operator.attributes else None
+    return default is not None and default.type != 0 and ir.from_proto(default) == node.attributes[name]
 
 
 def _check_types(node: ir.Node, older: _Operator) -> None:
@@ -241,22 +242,52 @@ def _type_name(kind: ir.TypeProtocol) -> str:
     return f"tensor({kind.dtype.name.lower()})"
 
 
+# ---- the opset of a model whose operators stay as they are ------------------------------------------
+
+
+def relabel(model: ir.Model, floor: int) -> None:
+    """Say that a model is of the lowest opset from `floor` on that has every node of it, with its types."""
+    newest = needed = model.graph.opset_imports[""]
+    nodes = [node for node in model.graph.all_nodes() if node.domain in ("", "ai.onnx")]
+    for node in nodes:
+        if _exists(node.op_type, floor):
+            older, newer = _operator(node.op_type, floor), _operator(node.op_type, newest)
+            for name in [name for name in node.attributes if name not in older.attributes]:
+                if _is_default(node, name, newer):
+                    del node.attributes[name]
+    needed = floor
+    for node in nodes:
+        needed = next((opset for opset in range(needed, newest) if _fits(node, opset)), newest)
+    model.graph.opset_imports[""] = needed
+
+
+def _exists(op_type: str, opset: int) -> bool:
+    return onnx.defs.has(op_type, opset, "")
+
+
+def _fits(node: ir.Node, opset: int) -> bool:
+    if not _exists(node.op_type, opset):
+        return False
+    operator = _operator(node.op_type, opset)
+    try:
+        _check_types(node, operator)
+    except _Different:
+        return False
+    return set(node.attributes) <= set(operator.attributes)
+
+
 # ---- other forms -----------------------------------------------------------------------------------
 
 
 def _axes_to_attribute(op: Builder, node: ir.Node) -> None:
     """Reductions had their axes in an attribute before opset 18."""
-    axes = node.inputs[1] if len(node.inputs) > 1 else None
-    keep_all = node.attributes.get_int("noop_with_empty_axes", 0)
-    numbers = op.const_value(axes)
-    if axes is not None and numbers is None:
-        raise _Different("its axes are known at run time only")
-    if keep_all and (numbers is None or numbers.size == 0):
+    axes = _constant_numbers(op, node, 1, "axes")
+    if node.attributes.get_int("noop_with_empty_axes", 0) and not axes:
         raise _Different("reduces nothing without axes, which is newer")
     node.resize_inputs(1)
     node.attributes.pop("noop_with_empty_axes", None)
-    if numbers is not None and numbers.size:
-        node.attributes["axes"] = ir.AttrInt64s("axes", [int(axis) for axis in numbers.reshape(-1)])
+    if axes:
+        node.attributes["axes"] = ir.AttrInt64s("axes", axes)
 
 
 def _count_from_the_start(op: Builder, node: ir.Node) -> None:
@@ -270,8 +301,7 @@ def _count_from_the_start(op: Builder, node: ir.Node) -> None:
         numbers = [value] if isinstance(value, int) else list(value or ())
         if all(number >= 0 for number in numbers):
             continue
-        counted = node.outputs[0] if node.op_type in _BY_RESULT else node.inputs[0]
-        assert counted is not None
+        counted = node.outputs[0] if node.op_type in _BY_RESULT else required_input(node)
         rank = op.rank(counted)
         numbers = [int(number) % rank for number in numbers]
         if isinstance(value, int):
@@ -293,21 +323,17 @@ def _squeeze(op: Builder, node: ir.Node, since: int) -> None:
     """Axes were an attribute before opset 13."""
     if since >= 13:
         return
-    axes = node.inputs[1] if len(node.inputs) > 1 else None
-    numbers = op.const_value(axes)
-    if axes is not None and numbers is None:
-        raise _Different("its axes are known at run time only")
-    if numbers is not None:
-        counted = node.outputs[0] if node.op_type == "Unsqueeze" else node.inputs[0]
-        assert counted is not None
-        places = [int(axis) % op.rank(counted) if axis < 0 else int(axis) for axis in numbers.reshape(-1)]
-        node.attributes["axes"] = ir.AttrInt64s("axes", places)
+    axes = _constant_numbers(op, node, 1, "axes")
+    if axes is not None:
+        counted = node.outputs[0] if node.op_type == "Unsqueeze" else required_input(node)
+        positions = [axis % op.rank(counted) if axis < 0 else axis for axis in axes]
+        node.attributes["axes"] = ir.AttrInt64s("axes", positions)
     node.resize_inputs(1)
 
 
-def _known(op: Builder, node: ir.Node, index: int, what: str) -> list[int] | None:
+def _constant_numbers(op: Builder, node: ir.Node, index: int, what: str) -> list[int] | None:
     """The numbers of an input that was an attribute; None where it is not given."""
-    value = node.inputs[index] if index < len(node.inputs) else None
+    value = optional_input(node, index)
     if value is None:
         return None
     numbers = op.const_value(value)
@@ -321,15 +347,14 @@ def _slice(op: Builder, node: ir.Node, since: int) -> None:
     if since >= 10:
         return
     starts, ends, axes, steps = (
-        _known(op, node, index + 1, what) for index, what in enumerate(("starts", "ends", "axes", "steps"))
+        _constant_numbers(op, node, index + 1, what)
+        for index, what in enumerate(("starts", "ends", "axes", "steps"))
     )
     assert starts is not None and ends is not None
     if any(step != 1 for step in steps or ()):
         raise _Different("has steps, which are newer")
-    x = node.inputs[0]
     if axes is not None and any(axis < 0 for axis in axes):
-        assert x is not None
-        axes = [axis % op.rank(x) for axis in axes]
+        axes = [axis % op.rank(required_input(node)) for axis in axes]
     node.resize_inputs(1)
     for name, numbers in (("starts", starts), ("ends", ends), ("axes", axes)):
         if numbers is not None:
@@ -341,7 +366,7 @@ def _clip(op: Builder, node: ir.Node, since: int) -> None:
     if since >= 11:
         return
     for index, name in ((1, "min"), (2, "max")):
-        value = op.const_value(node.inputs[index]) if index < len(node.inputs) else None
+        value = op.const_value(optional_input(node, index))
         if value is not None:
             node.attributes[name] = ir.AttrFloat32(name, float(value))
     node.resize_inputs(1)
@@ -350,7 +375,7 @@ def _clip(op: Builder, node: ir.Node, since: int) -> None:
 def _top_k(op: Builder, node: ir.Node, since: int) -> None:
     """How many was an attribute before opset 10; which end, and whether in order, are newer than that."""
     if since < 10:
-        numbers = _known(op, node, 1, "numbers of results")
+        numbers = _constant_numbers(op, node, 1, "numbers of results")
         assert numbers is not None
         node.attributes["k"] = ir.AttrInt64("k", numbers[0])
         node.resize_inputs(1)
@@ -392,29 +417,23 @@ def _require_from_the_corner(op: Builder, node: ir.Node) -> None:
     nearest = node.attributes.get_string("nearest_mode", "round_prefer_floor")
     if mode == "cubic" or where != "asymmetric" or (mode == "nearest" and nearest != "floor"):
         raise _Different(f"{mode} from {where} coordinates is newer")
-    if len(node.inputs) < 3 or node.inputs[2] is None:
+    if optional_input(node, 2) is None:
         raise _Different("resizes to given sizes, which is newer")
 
 
-def _upsample(op: Builder, node: ir.Node) -> str | None:
+def _upsample(op: Builder, node: ir.Node) -> None:
     """Upsample until opset 9: scales from the corner, an attribute before 9."""
-    try:
-        _require_from_the_corner(op, node)
-        scales = op.const_value(node.inputs[2])
-        mode = {"mode": node.attributes.get_string("mode", "nearest")}
-        if op.opset < 9:
-            if scales is None:
-                raise _Different("its scales are known at run time only")
-            numbers = [float(number) for number in scales.reshape(-1)]
-            made = op.node("Upsample", [node.inputs[0]], {**mode, "scales": numbers})
-        else:
-            made = op.node("Upsample", [node.inputs[0], node.inputs[2]], mode)
-    except _Different as problem:
-        return str(problem)
-    finally:
-        op.before, op.scope = None, ""
-    _replace(op, node, made[0])
-    return None
+    _require_from_the_corner(op, node)
+    scales = op.const_value(node.inputs[2])
+    mode = {"mode": node.attributes.get_string("mode", "nearest")}
+    if op.opset >= 9:
+        upsampled = op.node("Upsample", [node.inputs[0], node.inputs[2]], mode)
+    elif scales is None:
+        raise _Different("its scales are known at run time only")
+    else:
+        numbers = [float(number) for number in scales.reshape(-1)]
+        upsampled = op.node("Upsample", [node.inputs[0]], {**mode, "scales": numbers})
+    _replace(op, node, upsampled[0])
 
 
 def _quantize(op: Builder, node: ir.Node, since: int) -> None:
@@ -427,10 +446,10 @@ def _quantize(op: Builder, node: ir.Node, since: int) -> None:
 
 def _split(op: Builder, node: ir.Node, since: int) -> None:
     """The number of outputs says how many equal parts there are; before opset 18 all had to be equal."""
-    if len(node.inputs) > 1 and node.inputs[1] is not None:
+    if optional_input(node, 1) is not None:
         node.attributes.pop("num_outputs", None)
         if since < 13:
-            node.attributes["split"] = ir.AttrInt64s("split", _known(op, node, 1, "sizes") or [])
+            node.attributes["split"] = ir.AttrInt64s("split", _constant_numbers(op, node, 1, "sizes") or [])
             node.resize_inputs(1)
         return
     x = node.inputs[0]
@@ -446,7 +465,7 @@ def _pad(op: Builder, node: ir.Node, since: int) -> None:
         raise _Different("wraps around, which is newer")
     if since >= 18:
         return
-    if len(node.inputs) > 3 and node.inputs[3] is not None:
+    if optional_input(node, 3) is not None:
         pads = all_pads(op, node)
         if pads is None:
             raise _Different("its padded axes are known at run time only")
@@ -457,11 +476,11 @@ def _pad(op: Builder, node: ir.Node, since: int) -> None:
 
 
 def _pads_to_attribute(op: Builder, node: ir.Node) -> None:
-    value = node.inputs[2] if len(node.inputs) > 2 else None
+    value = optional_input(node, 2)
     number = op.const_value(value)
     if value is not None and number is None:
         raise _Different("the number that it pads with is known at run time only")
-    node.attributes["pads"] = ir.AttrInt64s("pads", _known(op, node, 1, "pads") or [])
+    node.attributes["pads"] = ir.AttrInt64s("pads", _constant_numbers(op, node, 1, "pads") or [])
     node.attributes["value"] = ir.AttrFloat32("value", 0.0 if number is None else float(number))
     node.resize_inputs(1)
 
@@ -475,7 +494,7 @@ def _scatter(op: Builder, node: ir.Node, since: int) -> None:
         node.attributes.pop("reduction", None)
 
 
-def _average_pool(op: Builder, node: ir.Node, since: int) -> None:
+def _average_pool(op: Builder, node: ir.Node, _since: int) -> None:
     if node.attributes.get_int("ceil_mode", 0):
         raise _Different("rounds sizes up, which changed in opset 19")
 

@@ -22,55 +22,39 @@ from onward.errors import ModelError, OnwardError
 from onward.graph.dialect.contrib import expand_contrib
 from onward.graph.dialect.definitions import expand_by_definition
 from onward.graph.dialect.downgrade import downgrade
-from onward.graph.dialect.fold import constant_names, fold_constant_nodes
+from onward.graph.dialect.lower import relabel
 from onward.graph.dialect.rewrite import Expansion, rewrite
 from onward.graph.dialect.saturation import make_unsigned
 from onward.graph.dialect.upgrade import OLDEST, upgrade
+from onward.graph.fold import constant_array, constant_names, evaluate, fold_constants
 from onward.graph.load import ModelSource, load_model
 from onward.graph.nodes import subgraphs_of
+from onward.graph.shapes.dims import forget_invented
 from onward.graph.shapes.model import drop_contradictions, infer_shapes, sharpen, unknown_ranks
 from onward.limits import require
 
-__all__ = ["lowest_opset", "normalize", "resolve_branches"]
 
-
-# Operators between a shape and a condition; numpy computes each.
-_EVALUATE = {
-    "Identity": lambda x: x,
-    "Equal": np.equal,
-    "Less": np.less,
-    "LessOrEqual": np.less_equal,
-    "Greater": np.greater,
-    "GreaterOrEqual": np.greater_equal,
-    "Not": np.logical_not,
-    "And": np.logical_and,
-    "Or": np.logical_or,
-    "Add": np.add,
-    "Sub": np.subtract,
-    "Mul": np.multiply,
-}
-_SMALL = 64
-
-
-def resolve_branches(model: ir.Model) -> bool:
+def _resolve_branches(graph: ir.Graph, arrays: dict[ir.Value, np.ndarray]) -> bool:
     """Replace each If whose condition is known by its branch; returns whether there was one.
 
-    Types and shapes must be inferred; where this returns True, inferring again finds more.
+    Types and shapes must be inferred; where this returns True, inferring again finds more. `arrays` collects what is
+    known before the model runs, in order: each value is computed once.
     """
-    return _resolve(model.graph)
 
+    def array_of(value: ir.Value) -> np.ndarray | None:
+        return arrays[value] if value in arrays else constant_array(value, set())
 
-def _resolve(graph: ir.Graph) -> bool:
     changed = False
     for node in list(graph):
-        if node.op_type == "If" and node.domain in ("", "ai.onnx"):
-            condition = _value_of(node.inputs[0])
+        if node.op_type == "If" and node.domain == "":
+            condition = None if node.inputs[0] is None else array_of(node.inputs[0])
             if condition is not None and condition.size == 1:
                 _take(graph, node, "then_branch" if condition.item() else "else_branch")
                 changed = True
                 continue
         for body in subgraphs_of(node):
-            changed = _resolve(body) or changed
+            changed = _resolve_branches(body, arrays) or changed
+        arrays.update(zip(node.outputs, evaluate(node, array_of) or ()))
     return changed
 
 
@@ -92,75 +76,6 @@ def _take(graph: ir.Graph, node: ir.Node, name: str) -> None:
         ir.convenience.replace_all_uses_with(outer, value, replace_graph_outputs=True)
         value.name = outer.name
     graph.remove(node, safe=True)
-
-
-def _value_of(value: ir.Value | None) -> np.ndarray | None:
-    """The numbers in a value, if they are few and known before the model runs."""
-    if value is None or value.is_graph_input():
-        return None
-    if value.const_value is not None:
-        return value.const_value.numpy() if value.const_value.size <= _SMALL else None
-    node = value.producer()
-    if node is None or node.domain not in ("", "ai.onnx"):
-        return None
-    if node.op_type in ("Shape", "Size"):
-        return _measured(node)
-    function = _EVALUATE.get(node.op_type)
-    if function is None:
-        return None
-    inputs = [_value_of(x) for x in node.inputs]
-    known = [x for x in inputs if x is not None and x.dtype.kind in "iub"]
-    return np.asarray(function(*known)) if len(known) == len(inputs) else None
-
-
-def _measured(node: ir.Node) -> np.ndarray | None:
-    source = node.inputs[0]
-    shape = None if source is None else source.shape
-    if shape is None or not all(isinstance(dim, int) for dim in shape):
-        return None
-    dims = np.asarray(list(shape), np.int64)
-    if node.op_type == "Size":
-        return np.asarray(dims.prod(), np.int64)
-    end = node.attributes.get_int("end", None)
-    return dims[node.attributes.get_int("start", 0) or 0 : end]
-
-
-def lowest_opset(model: ir.Model, version: int, floor: int) -> int:
-    """The lowest opset from `floor` on in which every node exists with the types that it has here."""
-    needed = floor
-    for node in model.graph.all_nodes():
-        if node.domain in ("", "ai.onnx"):
-            needed = _needed(node, needed, version)
-    return needed
-
-
-def _needed(node: ir.Node, floor: int, version: int) -> int:
-    for opset in range(floor, version + 1):
-        try:
-            schema = onnx.defs.get_schema(node.op_type, opset, "")
-        except onnx.defs.SchemaError:
-            continue
-        if set(node.attributes) <= set(schema.attributes) and _types_fit(node, schema):
-            return opset
-    return version
-
-
-def _types_fit(node: ir.Node, schema: onnx.defs.OpSchema) -> bool:
-    allowed = {c.type_param_str: set(c.allowed_type_strs) for c in schema.type_constraints}
-    for values, formals in ((node.inputs, schema.inputs), (node.outputs, schema.outputs)):
-        if len(values) > len(formals) and (
-            not formals or formals[-1].option != onnx.defs.OpSchema.FormalParameterOption.Variadic
-        ):
-            return False
-        for index, value in enumerate(values):
-            if value is None or not isinstance(value.type, ir.TensorType):
-                continue
-            formal = formals[min(index, len(formals) - 1)]
-            name = f"tensor({value.type.dtype.name.lower()})"
-            names = allowed.get(formal.type_str, {formal.type_str})
-            if name not in names:
-                return False
-    return True
 
 
 def normalize(
@@ -192,13 +107,31 @@ def normalize(
         raise ModelError(f"the model is not valid ONNX: {cause}") from error
 
 
+def _spell_out_conditions(model: ir.Model) -> None:
+    """Give a Loop whose inputs end in an empty condition one that is true: a file loses empty names at the end."""
+    for node in list(model.graph.all_nodes()):
+        if node.op_type != "Loop" or node.domain or any(value is not None for value in node.inputs[1:]):
+            continue
+        always = ir.Node(
+            "", "Constant", [], [ir.AttrTensor("value", ir.tensor(np.array(True)))], num_outputs=1
+        )
+        value = always.outputs[0]
+        value.name, value.type = f"{node.outputs[0].name}.always", ir.TensorType(ir.DataType.BOOL)
+        value.shape = ir.Shape([])
+        assert node.graph is not None
+        node.graph.insert_before(node, always)
+        node.resize_inputs(2)
+        node.replace_input_with(1, value)
+
+
 def _normalize(model: ir.Model) -> ir.Model:
     version = _version(model)
     _inline(model, version)
-    constants = constant_names(model)
+    _spell_out_conditions(model)
+    constants = constant_names(model)  # before they become initializers like those that train
     _lift_constants(model)
     _forget_symbols(model)
-    fold_constant_nodes(model, version, constants, sizes=False)
+    fold_constants(model, constants=constants, opset=version, sizes=False)
     drop_contradictions(model)
     target = max(version, OPSET)
     expansion = functools.partial(_expansion, version=version)
@@ -213,22 +146,20 @@ def _normalize(model: ir.Model) -> ir.Model:
     _lift_constants(model)
     make_unsigned(model)
     ir.passes.Sequential(
-        passes.AddDefaultAttributesPass(),
-        passes.NameFixPass(),
-        passes.RemoveUnusedOpsetsPass(),
+        passes.AddDefaultAttributesPass(), passes.NameFixPass(), passes.RemoveUnusedOpsetsPass()
     )(model)
     model.graph.opset_imports[""] = target
     infer_shapes(model)
-    while resolve_branches(model) or (
-        unknown_ranks(model.graph) and fold_constant_nodes(model, target, constants)
+    branches = any(node.op_type == "If" for node in model.graph.all_nodes())
+    while (branches and _resolve_branches(model.graph, {})) or (
+        unknown_ranks(model.graph) and fold_constants(model, constants=constants, opset=target)
     ):
         passes.NameFixPass()(model)
         infer_shapes(model)
     _require_moderate(model)
     sharpen(model)
     if target > OPSET:
-        _drop_newer_defaults(model)
-        model.graph.opset_imports[""] = lowest_opset(model, target, OPSET)
+        relabel(model, OPSET)
     return model
 
 
@@ -245,12 +176,12 @@ def _require_moderate(model: ir.Model) -> None:
 
 def _add_up(node: ir.Node) -> None:
     """Set the length of a join again: onnx before 1.23 adds up in 32 bits, and long ones seem short."""
-    axis, found = node.attributes.get_int("axis", 0), node.outputs[0].shape
-    shapes = [None if value is None else value.shape for value in node.inputs]
-    known = [shape for shape in shapes if shape is not None and shape.rank() and isinstance(shape[axis], int)]
-    if found is not None and len(known) == len(shapes):
-        dims = list(found)
-        dims[axis] = sum(int(shape[axis]) for shape in known)  # type: ignore[arg-type]
+    axis, joined = node.attributes.get_int("axis", 0), node.outputs[0].shape
+    shapes = [value.shape for value in node.inputs if value is not None and value.shape is not None]
+    lengths = [length for shape in shapes if shape.rank() and isinstance(length := shape[axis], int)]
+    if joined is not None and len(lengths) == len(node.inputs):
+        dims = list(joined)
+        dims[axis] = sum(lengths)
         node.outputs[0].shape = ir.Shape(dims)
 
 
@@ -317,25 +248,5 @@ def _forget_symbols(model: ir.Model) -> None:
     """Remove symbols that an earlier inference generated: ours must not collide with them."""
     for graph in model.graphs():
         for value in [v for node in graph for v in node.outputs]:
-            if value.shape is not None and any(_invented(dim) for dim in value.shape):
-                value.shape = ir.Shape([None if _invented(dim) else dim for dim in value.shape])
-
-
-def _invented(dim: int | ir.SymbolicDim) -> bool:
-    return isinstance(dim, ir.SymbolicDim) and (dim.value or "").startswith("unk__")
-
-
-def _drop_newer_defaults(model: ir.Model) -> None:
-    """Attributes that opset 21 lacks, at their defaults, would hold the model at a newer opset."""
-    for node in model.graph.all_nodes():
-        if node.domain != "":
-            continue
-        try:
-            older = onnx.defs.get_schema(node.op_type, OPSET, "")
-            newer = onnx.defs.get_schema(node.op_type, model.graph.opset_imports[""], "")
-        except onnx.defs.SchemaError:
-            continue
-        for name in [name for name in node.attributes if name not in older.attributes]:
-            default = newer.attributes[name].default_value if name in newer.attributes else None
-            if default is not None and ir.from_proto(default) == node.attributes[name]:
-                del node.attributes[name]
+            if value.shape is not None:
+                value.shape = forget_invented(value.shape)

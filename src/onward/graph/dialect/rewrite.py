@@ -15,9 +15,8 @@ import onnx_ir as ir
 
 from onward.errors import ModelError
 from onward.graph.builder import Builder
-from onward.graph.nodes import subgraphs_of, wanted
-
-__all__ = ["Expansion", "Unknown", "rewrite"]
+from onward.graph.nodes import is_used, subgraphs_of
+from onward.graph.shapes.dims import dims_of
 
 # Builds what the node computes and returns its outputs, in order; None where an output is not wanted.
 Expansion = Callable[[Builder, ir.Node], ir.Value | Sequence[ir.Value | None]]
@@ -39,7 +38,7 @@ def rewrite(model: ir.Model, lookup: Lookup, *, opset: int, infer: Callable[[ir.
             walk.graph(op, model.graph)
         except Unknown as problem:
             # A value's rank depends on sizes computed in the graph: look at the whole model, then go on.
-            if walk.count == 0:
+            if walk.count == 0:  # nothing has changed since the last look: another would find no more
                 raise ModelError(str(problem)) from problem
             infer(model)
             count += walk.count
@@ -52,14 +51,14 @@ class _Recorder(Builder):
 
     def __init__(self, graph: ir.Graph, *, parent: Builder | None = None) -> None:
         super().__init__(graph, parent=parent)
-        self.made: dict[ir.Node, None] = {}
+        self.new_nodes: dict[ir.Node, None] = {}
 
-    def node(self, *given: Any, **named: Any) -> tuple[ir.Value, ...]:
+    def node(self, *arguments: Any, **options: Any) -> tuple[ir.Value, ...]:
         """Append a node, and remember it."""
-        results = super().node(*given, **named)
+        results = super().node(*arguments, **options)
         producer = results[0].producer()
         assert producer is not None
-        self.made[producer] = None
+        self.new_nodes[producer] = None
         return results
 
 
@@ -85,11 +84,11 @@ class _Walk:
 
 
 def _replace(op: _Recorder, node: ir.Node, expansion: Expansion) -> None:
-    op.made.clear()
+    op.new_nodes.clear()
     try:
         result = expansion(op, node)
     except ModelError as error:
-        op.graph.remove(list(op.made), safe=False)
+        op.graph.remove(list(op.new_nodes), safe=False)
         # The builder says so where a rank or type that it needs is not known.
         kind = Unknown if "unknown" in str(error) else ModelError
         raise kind(f"{node.op_type} '{node.name}': {error}") from error
@@ -98,18 +97,19 @@ def _replace(op: _Recorder, node: ir.Node, expansion: Expansion) -> None:
     for index, old in enumerate(node.outputs):
         new = results[index] if index < len(results) else None
         if new is None:
-            if wanted(node, index):
+            if is_used(node, index):
                 raise ModelError(
                     f"{node.op_type} '{node.name}': its output '{old.name}' has no standard form; "
                     "export the model without it"
                 )
             continue
         producer = new.producer()
-        fresh = producer in op.made and id(new) not in taken
+        # a value that was there before, or stands for another output too, keeps its own name
+        fresh = producer in op.new_nodes and id(new) not in taken
         if not fresh and old.is_graph_output():
             new = op.Identity(new)
             fresh = True
-        if new.shape is None or (old.shape is not None and _more_known(old.shape, new.shape)):
+        if new.shape is None or (old.shape is not None and _is_sharper(old.shape, new.shape)):
             new.shape = old.shape
         if new.type is None:
             new.type = old.type
@@ -121,12 +121,8 @@ def _replace(op: _Recorder, node: ir.Node, expansion: Expansion) -> None:
     op.graph.remove(node, safe=True)
 
 
-def _more_known(old: ir.Shape, new: ir.Shape) -> bool:
-    return old.rank() == new.rank() and sum(_named(d) for d in old) > sum(_named(d) for d in new)
-
-
-def _named(dim: int | ir.SymbolicDim) -> bool:
-    return isinstance(dim, int) or dim.value is not None
+def _is_sharper(old: ir.Shape, new: ir.Shape) -> bool:
+    return old.rank() == new.rank() and dims_of(old).count(None) < dims_of(new).count(None)
 
 
 def _infer_missing(op: Builder, node: ir.Node) -> None:
@@ -134,9 +130,9 @@ def _infer_missing(op: Builder, node: ir.Node) -> None:
         return
     if node.domain not in ("", "ai.onnx"):
         return
-    known = [(value, value.type, value.shape) for value in node.outputs]
+    before = [(value, value.type, value.shape) for value in node.outputs]
     with contextlib.suppress(ModelError):  # the whole-model inference that follows has its say
         op.infer(node)
-    for value, kind, shape in known:
+    for value, kind, shape in before:
         value.type = value.type if kind is None else kind
         value.shape = value.shape if shape is None else shape

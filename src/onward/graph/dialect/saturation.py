@@ -19,9 +19,7 @@ from typing import NamedTuple
 import numpy as np
 import onnx_ir as ir
 
-from onward.graph.nodes import attribute, given
-
-__all__ = ["IntegerProduct", "integer_products", "make_unsigned"]
+from onward.graph.nodes import attribute, new_initializer, optional_input, producer_of, required_input
 
 _LARGEST_ACTIVATION = 255
 _LOWEST, _HIGHEST = -(2**15), 2**15 - 1
@@ -48,7 +46,9 @@ _OPERATORS: dict[tuple[str, str], tuple[_Inputs, ...]] = {
     (_MICROSOFT, "QAttention"): (_Inputs(1, 7, 4),),
     (_MICROSOFT, "DynamicQuantizeLSTM"): (_Inputs(1, 9, 8), _Inputs(2, 11, 10)),
 }
-_CONVOLUTIONS = frozenset({"ConvInteger", "QLinearConv", "Conv", "ConvTranspose"})
+_CONVOLUTIONS = frozenset({"ConvInteger", "QLinearConv", "Conv"})
+# In place of an axis: any two of the numbers behind one index of the first axis, which counts a convolution's outputs.
+_OUTPUTS = 0
 _FLOAT_PRODUCTS = frozenset({"MatMul", "Gemm", "Conv", "ConvTranspose"})
 # what the runtime moves a dequantization across
 _MOVES = frozenset({"Transpose", "Reshape", "Flatten", "Squeeze", "Unsqueeze", "Identity"})
@@ -71,7 +71,7 @@ class IntegerProduct:
 
 @dataclasses.dataclass(frozen=True)
 class _Use:
-    """A node's signed weight. The pairs are neighbours along `axis`; where that is None, any two."""
+    """A node's signed weight. The pairs are neighbours along `axis`, or any two of one output or of all (None)."""
 
     node: ir.Node
     inputs: _Inputs
@@ -79,9 +79,7 @@ class _Use:
 
     @property
     def weight(self) -> ir.Value:
-        value = self.node.inputs[self.inputs.weight]
-        assert value is not None
-        return value
+        return required_input(self.node, self.inputs.weight)
 
     def product(self) -> IntegerProduct:
         values = _constant(self.weight).astype(np.int16)
@@ -96,11 +94,11 @@ class _Use:
 
     def zero_point(self) -> np.ndarray | None:
         """The zero point of the weight; None where it cannot be known from the file."""
-        value = given(self.node, self.inputs.zero)
+        value = optional_input(self.node, self.inputs.zero)
         if value is not None:
             tensor = ir.convenience.get_const_tensor(value)
             return None if tensor is None else tensor.numpy()
-        scale = None if self.inputs.scale is None else given(self.node, self.inputs.scale)
+        scale = None if self.inputs.scale is None else optional_input(self.node, self.inputs.scale)
         if scale is None:
             return np.zeros((), np.int8)
         if scale.shape is None or not scale.shape.is_static():
@@ -131,13 +129,13 @@ def make_unsigned(model: ir.Model, *, saturating_only: bool = True) -> int:
         zero = use.zero_point()
         if zero is None or (saturating_only and not use.product().saturates):
             continue
-        old, given_zero = use.weight, given(use.node, use.inputs.zero)
+        old, old_zero = use.weight, optional_input(use.node, use.inputs.zero)
         if old not in moved:
             moved[old] = _initializer(model, f"{old.name}_unsigned", _constant(old))
         use.node.replace_input_with(use.inputs.weight, moved[old])
         if use.inputs.zero >= len(use.node.inputs):
             use.node.resize_inputs(use.inputs.zero + 1)
-        name = f"{old.name}_zero_unsigned" if given_zero is None else f"{given_zero.name}_unsigned"
+        name = f"{old.name}_zero_unsigned" if old_zero is None else f"{old_zero.name}_unsigned"
         use.node.replace_input_with(use.inputs.zero, _initializer(model, name, zero))
         changed += 1
     for old, new in moved.items():  # under its old name, unless something else reads the signed weight
@@ -153,7 +151,7 @@ def _uses(model: ir.Model) -> Iterator[_Use]:
     for node in model.graph.all_nodes():
         domain = "" if node.domain == "ai.onnx" else node.domain
         for inputs in _OPERATORS.get((domain, node.op_type), ()):
-            if _signed(given(node, inputs.weight)) and not _signed_activations(node):
+            if _signed(optional_input(node, inputs.weight)) and not _signed_activations(node):
                 yield _Use(node, inputs, _axis(node))
         # Without quantized activations a dequantized weight is multiplied as a float.
         if quantizes and domain in ("", _MICROSOFT) and node.op_type == "DequantizeLinear":
@@ -165,9 +163,8 @@ def _uses(model: ir.Model) -> Iterator[_Use]:
 def _signed_activations(node: ir.Node) -> bool:
     """Whether a node multiplies two signed numbers: it does so in wider integers on every CPU."""
     activation = node.inputs[0]
-    maker = None if activation is None else activation.producer()
-    if maker is not None and maker.op_type == "QuantizeLinear":
-        activation = given(maker, 2)  # of the output's type, which may not have been inferred
+    if (maker := producer_of(activation, "QuantizeLinear")) is not None:
+        activation = optional_input(maker, 2)  # of the output's type, which may not have been inferred
     return activation is not None and activation.dtype == ir.DataType.INT8
 
 
@@ -182,7 +179,9 @@ def _products_of(value: ir.Value, *, moved: bool = False) -> Iterator[int | None
 
 def _axis(node: ir.Node) -> int | None:
     if node.op_type in _CONVOLUTIONS:
-        return None  # the order in which a kernel reads channels and pixels is its own
+        return _OUTPUTS  # the order in which a kernel reads channels and pixels is its own
+    if node.op_type == "ConvTranspose":
+        return None
     return -1 if attribute(node, "transB", 0) else -2
 
 
@@ -200,7 +199,9 @@ def _constant(value: ir.Value) -> np.ndarray:
 
 
 def _worst_pair(values: np.ndarray, axis: int | None) -> int:
-    """The largest sum of two: neighbours (0 and 1, 2 and 3, …) along an axis, or any two."""
+    """The largest sum of two: neighbours (0 and 1, 2 and 3, …) along an axis, or any two, of one output or of all."""
+    if axis == _OUTPUTS:
+        return int(np.sort(values.reshape(len(values), -1), axis=1)[:, -2:].sum(axis=1).max())
     if axis is None:
         return int(np.sort(values, axis=None)[-2:].sum())
     values = np.moveaxis(values, axis, 0)
@@ -211,10 +212,9 @@ def _worst_pair(values: np.ndarray, axis: int | None) -> int:
 
 def _initializer(model: ir.Model, name: str, signed: np.ndarray) -> ir.Value:
     """A constant of the model: signed 8-bit numbers, 128 added."""
-    found = model.graph.initializers.get(name)
-    if found is None:
-        tensor = ir.tensor((signed.astype(np.int16) + 128).astype(np.uint8), name=name)
-        found = ir.Value(name=name, type=ir.TensorType(tensor.dtype), shape=ir.Shape(signed.shape))
-        found.const_value = tensor
-        model.graph.register_initializer(found)
-    return found
+    value = model.graph.initializers.get(name)
+    if value is None:
+        value = new_initializer(
+            model.graph, name, ir.tensor((signed.astype(np.int16) + 128).astype(np.uint8))
+        )
+    return value

@@ -14,13 +14,11 @@ import numpy as np
 import onnx_ir as ir
 
 from onward.errors import ModelError
-from onward.graph.nodes import ACTIVE, DROPOUT, attribute, given, wanted
+from onward.graph.nodes import ACTIVE, DROPOUT, attribute, is_used, optional_input, required_input
 
 if TYPE_CHECKING:
     from onward.graph.builder import Builder, Operand
     from onward.graph.dialect.rewrite import Expansion
-
-__all__ = ["OLDEST", "upgrade"]
 
 # Before it, broadcasting was an attribute and training a flag of each operator.
 OLDEST = 7
@@ -49,7 +47,7 @@ def _until(below: int, *op_types: str) -> Callable[[Expansion], Expansion]:
     return register
 
 
-def _again(
+def _rebuild(
     op: Builder,
     node: ir.Node,
     inputs: Sequence[Operand],
@@ -58,8 +56,8 @@ def _again(
     **attributes: object,
 ) -> tuple[ir.Value, ...]:
     """The same operator with other inputs; keeps all attributes except those named."""
-    kept: dict[str, object] = {k: v for k, v in node.attributes.items() if k not in without}
-    return op.node(node.op_type, inputs, {**kept, **attributes}, outputs=len(node.outputs))
+    old: dict[str, object] = {k: v for k, v in node.attributes.items() if k not in without}
+    return op.node(node.op_type, inputs, {**old, **attributes}, outputs=len(node.outputs))
 
 
 def _ints(node: ir.Node, name: str) -> np.ndarray | None:
@@ -71,66 +69,55 @@ def _ints(node: ir.Node, name: str) -> np.ndarray | None:
 @_until(18, "ReduceL1", "ReduceL2", "ReduceLogSum", "ReduceLogSumExp", "ReduceMax", "ReduceMean", "ReduceMin")
 @_until(18, "ReduceProd", "ReduceSumSquare")
 def _axes_as_input(op: Builder, node: ir.Node) -> Sequence[ir.Value]:
-    return _again(op, node, [node.inputs[0], _ints(node, "axes")], without=["axes"])
+    return _rebuild(op, node, [node.inputs[0], _ints(node, "axes")], without=["axes"])
 
 
 @_until(18, "Split")
 def _split(op: Builder, node: ir.Node) -> Sequence[ir.Value]:
-    sizes = given(node, 1) if given(node, 1) is not None else _ints(node, "split")
+    sizes = _ints(node, "split") if optional_input(node, 1) is None else optional_input(node, 1)
     count = None if sizes is not None else len(node.outputs)
-    return _again(op, node, [node.inputs[0], sizes], without=["split"], num_outputs=count)
+    return _rebuild(op, node, [node.inputs[0], sizes], without=["split"], num_outputs=count)
 
 
 @_until(10, "Slice")
 def _slice(op: Builder, node: ir.Node) -> Sequence[ir.Value]:
     inputs = [node.inputs[0], _ints(node, "starts"), _ints(node, "ends"), _ints(node, "axes")]
-    return _again(op, node, inputs, without=["starts", "ends", "axes"])
+    return _rebuild(op, node, inputs, without=["starts", "ends", "axes"])
 
 
 @_until(11, "Clip")
 def _clip(op: Builder, node: ir.Node) -> Sequence[ir.Value]:
-    x = node.inputs[0]
-    assert x is not None
-    low, high = attribute(node, "min"), attribute(node, "max")
-    return _again(
-        op,
-        node,
-        [
-            x,
-            None if low is None else op.constant_like(low, x),
-            None if high is None else op.constant_like(high, x),
-        ],
-        without=["min", "max"],
-    )
+    x = required_input(node)
+    bounds = (attribute(node, name) for name in ("min", "max"))
+    limits = [None if bound is None else op.constant_like(bound, x) for bound in bounds]
+    return _rebuild(op, node, [x, *limits], without=["min", "max"])
 
 
 @_until(11, "Pad")
 def _pad(op: Builder, node: ir.Node) -> Sequence[ir.Value]:
-    x = node.inputs[0]
-    assert x is not None
+    x = required_input(node)
     value = op.constant_like(attribute(node, "value", 0.0), x)
     if attribute(node, "mode", "constant") != "constant":
         value = None
-    return _again(op, node, [x, _ints(node, "pads"), value], without=["pads", "value"])
+    return _rebuild(op, node, [x, _ints(node, "pads"), value], without=["pads", "value"])
 
 
 @_until(10, "TopK")
 def _top_k(op: Builder, node: ir.Node) -> Sequence[ir.Value]:
     k = np.asarray([attribute(node, "k")], np.int64)
-    return _again(op, node, [node.inputs[0], k], without=["k"])
+    return _rebuild(op, node, [node.inputs[0], k], without=["k"])
 
 
 @_until(12, "Dropout")
 def _dropout(op: Builder, node: ir.Node) -> Sequence[ir.Value | None]:
     """Before opset 12 the operator had no training mode: it is the identity, unless an export marked it."""
-    x = node.inputs[0]
-    assert x is not None
+    x = required_input(node)
     if node.metadata_props.get(DROPOUT) == ACTIVE:
         ratio = op.constant(np.asarray(attribute(node, "ratio", 0.5), np.float32))
         return op.node(
-            "Dropout", [x, ratio, op.constant(np.asarray(True))], outputs=2 if wanted(node, 1) else 1
+            "Dropout", [x, ratio, op.constant(np.asarray(True))], outputs=2 if is_used(node, 1) else 1
         )
-    if not wanted(node, 1):
+    if not is_used(node, 1):
         return [x]
     mask_type = node.outputs[1].dtype
     mask = op.Expand(np.ones((1,), np.bool_), op.shape(x))
@@ -141,35 +128,33 @@ def _dropout(op: Builder, node: ir.Node) -> Sequence[ir.Value | None]:
 
 @_until(14, "BatchNormalization")
 def _batch_normalization(op: Builder, node: ir.Node) -> Sequence[ir.Value | None]:
-    x, scale, bias, mean, var = node.inputs
-    assert x is not None and var is not None
+    x, scale, bias, mean, var = (required_input(node, index) for index in range(5))
     if attribute(node, "spatial", 1) == 0:
-        if any(wanted(node, index) for index in range(1, len(node.outputs))):
+        if any(is_used(node, index) for index in range(1, len(node.outputs))):
             raise ModelError("training with spatial=0 has no standard form")
         epsilon = op.constant_like(attribute(node, "epsilon", 1e-5), x)
         normal = op.Div(op.Sub(x, mean), op.Sqrt(op.Add(var, epsilon)))
         return [op.Add(op.Mul(normal, scale), bias)]
     training = len(node.outputs) > 1 and any(value.name for value in node.outputs[1:])
-    kept = {k: v for k, v in node.attributes.items() if k in ("epsilon", "momentum")}
+    attributes = {k: v for k, v in node.attributes.items() if k in ("epsilon", "momentum")}
     if not training:
-        return op.node("BatchNormalization", list(node.inputs), kept)
-    made: list[ir.Value | None] = list(
-        op.node("BatchNormalization", list(node.inputs), {**kept, "training_mode": 1}, outputs=3)
+        return op.node("BatchNormalization", list(node.inputs), attributes)
+    outputs: list[ir.Value | None] = list(
+        op.node("BatchNormalization", list(node.inputs), {**attributes, "training_mode": 1}, outputs=3)
     )
-    if wanted(node, 3) or wanted(node, 4):
+    if is_used(node, 3) or is_used(node, 4):
         axes = np.asarray([0, *range(2, op.rank(x))], np.int64)
         centre = op.ReduceMean(x, axes, keepdims=1)
         spread = op.Sub(x, centre)
-        made.append(op.ReduceMean(x, axes, keepdims=0))
-        made.append(op.ReduceMean(op.Mul(spread, spread), axes, keepdims=0))
-    return made
+        outputs.append(op.ReduceMean(x, axes, keepdims=0))
+        outputs.append(op.ReduceMean(op.Mul(spread, spread), axes, keepdims=0))
+    return outputs
 
 
 @_until(13, "Softmax", "LogSoftmax", "Hardmax")
 def _softmax(op: Builder, node: ir.Node) -> ir.Value:
     """Until opset 12 the axes from `axis` on were flattened into one."""
-    x = node.inputs[0]
-    assert x is not None
+    x = required_input(node)
     rank = op.rank(x)
     axis = attribute(node, "axis", 1)
     axis = axis + rank if axis < 0 else axis
@@ -184,7 +169,7 @@ def _softmax(op: Builder, node: ir.Node) -> ir.Value:
 
 @_until(10, "Upsample")
 def _upsample(op: Builder, node: ir.Node) -> ir.Value:
-    scales = given(node, 1)
+    scales = optional_input(node, 1)
     if scales is None:
         scales = op.constant(np.asarray(attribute(node, "scales"), np.float32))
     return _resize_by(op, node, scales)
@@ -192,9 +177,7 @@ def _upsample(op: Builder, node: ir.Node) -> ir.Value:
 
 @_until(11, "Resize")
 def _resize_ten(op: Builder, node: ir.Node) -> ir.Value:
-    scales = node.inputs[1]
-    assert scales is not None
-    return _resize_by(op, node, scales)
+    return _resize_by(op, node, required_input(node, 1))
 
 
 def _resize_by(op: Builder, node: ir.Node, scales: ir.Value) -> ir.Value:
@@ -212,7 +195,7 @@ def _resize_by(op: Builder, node: ir.Node, scales: ir.Value) -> ir.Value:
 @_until(22, "Resize")
 def _resize(op: Builder, node: ir.Node) -> Sequence[ir.Value]:
     """One spelling: inputs that are empty are left out, and a mode that opset 13 dropped is replaced."""
-    inputs: list[ir.Value | None] = [node.inputs[0], *(given(node, index) for index in (1, 2, 3))]
+    inputs: list[ir.Value | None] = [node.inputs[0], *(optional_input(node, index) for index in (1, 2, 3))]
     for index in (1, 2, 3):
         value = inputs[index]
         if value is not None and value.shape is not None and op.static_shape(value) == (0,):
@@ -225,10 +208,10 @@ def _resize(op: Builder, node: ir.Node) -> Sequence[ir.Value]:
             raise ModelError(
                 "coordinate_transformation_mode 'tf_half_pixel_for_nn' has a standard form with floor only"
             )
-        return _again(
+        return _rebuild(
             op, node, inputs, coordinate_transformation_mode="half_pixel", nearest_mode="round_prefer_ceil"
         )
-    return _again(op, node, inputs)
+    return _rebuild(op, node, inputs)
 
 
 @_until(11, "Scatter")
@@ -239,13 +222,12 @@ def _scatter(op: Builder, node: ir.Node) -> ir.Value:
 @_until(21, "GroupNormalization")
 def _group_normalization(op: Builder, node: ir.Node) -> ir.Value:
     """Scale and bias were one number per group; now they are one per channel."""
-    x, scale, bias = node.inputs
-    assert x is not None
+    x, scale, bias = (required_input(node, index) for index in range(3))
     groups = attribute(node, "num_groups")
-    size = op.Div(op.dim(x, 1), np.asarray([groups], np.int64))
-    shape = op.Concat(np.asarray([groups], np.int64), size, axis=0)
+    size = op.Div(op.dim(x, 1), [groups])
+    shape = op.Concat([groups], size, axis=0)
 
-    def per_channel(value: ir.Value | None) -> ir.Value:
+    def per_channel(value: ir.Value) -> ir.Value:
         return op.Reshape(op.Expand(op.Unsqueeze(value, [1]), shape), [-1])
 
     return op.GroupNormalization(
@@ -255,13 +237,13 @@ def _group_normalization(op: Builder, node: ir.Node) -> ir.Value:
 
 @_until(16, "RoiAlign")
 def _roi_align(op: Builder, node: ir.Node) -> Sequence[ir.Value]:
-    return _again(op, node, list(node.inputs), coordinate_transformation_mode="output_half_pixel")
+    return _rebuild(op, node, list(node.inputs), coordinate_transformation_mode="output_half_pixel")
 
 
 @_until(20, "GridSample")
 def _grid_sample(op: Builder, node: ir.Node) -> Sequence[ir.Value]:
     mode = attribute(node, "mode", "bilinear")
-    return _again(
+    return _rebuild(
         op, node, list(node.inputs), mode={"bilinear": "linear", "bicubic": "cubic"}.get(mode, mode)
     )
 
@@ -269,7 +251,7 @@ def _grid_sample(op: Builder, node: ir.Node) -> Sequence[ir.Value]:
 @_until(20, "DFT")
 def _dft(op: Builder, node: ir.Node) -> Sequence[ir.Value]:
     axis = np.asarray(attribute(node, "axis", 1), np.int64)
-    return _again(op, node, [node.inputs[0], given(node, 1), axis], without=["axis"])
+    return _rebuild(op, node, [node.inputs[0], optional_input(node, 1), axis], without=["axis"])
 
 
 @_until(9, "Scan")
@@ -290,7 +272,4 @@ def _scan(op: Builder, node: ir.Node) -> Sequence[ir.Value]:
         attributes["scan_input_directions"] = directions
     results = sample.node("Scan", rows, attributes, outputs=len(node.outputs))
     sample.graph.outputs.extend(results)
-    made = op.node(
-        "Scan", outside, {"body": sample.graph, "num_scan_inputs": len(outside)}, outputs=len(results)
-    )
-    return made
+    return op.node("Scan", outside, {"body": sample, "num_scan_inputs": len(outside)}, outputs=len(results))

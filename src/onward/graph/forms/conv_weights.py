@@ -1,7 +1,7 @@
 """The gradient of a convolution's weights: formulations with equal results and different speed.
 
 `weight_formulation` chooses by shape. What it chose is noted on the node of the result, so that a session for known
-shapes may choose again (`passes.conv_forms`). Registers no rule.
+shapes may choose again (`proto.conv_forms`). Registers no rule.
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ import onnx_ir as ir
 
 from onward.contract import CONV_WEIGHT
 from onward.graph.forms.windows import Sizes, Window, calculate, cut, padded, spatial, tap_slice
-
-__all__ = ["FORMS", "Product", "possible_forms", "weight_formulation", "weight_gradient"]
 
 # Places up to which a list of all that the taps of all windows read is made, when a session is made: 1 MB.
 _MOST_PLACES = 1 << 17
@@ -116,25 +114,25 @@ def _weight_depthwise_rows(op, product: Product) -> ir.Value:
     size, count = _padded_size(op, product, axis), _size(op, product.dy, axis)
     if others:
         if len(others) > 1:
-            places = int(np.prod([np.asarray(_padded_size(op, product, other)) for other in others]))
-            x = op.Reshape(x, op.concat_shape(channels, places, -1, _part(size)))
-        x = op.Gather(x, _places(op, product, axes=others, taps_first=True), axis=1)
+            area = int(np.prod([np.asarray(_padded_size(op, product, other)) for other in others]))
+            x = op.Reshape(x, op.concat_shape(channels, area, -1, _part(size)))
+        x = op.Gather(x, _read_positions(op, product, axes=others, taps_first=True), axis=1)
         x = op.Reshape(x, op.concat_shape(channels, rows, -1, _part(size)))
         dy = op.Reshape(dy, op.concat_shape(channels, 1, -1, _part(count)))
     turned = op.Transpose(dy, perm=[0, 1, 3, 2] if others else [0, 2, 1])
     pairs = op.Flatten(op.MatMul(turned, x), axis=2 if others else 1)
-    sums = op.MatMul(pairs, _one_hot(op, _tap_places(op, product, axis), size, op.dtype(product.x)))
+    sums = op.MatMul(pairs, _one_hot(op, _tap_positions(op, product, axis), size, op.dtype(product.x)))
     if axis == len(kernel) - 1:
         return op.Reshape(sums, op.shape(product.w))
-    back = [0, 1, *(2 + order.index(place) for place in range(len(kernel)))]
+    back = [0, 1, *(2 + order.index(axis_index) for axis_index in range(len(kernel)))]
     return op.Transpose(op.Reshape(sums, [channels, 1, *(kernel[i] for i in order)]), perm=back)
 
 
 def _product_axis(op, product: Product) -> int:
     """The axis along which all pairs of places are the fewest for each tap; the last of several."""
     kernel = product.window.static_kernel or []
-    found = spatial(op, product.x)
-    sizes = found if isinstance(found, np.ndarray) else np.ones(len(kernel))
+    spatial_sizes = spatial(op, product.x)
+    sizes = spatial_sizes if isinstance(spatial_sizes, np.ndarray) else np.ones(len(kernel))
     return max(range(len(kernel)), key=lambda axis: (kernel[axis] / sizes[axis], axis))
 
 
@@ -143,13 +141,13 @@ def _weight_depthwise_images(op, product: Product) -> ir.Value:
     window, channels = product.window, op.static_dim(product.w, 0)
     size, count = np.asarray(spatial(op, product.x)), np.asarray(spatial(op, product.dy))
     inside, outside = int(np.prod(size)), int(np.prod(count))
-    places, valid = np.zeros((1,) * 2 * len(size), np.int64), np.ones((1,) * 2 * len(size), bool)
+    positions, valid = np.zeros((1,) * 2 * len(size), np.int64), np.ones((1,) * 2 * len(size), bool)
     for axis in range(len(size)):
-        along = np.asarray(_tap_places(op, product, axis)) - np.asarray(window.begin)[axis]
-        along = np.expand_dims(along, [i for i in range(places.ndim) if i not in (axis, len(size) + axis)])
+        along = np.asarray(_tap_positions(op, product, axis)) - np.asarray(window.begin)[axis]
+        along = np.expand_dims(along, [i for i in range(positions.ndim) if i not in (axis, len(size) + axis)])
         valid = valid & (along >= 0) & (along < size[axis])
-        places = places + along * int(np.prod(size[axis + 1 :]))
-    reads = np.where(valid, places, inside).reshape(outside, -1)
+        positions = positions + along * int(np.prod(size[axis + 1 :]))
+    reads = np.where(valid, positions, inside).reshape(outside, -1)
     dy = op.Transpose(op.Reshape(product.dy, [0, channels, outside]), perm=[1, 2, 0])
     x = op.Transpose(op.Reshape(product.x, [0, channels, inside]), perm=[1, 0, 2])
     pairs = op.Reshape(op.MatMul(dy, x), [channels, outside * inside])
@@ -157,13 +155,13 @@ def _weight_depthwise_images(op, product: Product) -> ir.Value:
     return op.Reshape(op.MatMul(pairs, chosen), op.shape(product.w))
 
 
-def _one_hot(op, places: Sizes, size: Sizes, kind: ir.DataType) -> ir.Value:
+def _one_hot(op, positions: Sizes, size: Sizes, kind: ir.DataType) -> ir.Value:
     """[windows·size, taps]: one where a tap of a window reads the place, else zero. Places past the end are none."""
     length = int(size[0]) if isinstance(size, np.ndarray) else None
-    if length is not None and isinstance(places, np.ndarray) and places.size * length <= _FEW_PLACES:
-        ones = places[:, None, :] == np.arange(length)[None, :, None]
-        return op.constant(ones.astype(kind.numpy()).reshape(-1, places.shape[1]), name="reads")
-    chosen = op.OneHot(places, size, op.constant(np.asarray([0, 1], kind.numpy())), axis=1)
+    if length is not None and isinstance(positions, np.ndarray) and positions.size * length <= _FEW_PLACES:
+        ones = positions[:, None, :] == np.arange(length)[None, :, None]
+        return op.constant(ones.astype(kind.numpy()).reshape(-1, positions.shape[1]), name="reads")
+    chosen = op.OneHot(positions, size, op.constant(np.asarray([0, 1], kind.numpy())), axis=1)
     return op.Flatten(chosen, axis=2)
 
 
@@ -182,7 +180,7 @@ def _weight_gathered(op, product: Product) -> ir.Value:
     )
     parts = []
     for rows in [(row, row + 1) for row in range(kernel[0])] if by_rows else [(0, kernel[0])]:
-        read = op.Gather(x, _places(op, product, rows, taps_first=True), axis=0)
+        read = op.Gather(x, _read_positions(op, product, rows, taps_first=True), axis=0)
         read = op.Reshape(read, [rows[1] - rows[0], *kernel[1:], -1, channels])
         parts.append(op.MatMul(dy, read))
     return op.Transpose(stack(op, parts, axis=0), perm=[rank, rank + 1, *range(rank)])
@@ -241,8 +239,8 @@ def _weight_winograd(op, product: Product) -> ir.Value:
     image, gradient, kernel = (np.kron(part, part).astype(kind) for part in _WINOGRAD)
     x = padded(op, op.Transpose(product.x, perm=[2, 3, 0, 1]), window.begin, window.end + odd, axes=[0, 1])
     rows, columns = (np.arange(4)[:, None] + 2 * np.arange(size)[None, :] for size in tiles)
-    places = rows[:, None, :, None] * (2 * int(tiles[1]) + 2) + columns[None, :, None, :]
-    read = op.Gather(op.Flatten(x, axis=2), op.constant(places.reshape(16, -1), name="places"), axis=0)
+    positions = rows[:, None, :, None] * (2 * int(tiles[1]) + 2) + columns[None, :, None, :]
+    read = op.Gather(op.Flatten(x, axis=2), op.constant(positions.reshape(16, -1), name="places"), axis=0)
     v = op.Reshape(op.MatMul(image, op.Flatten(read, axis=1)), [16, -1, channels])
     dy = padded(op, product.dy, np.zeros_like(odd), odd, axes=window.axes)
     dy = op.Reshape(dy, [0, outputs, int(tiles[0]), 2, int(tiles[1]), 2])
@@ -278,9 +276,7 @@ def _weight_columns(op, product: Product) -> ir.Value:
         # along one axis at a time, the last first: as many slices as the kernel's sizes have in sum
         for axis in reversed(range(len(count))):
             x = stack(
-                op,
-                [_slice_along(op, x, tap, axis, window, count) for tap in range(kernel[axis])],
-                axis=1,
+                op, [_slice_along(op, x, tap, axis, window, count) for tap in range(kernel[axis])], axis=1
             )
         columns = x
     else:
@@ -325,10 +321,10 @@ def _weight_channels_last(op, product: Product, *, by_rows: bool | None = None) 
     dy = op.Transpose(product.dy, perm=[1, 0, *product.window.axes])
     dy = op.Reshape(dy, grouped(op, product.dy, 1))
     if _has_sizes(op, product):
-        places, channels = spatial(op, product.dy), op.static_dim(product.x, 1)
+        windows, channels = spatial(op, product.dy), op.static_dim(product.x, 1)
         taps = int(np.prod(product.window.static_kernel or []))
         if by_rows is None:
-            by_rows = bool(int(np.prod(np.asarray(places))) * taps * channels > _MANY_COLUMNS)
+            by_rows = bool(int(np.prod(np.asarray(windows))) * taps * channels > _MANY_COLUMNS)
         width = taps // (product.window.static_kernel or [1])[0] if by_rows else taps
         columns = _gathered(op, product, by_rows=bool(by_rows), shape=[-1, width * channels])
         return _tap_major(op, stack(op, [op.Gemm(dy, part) for part in columns], axis=1), product)
@@ -371,17 +367,17 @@ def _gathered(op, product: Product, *, by_rows: bool, shape: list[int]) -> list[
     """
     kernel = product.window.static_kernel or []
     rows = [(row, row + 1) for row in range(kernel[0])] if by_rows else [(0, kernel[0])]
-    x = _flat_places(op, product)
-    return [op.Reshape(op.Gather(x, _places(op, product, row), axis=1), shape) for row in rows]
+    x = _flatten_positions(op, product)
+    return [op.Reshape(op.Gather(x, _read_positions(op, product, row), axis=1), shape) for row in rows]
 
 
 def _gathered_taps(op, product: Product) -> list[ir.Value]:
     """What each tap reads for all windows: [batch, windows, channels]."""
-    x, kernel = _flat_places(op, product), product.window.static_kernel or []
+    x, kernel = _flatten_positions(op, product), product.window.static_kernel or []
     count = int(np.prod(np.asarray(spatial(op, product.dy))))
-    places = op.Reshape(_places(op, product, (0, kernel[0])), [count, -1])
+    positions = op.Reshape(_read_positions(op, product, (0, kernel[0])), [count, -1])
     taps = op.Split(
-        op.Transpose(places, perm=[1, 0]),
+        op.Transpose(positions, perm=[1, 0]),
         axis=0,
         num_outputs=int(np.prod(kernel)),
         outputs=int(np.prod(kernel)),
@@ -389,13 +385,13 @@ def _gathered_taps(op, product: Product) -> list[ir.Value]:
     return [op.Gather(x, op.Reshape(tap, [-1]), axis=1) for tap in taps]
 
 
-def _flat_places(op, product: Product) -> ir.Value:
+def _flatten_positions(op, product: Product) -> ir.Value:
     window = product.window
     sizes = np.asarray(spatial(op, product.x)) + window.begin + window.end
     return op.Reshape(_channels_last(op, product), [0, int(np.prod(sizes)), op.static_dim(product.x, 1)])
 
 
-def _places(
+def _read_positions(
     op,
     product: Product,
     rows: tuple[int, int] | None = None,
@@ -410,21 +406,24 @@ def _places(
     """
     axes = list(range(len(product.window.strides))) if axes is None else axes
     parts: list[Sizes] = []
-    for place, axis in enumerate(axes):
-        behind = 2 * len(axes) - 1 - place, len(axes) - 1 - place
+    for index, axis in enumerate(axes):
+        behind = 2 * len(axes) - 1 - index, len(axes) - 1 - index
         after_windows, after_taps = behind[::-1] if taps_first else behind
-        part = _tap_places(op, product, axis, rows if axis == 0 else None, after_windows, after_taps)
-        for inner in axes[place + 1 :]:
+        part = _tap_positions(op, product, axis, rows if axis == 0 else None, after_windows, after_taps)
+        for inner in axes[index + 1 :]:
             part = calculate(op, "Mul", part, _padded_size(op, product, inner))
         parts.append(part)
-    known = [part for part in parts if isinstance(part, np.ndarray)]
-    few = len(known) == len(parts) and np.prod(np.broadcast_shapes(*(p.shape for p in known))) <= _FEW_PLACES
+    constants = [part for part in parts if isinstance(part, np.ndarray)]
+    few = (
+        len(constants) == len(parts)
+        and np.prod(np.broadcast_shapes(*(p.shape for p in constants))) <= _FEW_PLACES
+    )
     if few:
-        return op.constant(sum(known), name="places")
+        return op.constant(sum(constants), name="places")
     return functools.reduce(op.Add, [values(op, part) for part in parts])
 
 
-def _tap_places(
+def _tap_positions(
     op,
     product: Product,
     axis: int,
@@ -453,8 +452,8 @@ def _tap_places(
 
 def _size(op, value: ir.Value, axis: int) -> Sizes:
     """The size of one spatial axis, as a vector of one."""
-    known = op.static_dim(value, 2 + axis)
-    return op.dim(value, 2 + axis) if known is None else np.asarray([known], np.int64)
+    static = op.static_dim(value, 2 + axis)
+    return op.dim(value, 2 + axis) if static is None else np.asarray([static], np.int64)
 
 
 def _padded_size(op, product: Product, axis: int) -> Sizes:
@@ -537,8 +536,8 @@ def weight_formulation(op, product: Product) -> str:
         return (
             "folded" if _can_fold(op, product) and _has_sizes(op, product) and not few else "channels_first"
         )
-    places = spatial(op, product.dy)
-    count = int(np.prod(places)) if isinstance(places, np.ndarray) else None
+    windows = spatial(op, product.dy)
+    count = int(np.prod(windows)) if isinstance(windows, np.ndarray) else None
     if np.all(window.kernel == 1):
         return "columns" if count is None or count > _FEW_POSITIONS else "taps"
     narrow = (inputs or 1) * window.static_kernel[-1] < _FEW_CHANNELS
@@ -557,8 +556,8 @@ def weight_formulation(op, product: Product) -> str:
 
 def _can_fold(op, product: Product) -> bool:
     """Whether taps are side by side along the last axis, and all sizes of the kernel are known."""
-    known = all(op.static_dim(product.w, axis) is not None for axis in (0, 1))
-    return bool(known and product.window.dilations[-1] == 1)
+    static = all(op.static_dim(product.w, axis) is not None for axis in (0, 1))
+    return bool(static and product.window.dilations[-1] == 1)
 
 
 def _depthwise_formulation(op, product: Product) -> str:
@@ -605,11 +604,11 @@ def possible_forms(op, product: Product) -> list[str]:
 
 def _has_sizes(op, product: Product) -> bool:
     """Whether all sizes but the batch are known, and so few that lists of places take little memory."""
-    size, places = spatial(op, product.x), spatial(op, product.dy)
-    if not isinstance(size, np.ndarray) or not isinstance(places, np.ndarray):
+    size, windows = spatial(op, product.x), spatial(op, product.dy)
+    if not isinstance(size, np.ndarray) or not isinstance(windows, np.ndarray):
         return False
     taps = np.prod(product.window.static_kernel or [])
-    few = bool(np.prod(places) * taps <= _MOST_PLACES)
+    few = bool(np.prod(windows) * taps <= _MOST_PLACES)
     return few and product.window.static_pads is not None and op.static_dim(product.x, 1) is not None
 
 
@@ -628,9 +627,9 @@ def per_image(op, value: ir.Value, times: int, count: Sizes) -> ir.Value | list[
     channels = op.static_dim(value, 1)
     if channels is not None and isinstance(count, np.ndarray):
         return [0, times * channels, int(np.prod(count))]
-    places = op.ReduceProd(values(op, count), keepdims=1)
+    windows = op.ReduceProd(values(op, count), keepdims=1)
     each = op.Mul(op.dim(value, 1), [times]) if channels is None else channels * times
-    return op.concat_shape(0, each, places)
+    return op.concat_shape(0, each, windows)
 
 
 def stack(op, parts: list[ir.Value], *, axis: int = -1) -> ir.Value:

@@ -11,15 +11,16 @@ from onward.graph.nodes import attribute
 if TYPE_CHECKING:
     from onward.graph.builder import Builder
 
-__all__ = ["cumulative"]
-
 
 def cumulative(op: Builder, node: ir.Node, x: ir.Value, axis: int, *, combine: str, start: float) -> ir.Value:
     """`combine` (Add, Mul) along an axis from `start` on; `exclusive` and `reverse` as the node has them."""
     rank = op.rank(x)
-    rest = None if x.shape is None else ir.Shape([d for i, d in enumerate(x.shape) if i != axis])
+    element_shape = None if x.shape is None else ir.Shape([d for i, d in enumerate(x.shape) if i != axis])
     body = op.subgraph("cumulative")
-    so_far, element = body.input("so_far", x.dtype, rest), body.input("element", x.dtype, rest)
+    so_far, element = (
+        body.input("so_far", x.dtype, element_shape),
+        body.input("element", x.dtype, element_shape),
+    )
     (total,) = body.node(combine, [so_far, element])
     seen = body.Identity(so_far if attribute(node, "exclusive", 0) else total)
     body.graph.outputs.extend([total, seen])

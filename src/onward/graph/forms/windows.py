@@ -117,8 +117,8 @@ def split_padding(op, total: Sizes, *, upper: bool) -> tuple[Sizes, Sizes]:
 
 def ints(node: ir.Node, name: str, default: list[int]) -> np.ndarray:
     """An attribute with one number per axis, which may be absent."""
-    found = node.attributes.get_ints(name, default)
-    return np.asarray(found if found else default, np.int64)
+    numbers = node.attributes.get_ints(name, default)
+    return np.asarray(numbers if numbers else default, np.int64)
 
 
 def padded(op, x: ir.Value, begin: Sizes, end: Sizes, *, axes: list[int]) -> ir.Value:

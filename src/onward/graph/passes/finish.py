@@ -2,70 +2,115 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import onnx_ir as ir
 
 from onward.graph.builder import Builder
 from onward.graph.cleanup import remove_identities, remove_unused
-from onward.graph.dialect.pads import spell_out_pads
-from onward.graph.nodes import GRADIENT, nodes_within, subgraphs_of
-
-__all__ = ["finish", "widen_vectors"]
+from onward.graph.dialect.pads import all_pads
+from onward.graph.nodes import (
+    GRADIENT,
+    nodes_within,
+    optional_input,
+    producer_of,
+    required_input,
+    subgraphs_of,
+)
 
 
 def finish(model: ir.Model) -> ir.Model:
     """Remove dead code and Identity nodes, and work around bugs of onnxruntime."""
-    spell_out_pads(model)
-    widen_vectors(model)
+    for applies, rewrite in ((_names_axes, _name_all_axes), (_is_at_risk, _widen_vector)):
+        if any(
+            applies(node) for node in nodes_within(model.graph)
+        ):  # few graphs have any: no builder for the others
+            _rewrite_nodes(Builder(model.graph), applies, rewrite)
     remove_identities(model)
     _remove_choices_of_the_same(model)
     return remove_unused(model)
+
+
+def _rewrite_nodes(
+    op: Builder, applies: Callable[[ir.Node], bool], rewrite: Callable[[Builder, ir.Node], None]
+) -> None:
+    for node in list(op.graph):
+        for inner in subgraphs_of(node):
+            _rewrite_nodes(Builder(inner, parent=op), applies, rewrite)
+        if applies(node):
+            with op.inserting(node, node.name or "", share=True):
+                rewrite(op, node)
 
 
 def _remove_choices_of_the_same(model: ir.Model) -> None:
     """Where(c, x, x) of x's own shape: a choice that only mattered to gradients, of rows with and without one."""
     for node in nodes_within(model.graph):
         node.metadata_props.pop(GRADIENT, None)
-        if (
-            node.op_type != "Where"
-            or node.inputs[1] is not node.inputs[2]
-            or node.outputs[0].is_graph_output()
-        ):
+        if node.op_type != "Where" or node.inputs[1] is not node.inputs[2]:
             continue
         source, result = node.inputs[1], node.outputs[0]
-        if source is not None and source.shape is not None and source.shape == result.shape and node.graph:
-            ir.convenience.replace_all_uses_with(result, source)
+        if source is None or source.shape is None or source.shape != result.shape or result.is_graph_output():
+            continue
+        ir.convenience.replace_all_uses_with(result, source)
+        if node.graph is not None:
             node.graph.remove(node, safe=True)
 
 
-def widen_vectors(model: ir.Model) -> ir.Model:
-    """Give a vector that is the second factor of a MatMul an axis of size 1, where the first factor is computed."""
-    if any(_is_at_risk(node) for node in nodes_within(model.graph)):
-        _widen(Builder(model.graph), model.graph)
-    return model
+def _names_axes(node: ir.Node) -> bool:
+    """Whether a Pad has a list of axes."""
+    return node.op_type == "Pad" and node.domain == "" and optional_input(node, 3) is not None
+
+
+def _name_all_axes(op: Builder, node: ir.Node) -> None:
+    pads = all_pads(op, node)
+    if pads is not None:
+        node.replace_input_with(1, pads)
+        node.resize_inputs(3)
 
 
 def _is_at_risk(node: ir.Node) -> bool:
+    """Whether a MatMul has a vector for its second factor, and a first factor that is computed."""
     if node.op_type != "MatMul" or node.domain != "":
         return False
-    matrix, vector = node.inputs
-    shapes = [None if value is None else value.shape for value in (matrix, vector)]
-    ranks = [-1 if shape is None else shape.rank() for shape in shapes]
-    return matrix is not None and matrix.producer() is not None and ranks[0] > 1 and ranks[1] == 1
+    matrix, vector = (required_input(node, index) for index in (0, 1))
+    ranks = [-1 if value.shape is None else value.shape.rank() for value in (matrix, vector)]
+    return matrix.producer() is not None and ranks[0] > 1 and ranks[1] == 1
 
 
-def _widen(op: Builder, graph: ir.Graph) -> None:
-    for node in list(graph):
-        for inner in subgraphs_of(node):
-            _widen(Builder(inner, parent=op), inner)
-        if not _is_at_risk(node):
-            continue
-        (result,) = node.outputs
-        matrix, vector = node.inputs
-        with op.inserting(node):
-            op.scope = node.name or ""
-            narrow = op.Squeeze(op.MatMul(matrix, op.Unsqueeze(vector, [1])), [-1])
-            op.scope = ""
-        name, kind, shape = result.name, result.type, result.shape
-        ir.convenience.replace_all_uses_with(result, narrow, replace_graph_outputs=True)
-        graph.remove(node, safe=True)
-        narrow.name, narrow.type, narrow.shape = name, kind, shape
+def _widen_vector(op: Builder, node: ir.Node) -> None:
+    """Give the vector an axis of size 1."""
+    (result,), (matrix, vector) = node.outputs, node.inputs
+    narrow = op.Squeeze(op.MatMul(matrix, op.Unsqueeze(vector, [1])), [-1])
+    name, kind, shape = result.name, result.type, result.shape
+    ir.convenience.replace_all_uses_with(result, narrow, replace_graph_outputs=True)
+    op.graph.remove(node, safe=True)
+    narrow.name, narrow.type, narrow.shape = name, kind, shape
+
+
+# --- Orders a training graph's nodes, which determines onnxruntime's execution order.
+
+
+def order_gradients(graph: ir.Graph, *, flag: str) -> None:
+    """Order the nodes so that onnxruntime computes each gradient as early as possible.
+
+    It takes the nodes whose outputs nothing reads from the last to the first, each with all that it needs. As they
+    were made, most parameters' gradients would come at the very end, from values that were kept for that: up to
+    twice the memory, and long out of the processor's caches. Gradients are added to buffers or selected by `flag`
+    (Where(flag, gradient, buffer + gradient)); what computes one without that comes in order too, since programs
+    that know the flag take the rest away.
+    """
+    order: dict[ir.Node | None, int] = {node: index for index, node in enumerate(graph)}
+    choices = [node for node in graph if node.op_type == "Where" and required_input(node).name == flag]
+    selections = [node for node in choices if not _readers(node)]
+    selections.sort(key=lambda node: order.get(producer_of(node.inputs[1]), -1))
+    producers = [producer_of(node.inputs[2]) for node in selections]
+    sums = list(dict.fromkeys(node for node in producers if node is not None))
+    chain = {*selections, *sums}
+    ends = [node for node in graph if node not in chain and _readers(node) <= chain]
+    moved = [*ends[::-1], *sums[::-1], *selections[::-1]]
+    graph.remove(moved)  # at once: each call looks at all outputs
+    graph.extend(moved)
+
+
+def _readers(node: ir.Node) -> set[ir.Node]:
+    return {user for value in node.outputs for user in value.consumers()}

@@ -13,13 +13,11 @@ import onnx_ir as ir
 from numpy.polynomial import Polynomial
 
 from onward.graph.builder import Builder
-
-__all__ = ["fuse_gelu"]
-
+from onward.graph.nodes import only_user, producer_of
 
 # What Gelu reads of x, as coefficients of x, x², x³, and the form of Gelu that has it.
 _ARGUMENTS = {
-    "Erf": ((math.sqrt(0.5), 0.0, 0.0), "none"),
+    "Erf": ((math.sqrt(0.5), 0.0, 0.0), None),
     "Tanh": ((math.sqrt(2 / math.pi), 0.0, 0.044715 * math.sqrt(2 / math.pi)), "tanh"),
 }
 
@@ -37,49 +35,42 @@ def fuse_gelu(model: ir.Model) -> int:
     count = 0
     for node in [node for node in graph if node.op_type in _ARGUMENTS and node.domain == ""]:
         coefficients, form = _ARGUMENTS[node.op_type]
-        argument = node.inputs[0]
-        fitting = (
-            found
-            for found in _candidates(op, node)
-            if _has_coefficients(_polynomial(op, argument, found[0]), coefficients)
-        )
-        x, last = next(fitting, (None, None))
-        if x is None or last is None:
-            continue
-        result = last.outputs[0]
-        op.before, op.scope = last, node.name or node.op_type
-        fused = op.Gelu(x, approximate=None if form == "none" else form)
-        fused.type, fused.shape = result.type, result.shape
-        if result.is_graph_output():
-            fused.name, result.name = result.name, op.namer(f"{result.name}.parts")
-        ir.convenience.replace_all_uses_with(result, fused, replace_graph_outputs=True)
-        count += 1
+        for x, last in _candidates(op, node):
+            if not _has_coefficients(_polynomial(op, node.inputs[0], x), coefficients):
+                continue
+            result = last.outputs[0]
+            with op.inserting(last, node.name or node.op_type):
+                fused = op.Gelu(x, approximate=form)
+            fused.type, fused.shape = result.type, result.shape
+            if result.is_graph_output():
+                fused.name, result.name = result.name, op.namer(f"{result.name}.parts")
+            ir.convenience.replace_all_uses_with(result, fused, replace_graph_outputs=True)
+            count += 1
+            break
     return count
 
 
 def _candidates(op: Builder, node: ir.Node) -> Iterator[tuple[ir.Value, ir.Node]]:
     """What x may be in ½·x·(1 + node), and the last node of that."""
-    plus_one = _only_user(node.outputs[0])
-    if plus_one is None or plus_one.op_type != "Add" or _constant(op, plus_one) != 1.0:
+    plus_one = only_user(node.outputs[0], "Add")
+    first = None if plus_one is None else only_user(plus_one.outputs[0], "Mul")
+    if plus_one is None or first is None or _constant(op, plus_one) != 1.0:
         return
-    first = _only_user(plus_one.outputs[0])
-    if first is None or first.op_type != "Mul":
-        return
-    second = _only_user(first.outputs[0])
+    second = only_user(first.outputs[0], "Mul")
     other = _other(first, plus_one.outputs[0])
-    if second is not None and second.op_type == "Mul":
+    if second is not None:
         factor = _other(second, first.outputs[0])
         if _constant(op, second) == 0.5 and other is not None:
             yield other, second  # (x·(1 + …))·½
         if _constant(op, first) == 0.5 and factor is not None:
             yield factor, second  # x·((1 + …)·½)
-    x = None if other is None else _scaled_by(op, other.producer(), 0.5)
+    x = _scaled_by(op, producer_of(other, "Mul", "Div"), 0.5)
     if x is not None:
         yield x, first  # (x·½)·(1 + …)
 
 
 def _other(node: ir.Node, value: ir.Value) -> ir.Value | None:
-    return next((found for found in node.inputs if found is not value), None)
+    return next((operand for operand in node.inputs if operand is not value), None)
 
 
 def _polynomial(op: Builder, value: ir.Value | None, x: ir.Value, depth: int = 8) -> Polynomial | None:
@@ -89,8 +80,8 @@ def _polynomial(op: Builder, value: ir.Value | None, x: ir.Value, depth: int = 8
     constant = op.const_value(value)
     if constant is not None:
         return Polynomial([float(np.ravel(constant)[0])]) if constant.size == 1 else None
-    node = None if value is None else value.producer()
-    if node is None or depth == 0 or node.op_type not in ("Add", "Sub", "Mul", "Div", "Pow"):
+    node = producer_of(value, "Add", "Sub", "Mul", "Div", "Pow")
+    if node is None or depth == 0:
         return None
     a, b = (_polynomial(op, part, x, depth - 1) for part in node.inputs)
     if a is None or b is None:
@@ -105,21 +96,19 @@ def _polynomial(op: Builder, value: ir.Value | None, x: ir.Value, depth: int = 8
     return a ** int(number) if number in (1.0, 2.0, 3.0) and a.degree() * number <= 3 else None
 
 
-def _has_coefficients(polynomial: Polynomial | None, wanted: Sequence[float]) -> bool:
+def _has_coefficients(polynomial: Polynomial | None, expected: Sequence[float]) -> bool:
     """Whether a polynomial without a constant term has (about) these coefficients."""
-    if polynomial is None or polynomial.degree() > len(wanted):
+    if polynomial is None or polynomial.degree() > len(expected):
         return False
-    have = np.zeros(len(wanted) + 1)
-    have[: len(polynomial.coef)] = polynomial.coef
-    return bool(np.allclose(have, [0.0, *wanted], rtol=1e-4, atol=1e-7))
+    actual = np.zeros(len(expected) + 1)
+    actual[: len(polynomial.coef)] = polynomial.coef
+    return bool(np.allclose(actual, [0.0, *expected], rtol=1e-4, atol=1e-7))
 
 
 def _scaled_by(op: Builder, node: ir.Node | None, factor: float) -> ir.Value | None:
     """x where a node computes x times (about) the factor, as a product or a quotient."""
-    if node is None or node.op_type not in ("Mul", "Div") or len(node.inputs) != 2:
-        return None
-    number = _constant(op, node)
-    if number is None or number == 0:
+    number = None if node is None else _constant(op, node)
+    if node is None or not number:
         return None
     if node.op_type == "Div":
         number = 1.0 / number if op.const_value(node.inputs[1]) is not None else math.nan
@@ -134,8 +123,3 @@ def _constant(op: Builder, node: ir.Node) -> float | None:
         if array is not None:
             return float(np.ravel(array)[0]) if array.size == 1 else None
     return None
-
-
-def _only_user(value: ir.Value) -> ir.Node | None:
-    uses = list(value.uses())
-    return uses[0].node if len(uses) == 1 and not value.is_graph_output() else None

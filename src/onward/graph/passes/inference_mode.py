@@ -11,9 +11,7 @@ import onnx_ir as ir
 
 from onward.graph.builder import Builder
 from onward.graph.cleanup import remove_unused
-from onward.graph.nodes import subgraphs_of
-
-__all__ = ["freeze_statistics", "to_inference"]
+from onward.graph.nodes import attribute, is_used, producer_of, required_input, single_number, subgraphs_of
 
 _UNIFORM = ("RandomUniform", "RandomUniformLike")
 
@@ -48,7 +46,7 @@ def _walk(op: Builder, graph: ir.Graph, keep_dropout: bool) -> None:
         if node.op_type == "Dropout" and node.domain == "":
             if not keep_dropout:
                 _remove_dropout(op, node)
-            elif len(node.inputs) > 2:
+            elif len(node.inputs) > 2:  # training mode is off where the input is left out
                 node.replace_input_with(2, None)
         elif node.op_type == "BatchNormalization" and node.attributes.get_int("training_mode", 0):
             _freeze_statistics(op, node)
@@ -60,57 +58,47 @@ def _walk(op: Builder, graph: ir.Graph, keep_dropout: bool) -> None:
 
 
 def _remove_dropout(op: Builder, node: ir.Node) -> None:
-    source = node.inputs[0]
-    assert source is not None
-    if len(node.outputs) > 1 and (node.outputs[1].uses() or node.outputs[1].is_graph_output()):
+    source = required_input(node)
+    if is_used(node, 1):
         ones = op.Expand(np.ones((1,), np.bool_), op.shape(source))
-        _pass_on(op, node.outputs[1], ones)
-    _pass_on(op, node.outputs[0], source)
+        _replace_uses(op, node.outputs[1], ones)
+    _replace_uses(op, node.outputs[0], source)
     op.graph.remove(node, safe=True)
 
 
 def _remove_alpha_dropout(op: Builder, node: ir.Node) -> None:
     """Where(Dropout(1) > 0, x, α)·a + b, with the a and b that keep mean and variance at this rate: x"""
-    scaled, shift = _producer(node.inputs[0]), _number(node.inputs[1])
-    if scaled is None or scaled.op_type != "Mul" or shift is None:
+    scaled = producer_of(node.inputs[0], "Mul")
+    chosen = None if scaled is None else producer_of(scaled.inputs[0], "Where")
+    condition = None if chosen is None else producer_of(chosen.inputs[0], "Greater")
+    dropout = None if condition is None else producer_of(condition.inputs[0], "Dropout")
+    if scaled is None or chosen is None or dropout is None:
         return
-    chosen, scale = _producer(scaled.inputs[0]), _number(scaled.inputs[1])
-    if chosen is None or chosen.op_type != "Where" or scale is None:
-        return
-    kept, alpha = _producer(chosen.inputs[0]), _number(chosen.inputs[2])
-    dropout = _producer(kept.inputs[0]) if kept is not None and kept.op_type == "Greater" else None
-    if dropout is None or dropout.op_type != "Dropout" or alpha is None:
-        return
+    scale, shift, alpha = (_number(value) for value in (scaled.inputs[1], node.inputs[1], chosen.inputs[2]))
     ratio = _number(dropout.inputs[1]) if len(dropout.inputs) > 1 else 0.5
-    if ratio is None:
+    if scale is None or shift is None or alpha is None or ratio is None:
         return
-    wanted = ((1 - ratio) * (1 + ratio * alpha**2)) ** -0.5
-    if np.allclose([scale, shift], [wanted, -wanted * alpha * ratio], rtol=1e-4):
-        assert chosen.inputs[1] is not None
-        _pass_on(op, node.outputs[0], chosen.inputs[1])
+    expected_scale = ((1 - ratio) * (1 + ratio * alpha**2)) ** -0.5
+    if np.allclose([scale, shift], [expected_scale, -expected_scale * alpha * ratio], rtol=1e-4):
+        _replace_uses(op, node.outputs[0], required_input(chosen, 1))
         op.graph.remove(node, safe=True)
 
 
 def _fix_slopes(op: Builder, node: ir.Node) -> None:
     """Slopes drawn between two numbers: the middle of both, as RReLU has in eval mode."""
-    drawn = _producer(node.inputs[1])
-    if drawn is None or drawn.op_type not in _UNIFORM:
+    drawn = producer_of(node.inputs[1], *_UNIFORM)
+    if drawn is None:
         return
     low, high = drawn.attributes.get_float("low", 0.0), drawn.attributes.get_float("high", 1.0)
-    assert node.inputs[0] is not None
-    _pass_on(op, node.outputs[0], op.LeakyRelu(node.inputs[0], alpha=(low + high) / 2))
+    _replace_uses(op, node.outputs[0], op.LeakyRelu(required_input(node), alpha=(low + high) / 2))
     op.graph.remove(node, safe=True)
-
-
-def _producer(value: ir.Value | None) -> ir.Node | None:
-    return None if value is None else value.producer()
 
 
 def _freeze_statistics(op: Builder, node: ir.Node) -> None:
     """The running statistics are read, and come out as they went in."""
     for output, current in zip(node.outputs[1:3], node.inputs[3:5]):
         if current is not None:
-            _pass_on(op, output, current)
+            _replace_uses(op, output, current)
     node.attributes["training_mode"] = ir.AttrInt64("training_mode", 0)
     node.resize_outputs(1)
 
@@ -123,22 +111,20 @@ def _remove_drop_path(op: Builder, node: ir.Node) -> None:
         mean = _mean(noise)
         if mean is None:
             continue
-        divided = branch.producer()
-        if mean != 1.0 and divided is not None and divided.op_type == "Div":
-            divisor = _number(divided.inputs[1])
-            if divisor is not None and np.isclose(divisor, mean, rtol=1e-6):
-                assert divided.inputs[0] is not None
-                branch, mean = divided.inputs[0], 1.0
+        divided = producer_of(branch, "Div") if mean != 1.0 else None
+        divisor = None if divided is None else _number(divided.inputs[1])
+        if divided is not None and divisor is not None and np.isclose(divisor, mean, rtol=1e-6):
+            branch, mean = required_input(divided), 1.0
         if not np.isclose(mean, 1.0, rtol=1e-6):
             branch = op.Mul(branch, op.constant_like(mean, branch))
-        _pass_on(op, node.outputs[0], branch)
+        _replace_uses(op, node.outputs[0], branch)
         op.graph.remove(node, safe=True)
         return
 
 
 def _mean(value: ir.Value | None) -> float | None:
     """The mean of a random mask; None for anything that is not one."""
-    node = None if value is None else value.producer()
+    node = producer_of(value)
     if node is None or node.domain != "":
         return None
     match node.op_type:
@@ -150,13 +136,9 @@ def _mean(value: ir.Value | None) -> float | None:
         case "Bernoulli":
             return _number(node.inputs[0])
         case "Floor":  # floor(k + u) is 1 with probability k
-            added = None if node.inputs[0] is None else node.inputs[0].producer()
-            if added is None or added.op_type != "Add":
-                return None
-            for uniform, keep in (added.inputs, reversed(added.inputs)):
-                if _is_uniform(uniform):
-                    return _share(_number(keep))
-            return None
+            added = producer_of(node.inputs[0], "Add")
+            terms = () if added is None else (added.inputs, added.inputs[::-1])
+            return next((_share(_number(keep)) for uniform, keep in terms if _is_uniform(uniform)), None)
         case "Less" | "LessOrEqual":
             return _share(_number(node.inputs[1])) if _is_uniform(node.inputs[0]) else None
         case "Greater" | "GreaterOrEqual":
@@ -170,10 +152,9 @@ def _share(number: float | None) -> float | None:
 
 
 def _is_uniform(value: ir.Value | None) -> bool:
-    node = None if value is None else value.producer()
+    node = producer_of(value, *_UNIFORM)
     return (
         node is not None
-        and node.op_type in _UNIFORM
         and node.attributes.get_float("low", 0.0) == 0.0
         and node.attributes.get_float("high", 1.0) == 1.0
     )
@@ -181,21 +162,15 @@ def _is_uniform(value: ir.Value | None) -> bool:
 
 def _number(value: ir.Value | None) -> float | None:
     """A constant that is the same number everywhere."""
-    if value is None:
-        return None
-    node = value.producer()
-    if node is not None and node.op_type in ("Expand", "Cast", "CastLike", "Identity"):
+    if (node := producer_of(value, "Expand", "Cast", "CastLike", "Identity")) is not None:
         return _number(node.inputs[0])
-    if node is not None and node.op_type == "ConstantOfShape":
-        held = node.attributes.get("value")
-        return 0.0 if held is None else float(held.as_tensor().numpy().reshape(-1)[0])
-    tensor = value.const_value if node is None else ir.convenience.get_const_tensor(value)
-    if tensor is None or value.is_graph_input() or tensor.size == 0 or tensor.size > 1:
-        return None
-    return float(tensor.numpy().reshape(-1)[0])
+    if (node := producer_of(value, "ConstantOfShape")) is not None:
+        tensor = attribute(node, "value")
+        return 0.0 if tensor is None else float(tensor.numpy().reshape(-1)[0])
+    return None if value is None or value.is_graph_input() else single_number(value)
 
 
-def _pass_on(op: Builder, old: ir.Value, new: ir.Value) -> None:
+def _replace_uses(op: Builder, old: ir.Value, new: ir.Value) -> None:
     """Everyone reads `new` instead; a graph output keeps its name."""
     if old.is_graph_output():
         name, old.name = old.name, None

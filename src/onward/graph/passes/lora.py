@@ -16,16 +16,14 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
-from onnx.reference import ReferenceEvaluator
 
 from onward import contract
 from onward.errors import ModelError
 from onward.graph.builder import Builder
 from onward.graph.cleanup import remove_unused
-from onward.graph.nodes import subgraphs_of
+from onward.graph.compute import run_reference
+from onward.graph.nodes import new_initializer, producer_of, required_input, subgraphs_of
 from onward.model_metadata import read_table
-
-__all__ = ["LoRA", "adaptable", "add_adapters", "joined_projections", "merge_adapters"]
 
 _NOTE = contract.LORA
 # what may stand between a stored weight and the product that reads it
@@ -81,7 +79,7 @@ def add_adapters(
     three (see `joined_projections`): each can then be a target of its own.
     """
     op = Builder(model.graph)
-    found = [
+    products = [
         (inner, product)
         for inner, graph in _graphs(op, model.graph)
         for product in _with_parts(_products(graph), joined or {})
@@ -89,33 +87,35 @@ def add_adapters(
     patterns = [lora.targets] if isinstance(lora.targets, str) else list(lora.targets)
     chosen = [
         (inner, product)
-        for inner, product in found
+        for inner, product in products
         if any(_matches(product, p) or _matching_parts(product, [p]) for p in patterns)
     ]
     for pattern in patterns:
-        if not any(_matches(product, pattern) or _matching_parts(product, [pattern]) for _, product in found):
-            names = sorted({product.label for _, product in found})
+        if not any(
+            _matches(product, pattern) or _matching_parts(product, [pattern]) for _, product in products
+        ):
+            names = sorted({product.label for _, product in products})
             shown = ", ".join(names[:8]) + (", …" if len(names) > 8 else "")
             raise ModelError(
                 f"LoRA: '{pattern}' matches no weight of a MatMul, Gemm or 1x1 Conv; the model has {shown or 'none'}",
                 hint="name weights or patterns, such as 'encoder.*'",
             )
-    made: dict[str, tuple[ir.Value, ir.Value]] = {}
+    adapters: dict[str, tuple[ir.Value, ir.Value]] = {}
     following = _successors(graph for _, graph in _graphs(op, model.graph))
     for inner, product in chosen:
         whole = any(_matches(product, pattern) for pattern in patterns)
         targeted = [product] if whole else _matching_parts(product, patterns)
         for target in targeted:
-            if target.label not in made:
-                made[target.label] = _parameters(op, target, lora)
-            if op.static_shape(made[target.label][0]) != _a_shape(target, lora):
+            if target.label not in adapters:
+                adapters[target.label] = _parameters(op, target, lora)
+            if op.static_shape(adapters[target.label][0]) != _a_shape(target, lora):
                 raise ModelError(f"LoRA: '{target.label}' is used in two shapes; leave it out of the targets")
         inner.before = following[product.node]
         if whole:
-            _attach(inner, product, [(made[product.label], product.outputs)], lora)
+            _attach(inner, product, [(adapters[product.label], product.outputs)], lora)
         else:
-            _attach(inner, product, [(made.get(label), size) for label, size in product.parts], lora)
-    return [value.name or "" for pair in made.values() for value in pair]
+            _attach(inner, product, [(adapters.get(label), size) for label, size in product.parts], lora)
+    return [value.name or "" for pair in adapters.values() for value in pair]
 
 
 def adaptable(model: ir.Model, *, joined: Mapping[str, Sequence[int]] | None = None) -> list[str]:
@@ -134,21 +134,20 @@ def joined_projections(model: ir.Model) -> dict[str, tuple[int, int, int]]:
 
     Looks at a model as it is published, before its attention is written in standard operators.
     """
-    found = {}
+    sizes = {}
     for node in model.graph:
         if node.op_type != "GroupQueryAttention" or node.inputs[0] is None or node.inputs[1] is not None:
             continue
-        made = node.inputs[0].producer()
-        while made is not None and made.op_type in ("Add", "Identity") and made.inputs[0] is not None:
-            made = made.inputs[0].producer()
-        if made is None or made.op_type not in ("MatMul", "Gemm", _PACKED):
-            continue
-        product = next(iter(_products([made])), None)
+        value = node.inputs[0]
+        while source := producer_of(value, "Add", "Identity"):
+            value = source.inputs[0]
+        source = producer_of(value, "MatMul", "Gemm", _PACKED)
+        product = None if source is None else next(iter(_products([source])), None)
         queries, keys = (node.attributes.get_int(name, 0) for name in ("num_heads", "kv_num_heads"))
         if product is not None and queries and keys and product.outputs % (queries + 2 * keys) == 0:
             size = product.outputs // (queries + 2 * keys)
-            found[product.label] = (queries * size, keys * size, keys * size)
-    return found
+            sizes[product.label] = (queries * size, keys * size, keys * size)
+    return sizes
 
 
 def merge_adapters(model: ir.Model, *, dequantize: bool = False) -> ir.Model:
@@ -187,8 +186,12 @@ def _successors(graphs: Iterable[ir.Graph]) -> dict[ir.Node, ir.Node | None]:
 
 def _products(graph: Iterable[ir.Node]) -> Iterator[_Product]:
     for node in list(graph):
-        if node.domain == "com.microsoft" and node.op_type == _PACKED and _stored(node.inputs[1]) is not None:
-            yield _packed_product(node)
+        if (
+            node.domain == "com.microsoft" and node.op_type == _PACKED
+        ):  # of a model that is not in the dialect
+            if (weight := _stored(node.inputs[1])) is not None:
+                inputs, outputs = (node.attributes.get_int(name, 0) for name in ("K", "N"))
+                yield _Product(node, weight, _label(node, weight), inputs, outputs)
             continue
         if node.domain != "" or node.op_type not in ("MatMul", "Gemm", "Conv") or len(node.inputs) < 2:
             continue
@@ -241,21 +244,13 @@ def _matching_parts(product: _Product, patterns: Sequence[str]) -> list[_Product
     ]
 
 
-def _packed_product(node: ir.Node) -> _Product:
-    """onnxruntime's product with a weight of a few bits, in a model that is not in the dialect."""
-    weight = _stored(node.inputs[1])
-    assert weight is not None
-    sizes = node.attributes.get_int("K", 0), node.attributes.get_int("N", 0)
-    return _Product(node, weight, _label(node, weight), *sizes)
-
-
 def _stored(value: ir.Value | None) -> ir.Value | None:
     """The initializer that a product's operand is made of."""
     while value is not None and not value.is_initializer():
-        made = value.producer()
-        if made is None or made.op_type not in _PATH or made.domain != "":
+        producer = value.producer()
+        if producer is None or producer.op_type not in _PATH or producer.domain != "":
             return None
-        value = made.inputs[0]
+        value = producer.inputs[0]
     return None if value is None or value.is_graph_input() else value
 
 
@@ -282,24 +277,19 @@ def _ones(product: _Product) -> tuple[int, ...]:
 
 def _parameters(op: Builder, product: _Product, lora: LoRA) -> tuple[ir.Value, ir.Value]:
     """A [rank, in], uniform in ±1/√in and the same in every run; B [out, rank], zeros"""
+    # Python's own hash of a string differs between runs
     rng = np.random.default_rng([lora.seed, zlib.crc32(product.label.encode())])
     limit = 1.0 / np.sqrt(product.inputs)
     first = rng.uniform(-limit, limit, _a_shape(product, lora)).astype(np.float32)
     second = np.zeros((product.outputs, lora.rank, *_ones(product)), np.float32)
-    return _initializer(op, f"{product.label}.lora_a", first), _initializer(
-        op, f"{product.label}.lora_b", second
-    )
+    a, b = f"{product.label}.lora_a", f"{product.label}.lora_b"
+    return _initializer(op, a, first), _initializer(op, b, second)
 
 
 def _initializer(op: Builder, name: str, data: np.ndarray) -> ir.Value:
     if name in op.graph.initializers:
         raise ModelError(f"LoRA: the model has a '{name}' already; merge its adapters first")
-    value = ir.Value(
-        name=op.namer(name), type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape(data.shape),
-        const_value=ir.tensor(data, name=name),
-    )  # fmt: skip
-    op.graph.register_initializer(value)
-    return value
+    return new_initializer(op.graph, op.namer(name), ir.tensor(data))
 
 
 def _attach(
@@ -311,8 +301,7 @@ def _attach(
     """Adds what the adapters of a product compute to its result: one for all columns, or one for each part of them."""
     node, result = product.node, product.node.outputs[0]
     op.scope = f"{node.name or node.op_type}/lora"
-    x = node.inputs[0]
-    assert x is not None
+    x = required_input(node)
     scales = node.inputs[2] if node.op_type == _PACKED else None
     dtype = op.dtype(x if scales is None else scales)
     x.dtype, result.dtype = x.dtype or dtype, result.dtype or dtype
@@ -329,13 +318,13 @@ def _attach(
     for adapter, size in adapters:
         if adapter is None:
             rows = op.node("Shape", [x], {"end": -1})[0]
-            shape = op.Concat(rows, np.asarray([size], np.int64), axis=0)
+            shape = op.Concat(rows, [size], axis=0)
             added_parts.append(op.Expand(np.float32(0.0), shape))
             continue
         a, b = adapter
         if node.op_type == "Conv":
-            kept = ("auto_pad", "pads", "strides")
-            same = {name: node.attributes[name] for name in kept if name in node.attributes}
+            copied = ("auto_pad", "pads", "strides")
+            same = {name: node.attributes[name] for name in copied if name in node.attributes}
             low = op.node("Conv", [x, a], dict(same))[0]
             added_parts.append(op.Conv(op.Mul(low, scale), b))
         else:
@@ -372,7 +361,7 @@ def _merge(root: Builder, op: Builder, total: ir.Node, dequantize: bool) -> list
     """Merges one adapted product; returns the weight that it read as stored, by name, and the new one."""
     note = read_table(total.metadata_props, _NOTE)
     base = total.inputs[0]
-    node = None if base is None else base.producer()
+    node = producer_of(base)
     if base is None or node is None or node.inputs[1] is None:
         raise ModelError(f"LoRA: the product that '{total.name}' adapts is gone: merge before other changes")
     changes = [
@@ -392,11 +381,10 @@ def _merge(root: Builder, op: Builder, total: ir.Node, dequantize: bool) -> list
     current = _computed(operand, dequantize)
     if current is None:
         return []
+    # in float64, so that the sum is rounded once
     merged = (current.astype(np.float64) + delta.reshape(current.shape)).astype(current.dtype)
-    weight = ir.Value(name=root.namer(f"{note['weight']}.merged"))
-    weight.const_value = ir.tensor(np.ascontiguousarray(merged), name=weight.name)
-    weight.type, weight.shape = operand.type, ir.Shape(merged.shape)
-    root.graph.register_initializer(weight)
+    name = root.namer(f"{note['weight']}.merged")
+    weight = new_initializer(root.graph, name, ir.tensor(np.ascontiguousarray(merged)))
     node.replace_input_with(1, weight)
     result = total.outputs[0]
     name, was_result = result.name, result.is_graph_output()
@@ -425,15 +413,18 @@ def _computed(value: ir.Value | None, dequantize: bool) -> np.ndarray | None:
         return None
     if value.is_initializer():
         return None if value.const_value is None or value.is_graph_input() else value.const_value.numpy()
-    made = value.producer()
-    if made is None or (made.op_type not in ("Transpose", "Identity") and not dequantize):
+    producer = value.producer()
+    if producer is None or (producer.op_type not in ("Transpose", "Identity") and not dequantize):
         return None
-    feeds: dict[str, np.ndarray] = {}
-    for operand in made.inputs:
-        if operand is not None:
-            numbers = _computed(operand, dequantize)
-            if numbers is None:
-                return None
-            feeds[operand.name or ""] = numbers
-    results: Sequence[Any] = list(ReferenceEvaluator(ir.to_proto(made)).run(None, feeds))
-    return np.asarray(results[0])
+    feeds: list[np.ndarray | None] = []
+    for operand in producer.inputs:
+        numbers = _computed(operand, dequantize)
+        if operand is not None and numbers is None:
+            return None
+        feeds.append(numbers)
+    results = run_reference(ir.to_proto(producer), feeds)
+    if results is None:
+        raise ModelError(
+            f"LoRA: {producer.op_type} '{producer.name}', which makes a weight, cannot be computed"
+        )
+    return results[0]

@@ -15,12 +15,11 @@ import onnx_ir as ir
 
 from onward.errors import ModelError
 from onward.graph.builder import Builder
-from onward.graph.cleanup import fold_constants, remove_unused
-from onward.graph.nodes import captured_values, subgraphs_of
-from onward.graph.shapes.dims import Dim, dims_of
+from onward.graph.cleanup import remove_unused
+from onward.graph.fold import fold_constants
+from onward.graph.nodes import captured_values, optional_input, subgraphs_of
+from onward.graph.shapes.dims import Dim, dims_of, forget_invented
 from onward.graph.shapes.model import infer_shapes
-
-__all__ = ["BATCH", "batch_of", "open_batch"]
 
 BATCH = "batch"  # the name of the size
 _RECURRENT = ("LSTM", "GRU", "RNN")
@@ -58,7 +57,7 @@ def open_batch(model: ir.Model, size: int) -> None:
     for node in list(graph):
         walk.follow(node)
     remove_unused(model)
-    _constants_apart(graph, weights)
+    _move_constants_to_nodes(graph, weights)
     for value in graph.outputs:
         dims = _dims(value)
         if dims and dims[0] not in (BATCH, None):
@@ -67,16 +66,16 @@ def open_batch(model: ir.Model, size: int) -> None:
             value.shape = ir.Shape([BATCH, *dims[1:]])
 
 
-def _constants_apart(graph: ir.Graph, weights: set[str]) -> None:
+def _move_constants_to_nodes(graph: ir.Graph, weights: set[str]) -> None:
     """Constants that are not among the weights of the file are nodes: weights may train, constants never do."""
     for name in [name for name in graph.initializers if name not in weights]:
         value = graph.initializers.pop(name)
         tensor = value.const_value
         node = ir.Node("", "Constant", [], [ir.AttrTensor("value", tensor)] if tensor is not None else [])
-        (made,) = node.outputs
-        made.type, made.shape, made.const_value = value.type, value.shape, tensor
-        ir.convenience.replace_all_uses_with(value, made)
-        made.name = name
+        (constant,) = node.outputs
+        constant.type, constant.shape, constant.const_value = value.type, value.shape, tensor
+        ir.convenience.replace_all_uses_with(value, constant)
+        constant.name = name
         graph.insert_before(graph[0], node)
 
 
@@ -88,9 +87,8 @@ class _Walk:
             raise ModelError(f"another of its sizes is called '{BATCH}'")
         self.size = size
         self.op = Builder(graph)
-        self.inner: dict[
-            ir.Value, int
-        ] = {}  # of a size that has the batch in it: how much of it is before the batch
+        # of a size that has the batch in it: how much of it is before the batch
+        self.inner: dict[ir.Value, int] = {}
         self.old: dict[ir.Value, tuple[ir.TypeProtocol | None, Dims]] = {}
 
     def forget(self) -> None:
@@ -125,15 +123,14 @@ class _Walk:
             if old is None:
                 return
             value.type, new = kind, (None,) * len(old)
-        known = any(isinstance(dim, str) for dim in new)
+        named = any(isinstance(dim, str) for dim in new)
         first = node.inputs[0] if node.inputs else None
-        opens = not known and self._axis(first) == 0 and bool(old) and old[0] == self.size
+        opens = not named and self._axis(first) == 0 and bool(old) and old[0] == self.size
         dims: list[Dim] = []
         for axis, dim in enumerate(new):
             if dim is None and old is not None:
-                computed = (
-                    node.op_type in _SIZED and old[axis] == self.size
-                )  # by the graph: may follow the batch
+                # by the graph: may follow the batch
+                computed = node.op_type in _SIZED and old[axis] == self.size
                 dim = BATCH if opens and axis == 0 else None if computed else old[axis]
             dims.append(dim)
         value.shape = ir.Shape(dims)
@@ -150,7 +147,7 @@ class _Walk:
     def _batch(self) -> ir.Value:
         """The number of samples, as a vector of one number."""
         source = next(value for value in self.op.graph.inputs if self._axis(value) == 0)
-        return self.op.Gather(self.op.Shape(source), np.asarray([0], np.int64), axis=0)
+        return self.op.Gather(self.op.Shape(source), [0], axis=0)
 
     def _repeat(self, value: ir.Value, axis: int) -> ir.Value:
         """A value without a batch, repeated along an axis for each sample."""
@@ -162,8 +159,8 @@ class _Walk:
         if self.size > 1:
             value = self._one_row(value, axis)
         ones: list[ir.Value] = [self.op.constant(np.ones(axis, np.int64))] if axis else []
-        rest = len(dims) - axis - 1
-        parts = [*ones, self._batch(), *([self.op.constant(np.ones(rest, np.int64))] if rest else [])]
+        trailing = len(dims) - axis - 1
+        parts = [*ones, self._batch(), *([self.op.constant(np.ones(trailing, np.int64))] if trailing else [])]
         return self.op.Expand(value, parts[0] if len(parts) == 1 else self.op.Concat(*parts, axis=0))
 
     def _one_row(self, value: ir.Value, axis: int) -> ir.Value:
@@ -193,16 +190,16 @@ class _Walk:
             dims = _dims(value)
             if value is None or not dims or self._axis(value) is not None or len(dims) < rank - axis:
                 continue
-            place = len(dims) - (rank - axis)
-            if dims[place] == self.size and node.op_type in _ELEMENTWISE:
-                node.replace_input_with(index, self._one_row(value, place))
+            position = len(dims) - (rank - axis)
+            if dims[position] == self.size and node.op_type in _ELEMENTWISE:
+                node.replace_input_with(index, self._one_row(value, position))
 
     # ---- operators with sizes in them -----------------------------------------------------------------
 
     def reshape(self, node: ir.Node) -> None:
         """Find the size of a constant target that has the batch in it: elements keep their order."""
         source, (_, old) = node.inputs[0], self.old.get(node.outputs[0], (None, None))
-        target = self.op.const_value(node.inputs[1]) if len(node.inputs) > 1 else None
+        target = self.op.const_value(optional_input(node, 1))
         axis = self._axis(source)
         have = _dims(source)
         if target is None or old is None or axis is None or have is None or source is None:
@@ -212,24 +209,24 @@ class _Walk:
         )
         if ahead == 0:
             raise ModelError(f"Reshape '{node.name}' has other sizes before the batch")
-        place = self._place(old, ahead)
-        if place is None:
+        batch_axis = self._batch_axis(old, ahead)
+        if batch_axis is None:
             raise ModelError(f"Reshape '{node.name}' to {list(old)} has no size for the batch")
-        wanted = [int(number) for number in target]
+        sizes = [int(number) for number in target]
         for index, dim in enumerate(old):
             if isinstance(dim, int):
-                wanted[index] = dim
-        same = place == axis and have[axis] == BATCH and old[place] == self.size
+                sizes[index] = dim
+        same = batch_axis == axis and have[axis] == BATCH and old[batch_axis] == self.size
         if same and not node.attributes.get_int("allowzero", 0):
-            wanted[place] = 0
+            sizes[batch_axis] = 0
         else:
-            wanted[place] = -1
-        if wanted.count(-1) > 1:
+            sizes[batch_axis] = -1
+        if sizes.count(-1) > 1:
             raise ModelError(f"Reshape '{node.name}' has two unknown sizes")
-        node.replace_input_with(1, self.op.constant(np.asarray(wanted, np.int64), name="sizes"))
-        self.inner[node.outputs[0]] = ahead // math.prod(int(dim) for dim in old[:place])  # type: ignore[arg-type]
+        node.replace_input_with(1, self.op.constant(np.asarray(sizes, np.int64), name="sizes"))
+        self.inner[node.outputs[0]] = ahead // math.prod(int(dim) for dim in old[:batch_axis])  # type: ignore[arg-type]
 
-    def _place(self, dims: tuple[Dim, ...], ahead: int) -> int | None:
+    def _batch_axis(self, dims: tuple[Dim, ...], ahead: int) -> int | None:
         """Which size has the batch in it, if `ahead` elements come before it.
 
         With a batch of one there may be several: rows of a matrix, else one that begins with the batch, or is it.
@@ -252,17 +249,19 @@ class _Walk:
         if axis is None and target is not None:
             padded = (1,) * (len(target) - len(have)) + have
             if len(target) and target[0] == self.size and padded[0] == 1:  # a token or query for each sample
-                rest = self.op.constant(np.array(target[1:]), name="sizes")
-                node.replace_input_with(1, self.op.Concat(self._batch(), rest, axis=0))
+                other_sizes = self.op.constant(np.array(target[1:]), name="sizes")
+                node.replace_input_with(1, self.op.Concat(self._batch(), other_sizes, axis=0))
         elif axis is None:
             sizes = self.op.symbols.elements(node.inputs[1])
-            place = len(have) - len(sizes[1]) + sizes[1].index(BATCH) if sizes and BATCH in sizes[1] else -1
-            if place >= 0 and self.size > 1 and have[place] == self.size:
-                node.replace_input_with(0, self._one_row(source, place))
+            batch_axis = (
+                len(have) - len(sizes[1]) + sizes[1].index(BATCH) if sizes and BATCH in sizes[1] else -1
+            )
+            if batch_axis >= 0 and self.size > 1 and have[batch_axis] == self.size:
+                node.replace_input_with(0, self._one_row(source, batch_axis))
         elif target is not None and len(target) - len(have) + axis >= 0:
-            wanted = np.array(target)
-            wanted[len(target) - len(have) + axis] = 1
-            node.replace_input_with(1, self.op.constant(wanted, name="sizes"))
+            target_sizes = np.array(target)
+            target_sizes[len(target) - len(have) + axis] = 1
+            node.replace_input_with(1, self.op.constant(target_sizes, name="sizes"))
 
     def join(self, node: ir.Node) -> None:
         """What is put beside a batch is repeated for each sample."""
@@ -278,24 +277,22 @@ class _Walk:
 
     def recurrence(self, node: ir.Node) -> None:
         """Initial states and lengths, where they are constants, are repeated for each sample."""
-        source = node.inputs[0]
-        assert source is not None
         first = bool(node.attributes.get_int("layout", 0))
         for index, axis in ((4, 0), (5, 0 if first else 1), (6, 0 if first else 1)):
-            value = node.inputs[index] if len(node.inputs) > index else None
+            value = optional_input(node, index)
             if value is not None and self._axis(value) is None:
                 node.replace_input_with(index, self._repeat(value, axis))
 
     def resize(self, node: ir.Node) -> None:
         """Sizes of the result: the batch as it comes, the others as they are."""
         source = node.inputs[0]
-        sizes = self.op.const_value(node.inputs[3]) if len(node.inputs) > 3 else None
+        sizes = self.op.const_value(optional_input(node, 3))
         if sizes is None or source is None or "axes" in node.attributes:
             return
         if self._axis(source) != 0 or len(sizes) < 2:
             raise ModelError(f"Resize '{node.name}' changes the batch")
-        rest = self.op.constant(np.asarray(sizes[1:], np.int64), name="sizes")
-        node.replace_input_with(3, self.op.Concat(self._batch(), rest, axis=0))
+        other_sizes = self.op.constant(np.asarray(sizes[1:], np.int64), name="sizes")
+        node.replace_input_with(3, self.op.Concat(self._batch(), other_sizes, axis=0))
 
     def squeeze(self, node: ir.Node) -> None:
         """Without axes, all of size 1 go; a batch of one stays."""
@@ -315,17 +312,17 @@ class _Walk:
         if len(node.inputs) < 3 or axis is None:  # before opset 10, in attributes
             return
         starts, stops = (self.op.const_value(value) for value in node.inputs[1:3])
-        axes = self.op.const_value(node.inputs[3]) if len(node.inputs) > 3 else None
+        axes = self.op.const_value(optional_input(node, 3))
         if starts is None or stops is None:
             return
         named = [int(one) % rank for one in axes] if axes is not None else list(range(len(starts)))
         if axis not in named:
             return
-        place = named.index(axis)
-        if int(starts[place]) != 0 or int(stops[place]) < self.size:
+        index = named.index(axis)
+        if int(starts[index]) != 0 or int(stops[index]) < self.size:
             raise ModelError(f"Slice '{node.name}' takes some of the samples")
         stops = np.asarray(stops).copy()
-        stops[place] = np.iinfo(stops.dtype).max
+        stops[index] = np.iinfo(stops.dtype).max
         node.replace_input_with(2, self.op.constant(stops, name="ends"))
 
 
@@ -349,6 +346,4 @@ def _dims(value: ir.Value | None) -> Dims:
     """The sizes of a value; what inference only numbered is not known."""
     if value is None or value.shape is None:
         return None
-    return tuple(
-        None if isinstance(dim, str) and dim.startswith("unk__") else dim for dim in dims_of(value.shape)
-    )
+    return dims_of(forget_invented(value.shape))

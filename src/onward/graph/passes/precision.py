@@ -14,9 +14,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onward.graph.builder import Builder
-from onward.graph.nodes import nodes_within, subgraphs_of
-
-__all__ = ["PRECISIONS", "Precision", "lower_precision"]
+from onward.graph.nodes import nodes_within, producer_of, subgraphs_of
 
 Precision = Literal["fp32", "fp16", "bf16"]
 PRECISIONS: dict[str, ir.DataType] = {
@@ -60,7 +58,7 @@ class _Lowering:
         self._weights |= set(model.graph.initializers.values())
         self._nodes = list(model.graph)
         self._products = self._find_products()
-        self._wanted = self._find_wanted()
+        self._feeding_products = self._find_feeding_products()
         self._neutral: set[ir.Value] = set()
         self._low: set[ir.Value] = set()
         self._casts: dict[tuple[ir.Value, ir.DataType], ir.Value] = {}
@@ -83,36 +81,36 @@ class _Lowering:
         """
         data = {v for v in self._weights if v.dtype == _FLOAT and (v.shape is None or v.shape.rank() > 1)}
         data |= {v for v in self._graph.inputs if v.dtype == _FLOAT and v not in self._weights}
-        found = set()
+        products = set()
         for node in self._nodes:
-            given = [value for value in node.inputs if value is not None and value.dtype == _FLOAT]
-            if any(value in data for value in given) or subgraphs_of(node):
+            floats = [value for value in node.inputs if value is not None and value.dtype == _FLOAT]
+            if any(value in data for value in floats) or subgraphs_of(node):
                 data.update(node.outputs)
             if (
                 node.op_type in _PRODUCTS[self._kind]
                 and not node.domain
-                and all(value in data for value in given[:2])
+                and all(value in data for value in floats[:2])
             ):
-                found.add(node)
-        return found
+                products.add(node)
+        return products
 
-    def _find_wanted(self) -> set[ir.Node]:
+    def _find_feeding_products(self) -> set[ir.Node]:
         """Nodes that move numbers to products and nowhere else: a cast before them serves them all."""
-        wanted: set[ir.Node] = set()
+        feeding: set[ir.Node] = set()
         for node in reversed(self._nodes):
             if node.op_type not in _MOVES or node.domain:
                 continue
             uses = [use.node for value in node.outputs for use in value.uses()]
             outward = any(value.is_graph_output() for value in node.outputs)
-            if uses and not outward and all(user in self._products or user in wanted for user in uses):
-                wanted.add(node)
-        return wanted
+            if uses and not outward and all(user in self._products or user in feeding for user in uses):
+                feeding.add(node)
+        return feeding
 
     def _is_lowered(self, node: ir.Node) -> bool:
         numbers = self._numbers(node)
         if not numbers or node.domain:
             return False
-        if node in self._products or node in self._wanted:
+        if node in self._products or node in self._feeding_products:
             return True
         if node.op_type not in _FOLLOWS and not self._is_sum(node):
             return False
@@ -126,9 +124,7 @@ class _Lowering:
 
     def _is_sum(self, node: ir.Node) -> bool:
         """Ones times a matrix: the product adds up in float32, and rounds once."""
-        first = node.inputs[0] if node.op_type == "MatMul" else None
-        made = None if first is None else first.producer()
-        return made is not None and made.op_type == "ConstantOfShape"
+        return node.op_type == "MatMul" and producer_of(node.inputs[0], "ConstantOfShape") is not None
 
     def _is_neutral(self, node: ir.Node) -> bool:
         """Whether it gives a mask: zeros and one other number, of which casts lose nothing that matters."""
@@ -177,15 +173,14 @@ class _Lowering:
         """The value in another type, cast once for all that read it so."""
         key = (value, kind)
         if key not in self._casts:
-            made = value.producer()
+            producer = value.producer() if kind == self._kind else None
             self._op.before = before
             if kind == self._kind and value.const_value is not None and not value.is_graph_input():
                 self._casts[key] = self._op.constant(value.const_value.numpy().astype(kind.numpy()))
+            elif producer is not None and _is_mask(producer):
+                self._casts[key] = self._op.Cast(producer.inputs[0], to=kind)
             else:
-                source = (
-                    made.inputs[0] if made is not None and kind == self._kind and _is_mask(made) else value
-                )
-                self._casts[key] = self._op.Cast(source, to=kind)
+                self._casts[key] = self._op.Cast(value, to=kind)
         return self._casts[key]
 
     def _raise_outputs(self) -> None:
@@ -201,3 +196,87 @@ class _Lowering:
 def _is_mask(node: ir.Node) -> bool:
     """Whether it makes numbers of truth values."""
     return node.op_type == "Cast" and node.inputs[0] is not None and node.inputs[0].dtype == ir.DataType.BOOL
+
+
+# --- Lets a model that computes in 16 bits compute in float32; what it stores stays as it is.
+#
+# Published decoders often have scales, norms and tables in float16, and the CPU has few kernels for it. Each
+# stored tensor is widened where it is read; of a table, only the rows that are looked up. Works before
+# normalization.
+
+
+_HALVES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+_NUMBERS = tuple(int(kind) for kind in _HALVES)
+
+
+def has_halves(model: ir.Model) -> bool:
+    """Whether a model stores or makes floating numbers of 16 bits."""
+    stored = any(value.dtype in _HALVES for value in model.graph.initializers.values())
+    return stored or any(value.dtype in _HALVES for value in model.graph.inputs)
+
+
+def compute_in_float32(model: ir.Model) -> ir.Model:
+    """Widen every number of 16 bits to float32, in place; inputs and outputs become float32 too."""
+    for graph in model.graphs():
+        for value in graph.inputs:
+            if value.dtype in _HALVES:
+                value.dtype = _FLOAT
+        for node in list(graph):
+            _widen(node)
+    for value in list(model.graph.initializers.values()):
+        if value.dtype in _HALVES:
+            _widen_stored(model.graph, value)
+    return model
+
+
+def _widen(node: ir.Node) -> None:
+    for value in node.outputs:
+        if value.dtype in _HALVES:
+            value.dtype = _FLOAT
+    for name, attribute in list(node.attributes.items()):
+        if attribute.type == ir.AttributeType.TENSOR and not attribute.is_ref():
+            tensor = attribute.as_tensor()
+            if tensor.dtype in _HALVES:
+                wide = ir.tensor(tensor.numpy().astype("float32"), name=tensor.name)
+                node.attributes[name] = ir.AttrTensor(name, wide)
+        elif name in ("to", "dtype") and attribute.value in _NUMBERS:
+            node.attributes[name] = ir.AttrInt64(name, int(_FLOAT))
+
+
+def _widen_stored(graph: ir.Graph, value: ir.Value) -> None:
+    """Read a stored tensor through a Cast: after the lookup where it is a table, before anything else."""
+    users = list(value.uses())
+    looked_up = [(node, index) for node, index in users if node.op_type == "Gather" and index == 0]
+    for node, _ in looked_up:
+        result = node.outputs[0]
+        wide = _cast(node, result, after=True)
+        for user, index in [use for use in result.uses() if use.node is not wide.producer()]:
+            user.replace_input_with(index, wide)
+        assert value.dtype is not None
+        result.dtype = value.dtype
+        if result.is_graph_output():
+            owner = node.graph
+            assert owner is not None
+            wide.name, result.name = result.name, f"{result.name}.stored"
+            owner.outputs[owner.outputs.index(result)] = wide
+    by_graph: dict[ir.Graph, ir.Value] = {}
+    for node, index in [use for use in users if use not in looked_up]:
+        owner = node.graph
+        assert isinstance(owner, ir.Graph)
+        if owner not in by_graph:
+            by_graph[owner] = _cast(node, value, after=False)
+        node.replace_input_with(index, by_graph[owner])
+
+
+def _cast(node: ir.Node, value: ir.Value, *, after: bool) -> ir.Value:
+    cast = ir.Node("", "Cast", [value], [ir.AttrInt64("to", int(_FLOAT))], num_outputs=1)
+    cast.name = f"{value.name}/widened"
+    result = cast.outputs[0]
+    result.name, result.shape, result.type = f"{value.name}.widened", value.shape, ir.TensorType(_FLOAT)
+    owner = node.graph
+    assert owner is not None
+    if after:
+        owner.insert_after(node, cast)
+    else:  # the first of the graph: every later node may read it
+        owner.insert_before(next(iter(owner)), cast)
+    return result

@@ -13,10 +13,9 @@ import numpy as np
 import onnx_ir as ir
 
 from onward.contract import SEED
+from onward.errors import ModelError
 from onward.graph.builder import Builder
-
-__all__ = ["make_random_explicit"]
-
+from onward.graph.nodes import optional_input, required_input, single_number
 
 # Odd 64-bit constants with irregular bits (from the golden ratio, √2 and √3), as signed numbers.
 _SEED_KEY = np.int64(-7046029254386353131)
@@ -56,15 +55,10 @@ def make_random_explicit(model: ir.Model) -> ir.Value | None:
 
 def _is_random(node: ir.Node) -> bool:
     if node.op_type == "Dropout" and node.domain in ("", "ai.onnx"):
-        training = node.inputs[2] if len(node.inputs) > 2 else None
-        if training is None:
+        training, ratio = optional_input(node, 2), optional_input(node, 1)
+        if training is None or single_number(ratio) == 0.0:
             return False
-        ratio = node.inputs[1]
-        never = (
-            ratio is not None and ratio.const_value is not None and float(ratio.const_value.numpy()) == 0.0
-        )
-        constant = training.const_value
-        return not never and (constant is None or bool(constant.numpy()))
+        return training.const_value is None or bool(training.const_value.numpy())
     return node.op_type in _REWRITES and node.domain in ("", "ai.onnx")
 
 
@@ -98,13 +92,12 @@ def _normal(op: Builder, key: ir.Value, shape: ir.Value, dtype: ir.DataType) -> 
 
 
 def _dropout(op: Builder, node: ir.Node, key: ir.Value) -> list[ir.Value]:
-    x = node.inputs[0]
-    assert x is not None
-    ratio = node.inputs[1] if len(node.inputs) > 1 else None
-    known = np.float32(0.5) if ratio is None else op.const_value(ratio)
+    x = required_input(node)
+    ratio = optional_input(node, 1)
+    constant = np.float32(0.5) if ratio is None else op.const_value(ratio)
     dtype = op.dtype(x)
-    if known is not None:
-        rate = float(known)
+    if constant is not None:
+        rate = float(constant)
         limit = op.constant(np.int64(max(-(2**63), min(2**63 - 1, int(rate * 2**64) - 2**63))), name="limit")
         scale = op.constant(np.asarray(1.0 / (1.0 - rate) if rate < 1 else 0.0, dtype.numpy()), name="scale")
     else:
@@ -127,7 +120,14 @@ def _dropout(op: Builder, node: ir.Node, key: ir.Value) -> list[ir.Value]:
 
 def _random_dtype(node: ir.Node, default: ir.DataType | None) -> ir.DataType:
     code = node.attributes.get_int("dtype", None)
-    return ir.DataType(code) if code is not None else default or ir.DataType.FLOAT
+    if code is None:
+        return default or ir.DataType.FLOAT
+    try:
+        return ir.DataType(code)
+    except ValueError:
+        raise ModelError(
+            f"{node.op_type} '{node.name}' has the dtype {code}, which ONNX does not have"
+        ) from None
 
 
 def _random_uniform(op: Builder, node: ir.Node, key: ir.Value) -> list[ir.Value]:
@@ -144,16 +144,14 @@ def _random_normal(op: Builder, node: ir.Node, key: ir.Value) -> list[ir.Value]:
 
 
 def _bernoulli(op: Builder, node: ir.Node, key: ir.Value) -> list[ir.Value]:
-    x = node.inputs[0]
-    assert x is not None
+    x = required_input(node)
     drawn = op.Less(_uniform(op, key, op.shape(x), op.dtype(x)), x)
     return [op.Cast(drawn, to=_random_dtype(node, op.dtype(x)))]
 
 
 def _multinomial(op: Builder, node: ir.Node, key: ir.Value) -> list[ir.Value]:
     """How many steps of the cumulated distribution lie below a uniform number, for each sample."""
-    x = node.inputs[0]
-    assert x is not None
+    x = required_input(node)
     samples = np.asarray([node.attributes.get_int("sample_size", 1)], np.int64)
     steps = op.CumSum(op.Softmax(x, axis=1), np.int64(1))
     drawn = _uniform(op, key, op.Concat(op.dim(x, 0), samples, axis=0), op.dtype(x))
@@ -166,8 +164,7 @@ def _multinomial(op: Builder, node: ir.Node, key: ir.Value) -> list[ir.Value]:
 
 def _target(op: Builder, node: ir.Node) -> tuple[ir.Value, ir.DataType]:
     if node.op_type.endswith("Like"):
-        like = node.inputs[0]
-        assert like is not None
+        like = required_input(node)
         return op.shape(like), _random_dtype(node, like.dtype)
     shape = np.asarray(node.attributes.get_ints("shape", ()), np.int64)
     return op.constant(shape, name="shape"), _random_dtype(node, None)

@@ -15,14 +15,8 @@ import numpy as np
 import onnx_ir as ir
 
 from onward.graph.builder import Builder
-
-__all__ = [
-    "Statistic",
-    "count_per_channel",
-    "make_statistics_explicit",
-    "separate_statistics",
-    "side_by_side",
-]
+from onward.graph.nodes import producer_of, required_input
+from onward.graph.shapes.dims import dims_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,8 +56,7 @@ def make_statistics_explicit(op: Builder) -> list[Statistic]:
     moves: dict[ir.Value, _Move] = {}
     scratch = _scratch(op, [node for node, _ in norms])
     for node, after in norms:
-        x, mean, variance = node.inputs[0], node.inputs[3], node.inputs[4]
-        assert x is not None and mean is not None and variance is not None
+        x, mean, variance = (required_input(node, index) for index in (0, 3, 4))
         momentum = node.attributes.get_float("momentum", 0.9)
         op.scope = node.name or "BatchNormalization"
         for index, memory in zip((3, 4), scratch[node]):
@@ -77,7 +70,7 @@ def make_statistics_explicit(op: Builder) -> list[Statistic]:
             moves[mean] = _Move(mean, batch_mean, momentum)
             moves[variance] = _Move(variance, batch_variance, momentum, count)
     op.scope = ""
-    return _followings(op, list(moves.values()))
+    return _update_statistics(op, list(moves.values()))
 
 
 def _scratch(op: Builder, norms: Sequence[ir.Node]) -> dict[ir.Node, Sequence[ir.Value]]:
@@ -87,27 +80,25 @@ def _scratch(op: Builder, norms: Sequence[ir.Node]) -> dict[ir.Node, Sequence[ir
     """
     groups: dict[object, list[ir.Node]] = {}
     for node in norms:
-        mean = node.inputs[3]
-        assert mean is not None
+        mean = required_input(node, 3)
         together = op.static_dim(mean, 0) is not None
         groups.setdefault(op.dtype(mean) if together else node, []).append(node)
-    made: dict[ir.Node, Sequence[ir.Value]] = {}
+    memory: dict[ir.Node, Sequence[ir.Value]] = {}
     for group in groups.values():
         with op.inserting(group[0]):
             pieces = _pieces(op, group)
-        made.update((node, pieces[2 * index : 2 * index + 2]) for index, node in enumerate(group))
-    return made
+        memory.update((node, pieces[2 * index : 2 * index + 2]) for index, node in enumerate(group))
+    return memory
 
 
 def _pieces(op: Builder, norms: Sequence[ir.Node]) -> Sequence[ir.Value]:
-    x, likes = norms[0].inputs[0], [v for node in norms for v in node.inputs[3:5] if v is not None]
-    assert x is not None
+    x, likes = required_input(norms[0]), [v for node in norms for v in node.inputs[3:5] if v is not None]
     op.scope = norms[0].name or "BatchNormalization"
     axes, lengths = list(range(op.rank(x))), _lengths(op, likes)
     # no optimizer may fold it into a constant: it depends on x
     sample = op.IsNaN(op.Slice(x, [0] * len(axes), [1] * len(axes), axes))
-    known = op.const_value(lengths)
-    total = op.ReduceSum(lengths, keepdims=1) if known is None else known.sum(keepdims=True)
+    constant = op.const_value(lengths)
+    total = op.ReduceSum(lengths, keepdims=1) if constant is None else constant.sum(keepdims=True)
     zeros = op.Expand(op.Reshape(op.Cast(sample, to=op.dtype(likes[0])), [1]), total)
     return op.Split(zeros, lengths, outputs=len(likes))
 
@@ -126,7 +117,7 @@ def count_per_channel(op: Builder, x: ir.Value) -> ir.Value:
     By the names of sizes where they have some: layers of the same size share it, and the runtime, which may come to
     this at the end of the step, keeps no x until then.
     """
-    dims = [dim if isinstance(dim, int) else dim.value for a, dim in enumerate(x.shape or ()) if a != 1]
+    dims = [] if x.shape is None else [dim for axis, dim in enumerate(dims_of(x.shape)) if axis != 1]
     if x.shape is None or None in dims:
         return op.Div(op.Size(x), op.Squeeze(op.dim(x, 1), [0]))
     names = [name for dim in dims for name in str(dim).split("*")]
@@ -140,26 +131,22 @@ def count_per_channel(op: Builder, x: ir.Value) -> ir.Value:
     return count
 
 
-def side_by_side(op: Builder, counts: Sequence[ir.Value]) -> ir.Value:
+def concat_counts(op: Builder, counts: Sequence[ir.Value]) -> ir.Value:
     """Scalars as one vector; in one product where all are multiples of one size: 14 nodes less of a ResNet-18's."""
-    found = []
+    factors = []
     for count in counts:
-        cast = count.producer()
-        product = (
-            None
-            if cast is None or cast.op_type != "Cast" or not cast.inputs[0]
-            else cast.inputs[0].producer()
-        )
-        if cast is None or product is None or product.op_type != "Mul":
+        cast = producer_of(count, "Cast")
+        product = None if cast is None else producer_of(cast.inputs[0], "Mul")
+        if product is None:
             break
         size, times = product.inputs
         number = None if times is None else op.const_value(times)
         if size is None or number is None or number.ndim or op.rank(size):
             break
-        found.append((size, int(number)))
-    if len(found) == len(counts) > 1 and len({id(size) for size, _ in found}) == 1:
-        numbers = op.constant(np.asarray([number for _, number in found], np.int64))
-        return op.Cast(op.Mul(found[0][0], numbers), to=op.dtype(counts[0]))
+        factors.append((size, int(number)))
+    if len(factors) == len(counts) > 1 and len({id(size) for size, _ in factors}) == 1:
+        numbers = op.constant(np.asarray([number for _, number in factors], np.int64))
+        return op.Cast(op.Mul(factors[0][0], numbers), to=op.dtype(counts[0]))
     return op.Concat(*(op.Reshape(count, [1]) for count in counts), axis=0)
 
 
@@ -178,7 +165,7 @@ def _batch_outputs(
     """Outputs 1 and 2 are the batch's now; whoever read the running ones gets those computed."""
     if len(node.outputs) < 3:
         node.resize_outputs(3)
-    made = []
+    outputs = []
     for output, like in zip(node.outputs[1:], (mean, variance)):
         output.name = output.name or op.namer(f"{like.name}.batch")
         output.type, output.shape = like.type, like.shape
@@ -191,8 +178,8 @@ def _batch_outputs(
                 graph.outputs[graph.outputs.index(output)] = running
             for user, index in uses:
                 user.replace_input_with(index, running)
-        made.append(output)
-    return made[0], made[1]
+        outputs.append(output)
+    return outputs[0], outputs[1]
 
 
 def _move(op: Builder, running: ir.Value, batch: ir.Value, momentum: float) -> ir.Value:
@@ -200,7 +187,7 @@ def _move(op: Builder, running: ir.Value, batch: ir.Value, momentum: float) -> i
     return op.Add(op.Mul(running, momentum), op.Mul(batch, 1.0 - momentum))
 
 
-def _followings(op: Builder, moves: Sequence[_Move]) -> list[Statistic]:
+def _update_statistics(op: Builder, moves: Sequence[_Move]) -> list[Statistic]:
     """momentum·running + (1 − momentum)·batch, variances times n/(n − 1), for all statistics at once.
 
     They are one vector for that, cut up afterwards: as many nodes for a hundred layers as for one.
@@ -212,11 +199,11 @@ def _followings(op: Builder, moves: Sequence[_Move]) -> list[Statistic]:
         counts = list(dict.fromkeys(move.count for move in group if move.count is not None))
         share: ir.Value = op.constant(np.asarray([1.0 - momentum], kind.numpy()))
         if counts:
-            n = side_by_side(op, counts)
+            n = concat_counts(op, counts)
             unbiased = op.Div(n, op.Max(op.Sub(n, 1.0), 1.0))
             shares = op.Concat(share, op.Mul(unbiased, 1.0 - momentum), axis=0)
-            places = [0 if move.count is None else 1 + counts.index(move.count) for move in group]
-            share = op.Gather(shares, _repeat(op, places, lengths))
+            indices = [0 if move.count is None else 1 + counts.index(move.count) for move in group]
+            share = op.Gather(shares, _repeat(op, indices, lengths))
         running = op.Concat(*(move.running for move in group), axis=0)
         batch = op.Concat(*(move.batch for move in group), axis=0)
         moved = op.Add(op.Mul(running, momentum), op.Mul(batch, share))
@@ -227,9 +214,9 @@ def _followings(op: Builder, moves: Sequence[_Move]) -> list[Statistic]:
 
 def _repeat(op: Builder, numbers: Sequence[int], lengths: ir.Value) -> ir.Value:
     """Each number as often as its length says, as an int32 vector."""
-    known = op.const_value(lengths)
-    if known is not None:
-        return op.constant(np.repeat(np.asarray(numbers, np.int32), known), name="places")
+    constant = op.const_value(lengths)
+    if constant is not None:
+        return op.constant(np.repeat(np.asarray(numbers, np.int32), constant), name="places")
     pieces = [
         op.Expand(np.asarray([number], np.int32), op.Slice(lengths, [index], [index + 1], [0]))
         for index, number in enumerate(numbers)
@@ -251,12 +238,11 @@ def separate_statistics(model: ir.Model, names: Sequence[str]) -> None:
     """
     op = Builder(model.graph)
     for output in [value for value in model.graph.outputs if value.name in set(names)]:
-        node = output.producer()
         source = output
-        while node is not None and node.op_type == "Identity" and node.inputs[0] is not None:
-            source = node.inputs[0]
-            node = source.producer()
-        if node is None or node.op_type != "Split" or len(node.inputs) < 2 or node.inputs[1] is None:
+        while (copy := producer_of(source, "Identity")) is not None:
+            source = required_input(copy)
+        node = producer_of(source, "Split")
+        if node is None or len(node.inputs) < 2:
             continue
         lengths, whole = op.const_value(node.inputs[1]), node.inputs[0]
         if lengths is None or whole is None:
@@ -280,9 +266,9 @@ def _part(op: Builder, vector: ir.Value, start: int, end: int) -> ir.Value:
     """Elements `start` to `end` of a vector, computed from the parts of what it is made of."""
     if op.static_shape(vector) in ((), (1,)):
         return vector  # broadcast to any length
-    known = op.const_value(vector)
-    if known is not None:
-        return op.constant(known[start:end], name="part")
+    constant = op.const_value(vector)
+    if constant is not None:
+        return op.constant(constant[start:end], name="part")
     node = vector.producer()
     inputs = [] if node is None else [value for value in node.inputs if value is not None]
     if node is not None and node.op_type in _ELEMENTWISE:
@@ -300,8 +286,8 @@ def _part(op: Builder, vector: ir.Value, start: int, end: int) -> ir.Value:
             if at <= start and end <= at + length:
                 return _part(op, value, start - at, end - at)
             at += length
-    if node is not None and node.op_type == "Gather" and (places := op.const_value(inputs[1])) is not None:
-        chosen = np.unique(places[start:end])
+    if node is not None and node.op_type == "Gather" and (indices := op.const_value(inputs[1])) is not None:
+        chosen = np.unique(indices[start:end])
         if chosen.size == 1:
             return _part(op, inputs[0], int(chosen[0]), int(chosen[0]) + 1)
     return op.Slice(vector, [start], [end], [0])

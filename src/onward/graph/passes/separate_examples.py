@@ -13,8 +13,7 @@ import onnx_ir as ir
 
 from onward.errors import ModelError
 from onward.graph.builder import Builder
-
-__all__ = ["POSITIONS", "SEGMENTS", "separate_examples"]
+from onward.graph.nodes import producer_of, required_input
 
 SEGMENTS, POSITIONS = "segment_ids", "position_ids"
 # Low enough that its exponential is zero, and far from where sums with a mask would overflow.
@@ -32,18 +31,17 @@ def separate_examples(model: ir.Model) -> None:
             hint="train without packing",
         )
     op = Builder(graph)
-    segments = _input(op, SEGMENTS, ids)
+    segments = op.input(SEGMENTS, ir.DataType.INT64, ids.shape)
     op.before = next(iter(graph))
     same = op.Equal(op.Unsqueeze(segments, [1, 3]), op.Unsqueeze(segments, [1, 2]))
     for node in scores:
         op.before = node
-        given = node.inputs[0]
-        assert given is not None
-        node.replace_input_with(0, op.Where(same, given, op.constant_like(_HIDDEN, given)))
+        logits = required_input(node)
+        node.replace_input_with(0, op.Where(same, logits, op.constant_like(_HIDDEN, logits)))
     for node in [node for node in graph if node.op_type == "CumSum" and _counts_mask(node)]:
         op.before = node
-        known = next((value for value in graph.inputs if value.name == POSITIONS), None)
-        positions = _input(op, POSITIONS, ids) if known is None else known
+        existing = next((value for value in graph.inputs if value.name == POSITIONS), None)
+        positions = existing or op.input(POSITIONS, ir.DataType.INT64, ids.shape)
         counted = op.Add(positions, np.int64(1))
         kind = node.outputs[0].dtype
         if kind is not None and kind != ir.DataType.INT64:
@@ -51,11 +49,6 @@ def separate_examples(model: ir.Model) -> None:
         ir.convenience.replace_all_uses_with(node.outputs[0], counted)
         graph.remove(node, safe=True)
     op.before = None
-
-
-def _input(op: Builder, name: str, like: ir.Value) -> ir.Value:
-    assert like.shape is not None
-    return op.input(name, ir.DataType.INT64, like.shape)
 
 
 def _is_attention(node: ir.Node) -> bool:
@@ -72,8 +65,6 @@ def _is_attention(node: ir.Node) -> bool:
 
 def _counts_mask(node: ir.Node) -> bool:
     value = node.inputs[0]
-    while value is not None and (made := value.producer()) is not None:
-        if made.op_type not in ("Cast", "Identity"):
-            return False
-        value = made.inputs[0]
+    while (producer := producer_of(value, "Cast", "Identity")) is not None:
+        value = producer.inputs[0]
     return value is not None and value.is_graph_input() and value.name == "attention_mask"

@@ -14,10 +14,11 @@ import numpy as np
 import onnx_ir as ir
 
 from onward.graph.builder import Builder
-from onward.graph.cleanup import fold_constants, remove_unused, share_subexpressions, simplify
+from onward.graph.cleanup import remove_unused, share_subexpressions, simplify
+from onward.graph.fold import fold_constants
+from onward.graph.nodes import optional_input, producer_of
+from onward.graph.shapes.dims import dims_of
 from onward.graph.shapes.model import infer_shapes, sharpen
-
-__all__ = ["rename_sizes", "settle_sizes"]
 
 _END = 2**31 - 1
 
@@ -27,11 +28,8 @@ def rename_sizes(model: ir.Model, names: Mapping[str, str]) -> None:
     graph = model.graph
     for value in graph.inputs:
         if value.shape is not None:
-            dims = [
-                names.get(dim.value or "", dim) if isinstance(dim, ir.SymbolicDim) else dim
-                for dim in value.shape
-            ]
-            value.shape = ir.Shape(dims)
+            dims = dims_of(value.shape)
+            value.shape = ir.Shape([names.get(dim, dim) if isinstance(dim, str) else dim for dim in dims])
     _infer(model)
 
 
@@ -50,9 +48,9 @@ def settle_sizes(model: ir.Model) -> ir.Model:
         if node.op_type == "Gather":
             _settle_gather(op, node)
         elif node.op_type in ("Reshape", "Expand") and _const(node.inputs[1]) is None:
-            wanted = _reshape(node) if node.op_type == "Reshape" else _expand(node)
-            if wanted is not None:
-                node.replace_input_with(1, op.constant(np.asarray(wanted, np.int64)))
+            target = _reshape(node) if node.op_type == "Reshape" else _expand(node)
+            if target is not None:
+                node.replace_input_with(1, op.constant(np.asarray(target, np.int64)))
     op.before = None
     remove_unused(model)
     fold_constants(model)
@@ -78,25 +76,19 @@ def _const(value: ir.Value | None) -> np.ndarray | None:
 
 def _dims(value: ir.Value | None) -> list[int | str] | None:
     """The sizes of a value, numbers or symbols; None where one has no name."""
-    if value is None or value.shape is None:
-        return None
-    dims = [dim if isinstance(dim, int) else dim.value for dim in value.shape]
-    return None if any(dim is None for dim in dims) else dims  # type: ignore[return-value]
+    dims = (
+        []
+        if value is None or value.shape is None
+        else [dim for dim in dims_of(value.shape) if dim is not None]
+    )
+    return dims if value is not None and value.shape is not None and len(dims) == value.shape.rank() else None
 
 
 def _settle_gather(op: Builder, node: ir.Node) -> None:
     """One size of a shape, where it is a number."""
-    made = None if node.inputs[0] is None else node.inputs[0].producer()
+    _, sizes = op.symbols.elements(node.outputs[0]) or (0, (None,))
     index = _const(node.inputs[1])
-    if made is None or made.op_type != "Shape" or index is None or node.outputs[0].is_graph_output():
-        return
-    source = made.inputs[0]
-    if source is None or source.shape is None:
-        return
-    dims = list(source.shape)[made.attributes.get_int("start", 0) : made.attributes.get_int("end", None)]
-    try:
-        sizes = [dims[number] for number in index.reshape(-1)]
-    except IndexError:
+    if producer_of(node.inputs[0], "Shape") is None or index is None or node.outputs[0].is_graph_output():
         return
     if all(isinstance(size, int) for size in sizes):
         settled = op.constant(np.asarray(sizes, np.int64).reshape(index.shape))
@@ -108,16 +100,16 @@ def _reshape(node: ir.Node) -> list[int] | None:
     before, after = _dims(node.inputs[0]), _dims(node.outputs[0])
     if before is None or after is None or node.attributes.get_int("allowzero", 0) or 0 in after:
         return None
-    wanted, unknown = [], 0
-    for place, size in enumerate(after):
+    target, unknown = [], 0
+    for axis, size in enumerate(after):
         if isinstance(size, int):
-            wanted.append(size)
-        elif place < len(before) and before[place] == size:
-            wanted.append(0)
+            target.append(size)
+        elif axis < len(before) and before[axis] == size:
+            target.append(0)
         else:
-            wanted.append(-1)
+            target.append(-1)
             unknown += 1
-    return wanted if unknown <= 1 else None
+    return target if unknown <= 1 else None
 
 
 def _expand(node: ir.Node) -> list[int] | None:
@@ -126,15 +118,15 @@ def _expand(node: ir.Node) -> list[int] | None:
     if before is None or after is None or len(before) > len(after):
         return None
     before = [1] * (len(after) - len(before)) + before
-    wanted = []
+    target = []
     for old, new in zip(before, after):
         if old == new:
-            wanted.append(1)
+            target.append(1)
         elif isinstance(new, int):
-            wanted.append(new)
+            target.append(new)
         else:
             return None
-    return wanted
+    return target
 
 
 def _drop_whole_slices(graph: ir.Graph) -> bool:
@@ -144,7 +136,7 @@ def _drop_whole_slices(graph: ir.Graph) -> bool:
         if node.domain != "" or node.op_type != "Slice" or node.outputs[0].is_graph_output():
             continue
         source, start, end, axes = (*node.inputs, None)[:4]
-        step = node.inputs[4] if len(node.inputs) > 4 else None
+        step = optional_input(node, 4)
         ends, axis, steps = _const(end), _const(axes), _const(step)
         dims = _dims(source)
         if source is None or dims is None or ends is None or axis is None or axis.size != 1:
@@ -160,27 +152,23 @@ def _drop_whole_slices(graph: ir.Graph) -> bool:
 
 def _negated_size(value: ir.Value | None) -> int | str | None:
     """n where a value is computed as minus the size n."""
-    value = _unwrapped(value)
-    made = None if value is None else value.producer()
-    if made is None or made.op_type not in ("Neg", "Mul"):
+    producer = producer_of(_unwrapped(value), "Neg", "Mul")
+    if producer is None:
         return None
-    if made.op_type == "Mul":
-        number = next((found for found in map(_const, made.inputs) if found is not None), None)
+    if producer.op_type == "Mul":
+        number = next((constant for constant in map(_const, producer.inputs) if constant is not None), None)
         if number is None or number.size != 1 or number.item() != -1:
             return None
-        return _size(next(value for value in made.inputs if _const(value) is None))
-    return _size(made.inputs[0])
+        return _size(next(value for value in producer.inputs if _const(value) is None))
+    return _size(producer.inputs[0])
 
 
 def _size(value: ir.Value | None) -> int | str | None:
-    value = _unwrapped(value)
-    gather = None if value is None else value.producer()
-    if gather is None or gather.op_type not in ("Gather", "Shape"):
+    gather = producer_of(_unwrapped(value), "Gather", "Shape")
+    if gather is None:
         return None
-    shape = gather if gather.op_type == "Shape" else None
-    if gather.op_type == "Gather" and gather.inputs[0] is not None:
-        shape = gather.inputs[0].producer()
-    dims = None if shape is None or shape.op_type != "Shape" else _dims(shape.inputs[0])
+    shape = gather if gather.op_type == "Shape" else producer_of(gather.inputs[0], "Shape")
+    dims = None if shape is None else _dims(shape.inputs[0])
     if shape is None or dims is None:
         return None
     dims = dims[shape.attributes.get_int("start", 0) : shape.attributes.get_int("end", None)]
@@ -192,8 +180,6 @@ def _size(value: ir.Value | None) -> int | str | None:
 
 def _unwrapped(value: ir.Value | None) -> ir.Value | None:
     """What a value was before it became a vector of one, or another integer type."""
-    while value is not None and (made := value.producer()) is not None:
-        if made.op_type not in ("Unsqueeze", "Squeeze", "Cast", "Identity", "Reshape"):
-            break
-        value = made.inputs[0]
+    while producer := producer_of(value, "Unsqueeze", "Squeeze", "Cast", "Identity", "Reshape"):
+        value = producer.inputs[0]
     return value

@@ -14,12 +14,11 @@ import onnx_ir as ir
 
 from onward.errors import ModelError
 from onward.graph.nodes import subgraphs_of
+from onward.graph.shapes.dims import dims_of, forget_invented
 from onward.graph.shapes.model import rank_from_lengths
 
 if TYPE_CHECKING:
     from onward.graph.builder import Builder
-
-__all__ = ["describe", "infer_body", "infer_graph", "keeps_its_shape"]
 
 _CONTROL = frozenset({"If", "Loop", "Scan", "SequenceMap"})
 
@@ -40,7 +39,9 @@ def infer_node(op: Builder, node: ir.Node) -> None:
         _INFER[node.op_type](op, node)
         return
     # What was known before any assumption about a loop's state was tried.
-    before = [(v, v.type, v.meta.setdefault(_DECLARED, _meant(v.shape))) for v in node.outputs]
+    before = [
+        (v, v.type, v.meta.setdefault(_DECLARED, v.shape and forget_invented(v.shape))) for v in node.outputs
+    ]
     try:
         op.infer(node)
     except ModelError:
@@ -73,11 +74,7 @@ def describe(value: ir.Value, kind: ir.TypeProtocol | None, shape: ir.Shape | No
 
 def keeps_its_shape(value: ir.Value) -> bool:
     """Whether a value in an inferred body has the same shape in every iteration."""
-    return (
-        value.shape is not None
-        and not _is_container(value)
-        and all(isinstance(dim, int) or dim.value is not None for dim in value.shape)
-    )
+    return value.shape is not None and not _is_container(value) and None not in dims_of(value.shape)
 
 
 def _infer_if(op: Builder, node: ir.Node) -> None:
@@ -98,14 +95,12 @@ def _infer_loop(op: Builder, node: ir.Node) -> None:
         (ir.TensorType(ir.DataType.INT64), ir.Shape([])),
         (ir.TensorType(ir.DataType.BOOL), ir.Shape([])),
     ]
-    found = _settle(op, body, states, counters, body.inputs[2:], body.outputs[1:], [])
-    for outcome, (kind, shape) in zip(node.outputs, found):
-        describe(outcome, kind, _outside(op, shape))
+    settled = _settle(op, body, states, counters, body.inputs[2:], body.outputs[1:], [])
+    for outcome, (kind, shape) in zip(node.outputs, settled):
+        describe(outcome, kind, _outside(shape))
     for outcome, element in zip(node.outputs[len(states) :], body.outputs[1 + len(states) :]):
-        shape = element.shape
-        describe(
-            outcome, element.type, None if shape is None else ir.Shape([None, *(_outside(op, shape) or [])])
-        )
+        shape = _outside(element.shape)
+        describe(outcome, element.type, None if shape is None else ir.Shape([None, *shape]))
 
 
 def _infer_scan(op: Builder, node: ir.Node) -> None:
@@ -113,29 +108,25 @@ def _infer_scan(op: Builder, node: ir.Node) -> None:
     count = len(node.inputs) - node.attributes["num_scan_inputs"].as_int()
     states, scanned = list(node.inputs[:count]), list(node.inputs[count:])
     axes = node.attributes.get_ints("scan_input_axes", None) or [0] * len(scanned)
-    slices = [
-        (value.type, None if value.shape is None else ir.Shape(_without(list(value.shape), axis)))
-        for value, axis in zip(scanned, axes)
-        if value is not None
-    ]
-    found = _settle(op, body, states, [], body.inputs[:count], body.outputs[:count], slices)
-    for outcome, (kind, shape) in zip(node.outputs, found):
-        describe(outcome, kind, _sharper(_outside(op, shape), outcome.shape))
+    slices = []
+    for value, axis in zip(scanned, axes):
+        sizes = None if value is None or value.shape is None else list(value.shape)
+        if sizes is not None:
+            del sizes[axis]
+        if value is not None:
+            slices.append((value.type, None if sizes is None else ir.Shape(sizes)))
+    settled = _settle(op, body, states, [], body.inputs[:count], body.outputs[:count], slices)
+    for outcome, (kind, shape) in zip(node.outputs, settled):
+        describe(outcome, kind, _sharper(_outside(shape), outcome.shape))
     axes_out = node.attributes.get_ints("scan_output_axes", None) or [0] * (len(node.outputs) - count)
-    length = next(
-        (
-            value.shape[axis]
-            for value, axis in zip(scanned, axes)
-            if value is not None and value.shape is not None
-        ),
-        None,
-    )
+    lengths = [v.shape[axis] for v, axis in zip(scanned, axes) if v is not None and v.shape is not None]
     for outcome, element, axis in zip(node.outputs[count:], body.outputs[count:], axes_out):
-        if element.shape is None:
+        shape = _outside(element.shape)
+        if shape is None:
             describe(outcome, element.type, outcome.shape)
             continue
-        dims: list[int | ir.SymbolicDim | None] = list(_outside(op, element.shape) or [])
-        dims.insert(axis if axis >= 0 else axis + len(dims) + 1, length)
+        dims: list[int | ir.SymbolicDim | None] = list(shape)
+        dims.insert(axis if axis >= 0 else axis + len(dims) + 1, lengths[0] if lengths else None)
         describe(outcome, element.type, ir.Shape(dims))
 
 
@@ -173,10 +164,10 @@ def _settle(
         guess.append((kind, _named(op, declared if value is None or value.shape is None else value.shape)))
     while True:
         infer_body(op, body, [*leading, *guess, *trailing])
-        kept = [(kind, _common(shape, after.shape)) for (kind, shape), after in zip(guess, leaving)]
-        if all(have[1] == want[1] for have, want in zip(kept, guess)):
+        unchanged = [(kind, _common(shape, after.shape)) for (kind, shape), after in zip(guess, leaving)]
+        if all(have[1] == want[1] for have, want in zip(unchanged, guess)):
             return guess
-        guess = kept
+        guess = unchanged
 
 
 _PRIVATE = "turn__"
@@ -187,52 +178,30 @@ def _named(op: Builder, shape: ir.Shape | None) -> ir.Shape | None:
     """Unknown sizes get a name, so that one sees whether they come out as they went in."""
     if shape is None:
         return None
-    return ir.Shape(
-        [op.namer(_PRIVATE) if isinstance(d, ir.SymbolicDim) and d.value is None else d for d in shape]
-    )
+    return ir.Shape([op.namer(_PRIVATE) if dim is None else dim for dim in dims_of(shape)])
 
 
-def _outside(op: Builder, shape: ir.Shape | None) -> ir.Shape | None:
+def _outside(shape: ir.Shape | None) -> ir.Shape | None:
     """Those names mean nothing outside of the body."""
     if shape is None:
         return None
-    return ir.Shape(
-        [None if isinstance(d, ir.SymbolicDim) and (d.value or "").startswith(_PRIVATE) else d for d in shape]
-    )
+    return ir.Shape([None if str(dim).startswith(_PRIVATE) else dim for dim in dims_of(shape)])
 
 
 def _common(first: ir.Shape | None, second: ir.Shape | None) -> ir.Shape | None:
     """What holds of both shapes."""
     if first is None or second is None or first.rank() != second.rank():
         return None
-    return ir.Shape([a if a == b and not _unknown(a) else None for a, b in zip(first, second)])
+    return ir.Shape([a if a == b else None for a, b in zip(dims_of(first), dims_of(second))])
 
 
-def _sharper(found: ir.Shape | None, before: ir.Shape | None) -> ir.Shape | None:
+def _sharper(inferred: ir.Shape | None, before: ir.Shape | None) -> ir.Shape | None:
     """The shape found, with what was known before where it says nothing."""
-    if found is None or before is None:
-        return found or before
-    if found.rank() != before.rank():
-        return found
-    return ir.Shape([b if _unknown(f) else f for f, b in zip(found, before)])
-
-
-def _meant(shape: ir.Shape | None) -> ir.Shape | None:
-    """Without the names that inference made up: it gives one to the elements of a sequence, whose sizes differ."""
-    if shape is None:
-        return None
-    return ir.Shape(
-        [None if isinstance(d, ir.SymbolicDim) and (d.value or "").startswith("unk__") else d for d in shape]
-    )
-
-
-def _unknown(dim: int | ir.SymbolicDim) -> bool:
-    return isinstance(dim, ir.SymbolicDim) and dim.value is None
-
-
-def _without(dims: list, axis: int) -> list:
-    del dims[axis]
-    return dims
+    if inferred is None or before is None:
+        return inferred or before
+    if inferred.rank() != before.rank():
+        return inferred
+    return ir.Shape([b if a is None else a for a, b in zip(dims_of(inferred), dims_of(before))])
 
 
 def _is_container(value: ir.Value | None) -> bool:

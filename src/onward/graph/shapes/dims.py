@@ -9,21 +9,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-__all__ = [
-    "Dim",
-    "add",
-    "broadcast",
-    "dims_of",
-    "div",
-    "equal",
-    "mul",
-    "number_of",
-    "product",
-    "quotient",
-    "sub",
-    "windows",
-]
-
 # A number, a name (or a product of names and a number, like "2*batch*sequence"), or unknown.
 Dim = int | str | None
 
@@ -31,6 +16,16 @@ Dim = int | str | None
 def dims_of(shape: ir.Shape) -> tuple[Dim, ...]:
     """A shape as numbers, names and None."""
     return tuple(dim if isinstance(dim, int) else dim.value for dim in shape)
+
+
+def forget_invented(shape: ir.Shape) -> ir.Shape:
+    """A shape without the names that ONNX's inference makes up.
+
+    It counts `unk__0`, `unk__1`, … from the start in each call, so that one name stands for sizes that differ.
+    """
+    return type(shape)(
+        [None if isinstance(dim, str) and dim.startswith("unk__") else dim for dim in dims_of(shape)]
+    )
 
 
 def product(dims: Sequence[Dim]) -> Dim:
@@ -127,10 +122,10 @@ def number_of(name: str, sizes: Mapping[str, int]) -> int | None:
     """The number that a name stands for, which may be a product or one of `windows`; None where it is not known."""
     if name in sizes:
         return sizes[name]
-    found = _WINDOWS.fullmatch(name)
-    if found is not None:
-        inner, stride = number_of(found[1], sizes), int(found[3])
-        return None if inner is None or not stride else (inner + int(found[2])) // stride + 1
+    match = _WINDOWS.fullmatch(name)
+    if match is not None:
+        inner, stride = number_of(match[1], sizes), int(match[3])
+        return None if inner is None or not stride else (inner + int(match[2])) // stride + 1
     total = 1
     for part in name.split("*"):
         factor = int(part) if part.isdigit() else sizes.get(part)

@@ -10,22 +10,19 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import onnx
 import onnx_ir as ir
 
 from onward.errors import ModelError
 from onward.graph.builder import Builder
-from onward.graph.nodes import subgraphs_of
+from onward.graph.nodes import optional_input, subgraphs_of, without_large_tensors
+from onward.graph.protobuf import inner_graphs
 from onward.graph.shapes.dims import Dim, dims_of
 from onward.graph.shapes.node import NodeInference, forget_copied_size
 
-__all__ = ["drop_contradictions", "infer_shapes", "rank_from_lengths", "sharpen", "unknown_ranks"]
-
 _log = logging.getLogger("onward")
-# Tensors up to this many elements can be shapes, axes or pads; larger ones are only a type to inference.
-_SMALL = 1024
 # Each round finds at least one more rank; graphs need two or three.
 _ROUNDS = 8
 
@@ -37,14 +34,14 @@ def infer_shapes(model: ir.Model) -> None:
     """Set the type and shape of every value that can be known."""
     for _ in range(_ROUNDS):
         _infer_once(model)
-        if not _fill_ranks(model.graph) and not _correct_outputs(model):
+        if not (_fill_ranks(model.graph) or _correct_squeezes(model.graph) or _correct_outputs(model)):
             return
 
 
 def drop_contradictions(model: ir.Model) -> None:
     """Forget shapes that the file declares and its weights do not give; the rest of what it says stays."""
     try:
-        proto = _without_large_tensors(model)
+        proto = without_large_tensors(model)
         onnx.shape_inference.infer_shapes(
             proto, strict_mode=True, data_prop=_joins_are_short(proto.graph, {})
         )
@@ -52,6 +49,7 @@ def drop_contradictions(model: ir.Model) -> None:
     except Exception as error:  # also for what strictness has against other models
         if "existing shape differ in dimension" not in str(error):
             return
+    # strict inference names one contradiction; without what is declared, it finds every value's own shape
     declared = [(v, v.shape) for node in model.graph for v in node.outputs if v.shape is not None]
     for value, _ in declared:
         value.shape = None
@@ -83,18 +81,74 @@ def _correct_outputs(model: ir.Model) -> bool:
         node = value.producer()
         if node is None or node.domain or subgraphs_of(node) or value.shape is None:
             continue
-        if any(given is not None and given.type is None for given in node.inputs):
+        if any(operand is not None and operand.type is None for operand in node.inputs):
             continue
         before = [(output.type, output.shape) for output in node.outputs]
-        wanted = value.shape.rank()
+        declared_rank = value.shape.rank()
+        # ONNX believes what an output is declared to be; of one node alone it looks at the inputs
         with contextlib.suppress(ModelError):  # what is wrong with it is said elsewhere
             inference.describe(node, opset)
-        if value.shape is not None and value.shape.rank() != wanted:
+        if value.shape is not None and value.shape.rank() != declared_rank:
             corrected = True
             continue
         for output, (kind, shape) in zip(node.outputs, before):
             output.type, output.shape = kind, shape
     return corrected
+
+
+def _correct_squeezes(graph: ir.Graph) -> bool:
+    """Give a Squeeze without axes the shape that it has where the file says none, or one that cannot be.
+
+    Sizes of the model's inputs that are free are taken to be more than one.
+    """
+    sizes = [dim for value in graph.inputs if value.shape is not None for dim in dims_of(value.shape)]
+    free = {dim for dim in sizes if isinstance(dim, str)}
+    corrected = False
+    for node in graph:
+        source = node.inputs[0] if node.op_type == "Squeeze" and not node.domain else None
+        if source is None or source.shape is None or len(node.inputs) > 1 or "axes" in node.attributes:
+            continue
+        dims, output = dims_of(source.shape), node.outputs[0]
+        remaining = [dim for dim in dims if dim != 1]
+        if output.shape is not None and _may_be_squeezed(remaining, dims_of(output.shape), free):
+            continue
+        settled = all(isinstance(dim, int) or dim in free for dim in remaining)
+        if output.shape is None and not settled:
+            continue
+        for value in _computed_from(output):  # what is said of them may come from the wrong shape
+            rank = None if value.shape is None or not value.is_graph_output() else value.shape.rank()
+            value.shape = None if rank is None else ir.Shape([None] * rank)
+        output.shape = ir.Shape(remaining) if settled else None
+        corrected = True
+    return corrected
+
+
+def _may_be_squeezed(remaining: Sequence[Dim], declared: Sequence[Dim], free: Collection[Dim]) -> bool:
+    """Whether a shape may be what is left of these dimensions: of them, sizes that are not fixed may be one."""
+    lengths = {0}  # how much of the declared shape the dimensions so far may be
+    for dim in remaining:
+        longer = {n + 1 for n in lengths if n < len(declared) and _may_be(dim, declared[n], free)}
+        lengths = longer if isinstance(dim, int) else lengths | longer
+    return len(declared) in lengths
+
+
+def _may_be(dim: Dim, declared: Dim, free: Collection[Dim]) -> bool:
+    if isinstance(declared, int):
+        return declared != 1 and (declared == dim or not isinstance(dim, int))
+    return not isinstance(dim, int) or declared not in free
+
+
+def _computed_from(value: ir.Value) -> list[ir.Value]:
+    """What the graph's nodes compute from a value."""
+    reached: dict[ir.Value, None] = {}
+    waiting = [value]
+    while waiting:
+        for use in waiting.pop().uses():
+            for output in use.node.outputs:
+                if output not in reached:
+                    reached[output] = None
+                    waiting.append(output)
+    return list(reached)
 
 
 def sharpen(model: ir.Model) -> None:
@@ -110,9 +164,9 @@ def sharpen(model: ir.Model) -> None:
     changed: set[ir.Value] = set()
     for node in model.graph:
         before = [_dims(output) for output in node.outputs]
-        vague = node.op_type == "Slice" and _has_known_bounds(node)
+        vague = node.op_type == "Slice" and _has_constant_bounds(node)
         if (vague or any(value in changed for value in node.inputs)) and not subgraphs_of(node):
-            _infer_again(op, node)
+            _infer_sharper(op, node)
         op.symbols.refine(node)
         for output, old in zip(node.outputs, before):
             if output.shape is None or not isinstance(output.type, ir.TensorType):
@@ -124,22 +178,17 @@ def sharpen(model: ir.Model) -> None:
                 changed.add(output)
 
 
-def _has_known_bounds(node: ir.Node) -> bool:
+def _has_constant_bounds(node: ir.Node) -> bool:
     """Whether constants say what a slice of an axis of known size is, as they may not have done before folding."""
     if any(v is None or v.const_value is None or v.is_graph_input() for v in node.inputs[1:]):
         return False
     source, result = (_dims(value) for value in (node.inputs[0], node.outputs[0]) if value is not None)
-    return (
-        source is not None
-        and result is not None
-        and len(source) == len(result)
-        and any(
-            isinstance(before, int) and not isinstance(after, int) for before, after in zip(source, result)
-        )
-    )
+    if source is None or result is None or len(source) != len(result):
+        return False
+    return any(isinstance(old, int) and not isinstance(new, int) for old, new in zip(source, result))
 
 
-def _infer_again(op: Builder, node: ir.Node) -> None:
+def _infer_sharper(op: Builder, node: ir.Node) -> None:
     """Infer a node from sharper inputs, and keep of the old shape what the new one does not know."""
     before = [(output.type, _dims(output)) for output in node.outputs]
     op.infer(node)
@@ -183,7 +232,7 @@ def unknown_ranks(graph: ir.Graph) -> list[ir.Value]:
 
 
 def _infer_once(model: ir.Model) -> None:
-    proto = _without_large_tensors(model)
+    proto = without_large_tensors(model)
     try:
         inferred = onnx.shape_inference.infer_shapes(
             proto, check_type=False, strict_mode=False, data_prop=_joins_are_short(proto.graph, {})
@@ -206,79 +255,28 @@ def _joins_are_short(graph: onnx.GraphProto, lengths: dict[str, int]) -> bool:
             lengths[value.name] = max(dims[0].dim_value, 1)
     lengths.update((tensor.name, tensor.dims[0]) for tensor in graph.initializer if len(tensor.dims) == 1)
     for node in graph.node:
-        found = [lengths.get(name, 1) for name in node.input]
+        counts = [lengths.get(name, 1) for name in node.input]
         if node.op_type == "Concat":
-            lengths[node.output[0]] = sum(found)
-            if sum(found) > _LONGEST_JOIN:
+            lengths[node.output[0]] = sum(counts)
+            if sum(counts) > _LONGEST_JOIN:
                 return False
-        elif node.op_type in _FOLLOWED and found:
-            lengths[node.output[0]] = max(found)
-        for attribute in node.attribute:
-            inner = [*([attribute.g] if attribute.HasField("g") else []), *attribute.graphs]
-            if not all(_joins_are_short(body, dict(lengths)) for body in inner):
-                return False
+        elif node.op_type in _FOLLOWED and counts:
+            lengths[node.output[0]] = max(counts)
+        if not all(_joins_are_short(body, dict(lengths)) for body in inner_graphs(node)):
+            return False
     return True
 
 
-def _without_large_tensors(model: ir.Model) -> onnx.ModelProto:
-    """A proto of the model in which large initializers are inputs; the model itself is as before."""
-    graph = model.graph
-    large = [
-        value
-        for value in graph.initializers.values()
-        if value.const_value is None or value.const_value.size > _SMALL
-    ]
-    held = {value: value.const_value for value in large}
-    added = [value for value in large if not value.is_graph_input()]
-    for value in graph.initializers.values():
-        tensor = value.const_value
-        if tensor is not None:
-            value.dtype = value.dtype or tensor.dtype
-            value.shape = value.shape or ir.Shape(tensor.shape.numpy())
-    order = list(graph.initializers)
-    try:
-        for value in large:
-            graph.initializers.pop(value.name or "")
-            value.const_value = None
-        graph.inputs.extend(added)
-        return ir.to_proto(model)
-    finally:
-        for value in added:
-            graph.inputs.remove(value)
-        for value, tensor in held.items():
-            value.const_value = tensor
-            graph.initializers.add(value)
-        # Back into their order: it decides the order of parameters in files.
-        values = {name: graph.initializers[name] for name in order}
-        for name in order:
-            graph.initializers.pop(name)
-        for name in order:
-            graph.initializers.add(values[name])
-
-
 def _merge(graph: ir.Graph, proto: onnx.GraphProto) -> None:
-    found = {info.name: info.type for info in [*proto.value_info, *proto.output, *proto.input]}
+    types = {info.name: info.type for info in [*proto.value_info, *proto.output, *proto.input]}
     for value in [*graph.inputs, *(value for node in graph for value in node.outputs)]:
-        info = found.get(value.name or "")
+        info = types.get(value.name or "")
         if info is not None and info.WhichOneof("value") is not None:
             _take(value, info)
     for node, node_proto in zip(graph, proto.node):
         forget_copied_size(node)
-        inner = subgraphs_of(node)
-        if inner:
-            for body, body_proto in zip(inner, _graphs(node_proto, node)):
-                _merge(body, body_proto)
-
-
-def _graphs(proto: onnx.NodeProto, node: ir.Node) -> list[onnx.GraphProto]:
-    attributes = {attribute.name: attribute for attribute in proto.attribute}
-    found: list[onnx.GraphProto] = []
-    for name, attr in node.attributes.items():
-        if attr.type == ir.AttributeType.GRAPH:
-            found.append(attributes[name].g)
-        elif attr.type == ir.AttributeType.GRAPHS:
-            found.extend(attributes[name].graphs)
-    return found
+        for body, body_proto in zip(subgraphs_of(node), inner_graphs(node_proto)):
+            _merge(body, body_proto)
 
 
 def _take(value: ir.Value, info: onnx.TypeProto) -> None:
@@ -331,18 +329,27 @@ def _input_ranks(node: ir.Node) -> Sequence[int | None]:
             return []
 
 
+_KEEP_RANK = frozenset(
+    {
+        *("Split", "Slice", "Pad", "Resize", "ScatterND", "ScatterElements", "CumSum", "Trilu", "Clip"),
+        *("CenterCropPad", "MaxUnpool", "Conv"),
+        "ConvTranspose",  # of which ONNX's inference says nothing at all where sizes are symbolic
+    }
+)
+
+
 def rank_from_lengths(node: ir.Node) -> int | None:
     """The rank of a node's first output, where the length of a shape vector or an input's rank tells it."""
 
     def rank_of(index: int) -> int | None:
-        value = node.inputs[index] if index < len(node.inputs) else None
+        value = optional_input(node, index)
         return None if value is None or value.shape is None else value.shape.rank()
 
     def length_of(index: int) -> int | None:
-        value = node.inputs[index] if index < len(node.inputs) else None
-        if value is None or value.shape is None or value.shape.rank() != 1:
-            return None
-        length = value.shape[0]
+        value = optional_input(node, index)
+        length = (
+            value.shape[0] if value is not None and value.shape is not None and rank_of(index) == 1 else None
+        )
         return length if isinstance(length, int) else None
 
     match node.op_type:
@@ -365,21 +372,7 @@ def rank_from_lengths(node: ir.Node) -> int | None:
             if rank is None or node.attributes.get_int("keepdims", 1):
                 return rank
             return None if removed is None else rank - removed
-        case (
-            "Split"
-            | "Slice"
-            | "Pad"
-            | "Resize"
-            | "ScatterND"
-            | "ScatterElements"
-            | "CumSum"
-            | "Trilu"
-            | "Clip"
-            | "CenterCropPad"
-            | "MaxUnpool"
-        ):
-            return rank_of(0)
         case "STFT":
             return 4
-        case _:
-            return None
+        case name:
+            return rank_of(0) if name in _KEEP_RANK else None

@@ -10,10 +10,9 @@ import onnx_ir as ir
 
 from onward.errors import ModelError
 from onward.graph.nodes import SMALL, attributes_key, captured_values, subgraphs_of, type_proto
+from onward.graph.shapes.dims import dims_of, forget_invented
 
 _Dim = int | ir.SymbolicDim
-
-__all__ = ["NodeInference", "find_schema", "forget_copied_size"]
 
 
 class NodeInference:
@@ -25,9 +24,7 @@ class NodeInference:
     def describe(self, node: ir.Node, opset: int) -> None:
         """Set the types and shapes of a node's outputs, read in this opset, which stays the same."""
         schema = find_schema(node.op_type, opset, node.domain)
-        if schema is None:
-            return
-        if _describe_elementwise(node):
+        if schema is None or _describe_elementwise(node):
             return
         seen = self._seen
         signature = None if node.op_type == "DFT" else _signature(node)  # its sizes have names of their own
@@ -58,11 +55,11 @@ class NodeInference:
         except Exception as error:
             raise ModelError(f"cannot build {node.op_type} '{node.name}': {error}".strip()) from error
         for value in node.outputs:
-            found = inferred.get(value.name or "")
-            if found is not None:
-                value.type = ir.serde.deserialize_type_proto_for_type(found)
-                value.shape = ir.serde.deserialize_type_proto_for_shape(found)
-                _forget_unnamed_symbols(value)
+            type_and_shape = inferred.get(value.name or "")
+            if type_and_shape is not None:
+                value.type = ir.serde.deserialize_type_proto_for_type(type_and_shape)
+                value.shape = ir.serde.deserialize_type_proto_for_shape(type_and_shape)
+                value.shape = None if value.shape is None else forget_invented(value.shape)
                 forget_copied_size(node)
                 if node.attributes.get_int("ceil_mode", 0) and value.shape is not None:
                     # inference counts windows that start in the padding, which the runtime leaves out
@@ -81,35 +78,9 @@ class NodeInference:
 # Their result has the type and shape of the first input; the others, if any, are numbers or vectors beside it.
 _LIKE_FIRST = frozenset(
     {
-        *(
-            "Abs",
-            "Ceil",
-            "Clip",
-            "Cos",
-            "Elu",
-            "Erf",
-            "Exp",
-            "Floor",
-            "Gelu",
-            "HardSigmoid",
-            "HardSwish",
-            "Identity",
-        ),
-        *(
-            "LeakyRelu",
-            "Log",
-            "Neg",
-            "Not",
-            "Reciprocal",
-            "Relu",
-            "Round",
-            "Sigmoid",
-            "Sign",
-            "Sin",
-            "Softplus",
-            "Sqrt",
-        ),
-        "Tanh",
+        *("Abs", "Ceil", "Clip", "Cos", "Elu", "Erf", "Exp", "Floor", "Gelu", "HardSigmoid", "HardSwish"),
+        *("Identity", "LeakyRelu", "Log", "Neg", "Not", "Reciprocal", "Relu", "Round", "Sigmoid", "Sign"),
+        *("Sin", "Softplus", "Sqrt", "Tanh"),
     }
 )
 # Their inputs have one type, which is the result's, and are broadcast.
@@ -144,7 +115,7 @@ def _describe_elementwise(node: ir.Node) -> bool:
 def _broadcast(one: tuple[_Dim, ...], other: tuple[_Dim, ...]) -> tuple[_Dim, ...] | None:
     """The sizes of two shapes broadcast, where they are the same or 1; None where it takes more to tell."""
     if not one or one == other:
-        return other if _are_known(other) else None
+        return other if _all_named(other) else None
     if len(one) < len(other):
         one, other = other, one
     dims = []
@@ -156,10 +127,10 @@ def _broadcast(one: tuple[_Dim, ...], other: tuple[_Dim, ...]) -> tuple[_Dim, ..
         elif beside not in (1, dim):
             return None
         dims.append(dim)
-    return tuple(dims) if _are_known(dims) else None
+    return tuple(dims) if _all_named(dims) else None
 
 
-def _are_known(dims: Iterable[_Dim]) -> bool:
+def _all_named(dims: Iterable[_Dim]) -> bool:
     """Whether every size is a number or has a name."""
     return all(isinstance(dim, int) or dim.value is not None for dim in dims)
 
@@ -187,13 +158,12 @@ def _signature(node: ir.Node) -> tuple | None:
             continue
         if type(value.type) is not ir.TensorType:
             return None
-        shape = value.shape
-        dims = None if shape is None else tuple(d if isinstance(d, int) else d.value for d in shape)
+        dims = None if value.shape is None else dims_of(value.shape)
         tensor = value.const_value
-        known = tensor is not None and tensor.size <= SMALL and not value.is_graph_input()
+        is_small = tensor is not None and tensor.size <= SMALL and not value.is_graph_input()
         if tensor is not None and tensor.dtype == ir.DataType.STRING:
             return None
-        inputs.append((value.type.dtype, dims, tensor.tobytes() if known and tensor is not None else None))
+        inputs.append((value.type.dtype, dims, tensor.tobytes() if is_small and tensor is not None else None))
     return (node.op_type, node.domain, attrs, tuple(inputs), tuple(bool(v.name) for v in node.outputs))
 
 
@@ -207,22 +177,9 @@ def forget_copied_size(node: ir.Node) -> None:
     if value is None or value.shape is None or node.op_type not in ("DFT", "SequenceAt"):
         return
     if node.op_type == "SequenceAt":
-        _forget_unnamed_symbols(value)
+        value.shape = forget_invented(value.shape)
     elif node.attributes.get_int("onesided", 0) or (len(node.inputs) > 1 and node.inputs[1] is not None):
+        sizes = enumerate(value.shape)
         value.shape = ir.Shape(
-            [
-                d if isinstance(d, int) or i == 0 else f"{value.name}.size{i}"
-                for i, d in enumerate(value.shape)
-            ]
+            [d if isinstance(d, int) or i == 0 else f"{value.name}.size{i}" for i, d in sizes]
         )
-
-
-def _forget_unnamed_symbols(value: ir.Value) -> None:
-    """Symbols that inference invents per call (`unk__0`) repeat between calls and so mean nothing."""
-    if value.shape is None:
-        return
-    dims = [
-        None if isinstance(dim, ir.SymbolicDim) and (dim.value or "").startswith("unk__") else dim
-        for dim in value.shape
-    ]
-    value.shape = ir.Shape(dims)

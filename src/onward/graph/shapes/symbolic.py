@@ -7,12 +7,12 @@ names and products of names, so that two shapes that are equal can be seen to be
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
 import onnx_ir as ir
 
+from onward.graph.compute import REARRANGED, rearrange
 from onward.graph.shapes.dims import (
     Dim,
     add,
@@ -27,8 +27,6 @@ from onward.graph.shapes.dims import (
     windows,
 )
 
-__all__ = ["Symbols"]
-
 # The elements of an integer tensor of rank 0 or 1.
 Elements = tuple[int, tuple[Dim, ...]]
 _LONGEST = 64
@@ -39,22 +37,22 @@ class Symbols:
     """Remembers the elements of shape vectors of one graph."""
 
     def __init__(self) -> None:
-        self._known: dict[ir.Value, Elements | None] = {}
+        self._elements: dict[ir.Value, Elements | None] = {}
         self._depth = 0
 
     def elements(self, value: ir.Value | None) -> Elements | None:
         """The rank and elements of an integer vector or scalar, or None where nothing is known of it."""
         if value is None:
             return None
-        if value in self._known:
-            return self._known[value]
-        if self._depth > _RECURSION:
+        if value in self._elements:
+            return self._elements[value]
+        if self._depth > _RECURSION:  # a chain of nodes may be longer than the stack of Python
             return None
         self._depth += 1
-        found = self._compute(value)
+        computed = self._compute(value)
         self._depth -= 1
-        self._known[value] = found
-        return found
+        self._elements[value] = computed
+        return computed
 
     def refine(self, node: ir.Node) -> bool:
         """Sharpen the shape of the output of a node that takes a shape vector; whether anything changed."""
@@ -83,8 +81,8 @@ class Symbols:
         if node is None or node.domain not in ("", "ai.onnx"):
             return None
         rule = _VALUES.get(node.op_type)
-        found = rule(self, node) if rule is not None else None
-        return found if found is None or len(found[1]) <= _LONGEST else None
+        computed = rule(self, node) if rule is not None else None
+        return computed if computed is None or len(computed[1]) <= _LONGEST else None
 
 
 def _constant(tensor: ir.TensorProtocol) -> Elements | None:
@@ -96,7 +94,7 @@ def _constant(tensor: ir.TensorProtocol) -> Elements | None:
     return array.ndim, tuple(int(item) for item in np.ravel(array))
 
 
-def _shape(symbols: Symbols, node: ir.Node) -> Elements | None:
+def _shape(_: Symbols, node: ir.Node) -> Elements | None:
     x = node.inputs[0]
     if x is None or x.shape is None:
         return None
@@ -104,13 +102,9 @@ def _shape(symbols: Symbols, node: ir.Node) -> Elements | None:
     return 1, dims[slice(node.attributes.get_int("start", 0), node.attributes.get_int("end", None))]
 
 
-def _size(symbols: Symbols, node: ir.Node) -> Elements | None:
+def _size(_: Symbols, node: ir.Node) -> Elements | None:
     x = node.inputs[0]
     return None if x is None or x.shape is None else (0, (product(dims_of(x.shape)),))
-
-
-def _same(symbols: Symbols, node: ir.Node) -> Elements | None:
-    return symbols.elements(node.inputs[0])
 
 
 def _cast(symbols: Symbols, node: ir.Node) -> Elements | None:
@@ -118,34 +112,14 @@ def _cast(symbols: Symbols, node: ir.Node) -> Elements | None:
     return symbols.elements(node.inputs[0]) if node.attributes.get_int("to", 0) in kinds else None
 
 
-def _gather(symbols: Symbols, node: ir.Node) -> Elements | None:
-    data, index = symbols.elements(node.inputs[0]), symbols.elements(node.inputs[1])
-    if data is None or index is None or data[0] != 1:
-        return None
-    picked = []
-    for item in index[1]:
-        if not isinstance(item, int) or not -len(data[1]) <= item < len(data[1]):
-            return None
-        picked.append(data[1][item])
-    return index[0], tuple(picked)
-
-
-def _slice(symbols: Symbols, node: ir.Node) -> Elements | None:
+def _moved(symbols: Symbols, node: ir.Node) -> Elements | None:
+    """Elements that are only moved: names as `compute` moves numbers."""
     parts = [symbols.elements(value) for value in node.inputs]
-    data = parts[0]
-    if data is None or data[0] != 1 or any(part is None for part in parts[1:3]):
+    if any(value is not None and part is None for value, part in zip(node.inputs, parts)):
         return None
-    numbers = []
-    for index in (1, 2, 4):
-        part = parts[index] if len(parts) > index else (1, (1,))
-        if part is None or len(part[1]) != 1 or not isinstance(part[1][0], int):
-            return None
-        numbers.append(part[1][0])
-    start, stop, step = numbers
-    if step == 0:
-        return None
-    stop = None if step < 0 and stop < -len(data[1]) else stop
-    return 1, data[1][slice(start, stop, step)]
+    arrays = [part and np.array(part[1], object).reshape([len(part[1])] * part[0]) for part in parts]
+    moved = rearrange(node.op_type, {name: attr.value for name, attr in node.attributes.items()}, arrays)
+    return None if moved is None or moved.ndim > 1 else (moved.ndim, tuple(moved.ravel()))
 
 
 def _concat(symbols: Symbols, node: ir.Node) -> Elements | None:
@@ -164,16 +138,6 @@ def _concat(symbols: Symbols, node: ir.Node) -> Elements | None:
     return 1, tuple(joined)
 
 
-def _unsqueeze(symbols: Symbols, node: ir.Node) -> Elements | None:
-    data = symbols.elements(node.inputs[0])
-    return None if data is None or data[0] != 0 else (1, data[1])
-
-
-def _squeeze(symbols: Symbols, node: ir.Node) -> Elements | None:
-    data = symbols.elements(node.inputs[0])
-    return None if data is None or len(data[1]) != 1 else (0, data[1])
-
-
 def _reshape_vector(symbols: Symbols, node: ir.Node) -> Elements | None:
     data, shape = symbols.elements(node.inputs[0]), symbols.elements(node.inputs[1])
     if data is None or shape is None:
@@ -181,41 +145,20 @@ def _reshape_vector(symbols: Symbols, node: ir.Node) -> Elements | None:
     return (len(shape[1]), data[1]) if len(shape[1]) <= 1 else None
 
 
-def _filled(symbols: Symbols, node: ir.Node) -> Elements | None:
-    shape = symbols.elements(node.inputs[0])
-    tensor = node.attributes.get_tensor("value", None)
-    if shape is None or tensor is None or tensor.dtype not in (ir.DataType.INT64, ir.DataType.INT32):
-        return None
-    if len(shape[1]) > 1 or any(not isinstance(item, int) for item in shape[1]):
-        return None
-    count = math.prod(int(item) for item in shape[1] if isinstance(item, int))
-    return (len(shape[1]), (int(tensor.numpy().ravel()[0]),) * count) if count <= _LONGEST else None
-
-
-def _elementwise(function: Callable[[Dim, Dim], Dim]) -> Callable[[Symbols, ir.Node], Elements | None]:
+def _elementwise(function: Callable[..., Dim]) -> Callable[[Symbols, ir.Node], Elements | None]:
     def rule(symbols: Symbols, node: ir.Node) -> Elements | None:
-        first, second = symbols.elements(node.inputs[0]), symbols.elements(node.inputs[1])
-        if first is None or second is None:
+        parts = [part for value in node.inputs if (part := symbols.elements(value)) is not None]
+        length = max((len(items) for _, items in parts), default=0)
+        if len(parts) < len(node.inputs) or any(len(items) not in (1, length) for _, items in parts):
             return None
-        return _zip(function, first, second)
+        spread = [items * length if len(items) == 1 else items for _, items in parts]
+        return max(rank for rank, _ in parts), tuple(function(*items) for items in zip(*spread))
 
     return rule
 
 
-def _zip(function: Callable[..., Dim], *parts: Elements) -> Elements | None:
-    length = max(len(items) for _, items in parts)
-    if any(len(items) not in (1, length) for _, items in parts):
-        return None
-    spread = [items * length if len(items) == 1 else items for _, items in parts]
-    return max(rank for rank, _ in parts), tuple(function(*items) for items in zip(*spread))
-
-
-def _where(symbols: Symbols, node: ir.Node) -> Elements | None:
-    parts = [symbols.elements(value) for value in node.inputs]
-    known = [part for part in parts if part is not None]
-    if len(known) != 3:
-        return None
-    return _zip(lambda c, a, b: a if a == b or c == 1 else (b if c == 0 else None), *known)
+def _choose(condition: Dim, a: Dim, b: Dim) -> Dim:
+    return a if a == b or condition == 1 else (b if condition == 0 else None)
 
 
 def _reduce_prod(symbols: Symbols, node: ir.Node) -> Elements | None:
@@ -228,16 +171,11 @@ def _reduce_prod(symbols: Symbols, node: ir.Node) -> Elements | None:
 _VALUES: dict[str, Callable[[Symbols, ir.Node], Elements | None]] = {
     "Shape": _shape,
     "Size": _size,
-    "Identity": _same,
+    **dict.fromkeys(REARRANGED, _moved),
     "Cast": _cast,
-    "Gather": _gather,
-    "Slice": _slice,
     "Concat": _concat,
-    "Unsqueeze": _unsqueeze,
-    "Squeeze": _squeeze,
     "Reshape": _reshape_vector,
-    "ConstantOfShape": _filled,
-    "Where": _where,
+    "Where": _elementwise(_choose),
     "ReduceProd": _reduce_prod,
     "Add": _elementwise(add),
     "Sub": _elementwise(sub),
@@ -269,8 +207,8 @@ def _reshaped(symbols: Symbols, node: ir.Node) -> Sequence[Dim] | None:
                 dims[index] = have[index] if have is not None and index < len(have) else None
     if dims.count(-1) == 1:
         index = dims.index(-1)
-        rest = product([dim for dim in dims if dim != -1])
-        dims[index] = quotient(product(have), rest) if have is not None else None
+        others = product([dim for dim in dims if dim != -1])
+        dims[index] = quotient(product(have), others) if have is not None else None
     return None if -1 in dims else dims
 
 
@@ -316,30 +254,26 @@ def _padded(symbols: Symbols, node: ir.Node) -> Sequence[Dim] | None:
     if x is None or x.shape is None or counts is None or (axes is not None and named is None):
         return None
     dims = list(dims_of(x.shape))
-    places = tuple(range(len(dims))) if named is None else named[1]
-    if len(counts[1]) != 2 * len(places):
+    padded_axes = tuple(range(len(dims))) if named is None else named[1]
+    if len(counts[1]) != 2 * len(padded_axes):
         return None
-    for axis, begin, end in zip(places, counts[1], counts[1][len(places) :]):
+    for axis, begin, end in zip(padded_axes, counts[1], counts[1][len(padded_axes) :]):
         if not isinstance(axis, int):
             return None
         dims[axis] = add(dims[axis], add(begin, end))
     return dims
 
 
-def _slid(symbols: Symbols, node: ir.Node) -> Sequence[Dim] | None:
+def _slid(_: Symbols, node: ir.Node) -> Sequence[Dim] | None:
     """Spatial sizes of a convolution or pooling, by name where the input has names."""
     x = node.inputs[0]
     if x is None or x.shape is None or node.attributes.get_int("ceil_mode", 0):
         return None
     have, count = dims_of(x.shape), x.shape.rank() - 2
     kernel: Sequence[Dim] = list(node.attributes.get_ints("kernel_shape", []) or [])
-    if (
-        not kernel
-        and node.op_type == "Conv"
-        and node.inputs[1] is not None
-        and node.inputs[1].shape is not None
-    ):
-        kernel = dims_of(node.inputs[1].shape)[2:]
+    weight = node.inputs[1] if node.op_type == "Conv" else None
+    if not kernel and weight is not None and weight.shape is not None:
+        kernel = dims_of(weight.shape)[2:]
     pads = list(node.attributes.get_ints("pads", []) or [0] * 2 * count)
     strides, dilations = (
         list(node.attributes.get_ints(name, []) or [1] * count) for name in ("strides", "dilations")
@@ -349,12 +283,12 @@ def _slid(symbols: Symbols, node: ir.Node) -> Sequence[Dim] | None:
         return None
     dims: list[Dim] = [have[0], None]
     for axis in range(count):
-        size = kernel[axis]
-        if not isinstance(size, int) or isinstance(have[2 + axis], int):
+        size, length = kernel[axis], have[2 + axis]
+        if not isinstance(size, int) or isinstance(length, int):
             dims.append(None)
             continue
         margin = pads[axis] + pads[count + axis] - (size - 1) * dilations[axis] - 1
-        dims.append(windows(have[2 + axis], margin, strides[axis]))
+        dims.append(windows(length, margin, strides[axis]))
     return dims
 
 

@@ -1,28 +1,27 @@
 """Runs optimizer models of any form: elementwise, by parameter, or custom ones over sequences.
 
-`make_updater` chooses: `host` on the host, `device` on a device, `named` for rules that see whole parameters.
+`make_updater` chooses: `host` on the host, `device` on a device, `named` for rules that see whole parameters and for
+a device whose memory has no address.
 """
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING
-
-import onnx
 
 from onward import contract
 from onward.errors import MAKE_ARTIFACTS, ModelError
 from onward.model_metadata import read_table
+from onward.runtime.environment import processors
 from onward.runtime.optimizers.device import DeviceUpdater
 from onward.runtime.optimizers.host import HostUpdater
-from onward.runtime.optimizers.named import NamedUpdater, SequenceUpdater
-from onward.runtime.optimizers.updater import ElementwiseUpdater, Slots, Updater, group_of
+from onward.runtime.optimizers.named import NamedUpdater, ResidentUpdater, SequenceUpdater
+from onward.runtime.optimizers.updater import ElementwiseUpdater, Rule, Slots, Updater, group_of
 from onward.runtime.sessions import ModelFile, read_model, require_one_set
 
 if TYPE_CHECKING:
     from onward.runtime.memory import FlatBuffer
 
-__all__ = ["ElementwiseUpdater", "Slots", "Updater", "make_updater", "wanted_order"]
+__all__ = ["ElementwiseUpdater", "Slots", "Updater", "group_order", "make_updater"]
 
 
 def make_updater(
@@ -37,11 +36,11 @@ def make_updater(
 
     `artifacts_id` is that of the training model: an optimizer model of other artifacts is refused.
     """
-    model, options = _read(source)
-    about = {entry.key: entry.value for entry in model.metadata_props}
+    rule = _read(source)
+    about = {entry.key: entry.value for entry in rule.model.metadata_props}
     require_one_set("optimizer", about.get(contract.ARTIFACTS, ""), artifacts_id)
     try:
-        return _make_updater(model, options, parameters, gradients, threads)
+        return _make_updater(rule, parameters, gradients, threads)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise ModelError(
             f"the optimizer model does not fit what its metadata says ({type(error).__name__}: {error}); "
@@ -50,37 +49,40 @@ def make_updater(
         ) from error
 
 
-def _make_updater(
-    model: onnx.ModelProto, options: dict, parameters: FlatBuffer, gradients: FlatBuffer, threads: int | None
-) -> Updater:
-    if options.get("sequences"):
-        return SequenceUpdater(model, parameters, gradients)
-    if options["elementwise"]:
+def _make_updater(rule: Rule, parameters: FlatBuffer, gradients: FlatBuffer, threads: int | None) -> Updater:
+    if rule.options.get("sequences"):
+        return SequenceUpdater(rule.model, parameters, gradients)
+    report = None
+    if parameters.device.memory == "resident":
+        # graphs in ONNX's textual syntax: only where they are needed
+        from onward.runtime.device_check import check_device
+
+        report = check_device(parameters.device)
+    if rule.options["elementwise"]:
+        if report is not None:
+            return ResidentUpdater(rule, parameters, gradients, report)
         if not parameters.on_host:
-            return DeviceUpdater(model, options, parameters, gradients)
-        return HostUpdater(model, options, parameters, gradients, threads=threads or _threads())
-    return NamedUpdater(model, options, parameters, gradients)
+            return DeviceUpdater(rule, parameters, gradients)
+        return HostUpdater(rule, parameters, gradients, threads=threads or min(processors(), 8))
+    if report is not None:
+        report.fit(rule.model, parameters.device, "optimizer model")
+    return NamedUpdater(rule, parameters, gradients)
 
 
-def wanted_order(source: ModelFile, parameters: FlatBuffer) -> list[str]:
+def group_order(source: ModelFile, parameters: FlatBuffer) -> list[str]:
     """An order of the parameters in which those of the same settings lie together."""
-    _, options = _read(source)
-    place = group_of(options) if options.get("elementwise") else {}
-    return sorted(parameters.spans, key=lambda name: place.get(name, 0))
+    options = _read(source).options
+    groups = group_of(options) if options.get("elementwise") else {}
+    return sorted(parameters.spans, key=lambda name: groups.get(name, 0))
 
 
-def _read(source: ModelFile) -> tuple[onnx.ModelProto, dict]:
+def _read(source: ModelFile) -> Rule:
     model = read_model(source, "optimizer")
     about = {entry.key: entry.value for entry in model.metadata_props}
     if contract.OPTIMIZER not in about and {"params", "gradients"} <= {i.name for i in model.graph.input}:
-        return model, {"name": model.graph.name, "sequences": True}  # as `onnxblock.optim` builds it
+        return Rule(model, {"name": model.graph.name, "sequences": True})  # as `onnxblock.optim` builds it
     if contract.OPTIMIZER not in about:
         raise ModelError(
             "this is not an optimizer model of Onward: make it with onward.artifacts", hint=MAKE_ARTIFACTS
         )
-    return model, read_table(about, contract.OPTIMIZER)
-
-
-def _threads() -> int:
-    count = getattr(os, "process_cpu_count", os.cpu_count)() or 1
-    return min(count, 8)
+    return Rule(model, read_table(about, contract.OPTIMIZER))

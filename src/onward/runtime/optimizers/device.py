@@ -7,20 +7,22 @@ little memory.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import onnx
+import onnxruntime as ort
 
 from onward.errors import ModelError
-from onward.graph.passes.repeat import repeat
-from onward.graph.passes.scalars import split_scalars, to_single, without_scaling
-from onward.runtime.bound import RecordingError, inputs_on_host, preserve, warn_unrecorded
+from onward.graph.proto.optimizer_models import repeat
+from onward.runtime.bound import RecordingError, inputs_on_host, make_recording, warn_unrecorded
 from onward.runtime.memory import FlatBuffer, Tensor, make_tensor
-from onward.runtime.optimizers.updater import SCALARS, ElementwiseUpdater, runs_of, settings_of
+from onward.runtime.optimizers.updater import ElementwiseUpdater, Rule, runs_of
 from onward.runtime.sessions import make_session
+from onward.runtime.tensors import run_bound
 
-__all__ = ["DeviceUpdater"]
+if TYPE_CHECKING:
+    from onward.runtime.devices import Device
 
 # Elements of a stretch, which begins at a multiple of so many.
 _MOST, _ALIGN = 1 << 21, 1 << 10
@@ -32,34 +34,20 @@ class DeviceUpdater(ElementwiseUpdater):
     What a step's scalars come to is computed on the host and copied as one small vector.
     """
 
-    def __init__(
-        self, model: onnx.ModelProto, options: dict, parameters: FlatBuffer, gradients: FlatBuffer
-    ) -> None:
-        super().__init__(options, parameters, gradients)
-        self._program, plain = split_scalars(model, SCALARS)
-        self._models = {True: plain, False: without_scaling(plain)}
-        self._settings = settings_of(options)
+    def __init__(self, rule: Rule, parameters: FlatBuffer, gradients: FlatBuffer) -> None:
+        super().__init__(rule, parameters, gradients)
         self._runs = [
             (first, last, setting)
-            for start, stop, setting in runs_of(options, parameters)
+            for start, stop, setting in runs_of(rule.options, parameters)
             for first, last in _stretches(start, stop)
         ]
-        # for each group: the rate, the scale, the decay, and what the program computes
-        self._names = ["learning_rate", "gradient_scale", "weight_decay", *self._program.results]
-        self._numbers: Tensor = make_tensor(
-            parameters.device, np.zeros(len(self._settings) * len(self._names), np.float32)
-        )
+        self._numbers: Tensor = make_tensor(parameters.device, np.concatenate(self._scalars))
         self._count: Tensor = make_tensor(parameters.device, self._step)
         self._bound: dict[bool, _Bound] = {}
 
     def _apply(self) -> None:
-        scale = self._scale.item()
-        numbers: list[float] = []
-        for factor, decay in self._settings:
-            rate, decay = to_single(self._learning_rate * factor), to_single(decay)
-            numbers += [rate, scale, decay, *self._program.run(rate, self.step, scale, decay)]
-        self._numbers.write(np.array(numbers, np.float32))
-        scaled = scale != 1.0
+        scaled = self._set_scalars()
+        self._numbers.write(np.concatenate(self._scalars))
         if scaled not in self._bound:
             self._bound[scaled] = self._bind(scaled, record=True)
         if self._bound[scaled].reads("step"):  # most rules read it by way of the program alone
@@ -73,11 +61,12 @@ class DeviceUpdater(ElementwiseUpdater):
 
     def _bind(self, scaled: bool, *, record: bool) -> _Bound:
         """A session of the rule for every stretch, bound to the vectors."""
+        names = self._scalar_names
         model = repeat(
             self._models[scaled],
-            shared=[{name: f"{name}.{setting}" for name in self._names} for _, _, setting in self._runs],
+            shared=[{name: f"{name}.{setting}" for name in names} for _, _, setting in self._runs],
             own=["parameter", "gradient", *self._slots],
-            sizes=[stop - start for start, stop, _ in self._runs],
+            shapes=[[stop - start] for start, stop, _ in self._runs],
         )
         whole = {"parameter": self._parameters, **self._slots}
         inputs: dict[str, Tensor] = {"step": self._count}
@@ -87,8 +76,8 @@ class DeviceUpdater(ElementwiseUpdater):
                 part = flat.whole.view(start, [stop - start])
                 inputs[f"{name}.{index}"] = outputs[f"{name}.next.{index}"] = part
             inputs[f"gradient.{index}"] = self._gradients.whole.view(start, [stop - start])
-            for place, name in enumerate(self._names, setting * len(self._names)):
-                inputs[f"{name}.{setting}"] = self._numbers.view(place, [1])
+            for position, name in enumerate(names, setting * len(names)):
+                inputs[f"{name}.{setting}"] = self._numbers.view(position, [1])
         changed = [flat.whole for flat in whole.values()]
         return _Bound(model, self._parameters.device, inputs, outputs, changed, record=record)
 
@@ -110,7 +99,7 @@ class _Bound:
     def __init__(
         self,
         model: onnx.ModelProto,
-        device: Any,
+        device: Device,
         inputs: dict[str, Tensor],
         outputs: dict[str, Tensor],
         changed: Sequence[Tensor],
@@ -118,28 +107,28 @@ class _Bound:
         record: bool,
     ) -> None:
         self._changed = changed
-        self._capture = device.captures and record
+        self._recorded = not (device.captures and record)
         try:
-            self._session = make_session(model, device=device, what="optimizer model", capture=self._capture)
+            self._session = make_session(
+                model, device=device, what="optimizer model", capture=not self._recorded
+            )
+            self._rebinds = bool(inputs_on_host(self._session, device))
         except ModelError:
-            if not self._capture:
+            if self._recorded:
                 raise
-            self._capture = False
+            self._rebinds = True
+        # A replay reads addresses: what the host holds would be the first step's numbers for ever.
+        if self._rebinds and not self._recorded:
+            self._recorded = True
             self._session = make_session(model, device=device, what="optimizer model")
-        on_host = inputs_on_host(self._session, device)
-        self._rebinds = on_host is None or bool(on_host)
-        if self._rebinds and self._capture:
-            self._capture = False
-            self._session = make_session(model, device=device, what="optimizer model")
-        self._native: Any = self._session._sess
+            self._rebinds = bool(inputs_on_host(self._session, device))
         self._inputs = {value.name: inputs[value.name] for value in self._session.get_inputs()}
         self._outputs = outputs  # a binding holds addresses only
-        self._binding: Any = self._session.io_binding()
+        self._binding: ort.IOBinding = self._session.io_binding()
         for name, tensor in self._inputs.items():
             tensor.bind_input(self._binding, name)
         for name, tensor in outputs.items():
             tensor.bind_output(self._binding, name)
-        self._recorded = not self._capture
 
     def reads(self, name: str) -> bool:
         """Whether the session has an input of this name."""
@@ -148,15 +137,7 @@ class _Bound:
     def run(self) -> None:
         """One update."""
         if not self._recorded:
-            # recording executes more than once: do it, and then undo what it did
-            before = preserve(self._changed)
-            try:
-                self._run()
-            except Exception as error:
-                raise RecordingError(str(error)) from error
-            finally:
-                for tensor, array in before:
-                    tensor.write(array)
+            make_recording(self._run, self._changed)
             self._recorded = True
         self._run()
 
@@ -164,4 +145,4 @@ class _Bound:
         if self._rebinds:  # what the session reads on the host, it copies when it is bound
             for name, tensor in self._inputs.items():
                 tensor.bind_input(self._binding, name)
-        self._native.run_with_iobinding(self._binding._iobinding, None)
+        run_bound(self._session, self._binding)

@@ -7,25 +7,24 @@ it: most of an embedding table, for a long time.
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import onnx
 import onnxruntime as ort
 
 from onward import contract
-from onward.graph.passes.multiply_add import as_rows, fuse_multiply_add
-from onward.graph.passes.scalars import ScalarProgram, split_scalars, to_single, without_scaling
-from onward.runtime.bound import run_bound
-from onward.runtime.optimizers.updater import SCALARS, ElementwiseUpdater, Slots, runs_of, settings_of
+from onward.contract import SCALARS
+from onward.graph.proto.optimizer_models import as_rows, fuse_multiply_add, leaves_alone
+from onward.ort_session import quiet_options
+from onward.runtime.optimizers.updater import ElementwiseUpdater, Rule, Slots, runs_of
 from onward.runtime.sessions import make_session
+from onward.runtime.tensors import run_bound
 
 if TYPE_CHECKING:
     from onward.runtime.memory import FlatBuffer
-
-__all__ = ["HostUpdater"]
 
 # Elements of one run: few enough that temporaries stay in the cache, many enough that a run's overhead is small.
 _LEAST, _MOST = 1 << 16, 1 << 18
@@ -33,31 +32,10 @@ _LEAST, _MOST = 1 << 16, 1 << 18
 _PIECE = 1 << 13
 
 
-class _Setting:
-    """The scalars of a group of parameters, in memory that bindings alias."""
-
-    def __init__(self, rate_scale: float, decay: float, computed: Sequence[str]) -> None:
-        self._rate_scale, self.decay = rate_scale, to_single(decay)
-        self._rate, self._decay = np.zeros(1, np.float32), np.full(1, decay, np.float32)
-        self._computed = {name: np.zeros(1, np.float32) for name in computed}
-
-    def update(self, program: ScalarProgram, rate: float, step: int, scale: float) -> None:
-        """Compute what follows from the learning rate and the step."""
-        self._rate[0] = rate = to_single(rate * self._rate_scale)
-        for array, value in zip(self._computed.values(), program.run(rate, step, scale, self.decay)):
-            array[0] = value
-
-    def arrays(self) -> dict[str, np.ndarray]:
-        """The scalars by the names of the model's inputs."""
-        return {"learning_rate": self._rate, "weight_decay": self._decay, **self._computed}
-
-
 class _Block:
-    """A stretch of the vector with its scalars, and which of its pieces have been moved."""
+    """A stretch of the vector with the number of its settings, and which of its pieces have been moved."""
 
-    def __init__(
-        self, start: int, stop: int, setting: _Setting, gradient: np.ndarray, *, rests: bool
-    ) -> None:
+    def __init__(self, start: int, stop: int, setting: int, gradient: np.ndarray, *, rests: bool) -> None:
         self.start, self.stop, self.setting = start, stop, setting
         # a zero may be negative, which as bits is not zero: that piece is moved, to no effect
         self._bits = gradient.view(np.uint32).reshape(-1, min(_PIECE, stop - start)) if rests else None
@@ -91,32 +69,35 @@ class _Block:
 class _Share:
     """What one thread does of an update."""
 
-    def __init__(self, session: ort.InferenceSession, blocks: list[_Block], bind: Callable[..., Any]) -> None:
-        self._session, self._bind = session, bind
-        self._given = {value.name for value in session.get_inputs()}
-        self._blocks = blocks
-        # bindings are made when first needed: of whole blocks, and of pieces by where they begin
-        self._whole: list[Any] = [None] * len(blocks)
-        self._pieces: dict[int, Any] = {}
+    def __init__(
+        self,
+        session: ort.InferenceSession,
+        blocks: list[_Block],
+        bind: Callable[[ort.InferenceSession, slice, int], ort.IOBinding],
+    ) -> None:
+        self._session, self._blocks, self._bind = session, blocks, bind
+        # made when first needed: of whole blocks, and of pieces by where they begin
+        self._whole: list[ort.IOBinding | None] = [None] * len(blocks)
+        self._pieces: dict[int, ort.IOBinding] = {}
 
     def run(self) -> None:
         for index, block in enumerate(self._blocks):
             pieces = block.pieces() if block.rests else None
             if pieces is not None:
-                for piece in pieces:
-                    self._run_piece(block, block.piece(piece))
+                self._run_pieces(block, pieces)
                 continue
             binding = self._whole[index]
             if binding is None:
-                part = slice(block.start, block.stop)
-                binding = self._whole[index] = self._bind(self._session, self._given, part, block.setting)
+                whole = slice(block.start, block.stop)
+                binding = self._whole[index] = self._bind(self._session, whole, block.setting)
             run_bound(self._session, binding)
 
-    def _run_piece(self, block: _Block, part: slice) -> None:
-        binding = self._pieces.get(part.start)
-        if binding is None:
-            binding = self._pieces[part.start] = self._bind(self._session, self._given, part, block.setting)
-        run_bound(self._session, binding)
+    def _run_pieces(self, block: _Block, pieces: Sequence[int]) -> None:
+        for part in map(block.piece, pieces):
+            binding = self._pieces.get(part.start)
+            if binding is None:
+                binding = self._pieces[part.start] = self._bind(self._session, part, block.setting)
+            run_bound(self._session, binding)
 
 
 class HostUpdater(ElementwiseUpdater):
@@ -125,27 +106,19 @@ class HostUpdater(ElementwiseUpdater):
     is_host_vector = True
 
     def __init__(
-        self,
-        model: onnx.ModelProto,
-        options: dict,
-        parameters: FlatBuffer,
-        gradients: FlatBuffer,
-        *,
-        threads: int = 1,
+        self, rule: Rule, parameters: FlatBuffer, gradients: FlatBuffer, *, threads: int = 1
     ) -> None:
-        super().__init__(options, parameters, gradients)
-        self._options = options
-        self._program, plain = split_scalars(model, SCALARS)
-        self._models = {True: as_rows(plain), False: as_rows(without_scaling(plain))}
+        super().__init__(rule, parameters, gradients)
+        self._options = rule.options
+        self._models = {scaled: as_rows(variant) for scaled, variant in self._models.items()}
+        # Elsewhere Gemm may fuse multiply and add without rounding in between, which changes last digits.
         if platform.machine().lower() in ("x86_64", "amd64"):
             for scaled, variant in self._models.items():
                 self._program, self._models[scaled] = fuse_multiply_add(variant, self._program, SCALARS)
-        self._settings = [
-            _Setting(scale, decay, self._program.results) for scale, decay in settings_of(options)
-        ]
-        rests = parameters.vector.size > _LEAST and _rests(model, options["slots"])
-        self._blocks = list(self._cut(options, rests, threads))
-        # a thread must have a few blocks to do before it is worth waking
+        self._scalars = self._new_scalars()  # the fusion has scalars of its own
+        rests = parameters.vector.size > _LEAST and _rests(rule)
+        self._blocks = list(self._cut(rests, threads))
+        # waking a thread takes some 20 µs: it must have a few blocks to do
         self._workers = max(1, min(threads, len(self._blocks) // 4))
         self._bound: dict[bool, list[_Share]] = {}
         self._pool: ThreadPoolExecutor | None = None
@@ -153,13 +126,12 @@ class HostUpdater(ElementwiseUpdater):
             self._pool = ThreadPoolExecutor(self._workers - 1, thread_name_prefix="onward-optimizer")
 
     def _apply(self) -> None:
-        scale = self._scale.item()
-        for setting in self._settings:
-            setting.update(self._program, self._learning_rate, self.step, scale)
-        shares = self._bound.get(scale != 1.0) or self._shares(scaled=scale != 1.0)
+        scaled = self._set_scalars()
+        shares = self._bound.get(scaled) or self._shares(scaled=scaled)
         if self._pool is None:
             shares[0].run()
             return
+        # onnxruntime lets go of Python's lock while it runs, so these run at once
         waiting = [self._pool.submit(share.run) for share in shares[1:]]
         shares[0].run()
         for future in waiting:
@@ -168,6 +140,7 @@ class HostUpdater(ElementwiseUpdater):
     def load(self, step: int, slots: Slots) -> None:
         super().load(step, slots)
         for block in self._blocks:
+            # State that is not zero moves a parameter even without a gradient: momentum.
             if any(flat.vector[block.start : block.stop].any() for flat in self._slots.values()):
                 block.wake()
 
@@ -180,8 +153,8 @@ class HostUpdater(ElementwiseUpdater):
     @property
     def scalars_need_scale(self) -> bool:
         """Whether a scalar depends on the gradients' scale, which then must be known before the run."""
-        place = SCALARS.index("gradient_scale")
-        return any(place in (first, second) for _, first, second, _ in self._program.steps)
+        position = SCALARS.index("gradient_scale")
+        return any(position in (first, second) for _, first, second, _ in self._program.steps)
 
     def settings_runs(self) -> list[tuple[int, int, int]]:
         """Stretches of the vector that share their settings: start, stop, and the place of the settings."""
@@ -189,9 +162,8 @@ class HostUpdater(ElementwiseUpdater):
 
     def scalars(self, rate: float, step: int, setting: int) -> dict[str, float]:
         """The scalars of an update, by the names of the model's inputs."""
-        chosen = self._settings[setting]
-        chosen.update(self._program, rate, step, 1.0)
-        return {**{name: array.item() for name, array in chosen.arrays().items()}, "step": step}
+        values = self._scalar_values(setting, rate, step, 1.0)
+        return {**dict(zip(self._scalar_names, values)), "step": step}
 
     def take_over(self, updates: int) -> None:
         """Count updates that something else made to parameters and state."""
@@ -199,12 +171,11 @@ class HostUpdater(ElementwiseUpdater):
         for block in self._blocks:
             block.wake()
 
-    def _cut(self, options: dict, rests: bool, threads: int) -> Iterable[_Block]:
+    def _cut(self, rests: bool, threads: int) -> Iterable[_Block]:
         """Runs of parameters that share their settings, in blocks; what may rest has no broken pieces."""
         size = min(max(self._parameters.vector.size // (8 * threads) // _PIECE * _PIECE, _LEAST), _MOST)
-        for start, stop, index in runs_of(options, self._parameters):
-            setting = self._settings[index]
-            resting = rests and setting.decay == 0.0
+        for start, stop, setting in self.settings_runs():
+            resting = rests and self._settings[setting][1] == 0.0
             even = start + (stop - start) // _PIECE * _PIECE if resting else stop
             for first, last in [*_stretches(start, even, size), *_stretches(even, stop, size)]:
                 gradient = self._gradients.vector[first:last]
@@ -220,55 +191,38 @@ class HostUpdater(ElementwiseUpdater):
             ]
         return self._bound[scaled]
 
-    def _bind(
-        self, session: ort.InferenceSession, given: Collection[str], part: slice, setting: _Setting
-    ) -> Any:
-        binding = session.io_binding()
+    def _bind(self, session: ort.InferenceSession, part: slice, setting: int) -> ort.IOBinding:
+        binding: ort.IOBinding = session.io_binding()
+        names = {value.name for value in session.get_inputs()}
         pairs = {"parameter": self._parameters.vector, **{n: flat.vector for n, flat in self._slots.items()}}
-        inputs = {name: vector[part] for name, vector in pairs.items()} | setting.arrays()
-        inputs |= {
-            "gradient": self._gradients.vector[part],
-            "step": self._step,
-            "gradient_scale": self._scale,
-        }
+        inputs = {name: vector[part] for name, vector in pairs.items()} | self._scalar_views(setting)
+        inputs |= {"gradient": self._gradients.vector[part], "step": self._step}
         for name, array in inputs.items():
-            if name in given:
+            if name in names:
                 binding.bind_ortvalue_input(name, ort.OrtValue.ortvalue_from_numpy(array[np.newaxis]))
         for name, vector in pairs.items():
             target = vector[part]
+            # The output is the input's own memory: elementwise, each number is read before it is written.
             binding.bind_output(
                 f"{name}{contract.NEXT}", "cpu", 0, np.float32, [1, target.size], target.ctypes.data
             )
-        return binding._iobinding
+        return binding
 
 
 def _stretches(start: int, stop: int, size: int) -> list[tuple[int, int]]:
     return [(first, min(first + size, stop)) for first in range(start, stop, size)]
 
 
-def _rests(model: onnx.ModelProto, slots: Sequence[str]) -> bool:
+def _rests(rule: Rule) -> bool:
     """Whether the rule leaves a parameter with zero gradient, state and weight decay exactly as it is."""
-    session = _single_threaded(model.SerializeToString())
-    given = {value.name for value in session.get_inputs()}
-    parameter = np.linspace(-2, 2, 9, dtype=np.float32)
-    zeros = np.zeros_like(parameter)
-    feeds: dict[str, np.ndarray] = {"parameter": parameter, "gradient": zeros, **dict.fromkeys(slots, zeros)}
-    feeds |= {"learning_rate": np.full(1, 0.1, np.float32), "gradient_scale": np.ones(1, np.float32)}
-    feeds["weight_decay"] = np.zeros(1, np.float32)
-    for step in (1, 2, 1000):
-        feeds["step"] = np.full(1, step, np.int64)
-        names = ["parameter.next", *(f"{slot}{contract.NEXT}" for slot in slots)]
-        # the runtime may write into what it is fed
-        results = session.run(names, {key: value.copy() for key, value in feeds.items() if key in given})
-        wanted = [parameter, *[zeros] * len(slots)]
-        if not all(np.array_equal(np.asarray(a), b) for a, b in zip(results, wanted)):
-            return False
-    return True
+    session = _single_threaded(rule.model.SerializeToString())
+    state = ["parameter", *rule.options["slots"]]
+    names = [f"{name}{contract.NEXT}" for name in state]
+    inputs = {value.name for value in session.get_inputs()}
+    return leaves_alone(lambda feeds: session.run(names, feeds), inputs, state, (9,))
 
 
 def _single_threaded(data: bytes) -> ort.InferenceSession:
-    options = ort.SessionOptions()
-    options.intra_op_num_threads = 1
+    options = quiet_options(threads=1)
     options.inter_op_num_threads = 1
-    options.log_severity_level = 4
     return make_session(data, options=options, what="optimizer model")

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import abc
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+import onnx
 
+from onward.contract import SCALARS
 from onward.errors import MAKE_ARTIFACTS, DeviceMemoryError, ModelError, OnwardError
-from onward.runtime.memory import FlatBuffer, is_out_of_memory
+from onward.graph.proto.optimizer_models import split_scalars, to_single, without_scaling
+from onward.runtime.device_tensor import is_out_of_memory
+from onward.runtime.memory import FlatBuffer
 
 if TYPE_CHECKING:
     from onward.runtime.memory import Tensor
-
-__all__ = ["SCALARS", "ElementwiseUpdater", "Slots", "Updater", "group_of", "runs_of", "settings_of"]
-
-# The scalar inputs of an optimizer model.
-SCALARS = ("learning_rate", "step", "gradient_scale", "weight_decay")
 
 # The numbers of the state by parameter and slot.
 Slots = dict[str, dict[str, np.ndarray]]
@@ -51,6 +50,7 @@ class Updater(abc.ABC):
 
     def run(self, gradient_scale: float) -> None:
         """One update; one that fails does not count."""
+        # before the run: rules count from 1, for the bias correction of Adam
         self._step[0] += 1
         self._scale[0] = gradient_scale
         try:
@@ -72,6 +72,7 @@ class Updater(abc.ABC):
         self._step[0] = step
         for parameter, state in self.slot_tensors().items():
             for name, tensor in state.items():
+                # what a checkpoint lacks starts from zero, with a warning of `Optimizer`
                 if parameter in slots and name in slots[parameter]:
                     _copy_state(tensor, slots[parameter][name], parameter, name)
 
@@ -90,15 +91,53 @@ class Updater(abc.ABC):
         }
 
 
+class Rule(NamedTuple):
+    """An optimizer model, and what its metadata says of it."""
+
+    model: onnx.ModelProto
+    options: dict[str, Any]
+
+
 class ElementwiseUpdater(Updater):
     """An elementwise rule over all parameters as one vector."""
 
-    def __init__(self, options: dict, parameters: FlatBuffer, gradients: FlatBuffer) -> None:
-        super().__init__(options["clip_norm"])
+    def __init__(self, rule: Rule, parameters: FlatBuffer, gradients: FlatBuffer) -> None:
+        super().__init__(rule.options["clip_norm"])
         self._parameters, self._gradients = parameters, gradients
+        self._program, plain = split_scalars(rule.model, SCALARS)
+        # Mostly nothing is clipped: a product with 1 would be a pass over all gradients.
+        self._models = {True: plain, False: without_scaling(plain)}
+        self._settings = settings_of(rule.options)
+        self._scalars = self._new_scalars()
         self._slots = {
-            name: FlatBuffer(parameters.shapes, device=parameters.device) for name in options["slots"]
+            name: FlatBuffer(parameters.shapes, device=parameters.device) for name in rule.options["slots"]
         }
+
+    @property
+    def _scalar_names(self) -> list[str]:
+        return ["learning_rate", "gradient_scale", "weight_decay", *self._program.results]
+
+    def _new_scalars(self) -> list[np.ndarray]:
+        """Memory for the scalars of an update: a row for each group of parameters."""
+        return [np.zeros(len(self._scalar_names), np.float32) for _ in self._settings]
+
+    def _scalar_views(self, setting: int) -> dict[str, np.ndarray]:
+        """The memory of a group's scalars, by the names of the model's inputs."""
+        row = self._scalars[setting]
+        return {name: row[index : index + 1] for index, name in enumerate(self._scalar_names)}
+
+    def _scalar_values(self, setting: int, rate: float, step: int, scale: float) -> list[float]:
+        """What a group's update reads: the rate, the scale, the decay, and what the program computes of them."""
+        factor, decay = self._settings[setting]
+        rate, decay = to_single(rate * factor), to_single(decay)
+        return [rate, scale, decay, *self._program.run(rate, step, scale, decay)]
+
+    def _set_scalars(self) -> bool:
+        """Compute the scalars of this update; whether its gradients are to be scaled."""
+        rate, step, scale = self._learning_rate, self.step, self._scale.item()
+        for setting, row in enumerate(self._scalars):
+            row[:] = self._scalar_values(setting, rate, step, scale)
+        return scale != 1.0
 
     def slot_tensors(self) -> dict[str, dict[str, Tensor]]:
         return {
@@ -120,15 +159,11 @@ class ElementwiseUpdater(Updater):
 
 def settings_of(options: dict) -> list[tuple[float, float]]:
     """The learning rate's factor and the weight decay: of parameters in no group, then of each group."""
-    decays = [group["weight_decay"] for group in options["groups"]]
-    default = options["weight_decay"]
-    return [
-        (1.0, default),
-        *(
-            (group["learning_rate_scale"], default if decay is None else decay)
-            for group, decay in zip(options["groups"], decays)
-        ),
-    ]
+    settings = [(1.0, options["weight_decay"])]
+    for group in options["groups"]:
+        decay = group["weight_decay"]
+        settings.append((group["learning_rate_scale"], options["weight_decay"] if decay is None else decay))
+    return settings
 
 
 def group_of(options: dict) -> dict[str, int]:

@@ -1,5 +1,5 @@
 /** The page that trains any artifacts: data in, loss curve, pause, evaluation, checkpoints in and out. */
-import { CheckpointState, Runtime, Trainer } from "onward-web";
+import { CheckpointState, WorkerTrainer } from "onward-web";
 import { LossChart } from "./chart.js";
 import { fitToInputs, readArrays } from "./data.js";
 import { careful, complain, element, offerDownload, percent, stayUsableOffline } from "./page.js";
@@ -11,7 +11,7 @@ const FILES = {
 };
 const chart = new LossChart(element("chart"), { what: "Loss", names: ["training loss", "held-out loss"] });
 
-/** @type {Trainer | null} */
+/** @type {WorkerTrainer | null} */
 let trainer = null;
 /** @type {File | null} */
 let dataFile = null;
@@ -24,16 +24,17 @@ async function open(checkpoint, provider = element("provider").value) {
   await trainer?.release();
   trainer = null;
   enable();
-  const runtime = await Runtime.load({ provider });
-  trainer = await Trainer.create({ ...FILES, checkpoint }, { runtime, metrics: "auto" });
-  trainer.callbacks.push({ onStep: showStep, onEpoch: showEpoch });
-  describe(runtime);
+  trainer = await WorkerTrainer.create({ ...FILES, checkpoint }, {
+    runtime: { provider }, metrics: "auto", callbacks: [{ onStep: showStep, onEpoch: showEpoch }],
+  });
+  describe();
   if (dataFile) await takeData(dataFile);
   enable();
 }
 
-function describe(runtime) {
-  const about = trainer.module.describe();
+function describe() {
+  const about = trainer.describe();
+  const { runtime } = trainer;
   const shape = ({ name, dims, type }) => `${name}: ${type} [${dims?.join(", ") ?? "?"}]`;
   const facts = {
     Inputs: about.inputs.map(shape).join("; "),
@@ -42,7 +43,8 @@ function describe(runtime) {
     "Runs on": runtime.provider === "webgpu" ? "WebGPU" : `WebAssembly, ${runtime.threads} thread${runtime.threads > 1 ? "s" : ""}`,
   };
   if (runtime.fallback) facts["Runs on"] += ` (${runtime.fallback})`;
-  if (!trainer.state.sealed) facts.Checkpoint = "has no checksum: damage would go unnoticed";
+  if (runtime.notes.length) facts["Runs on"] += ` (${runtime.notes.join("; ")})`;
+  if (!trainer.sealed) facts.Checkpoint = "has no checksum: damage would go unnoticed";
   element("facts").replaceChildren(...Object.entries(facts).flatMap(([name, text]) => {
     const [term, definition] = [document.createElement("dt"), document.createElement("dd")];
     term.textContent = name;
@@ -58,7 +60,7 @@ async function takeData(file) {
   if (!trainer) return;
   const divisor = Number(element("divisor").value);
   if (!(divisor > 0)) throw new Error("values can be divided by a number above 0 only");
-  const arrays = fitToInputs(await readArrays(file), trainer.module.describe().inputs, divisor);
+  const arrays = fitToInputs(await readArrays(file), trainer.describe().inputs, divisor);
   const rows = arrays[0].dims[0];
   const held = Math.floor(rows * Number(element("share").value));
   const order = trainer.shuffled(rows);
@@ -94,6 +96,7 @@ async function train() {
   } finally {
     stepsBefore += trainer.step;
     running = false;
+    describe(); // WebGPU may have failed at something
     enable();
   }
 }
@@ -154,7 +157,7 @@ element("pause").addEventListener("click", () => {
   enable();
 });
 element("download").addEventListener("click", careful(async () => {
-  offerDownload(await CheckpointState.save(trainer.state, { includeOptimizerState: true }), "checkpoint");
+  offerDownload(await trainer.save(), "checkpoint");
 }));
 element("upload").addEventListener("change", careful(async (event) => {
   const [file] = event.target.files;
@@ -162,7 +165,7 @@ element("upload").addEventListener("change", careful(async (event) => {
   if (!file) return;
   await CheckpointState.load(file); // refused before anything of the present state is given up
   const before = trainer
-    ? await CheckpointState.save(trainer.state, { includeOptimizerState: true })
+    ? await trainer.save()
     : "artifacts/checkpoint";
   try {
     await open(file);
@@ -173,7 +176,7 @@ element("upload").addEventListener("change", careful(async (event) => {
   say(`Loaded ${file.name}.`);
 }));
 element("provider").addEventListener("change", careful(async (event) => {
-  const saved = await CheckpointState.save(trainer.state, { includeOptimizerState: true });
+  const saved = await trainer.save();
   await open(saved, event.target.value);
 }));
 const drop = element("drop");

@@ -5,11 +5,12 @@ Each module here registers its operators in one table: `table.py` says how to ad
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 from typing import TYPE_CHECKING
 
 import onnx_ir as ir
 
-from onward.graph.dialect.contrib import activations, attentions, norms, products, quantized, training
 from onward.graph.dialect.contrib.table import TABLE
 
 if TYPE_CHECKING:
@@ -17,8 +18,9 @@ if TYPE_CHECKING:
 
 __all__ = ["contrib_operators", "expand_contrib"]
 
-# Imported by name: importing these modules fills the table.
-_MODULES = (activations, attentions, norms, products, quantized, training)
+# Importing the modules of this package fills the table.
+for _module in pkgutil.iter_modules(__path__):
+    importlib.import_module(f"{__name__}.{_module.name}")
 
 
 def expand_contrib(node: ir.Node) -> Expansion | None:

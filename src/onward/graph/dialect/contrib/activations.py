@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import onnx_ir as ir
 
-from onward.graph.dialect.contrib.table import fused, needed
-from onward.graph.nodes import attribute, given, wanted
+from onward.graph.dialect.contrib.table import add_optional, fused
+from onward.graph.nodes import attribute, is_used, optional_input, required_input
 
 if TYPE_CHECKING:
     from onward.graph.builder import Builder
@@ -18,33 +18,32 @@ if TYPE_CHECKING:
 @fused("Gelu")
 def _gelu(op: Builder, node: ir.Node) -> ir.Value:
     """Gelu(x)"""
-    return op.Gelu(needed(node, 0))
+    return op.Gelu(required_input(node))
 
 
 @fused("BiasGelu")
 def _bias_gelu(op: Builder, node: ir.Node) -> ir.Value:
     """Gelu(x + bias)"""
-    return op.Gelu(op.Add(needed(node, 0), needed(node, 1)))
+    return op.Gelu(op.Add(required_input(node), required_input(node, 1)))
 
 
 @fused("FastGelu")
 def _fast_gelu(op: Builder, node: ir.Node) -> ir.Value:
     """Gelu by tanh of x + bias"""
-    x, bias = needed(node, 0), given(node, 1)
-    return op.Gelu(x if bias is None else op.Add(x, bias), approximate="tanh")
+    return op.Gelu(add_optional(op, required_input(node), optional_input(node, 1)), approximate="tanh")
 
 
 @fused("GemmFastGelu")
 def _gemm_fast_gelu(op: Builder, node: ir.Node) -> ir.Value:
     """Gelu by tanh of x·w + bias"""
-    x, bias = op.MatMul(needed(node, 0), needed(node, 1)), given(node, 2)
-    return op.Gelu(x if bias is None else op.Add(x, bias), approximate="tanh")
+    product = op.MatMul(required_input(node), required_input(node, 1))
+    return op.Gelu(add_optional(op, product, optional_input(node, 2)), approximate="tanh")
 
 
 @fused("QuickGelu")
 def _quick_gelu(op: Builder, node: ir.Node) -> ir.Value:
     """x·sigmoid(α·x)"""
-    x = needed(node, 0)
+    x = required_input(node)
     alpha = op.constant_like(attribute(node, "alpha", 1.702), x)
     return op.Mul(x, op.Sigmoid(op.Mul(x, alpha)))
 
@@ -52,22 +51,21 @@ def _quick_gelu(op: Builder, node: ir.Node) -> ir.Value:
 @fused("BiasAdd")
 def _bias_add(op: Builder, node: ir.Node) -> ir.Value:
     """x + bias + skip"""
-    return op.Add(op.Add(needed(node, 0), needed(node, 1)), needed(node, 2))
+    return op.Add(op.Add(required_input(node), required_input(node, 1)), required_input(node, 2))
 
 
 @fused("BiasDropout", "BitmaskBiasDropout")
 def _bias_dropout(op: Builder, node: ir.Node) -> Sequence[ir.Value | None]:
     """Dropout(x + bias) + residual"""
-    biased = op.Add(needed(node, 0), needed(node, 1))
-    y, mask = _dropout(op, node, biased, given(node, 3), given(node, 4))
-    residual = given(node, 2)
-    return [y if residual is None else op.Add(y, residual), mask]
+    biased = op.Add(required_input(node), required_input(node, 1))
+    y, mask = _dropout(op, node, biased, optional_input(node, 3), optional_input(node, 4))
+    return [add_optional(op, y, optional_input(node, 2)), mask]
 
 
 @fused("BitmaskDropout")
 def _bitmask_dropout(op: Builder, node: ir.Node) -> Sequence[ir.Value | None]:
     """Dropout(x)"""
-    return _dropout(op, node, needed(node, 0), given(node, 1), given(node, 2))
+    return _dropout(op, node, required_input(node), optional_input(node, 1), optional_input(node, 2))
 
 
 def _dropout(
@@ -75,32 +73,32 @@ def _dropout(
 ) -> tuple[ir.Value, ir.Value | None]:
     y, mask = op.node("Dropout", [x, ratio, training], {"seed": attribute(node, "seed")}, outputs=2)
     # A bit mask has no standard form; only onnxruntime-training's backward pass reads it.
-    return y, mask if wanted(node, 1) and not node.op_type.startswith("Bitmask") else None
+    return y, mask if is_used(node, 1) and not node.op_type.startswith("Bitmask") else None
 
 
 @fused("Trilu")
 def _trilu(op: Builder, node: ir.Node) -> ir.Value:
     """Trilu"""
-    return op.Trilu(needed(node, 0), given(node, 1), upper=attribute(node, "upper", 1))
+    return op.Trilu(required_input(node), optional_input(node, 1), upper=attribute(node, "upper", 1))
 
 
 @fused("GatherND")
 def _gather_nd(op: Builder, node: ir.Node) -> ir.Value:
     """GatherND"""
-    return op.GatherND(needed(node, 0), op.Cast(needed(node, 1), to=ir.DataType.INT64.value))
+    return op.GatherND(required_input(node), op.Cast(required_input(node, 1), to=ir.DataType.INT64))
 
 
 @fused("ExpandDims")
 def _expand_dims(op: Builder, node: ir.Node) -> ir.Value:
     """Unsqueeze"""
-    axis = op.Reshape(op.Cast(needed(node, 1), to=ir.DataType.INT64.value), np.asarray([1], np.int64))
-    return op.Unsqueeze(needed(node, 0), axis)
+    axis = op.Reshape(op.Cast(required_input(node, 1), to=ir.DataType.INT64), [1])
+    return op.Unsqueeze(required_input(node), axis)
 
 
 @fused("Range")
 def _range(op: Builder, node: ir.Node) -> ir.Value:
     """Range, with a step of one where none is given"""
-    start, limit, step = needed(node, 0), needed(node, 1), given(node, 2)
+    start, limit, step = required_input(node), required_input(node, 1), optional_input(node, 2)
     scalar = np.asarray([], np.int64)
     ends = [op.Reshape(value, scalar) for value in (start, limit)]
     return op.Range(*ends, op.constant_like(1, start) if step is None else op.Reshape(step, scalar))
@@ -111,8 +109,8 @@ def _grid_sample(op: Builder, node: ir.Node) -> ir.Value:
     """GridSample"""
     mode = attribute(node, "mode", "bilinear")
     return op.GridSample(
-        needed(node, 0),
-        needed(node, 1),
+        required_input(node),
+        required_input(node, 1),
         mode={"bilinear": "linear", "bicubic": "cubic"}.get(mode, mode),
         padding_mode=attribute(node, "padding_mode", "zeros"),
         align_corners=attribute(node, "align_corners", 0),

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import onnx_ir as ir
 
 from onward.errors import ModelError
-from onward.graph.dialect.contrib.table import fused, needed
-from onward.graph.nodes import attribute, given
+from onward.graph.dialect.contrib.table import add_optional, fused
+from onward.graph.nodes import attribute, optional_input, required_input
 
 if TYPE_CHECKING:
     from onward.graph.builder import Builder
@@ -31,8 +31,8 @@ def _fused_matmul_activation(op: Builder, node: ir.Node) -> ir.Value:
 
 
 def _product(op: Builder, node: ir.Node) -> ir.Value:
-    a = _turned(op, needed(node, 0), attribute(node, "transA", 0), attribute(node, "transBatchA", 0))
-    b = _turned(op, needed(node, 1), attribute(node, "transB", 0), attribute(node, "transBatchB", 0))
+    a = _turned(op, required_input(node), attribute(node, "transA", 0), attribute(node, "transBatchA", 0))
+    b = _turned(op, required_input(node, 1), attribute(node, "transB", 0), attribute(node, "transBatchB", 0))
     y = op.MatMul(a, b)
     alpha = attribute(node, "alpha", 1.0)
     return y if alpha == 1.0 else op.Mul(y, op.constant_like(alpha, y))
@@ -53,8 +53,8 @@ def _turned(op: Builder, x: ir.Value, last: int, batch: int) -> ir.Value:
 @fused("FusedGemm")
 def _fused_gemm(op: Builder, node: ir.Node) -> ir.Value:
     """An activation of Gemm"""
-    kept = {k: v for k, v in node.attributes.items() if k in ("alpha", "beta", "transA", "transB")}
-    (y,) = op.node("Gemm", list(node.inputs), kept)
+    attributes = {k: v for k, v in node.attributes.items() if k in ("alpha", "beta", "transA", "transB")}
+    (y,) = op.node("Gemm", list(node.inputs), attributes)
     parameters = [attribute(node, f"activation_{name}") for name in ("alpha", "beta", "gamma")]
     return _activate(op, y, attribute(node, "activation", ""), parameters)
 
@@ -62,38 +62,31 @@ def _fused_gemm(op: Builder, node: ir.Node) -> ir.Value:
 @fused("FusedConv")
 def _fused_conv(op: Builder, node: ir.Node) -> ir.Value:
     """An activation of Conv(x, w, b) + z"""
-    kept = {k: v for k, v in node.attributes.items() if not k.startswith("activation")}
-    (y,) = op.node("Conv", list(node.inputs[:3]), kept)
-    extra = given(node, 3)
-    y = y if extra is None else op.Add(y, extra)
+    attributes = {k: v for k, v in node.attributes.items() if not k.startswith("activation")}
+    (y,) = op.node("Conv", list(node.inputs[:3]), attributes)
+    y = add_optional(op, y, optional_input(node, 3))
     return _activate(op, y, attribute(node, "activation", ""), attribute(node, "activation_params", []))
 
 
+_PLAIN = frozenset(
+    {"Relu", "Tanh", "Sigmoid", "Softplus", "Softsign", "HardSwish", "Gelu", "Exp", "Erf", "Sqrt"}
+)
+
+
 def _activate(op: Builder, x: ir.Value, name: str, parameters: Sequence[float | None]) -> ir.Value:
-    given_ones = [p for p in parameters if p is not None]
+    numbers = [p for p in parameters if p is not None]
     match name:
         case "" | "Identity":
             return x
         case "Clip":
-            low, high = given_ones
+            low, high = numbers
             return op.Clip(x, op.constant_like(low, x), op.constant_like(high, x))
         case "LeakyRelu" | "Elu" | "ThresholdedRelu":
-            return op.node(name, [x], dict(zip(["alpha"], given_ones)))[0]
+            return op.node(name, [x], dict(zip(["alpha"], numbers)))[0]
         case "HardSigmoid" | "Selu":
             second = "beta" if name == "HardSigmoid" else "gamma"
-            return op.node(name, [x], dict(zip(["alpha", second], given_ones)))[0]
-        case (
-            "Relu"
-            | "Tanh"
-            | "Sigmoid"
-            | "Softplus"
-            | "Softsign"
-            | "HardSwish"
-            | "Gelu"
-            | "Exp"
-            | "Erf"
-            | "Sqrt"
-        ):
+            return op.node(name, [x], dict(zip(["alpha", second], numbers)))[0]
+        case _ if name in _PLAIN:
             return op.node(name, [x])[0]
         case _:
             raise ModelError(f"the fused activation {name!r} has no standard form here")

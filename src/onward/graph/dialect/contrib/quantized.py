@@ -9,8 +9,8 @@ import numpy as np
 import onnx_ir as ir
 
 from onward.errors import ModelError
-from onward.graph.dialect.contrib.table import fused, needed, refuse
-from onward.graph.nodes import attribute, given
+from onward.graph.dialect.contrib.table import add_optional, fused, refuse
+from onward.graph.nodes import attribute, new_initializer, optional_input, producer_of, required_input
 from onward.graph.save import external_part
 
 if TYPE_CHECKING:
@@ -23,13 +23,13 @@ def _matmul_nbits(op: Builder, node: ir.Node) -> ir.Value:
     refuse(node, 4)
     if attribute(node, "weight_prepacked", 0):
         raise ModelError("its weight is packed for one device; export the model without prepacking")
-    x, packed, scales = (needed(node, index) for index in range(3))
+    x, packed, scales = (required_input(node, index) for index in range(3))
     rows, columns = attribute(node, "N"), attribute(node, "K")
     block, bits = attribute(node, "block_size"), attribute(node, "bits", 4)
     blocks = -(-columns // block)
     weight = _stored(op, packed, (rows, blocks * block), bits, f"{packed.name}_as_{max(bits, 4)}bit")
-    scales = op.Reshape(scales, np.asarray([rows, blocks], np.int64))
-    zeros = given(node, 3)
+    scales = op.Reshape(scales, [rows, blocks])
+    zeros = optional_input(node, 3)
     shift = None
     if zeros is None:
         zero = _constant_of(op, np.full((rows, blocks), 2 ** (bits - 1), np.uint8), bits, "zero_points")
@@ -42,25 +42,22 @@ def _matmul_nbits(op: Builder, node: ir.Node) -> ir.Value:
         zero = _constant_of(op, unpacked, bits, f"{zeros.name}_unpacked")
     else:
         zero = None
-        shift = op.Mul(op.Reshape(zeros, np.asarray([rows, blocks], np.int64)), scales)
+        shift = op.Mul(op.Reshape(zeros, [rows, blocks]), scales)
     full = op.DequantizeLinear(weight, scales, zero, axis=1, block_size=block)
     if shift is not None:
-        in_blocks = op.Reshape(full, np.asarray([rows, blocks, block], np.int64))
-        full = op.Reshape(
-            op.Sub(in_blocks, op.Unsqueeze(shift, [2])), np.asarray([rows, blocks * block], np.int64)
-        )
+        in_blocks = op.Reshape(full, [rows, blocks, block])
+        full = op.Reshape(op.Sub(in_blocks, op.Unsqueeze(shift, [2])), [rows, blocks * block])
     if blocks * block != columns:
         full = op.Slice(full, [0], [columns], [1])
     y = op.MatMul(x, op.Transpose(full, perm=[1, 0]))
-    bias = given(node, 5)
-    return y if bias is None else op.Add(y, bias)
+    return add_optional(op, y, optional_input(node, 5))
 
 
 @fused("GatherBlockQuantized")
 def _gather_block_quantized(op: Builder, node: ir.Node) -> ir.Value:
     """The rows that are looked up, dequantized: (q − zero point)·scale, with one scale for each block of a row"""
-    data, indices, scales = (needed(node, index) for index in range(3))
-    zeros = given(node, 3)
+    data, indices, scales = (required_input(node, index) for index in range(3))
+    zeros = optional_input(node, 3)
     bits, block = attribute(node, "bits", 4), attribute(node, "block_size", 128)
     kind, sizes = data.dtype, op.static_shape(data)
     if sizes is None or kind is None or bits not in (4, 8):
@@ -76,7 +73,7 @@ def _gather_block_quantized(op: Builder, node: ir.Node) -> ir.Value:
     rows, columns = sizes[0], sizes[1] if small else sizes[1] * 8 // bits
     blocks = -(-columns // block)
     numbers = _looked_up(op, data, indices, columns, bits, signed=kind == ir.DataType.INT4)
-    scales = op.Gather(op.Reshape(scales, np.asarray([rows, blocks], np.int64)), indices, axis=0)
+    scales = op.Gather(op.Reshape(scales, [rows, blocks]), indices, axis=0)
     if zeros is not None:
         shift = _looked_up(op, zeros, indices, blocks, bits, signed=kind == ir.DataType.INT4)
     else:
@@ -87,11 +84,11 @@ def _gather_block_quantized(op: Builder, node: ir.Node) -> ir.Value:
         shift = op.Gather(shift, index, axis=-1) if zeros is not None and shift is not None else shift
         return op.Mul(numbers if shift is None else op.Sub(numbers, shift), scales)
     ahead = [0] * (op.rank(indices) or 0)
-    numbers = op.Reshape(numbers, np.asarray([*ahead, blocks, block], np.int64))
+    numbers = op.Reshape(numbers, [*ahead, blocks, block])
     if zeros is not None and shift is not None:
         shift = op.Unsqueeze(shift, [-1])
     full = op.Mul(numbers if shift is None else op.Sub(numbers, shift), op.Unsqueeze(scales, [-1]))
-    return op.Reshape(full, np.asarray([*ahead, columns], np.int64))
+    return op.Reshape(full, [*ahead, columns])
 
 
 def _looked_up(
@@ -100,13 +97,13 @@ def _looked_up(
     """Rows of a table of small numbers, as float: the bytes are looked up, and only those of the rows unpacked."""
     width = -(-columns * bits // 8)
     bytes_of = _bytes(op, table, width, columns)
-    found = op.Cast(op.Gather(bytes_of, indices, axis=0), to=int(ir.DataType.FLOAT))
+    bytes_read = op.Cast(op.Gather(bytes_of, indices, axis=0), to=ir.DataType.FLOAT)
     if bits == 8:
-        return found
-    high = op.Floor(op.Mul(found, np.float32(1 / 16)))
-    low = op.Sub(found, op.Mul(high, np.float32(16)))
+        return bytes_read
+    high = op.Floor(op.Mul(bytes_read, np.float32(1 / 16)))
+    low = op.Sub(bytes_read, op.Mul(high, np.float32(16)))
     pairs = op.Concat(op.Unsqueeze(low, [-1]), op.Unsqueeze(high, [-1]), axis=-1)
-    numbers = op.Reshape(pairs, np.asarray([*[0] * (op.rank(indices) or 0), 2 * width], np.int64))
+    numbers = op.Reshape(pairs, [*[0] * (op.rank(indices) or 0), 2 * width])
     if signed:  # 8 to 15 are −8 to −1
         numbers = op.Sub(numbers, op.Mul(op.Floor(op.Mul(numbers, np.float32(1 / 8))), np.float32(16)))
     return numbers if 2 * width == columns else op.Slice(numbers, [0], [columns], [-1])
@@ -114,10 +111,8 @@ def _looked_up(
 
 def _bytes(op: Builder, table: ir.Value, width: int, columns: int) -> ir.Value:
     """A stored matrix of small numbers as bytes [rows, width]: the same ones, where its rows are whole bytes."""
-    made = table.producer()
-    while made is not None and made.op_type in ("Reshape", "Identity") and made.inputs[0] is not None:
-        table = made.inputs[0]
-        made = table.producer()
+    while (producer := producer_of(table, "Reshape", "Identity")) is not None:
+        table = required_input(producer)
     tensor = table.const_value
     if tensor is None or table.is_graph_input():
         raise ModelError("its table is computed in the graph; give it as an initializer")
@@ -170,34 +165,25 @@ def _constant_of(op: Builder, data: np.ndarray, bits: int, name: str) -> ir.Valu
 
 
 def _register(op: Builder, tensor: ir.PackedTensor | ir.ExternalTensor, name: str) -> ir.Value:
-    value = ir.Value(
-        name=op.namer(name), type=ir.TensorType(tensor.dtype), shape=ir.Shape(tensor.shape.numpy())
-    )
-    tensor.name = value.name or ""
-    value.const_value = tensor
-    op.root.graph.register_initializer(value)
-    return value
+    return new_initializer(op.root.graph, op.namer(name), tensor)
 
 
 @fused("DynamicQuantizeMatMul")
 def _dynamic_quantize_matmul(op: Builder, node: ir.Node) -> ir.Value:
     """Dequantize(Quantize(x))·DequantizeLinear(w) + bias, with a scale of x found at run time"""
-    x, weight, scale = (needed(node, index) for index in range(3))
-    _, found, zero = op.DynamicQuantizeLinear(x, outputs=3)
-    near = op.DequantizeLinear(op.QuantizeLinear(x, found, zero), found, zero)
-    y = op.MatMul(near, _dequantized(op, weight, scale, given(node, 3)))
-    bias = given(node, 4)
-    return y if bias is None else op.Add(y, bias)
+    x, weight, scale = (required_input(node, index) for index in range(3))
+    _, x_scale, x_zero = op.DynamicQuantizeLinear(x, outputs=3)
+    near = op.DequantizeLinear(op.QuantizeLinear(x, x_scale, x_zero), x_scale, x_zero)
+    y = op.MatMul(near, _dequantized(op, weight, scale, optional_input(node, 3)))
+    return add_optional(op, y, optional_input(node, 4))
 
 
 @fused("MatMulIntegerToFloat")
 def _matmul_integer_to_float(op: Builder, node: ir.Node) -> ir.Value:
     """DequantizeLinear(a)·DequantizeLinear(b) + bias"""
-    a = _dequantized(op, needed(node, 0), needed(node, 2), given(node, 4))
-    b = _dequantized(op, needed(node, 1), needed(node, 3), given(node, 5))
-    bias = given(node, 6)
-    y = op.MatMul(a, b)
-    return y if bias is None else op.Add(y, bias)
+    a = _dequantized(op, required_input(node), required_input(node, 2), optional_input(node, 4))
+    b = _dequantized(op, required_input(node, 1), required_input(node, 3), optional_input(node, 5))
+    return add_optional(op, op.MatMul(a, b), optional_input(node, 6))
 
 
 def _dequantized(op: Builder, x: ir.Value, scale: ir.Value, zero: ir.Value | None) -> ir.Value:
@@ -214,7 +200,7 @@ def _dequantized(op: Builder, x: ir.Value, scale: ir.Value, zero: ir.Value | Non
 @fused("QuantizeLinear", "DequantizeLinear")
 def _quantize(op: Builder, node: ir.Node) -> ir.Value:
     """The standard operator of the same name"""
-    scale = needed(node, 1)
+    scale = required_input(node, 1)
     axis = attribute(node, "axis", 1) if op.rank(scale) == 1 and op.static_dim(scale, 0) != 1 else None
     inputs = list(node.inputs)
     if axis is None:
@@ -227,15 +213,19 @@ def _quantize(op: Builder, node: ir.Node) -> ir.Value:
 def _dynamic_quantize_lstm(op: Builder, node: ir.Node) -> Sequence[ir.Value]:
     """LSTM with dequantized weights, which are stored transposed; its inputs are not quantized here"""
     weights = []
-    for index, place in ((1, 8), (2, 10)):
-        stored, scale, zero = needed(node, index), needed(node, place), given(node, place + 1)
+    for index, scale_index in ((1, 8), (2, 10)):
+        stored, scale, zero = (
+            required_input(node, index),
+            required_input(node, scale_index),
+            optional_input(node, scale_index + 1),
+        )
         # one scale for each direction, or one for each of its columns
         shape = [0, 1, 1] if op.rank(scale) == 1 else [0, 1, -1]
-        number = op.Cast(stored, to=int(op.dtype(scale)))
+        number = op.Cast(stored, to=op.dtype(scale))
         if zero is not None:
-            number = op.Sub(number, op.Reshape(op.Cast(zero, to=int(op.dtype(scale))), shape))
+            number = op.Sub(number, op.Reshape(op.Cast(zero, to=op.dtype(scale)), shape))
         weights.append(op.Transpose(op.Mul(number, op.Reshape(scale, shape)), perm=[0, 2, 1]))
-    rest = [given(node, index) for index in range(3, 8)]
+    optional = [optional_input(node, index) for index in range(3, 8)]
     return op.node(
-        "LSTM", [needed(node, 0), *weights, *rest], dict(node.attributes), outputs=len(node.outputs)
+        "LSTM", [required_input(node), *weights, *optional], dict(node.attributes), outputs=len(node.outputs)
     )

@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING
 import onnx_ir as ir
 
 from onward.errors import ModelError
-from onward.graph.nodes import given
+from onward.graph.nodes import optional_input
 
 if TYPE_CHECKING:
+    from onward.graph.builder import Builder
     from onward.graph.dialect.rewrite import Expansion
-
-__all__ = ["TABLE", "fused", "needed", "refuse"]
 
 TABLE: dict[tuple[str, str], Expansion] = {}
 
@@ -33,16 +32,13 @@ def fused(*op_types: str, domain: str = "com.microsoft") -> Callable[[Expansion]
     return register
 
 
-def needed(node: ir.Node, index: int) -> ir.Value:
-    """A required input of the operator."""
-    value = given(node, index)
-    if value is None:
-        raise ModelError(f"input {index} is missing")
-    return value
+def add_optional(op: Builder, x: ir.Value, addend: ir.Value | None) -> ir.Value:
+    """x + addend; x where there is none."""
+    return x if addend is None else op.Add(x, addend)
 
 
 def refuse(node: ir.Node, *inputs: int) -> None:
     """Raise an error for optional inputs that have no expansion."""
     for index in inputs:
-        if given(node, index) is not None:
+        if optional_input(node, index) is not None:
             raise ModelError(f"input {index} ('{node.inputs[index].name}') has no standard form here")  # type: ignore[union-attr]

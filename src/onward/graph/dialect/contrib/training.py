@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import onnx_ir as ir
 
-from onward.graph.dialect.contrib.table import fused, needed
-from onward.graph.nodes import attribute, given, wanted
+from onward.graph.dialect.contrib.table import fused
+from onward.graph.nodes import attribute, is_used, optional_input, required_input
 
 if TYPE_CHECKING:
     from onward.graph.builder import Builder
@@ -20,7 +20,7 @@ def _concat_training(op: Builder, node: ir.Node) -> Sequence[ir.Value | None]:
     """Concat, and the length of each part along the axis"""
     parts = [value for value in node.inputs if value is not None]
     axis = attribute(node, "axis")
-    lengths = op.Concat(*(op.dim(part, axis) for part in parts), axis=0) if wanted(node, 1) else None
+    lengths = op.Concat(*(op.dim(part, axis) for part in parts), axis=0) if is_used(node, 1) else None
     return [op.Concat(*parts, axis=axis), lengths]
 
 
@@ -39,40 +39,42 @@ def _scaled_sum(op: Builder, node: ir.Node) -> ir.Value:
 @fused("BatchNormInternal")
 def _batch_norm_internal(op: Builder, node: ir.Node) -> Sequence[ir.Value | None]:
     """BatchNormalization, and the mean and inverse deviation of the batch"""
-    x = needed(node, 0)
+    x = required_input(node)
     training = attribute(node, "training_mode", 0)
-    kept = {name: node.attributes[name] for name in ("epsilon", "momentum") if name in node.attributes}
+    attributes = {name: node.attributes[name] for name in ("epsilon", "momentum") if name in node.attributes}
     count = 3 if training else 1
-    made: list[ir.Value | None] = list(
-        op.node("BatchNormalization", list(node.inputs), {**kept, "training_mode": training}, outputs=count)
+    outputs: list[ir.Value | None] = list(
+        op.node(
+            "BatchNormalization", list(node.inputs), {**attributes, "training_mode": training}, outputs=count
+        )
     )
-    made += [None] * (5 - len(made))
-    if wanted(node, 3) or wanted(node, 4):
+    outputs += [None] * (5 - len(outputs))
+    if is_used(node, 3) or is_used(node, 4):
         axes = np.asarray([0, *range(2, op.rank(x))], np.int64)
         spread = op.Sub(x, op.ReduceMean(x, axes, keepdims=1))
         variance = op.ReduceMean(op.Mul(spread, spread), axes, keepdims=0)
         epsilon = op.constant_like(attribute(node, "epsilon", 1e-5), x)
-        made[3] = op.ReduceMean(x, axes, keepdims=0)
-        made[4] = op.Reciprocal(op.Sqrt(op.Add(variance, epsilon)))
-    return made
+        outputs[3] = op.ReduceMean(x, axes, keepdims=0)
+        outputs[4] = op.Reciprocal(op.Sqrt(op.Add(variance, epsilon)))
+    return outputs
 
 
 @fused("PadAndUnflatten")
 def _pad_and_unflatten(op: Builder, node: ir.Node) -> ir.Value:
     """Rows put at their places among zeros, and the first axis split into two"""
-    rows, places, dims = (needed(node, index) for index in range(3))
-    rest = op.Shape(rows, start=1)
+    rows, indices, dims = (required_input(node, index) for index in range(3))
+    row_shape = op.Shape(rows, start=1)
     count = op.ReduceProd(dims, keepdims=1)
     zero = op.constant(np.zeros((), op.dtype(rows).numpy()))
-    empty = op.Expand(zero, op.Concat(count, rest, axis=0))
-    filled = op.ScatterND(empty, op.Unsqueeze(places, [1]), rows)
-    return op.Reshape(filled, op.Concat(dims, rest, axis=0))
+    empty = op.Expand(zero, op.Concat(count, row_shape, axis=0))
+    filled = op.ScatterND(empty, op.Unsqueeze(indices, [1]), rows)
+    return op.Reshape(filled, op.Concat(dims, row_shape, axis=0))
 
 
 @fused("SoftmaxCrossEntropy")
 def _softmax_cross_entropy(op: Builder, node: ir.Node) -> Sequence[ir.Value]:
     """−Σ label·log softmax(x) over the last axis, for labels that are distributions"""
-    scores, labels = needed(node, 0), needed(node, 1)
+    scores, labels = required_input(node), required_input(node, 1)
     log_prob = op.LogSoftmax(scores, axis=-1)
     each = op.Neg(op.ReduceSum(op.Mul(log_prob, labels), [-1], keepdims=0))
     reduction = attribute(node, "reduction", "mean")
@@ -84,9 +86,9 @@ def _softmax_cross_entropy(op: Builder, node: ir.Node) -> Sequence[ir.Value]:
 @fused("SparseSoftmaxCrossEntropy")
 def _sparse_softmax_cross_entropy(op: Builder, node: ir.Node) -> Sequence[ir.Value]:
     """SoftmaxCrossEntropyLoss with the classes on the last axis"""
-    scores, labels, weights = needed(node, 0), needed(node, 1), given(node, 2)
+    scores, labels, weights = required_input(node), required_input(node, 1), optional_input(node, 2)
     classes = op.static_dim(scores, -1)
-    flat = op.Reshape(scores, np.asarray([-1, classes], np.int64)) if classes else op.Flatten(scores, axis=-1)
+    flat = op.Reshape(scores, [-1, classes]) if classes else op.Flatten(scores, axis=-1)
     reduction = attribute(node, "reduction", "mean")
     rows = op.Reshape(labels, [-1])
     loss, log_prob = op.SoftmaxCrossEntropyLoss(flat, rows, weights, reduction=reduction, outputs=2)

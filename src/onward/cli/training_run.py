@@ -1,0 +1,276 @@
+"""A training run of the command line, in this process or on several, of which each does the same."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from onward.cli.errors import CommandError
+from onward.cli.paths import require_folder_target
+from onward.cli.python_entry import names_code
+from onward.cli.ranks import train_on_ranks
+from onward.cli.run_folder import begun_run
+
+if TYPE_CHECKING:
+    from onward.cli.command import Output
+    from onward.cli.run_options import RunOptions
+    from onward.data.match_inputs import InputSpec
+    from onward.data.read import Data
+    from onward.distributed.launch import World
+    from onward.train.callbacks import Callback
+    from onward.train.engines import EngineFactory
+    from onward.train.trainer import Trainer
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingRun:
+    """A run before it begins: where it is, its options and its data, which were read and fit the model."""
+
+    artifacts: Path
+    directory: Path
+    options: RunOptions
+    inputs: Sequence[InputSpec]
+    whole: Data
+    train: Data
+    evaluation: Data | None
+
+    def count_updates(self) -> int | None:
+        """How many updates the run has, where its data tells."""
+        if self.train.samples is None:
+            return None
+        batches = -(-self.train.samples // self.options.batch_size)
+        return -(-batches // self.options.accumulation) * self.options.epochs
+
+    def make_callbacks(self) -> list[Callback]:
+        """What the options say should watch the run."""
+        from onward.train.callbacks import Callback, EarlyStopping, LogFile
+
+        options, callbacks = self.options, list[Callback]()
+        if options.patience:
+            watched = options.best or ("eval_loss" if self.evaluation is not None else "loss")
+            callbacks.append(EarlyStopping(watched, patience=options.patience))
+        if options.tensorboard:
+            from onward.train.tensorboard import EventFile
+
+            require_folder_target(options.tensorboard)
+            callbacks.append(EventFile(options.tensorboard))
+        if options.mlflow:
+            from onward.train.tracking import MLflow
+
+            callbacks.append(MLflow(options.mlflow))
+        if options.wandb:
+            from onward.train.tracking import WeightsAndBiases
+
+            callbacks.append(WeightsAndBiases(options.wandb))
+        return [*callbacks, LogFile(self.directory / "log.txt")]
+
+    def make_trainer(
+        self,
+        callbacks: Sequence[Callback],
+        *,
+        resume: bool,
+        progress: bool,
+        engines: EngineFactory | None = None,
+    ) -> Trainer:
+        """The trainer of this run."""
+        from onward import Trainer
+
+        options = self.options
+        trainer = Trainer(
+            self.artifacts,
+            output_directory=self.directory,
+            learning_rate=options.learning_rate,
+            schedule=str(options.schedule),
+            warmup=options.warmup,
+            gradient_accumulation_steps=options.accumulation,
+            clip_norm=options.clip_norm,
+            metrics=[str(name) for name in options.metric or ()],
+            callbacks=callbacks,
+            seed=options.seed,
+            keep=options.keep,
+            progress=progress,
+            prefix=options.prefix,
+            device=options.device,
+            resume=resume,
+            engines=engines,
+        )
+        trainer.classes = self.train.classes or trainer.classes
+        trainer.details = {"data": ", ".join(options.data or ()), "model": str(self.artifacts)}
+        if options.augment:
+            trainer.details["augmentation"] = ", ".join(options.augment)
+        return trainer
+
+    def fit(self, trainer: Trainer) -> dict[str, Any]:
+        """Train; what there is to say about it."""
+        from onward.data.read import blame_data
+        from onward.errors import NonFiniteError, OnwardError
+
+        options = self.options
+        try:
+            trainer.fit(
+                self.train.value,
+                None if self.evaluation is None else self.evaluation.value,
+                epochs=options.epochs,
+                batch_size=options.batch_size,
+                shuffle=not options.no_shuffle,
+                save_every=options.save_every,
+                best_metric=options.best,
+                transform=self._augmentation(trainer.module.signature.inputs),
+            )
+        except NonFiniteError as error:
+            raise blame_data(error, self.whole) from error
+        except (OSError, OnwardError) as error:
+            explained = self._explain_full_disk(error, trainer.step)
+            if explained is None:
+                raise
+            raise explained from error
+        except KeyboardInterrupt:
+            if not any(self.directory.glob("checkpoint-*")):
+                raise
+            raise KeyboardInterrupt(
+                f"stopped after {trainer.step} updates, all saved; resume with: {self._resume()}"
+            ) from None
+        return {
+            "epochs": trainer.history.epochs,
+            "best": trainer.best,
+            "steps": trainer.step,
+            "samples": self.train.samples,
+        }
+
+    def _augmentation(self, names: Sequence[str]) -> Any:
+        if not self.options.augment:
+            return None
+        from onward.data.augment import make_augmentation
+
+        inputs = sorted(self.inputs, key=lambda spec: names.index(spec.name))
+        return make_augmentation(self.options.augment, inputs, self.train)
+
+    def _resume(self) -> str:
+        """The command that resumes a run; what a file may not decide has to be named again."""
+        again = [
+            f" --{name.replace('_', '-')} {entry}"
+            for name in ("data", "eval_data")
+            if (entry := names_code(getattr(self.options, name))) is not None
+        ]
+        again += [
+            f" --{name} {project}"
+            for name in ("mlflow", "wandb")
+            if (project := getattr(self.options, name)) is not None
+        ]
+        return f"onward train {self.directory} --resume{''.join(again)}"
+
+    def _explain_full_disk(self, error: Exception, step: int) -> CommandError | None:
+        """What to say where the disk is full: what is safe, and how to go on; None for other errors."""
+        cause: BaseException | None = error
+        while cause is not None and getattr(cause, "errno", None) != errno.ENOSPC:
+            cause = cause.__cause__
+        if cause is None:
+            return None
+        if any(self.directory.glob("checkpoint-*")):
+            return CommandError(
+                f"no space is left on the disk of '{self.directory}': stopped after {step} updates, "
+                "the last save is whole",
+                f"free some, then resume with: {self._resume()}",
+            )
+        return CommandError(
+            f"no space is left on the disk of '{self.directory}', nothing was saved",
+            "free some, or choose -o",
+        )
+
+
+def read_training_run(artifacts: Path, directory: Path, options: RunOptions) -> TrainingRun:
+    """Read the data of a run; most mistakes are there, and a session for training takes seconds."""
+    from onward.cli.data import load_training_data, user_inputs
+    from onward.train.artifact_set import find_artifacts
+
+    require_folder_target(directory)
+    find_artifacts(artifacts, options.prefix)  # an error where one is missing, before the data is read
+    inputs = user_inputs(artifacts / f"{options.prefix}training_model.onnx")
+    whole, train, evaluation = load_training_data(artifacts, directory, options, inputs)
+    if (options.metric or options.best) and evaluation is None:
+        raise CommandError(
+            "--metric and --best need data to evaluate on", "add --eval-data FILE or --hold-out 0.1"
+        )
+    # the label column that was found belongs to the run
+    options = dataclasses.replace(options, label=options.label or train.label)
+    return TrainingRun(artifacts, directory, options, inputs, whole, train, evaluation)
+
+
+def run_training(
+    output: Output,
+    artifacts: Path,
+    directory: Path,
+    options: RunOptions,
+    *,
+    resume: bool,
+    overwrite: bool,
+    world: World | None = None,
+) -> None:
+    """Train in this process, or on those that the options or a world of several machines say, and report."""
+    from onward.cli.data import keep_tokenizer
+    from onward.train.history import History
+
+    processes = options.processes if world is None else world.size
+    if processes % options.stages:
+        raise CommandError(
+            f"{processes} processes cannot be divided into pipelines of {options.stages} stages",
+            "change --processes",
+        )
+    run = read_training_run(artifacts, directory, options)
+    for note in run.train.notes:
+        output.note(note)
+    done_before = len(History.load(directory / "history.json").epochs) if resume else -1
+    # mistakes show before an earlier run goes
+    fresh = None
+    if processes == 1 and not resume:
+        fresh = _make_trainer_here(output, run, resume=False)
+    with begun_run(
+        directory, artifacts, run.options, run.train.classes, run.train.preprocessing,
+        overwrite=overwrite and not resume, lock=world is None or world.machine == 0,
+    ):  # fmt: skip
+        keep_tokenizer(run.train, directory)
+        if processes == 1:
+            # one that is resumed is read while nobody else writes it
+            summary = run.fit(fresh or _make_trainer_here(output, run, resume=True))
+        else:
+            summary = train_on_ranks(output, run, world, resume=resume)
+    if summary is None:
+        output.line("rank 0, on machine 0, has the results")
+        output.result({"directory": directory})
+        return
+    if len(summary["epochs"]) == done_before:
+        output.note(
+            f"nothing is left to do: the run has its {done_before} epochs; for more, say --epochs {done_before + 5}"
+        )
+    _report(output, directory, summary)
+
+
+def _make_trainer_here(output: Output, run: TrainingRun, *, resume: bool) -> Trainer:
+    return run.make_trainer(run.make_callbacks(), resume=resume, progress=not output.silent)
+
+
+def _report(output: Output, directory: Path, summary: Mapping[str, Any]) -> None:
+    rows = summary["epochs"]
+    columns = [
+        key for key in dict.fromkeys(key for row in rows for key in row) if key not in ("learning_rate",)
+    ]
+    output.table(
+        "", [c.replace("_", " ") for c in columns], [[_cell(row.get(c, "")) for c in columns] for row in rows]
+    )
+    if summary["best"]:
+        best = summary["best"]
+        output.line(
+            f"best: epoch {best['epoch']} with {best['metric'].replace('_', ' ')} {best['value']:.4g}"
+        )
+    output.line(f"report: {directory / 'report.html'}")
+    output.line(f"next: onward deploy {directory} trained.onnx")
+    output.result({"directory": directory, "report": directory / "report.html", **summary})
+
+
+def _cell(value: Any) -> str:
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:,.0f}" if 1e4 <= abs(value) < 1e12 else f"{value:.4g}"

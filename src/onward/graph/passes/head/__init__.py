@@ -1,0 +1,121 @@
+"""Replaces the head: the layer that computes a model's logits gets new weights for other classes.
+
+`layer_search` finds it; where there is none, `head` names one, or a value that gets a new layer (`new_layer`). The
+softmax behind it goes (`final_activation`), and what the metadata says of classes is corrected (`class_names`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import onnx_ir as ir
+import onnx_ir.passes.common as passes
+
+from onward.errors import ModelError
+from onward.graph.cleanup import remove_unused
+from onward.graph.nodes import captured_values, required_input, subgraphs_of
+from onward.graph.passes.head.final_activation import remove_activation
+from onward.graph.passes.head.layer_search import find_layer, layer_named
+from onward.graph.passes.head.new_layer import NewHead, add_layer, correct_metadata, replace_layer
+from onward.graph.prune import values_of
+from onward.graph.shapes.model import infer_shapes
+
+
+def new_head(
+    model: ir.Model,
+    *,
+    classes: int,
+    names: Sequence[str] | None = None,
+    head: str | None = None,
+    output: str | None = None,
+    scores: bool = True,
+    seed: int = 0,
+) -> NewHead:
+    """Give a model a head for `classes` classes, in place; `scores` removes a final softmax or sigmoid."""
+    if names is not None and len(names) != classes:
+        raise ValueError(f"{classes} classes, but {len(names)} names")
+    if classes < 1:
+        raise ValueError(f"classes is {classes}: a head has one class or more")
+    if names is not None and len(set(names)) != len(names):
+        twice = next(name for name in names if list(names).count(name) > 1)
+        raise ValueError(f"two classes are called '{twice}'")
+    if model.functions:
+        passes.InlinePass()(model)
+    graph = model.graph
+    notes: list[str] = []
+    result = _output(graph, output)
+    values = values_of(graph)
+    if head is not None and layer_named(graph, head) is None and head in values:
+        replaced = add_layer(model, values[head], classes, seed, notes)
+    else:
+        node = find_layer(graph, result, head)
+        replaced = replace_layer(model, node, result, classes, seed, notes)
+    _move_logits_first(graph, replaced, notes)
+    if scores:
+        remove_activation(graph, replaced.output, notes)
+    remove_unused(model)  # the old head's parameters too, which the metadata may name
+    correct_metadata(model, replaced, classes, names)
+    infer_shapes_behind(model, replaced.parameters)
+    _check_scores(graph, replaced, classes)
+    return replaced
+
+
+def open_scores(model: ir.Model) -> list[str]:
+    """Remove the softmax or sigmoid at the end of a model that keeps its head, in place; says what went."""
+    if model.functions:
+        passes.InlinePass()(model)
+    notes: list[str] = []
+    remove_activation(model.graph, _output(model.graph, None).name or "", notes)
+    remove_unused(model)
+    return notes
+
+
+def _check_scores(graph: ir.Graph, head: NewHead, classes: int) -> None:
+    """What comes after the layer must keep the classes apart: a Reshape or Squeeze of one score does not."""
+    value = next(value for value in graph.outputs if value.name == head.output)
+    dims = [] if value.shape is None else list(value.shape)
+    squeezed = classes == 1 and head.old_classes == 1  # one score without an axis of its own
+    if value.shape is not None and not squeezed and classes not in (dims[1:2] + dims[-1:]):
+        layers = (use.node for use in graph.initializers[head.parameters[0]].uses())
+        before = next((required_input(node).name for node in layers), head.output)
+        raise ModelError(
+            f"'{head.output}' has shape {[str(dim) for dim in dims]} and no axis for {classes} classes: what comes "
+            f"after '{head.layer}' was made for {head.old_classes}. Put a new layer on a value: head='{before}'"
+        )
+
+
+def _output(graph: ir.Graph, name: str | None) -> ir.Value:
+    """The output that has the scores: the one named, else the first of floats."""
+    if name is not None:
+        for value in graph.outputs:
+            if value.name == name:
+                return value
+        raise ModelError(
+            f"the model has no output '{name}'; it has {', '.join(v.name or '' for v in graph.outputs)}"
+        )
+    floats = [value for value in graph.outputs if value.dtype is None or value.dtype.is_floating_point()]
+    return (floats or list(graph.outputs))[0]
+
+
+def _move_logits_first(graph: ir.Graph, head: NewHead, notes: list[str]) -> None:
+    """The output with the scores comes first: the loss and inference read the first output."""
+    index = next(i for i, value in enumerate(graph.outputs) if value.name == head.output)
+    if index == 0:
+        return
+    outputs = list(graph.outputs)
+    graph.outputs.clear()
+    graph.outputs.extend([outputs.pop(index), *outputs])
+    notes.append(f"'{head.output}' is the first output now: it has the scores")
+
+
+def infer_shapes_behind(model: ir.Model, parameters: Sequence[str]) -> None:
+    """Shapes that follow from the head are forgotten and found anew; what the file declared was the old ones."""
+    graph = model.graph
+    changed: set[ir.Value] = {graph.initializers[name] for name in parameters if name in graph.initializers}
+    for node in graph:
+        reads = [*node.inputs, *(captured_values(node) if subgraphs_of(node) else ())]
+        if any(value in changed for value in reads):
+            for output in node.outputs:
+                output.shape = None
+                changed.add(output)
+    infer_shapes(model)

@@ -1,0 +1,1 @@
+"""Language models: LoRA beside a base, chat templates, and decoding with a key-value cache."""

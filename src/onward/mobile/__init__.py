@@ -1,0 +1,1 @@
+"""`onward mobile`: projects for Android and iOS that train on the device, over the stock runtime."""
