@@ -74,7 +74,7 @@ class Curvature(nn.Module):
 
     def forward(self, x):
         hessian = torch.func.vmap(torch.func.hessian(lambda row: self.field(row).squeeze(-1)))(x)
-        _, along = torch.func.jvp(self.field, (x,), (x.detach().cos(),))
+        along = torch.func.jvp(self.field, (x,), (x.detach().cos(),))[1]
         return hessian.diagonal(dim1=-2, dim2=-1).sum(-1).square().mean() + along.mean()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import sys
 from collections.abc import Callable
@@ -35,14 +36,14 @@ def batches_of(client: int, number: int) -> list[Any]:
 
 
 def simulate(strategy: Any, client_fn: Callable[[Any], Any]) -> None:
-    from flwr.client import ClientApp
-    from flwr.server import ServerApp, ServerAppComponents, ServerConfig
-    from flwr.simulation import run_simulation
+    client, server = importlib.import_module("flwr.client"), importlib.import_module("flwr.server")
 
     def server_fn(context: Any) -> Any:
-        return ServerAppComponents(strategy=strategy, config=ServerConfig(num_rounds=ROUNDS))
+        return server.ServerAppComponents(strategy=strategy, config=server.ServerConfig(num_rounds=ROUNDS))
 
-    run_simulation(ServerApp(server_fn=server_fn), ClientApp(client_fn=client_fn), num_supernodes=CLIENTS)
+    importlib.import_module("flwr.simulation").run_simulation(
+        server.ServerApp(server_fn=server_fn), client.ClientApp(client_fn=client_fn), num_supernodes=CLIENTS
+    )
 
 
 @pytest.fixture
@@ -103,9 +104,9 @@ def test_the_example_with_privacy_learns_digits_within_its_budget(monkeypatch: p
     pytest.importorskip("dp_accounting", reason="an extra: pip install onward[privacy]")
     monkeypatch.syspath_prepend(str(EXAMPLES))
     sys.modules.pop("federated_private", None)
-    import federated_private
+    example = importlib.import_module("federated_private")
 
-    found = federated_private.main()
-    assert found["rounds"] == federated_private.ROUNDS
-    assert found["accuracy"] > 0.7
-    assert 1 < found["epsilon"] < 2
+    result = example.main()
+    assert result["rounds"] == example.ROUNDS
+    assert result["accuracy"] > 0.7
+    assert 1 < result["epsilon"] < 2
