@@ -29,6 +29,7 @@ IN_SOURCE = {
     "cli/ranks.py": "torch",
     "data/text.py": "tokenizers",
     "federated/flower.py": "flwr",
+    "federated/privacy.py": "dp-accounting",
     "distributed/comm.py": "torch",
 }
 

@@ -18,6 +18,7 @@ import numpy as np
 from onward.errors import OnwardError
 from onward.federated.client import Client
 from onward.federated.update import Arrays, Update
+from onward.reading import parse_json
 
 if TYPE_CHECKING:
     from onward.api import CheckpointState, Module, Optimizer
@@ -175,7 +176,7 @@ class PrivateClient(Client):
         """How many steps there were of each sample rate and noise."""
         if _LEDGER not in self.state.properties:
             return {}
-        rows = json.loads(str(self.state.properties[_LEDGER]))
+        rows = parse_json(str(self.state.properties[_LEDGER]), list)
         return {(float(rate), float(noise)): int(steps) for rate, noise, steps in rows}
 
     def _write_ledger(self, ledger: dict[tuple[float, float], int]) -> None:

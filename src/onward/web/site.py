@@ -16,12 +16,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-import onnx
-
 from onward import contract
 from onward.checkpoint import store
 from onward.errors import MAKE_ARTIFACTS, ModelError, OnwardError
 from onward.files import CommittedError, replace_folder
+from onward.graph.gate import read_proto
 from onward.graph.proto.conservative_forms import WEBGPU_FORMS, apply_forms
 from onward.model_metadata import read_table
 from onward.runtime.sessions import read_model
@@ -111,7 +110,7 @@ def _check_artifacts(source: Path, prefix: str) -> set[str]:
 
 def _write_webgpu_forms(path: Path) -> None:
     """Write a model, whose external data stays where it is, in operators that browsers have for WebGPU."""
-    model = onnx.load(path, load_external_data=False)
+    model = read_proto(path, read_data=False)
     apply_forms(model, WEBGPU_FORMS)
     path.write_bytes(model.SerializeToString())
 
