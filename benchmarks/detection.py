@@ -121,7 +121,7 @@ def load_data(inputs: object, options: object) -> Data:
 
 def _size(arguments: argparse.Namespace) -> int | None:
     """The side for a model that takes any."""
-    from onward.pipeline.model_source import open_source
+    from onward.pipeline.evaluate import open_source
 
     dims = open_source(arguments.model).inputs[0].dims or ()
     return arguments.side if len(dims) == 4 and dims[2] is None else None

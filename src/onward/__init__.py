@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from onward.autodiff.gradient import gradient
     from onward.errors import OnwardError
     from onward.head import replace_head
-    from onward.pipeline.evaluate_model import evaluate_model as evaluate_model
+    from onward.pipeline.evaluate import evaluate_model as evaluate_model
     from onward.pipeline.finetune import finetune
     from onward.pipeline.finetune import plan_finetuning as plan_finetuning
     from onward.pipeline.load import load
@@ -59,7 +59,7 @@ _ATTRIBUTES = {
     "Trainer": "onward.train.trainer",
     "build_artifacts": "onward.artifacts",
     "check_gradient": "onward.autodiff.check",
-    "evaluate_model": "onward.pipeline.evaluate_model",
+    "evaluate_model": "onward.pipeline.evaluate",
     "finetune": "onward.pipeline.finetune",
     "generate_artifacts": "onward.artifacts",
     "plan_finetuning": "onward.pipeline.finetune",

@@ -37,8 +37,8 @@ from onward.export.huggingface.folder import read_card
 from onward.federated.update import Update
 from onward.graph.gate import read_proto
 from onward.graph.load import load_model
-from onward.hub.base_folder import open_language_model
 from onward.hub.folder_files import read_processor
+from onward.hub.model_folder import open_language_model
 from onward.info.preprocessing import Preprocessing
 from onward.language.chat import read_template
 from onward.lora import load_peft

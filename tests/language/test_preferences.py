@@ -165,7 +165,7 @@ def test_a_run_raises_chosen_answers_above_rejected_ones(
     assert len(references) == (loss == "dpo")
     if references:  # the next run reads what the base thinks of the answers
         with monkeypatch.context() as patch:
-            patch.setattr("onward.language.answer_scores.score_pairs", None)
+            patch.setattr("onward.tasks.text_generation._score_pairs", None)
             again = finetune(base[0], path, eval_data=path, lora=LORA, progress=False, **options)
         assert again.metrics == pytest.approx(result.metrics)
 

@@ -23,8 +23,8 @@ from export.huggingface_types import tiny_of
 from onward import finetune
 from onward.errors import ModelError
 from onward.export import from_transformers
-from onward.graph.passes.dequantization import multiply_in_float, multiply_in_integers
-from onward.hub.base_folder import open_language_model
+from onward.graph.passes.precision import multiply_in_float, multiply_in_integers
+from onward.hub.model_folder import open_language_model
 from onward.language.finetune import load_adapters
 from onward.language.training_models import Recipe, build_language_artifacts, open_base
 from onward.lora import LoRA

@@ -86,7 +86,7 @@ def test_each_pooling_is_what_its_name_says(mode: str, masked: bool, tmp_path: P
     if not masked:
         del model.graph.input[1:]
     onnx.save(model, tmp_path / "model.onnx")
-    source = onward.pipeline.model_source.open_source(tmp_path / "model.onnx")
+    source = onward.pipeline.evaluate.open_source(tmp_path / "model.onnx")
     task = find_task("embeddings")
     options = task.options({"pooling": mode, "unit_length": "no"})
     data = onward.data.read.Data({"anchor": np.zeros(1), "positive": np.zeros(1)})
@@ -106,7 +106,7 @@ def test_each_pooling_is_what_its_name_says(mode: str, masked: bool, tmp_path: P
 
 def test_the_loss_follows_torch_over_twenty_updates(folder: Path, tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
-    source = onward.pipeline.model_source.open_source(folder)
+    source = onward.pipeline.evaluate.open_source(folder)
     task = find_task("embeddings")
     options = task.options({"batch_size": 5})
     triplets = [(a, b, f"a {THINGS[i % 10]}") for i, (a, b) in enumerate(pairs())]
@@ -172,7 +172,7 @@ def test_cosent_is_the_formula_of_its_paper() -> None:
     graph = ir.Graph([], [], nodes=[], opset_imports={"": 21}, name="g")
     op = onward.graph.builder.Builder(graph)
     values = [op.input(n, ir.DataType.FLOAT, s) for n, s in (("x", [6, 4]), ("y", [6, 4]), ("s", [6]))]
-    op.add_output(losses.similarity.cosent(op, *values))
+    op.add_output(losses.functions.cosent(op, *values))
     model = ir.to_proto(ir.Model(graph, ir_version=10))
     session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
     value = session.run(None, {"x": x, "y": y, "s": scores})[0]

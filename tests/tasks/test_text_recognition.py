@@ -18,7 +18,7 @@ import onward
 from onward.cli.app import app
 from onward.data.read import DataOptions
 from onward.errors import DataError, ModelError
-from onward.pipeline.evaluate_model import evaluate_model
+from onward.pipeline.evaluate import evaluate_model
 from onward.tasks.text_recognition import edit_distance, join_characters, text_figures
 from small_models import with_weights
 
@@ -125,7 +125,7 @@ def test_every_ending_is_opened_and_stays_in_the_written_file(ending: str, tmp_p
 
 
 def test_rows_of_characters_that_stay_are_kept(tmp_path: Path) -> None:
-    from onward.pipeline.model_source import open_source
+    from onward.pipeline.evaluate import open_source
     from onward.tasks import find_task
 
     path, task = save(reader(), tmp_path / "reader.onnx"), find_task("text-recognition")

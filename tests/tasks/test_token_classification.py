@@ -75,7 +75,7 @@ def test_names_are_learned_from_conll_and_said_with_their_place(tmp_path: Path) 
     ]
     assert answer == result.predict(["the about volcano of a chess"])[0]
     from onward.data.read import DataOptions
-    from onward.pipeline.evaluate_model import evaluate_model
+    from onward.pipeline.evaluate import evaluate_model
 
     test = write_conll(tmp_path / "test.conll", sentences(seed=5))
     evaluation = evaluate_model(tmp_path / "mine.onnx", test, None, options=DataOptions())
@@ -83,7 +83,7 @@ def test_names_are_learned_from_conll_and_said_with_their_place(tmp_path: Path) 
 
 
 def test_a_word_of_several_tokens_is_judged_at_its_first(tmp_path: Path) -> None:
-    from onward.pipeline.model_source import open_source
+    from onward.pipeline.evaluate import open_source
     from onward.tasks import find_task
 
     folder = contextual(tmp_path / "encoder")

@@ -25,7 +25,7 @@ from onward.graph.gc_paused import gc_paused
 from onward.graph.load import load_model
 from onward.graph.passes.lora import LoRA, adaptable, add_adapters, merge_adapters
 from onward.graph.save import initializer_bytes, write_model
-from onward.hub.base_folder import open_language_model
+from onward.hub.model_folder import open_language_model
 from onward.language.swappable import (
     BASE_DIGEST,
     SUFFIX,

@@ -26,12 +26,17 @@ from onward.graph.dialect.normalize import normalize
 from onward.graph.gate import read_proto
 from onward.graph.gc_paused import gc_paused
 from onward.graph.load import load_model
-from onward.graph.passes.dequantization import dequantize_per_product, multiply_in_float, multiply_in_integers
 from onward.graph.passes.lora import LoRA, add_adapters, joined_projections
-from onward.graph.passes.precision import compute_in_float32, has_halves
+from onward.graph.passes.precision import (
+    compute_in_float32,
+    dequantize_per_product,
+    has_halves,
+    multiply_in_float,
+    multiply_in_integers,
+)
 from onward.graph.passes.separate_examples import separate_examples
 from onward.graph.passes.sizes import rename_sizes, settle_sizes
-from onward.hub.base_folder import open_language_model
+from onward.hub.model_folder import open_language_model
 from onward.language.kept_models import digest_of, find_models, keep_models
 from onward.losses.next_token import IGNORED, next_token_loss, without_surrogate
 from onward.losses.preferences import dpo_loss, orpo_loss

@@ -35,7 +35,7 @@ from onward.hub.origin import origin_of
 from onward.hub.read_info import read_info
 from onward.info.metadata import info_to_metadata
 from onward.model_metadata import read_names
-from onward.pipeline.model_source import open_source
+from onward.pipeline.evaluate import open_source
 from onward.runtime.inference_model import inference_model
 from onward.runtime.sessions import open_session, read_model
 from onward.tasks import Task, find_task

@@ -20,8 +20,7 @@ from onward.errors import ModelError
 from onward.export.huggingface.folder import CARD, MODEL, read_card
 from onward.export.huggingface.tasks import TASKS
 from onward.graph.gate import read_proto
-from onward.hub.base_folder import is_published
-from onward.hub.published_folder import open_published
+from onward.hub.model_folder import is_published, open_published
 from onward.hub.read_info import read_info
 from onward.language.decoding import PublishedDecoder
 from onward.language.swappable import SwappingSession, takes_adapters

@@ -23,9 +23,9 @@ from onward.data.text import open_tokenizer, takes_tokens, tokenize
 from onward.errors import DataError, ModelError
 from onward.graph.load import load_model
 from onward.graph.passes.pooling import Pooling, add_pooling
-from onward.hub.sentence_files import read_pooling, sentence_files
+from onward.hub.folder_files import read_pooling, sentence_files
 from onward.info.preprocessing import Preprocessing
-from onward.losses import LossWithTargets, similarity
+from onward.losses import LossWithTargets, functions
 from onward.model_metadata import read_table
 from onward.tasks.embedder import POOLED, VECTOR, Embedder, find_vectors
 from onward.tasks.figures import WORST, class_table
@@ -195,9 +195,9 @@ def loss(options: Embeddings, data: Data, adapted: Adapted) -> LossWithTargets:
     def compute(op: Any, vectors: ir.Value, *targets: ir.Value) -> ir.Value:
         first, second, *others = losses.split_rows(op, vectors, views)
         if name == "cosent":
-            return similarity.cosent(op, first, second, *targets, scale=options.scale)
+            return functions.cosent(op, first, second, *targets, scale=options.scale)
         if name == "cosine":
-            return similarity.cosine_mse(op, first, second, *targets)
+            return functions.cosine_mse(op, first, second, *targets)
         if name == "triplet":
             return losses.triplet_margin(op, first, second, *others, margin=options.margin)
         candidates = op.Concat(second, *others, axis=0) if others else second
@@ -205,7 +205,7 @@ def loss(options: Embeddings, data: Data, adapted: Adapted) -> LossWithTargets:
 
     sizes = _sizes(options)
     targets = [(SCORE, ir.DataType.FLOAT, ["pairs"])] if name in ("cosent", "cosine") else []
-    return LossWithTargets(similarity.matryoshka(compute, sizes) if sizes else compute, targets)
+    return LossWithTargets(functions.matryoshka(compute, sizes) if sizes else compute, targets)
 
 
 def metrics(options: Embeddings, adapted: Adapted) -> dict[str, Callable[[Arrays, Arrays], float]]:

@@ -5,7 +5,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import hashlib
+import io
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -13,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import onnx_ir as ir
 
 from onward.data.conversations import (
     IGNORED,
@@ -28,11 +32,19 @@ from onward.data.conversations import (
 )
 from onward.data.read import Data
 from onward.errors import DataError, ModelError
-from onward.language.answer_scores import AdapterWriter, perplexity, reference_scores, rewards, score_pairs
+from onward.files import write_bytes
+from onward.graph.gc_paused import gc_paused
 from onward.language.chat import read_template
+from onward.language.decoding import Decoder, Options, generate
 from onward.language.finetune import LanguageModel
-from onward.language.training_models import Base, Recipe, prepare_training, read_base
+from onward.language.kept_models import digest_of
+from onward.language.swappable import add_adapter_inputs, scaled_values
+from onward.language.training_models import Base, Recipe, open_for_adapters, prepare_training, read_base
 from onward.lora import LoRA
+from onward.losses.preferences import LOG_PROBABILITIES
+from onward.runtime.cache import cache_folder
+from onward.runtime.devices import Device
+from onward.runtime.sessions import session_beside
 from onward.tasks.options import OptionError
 from onward.tasks.protocol import Adapted, Arrays, OwnTraining, Source
 from onward.train.callbacks import Callback
@@ -50,6 +62,8 @@ SAMPLES = "samples"
 # how much the loss of examples in one row may differ from theirs alone: rounding
 _SAME_LOSS = 1e-3
 _UNTRAINED = LoRA(rank=8, alpha=16.0, targets="attention")
+# files of reference scores that are kept; each has eight bytes for a pair
+_MOST = 32
 # tokens of an answer that the report shows
 _SHOWN = 64
 
@@ -131,7 +145,7 @@ def _add_reference(data: Data, files: ArtifactFiles, options: TextGeneration) ->
     if options.loss != "dpo":
         return
     pairs = data.arrays[SAMPLES]
-    scores = reference_scores(
+    scores = _reference_scores(
         files, _base_of(data), pairs, batch_size=options.batch_size, device=options.device
     )
     for index, (chosen, rejected) in enumerate(scores.tolist()):
@@ -153,10 +167,10 @@ def loss(options: TextGeneration, data: Data, adapted: Adapted) -> Any:
 def metrics(options: TextGeneration, adapted: Adapted) -> dict[str, Any]:
     """Perplexity, or how often and how far chosen answers are above rejected ones."""
     if options.loss == "next-token":
-        return {"perplexity": lambda outputs, inputs: perplexity(float(outputs["loss"]))}
+        return {"perplexity": lambda outputs, inputs: _perplexity(float(outputs["loss"]))}
 
     def margins(outputs: Arrays, inputs: Arrays) -> np.ndarray:
-        return -np.diff(rewards(outputs, inputs, options.beta))
+        return -np.diff(_rewards(outputs, inputs, options.beta))
 
     return {
         "reward_accuracy": lambda outputs, inputs: float(np.mean(margins(outputs, inputs) > 0)),
@@ -195,7 +209,7 @@ def evaluate(data: Any, source: Source, options: TextGeneration) -> tuple[dict[s
         Batches(examples, options.batch_size, pad=_base_of(samples).pad, names=names, shuffle=False)
     )
     mean = float(figures["loss"])
-    return {"loss": mean, "perplexity": perplexity(mean)}, len(examples)
+    return {"loss": mean, "perplexity": _perplexity(mean)}, len(examples)
 
 
 def _answer_choices(lines: Lines, where: str, folder: Path, options: TextGeneration) -> dict[str, float]:
@@ -214,7 +228,7 @@ def _answer_choices(lines: Lines, where: str, folder: Path, options: TextGenerat
         Pair(examples[row], examples[min(row + 1, len(examples) - 1)]) for row in range(0, len(examples), 2)
     ]
     _, files = prepare_training(folder, _UNTRAINED, Recipe(loss="dpo"))
-    scores = score_pairs(
+    scores = _score_pairs(
         files, base, pairs, batch_size=max(1, options.batch_size // 2), device=options.device
     ).reshape(-1)[: len(examples)]
     means = scores / [example.counted() for example in examples]
@@ -295,14 +309,14 @@ class _ShowAnswers(Callback):
 
     def __init__(self, base: Base, lora: LoRA, examples: Sequence[Example]) -> None:
         self._base, self._lora, self._examples = base, lora, examples
-        self._writer: AdapterWriter | None = None
+        self._writer: _AdapterWriter | None = None
 
     def on_epoch(self, trainer: Trainer, row: dict[str, Any]) -> None:
         """After each epoch; without a report nobody would read them."""
         if trainer.output_directory is None:
             return
         adapters = {name: np.asarray(value) for name, value in trainer.state.to_data().trainable.items()}
-        writer = self._writer = self._writer or AdapterWriter(self._base, self._lora)
+        writer = self._writer = self._writer or _AdapterWriter(self._base, self._lora)
         decode = self._base.tokenizer.decode
         prompts, expected = [], []
         for example in self._examples:
@@ -318,3 +332,104 @@ class _ShowAnswers(Callback):
         title = "Answers to held-out prompts"
         own = [figure for figure in trainer.history.figures if figure.title != title]
         trainer.history.figures = [*own, Figure(title, f"after epoch {row['epoch']}", table=table)]
+
+
+# ---- how likely a model holds answers to be, and what it answers ---------------------------------------
+
+
+def _score_pairs(
+    files: ArtifactFiles, base: Base, pairs: Sequence[Pair], *, batch_size: int, device: Any
+) -> np.ndarray:
+    """log p of both answers of each pair, [pairs, 2], by the model as the files have it; `files` are those of dpo."""
+    engine = Trainer(files, progress=False, device=device).engine
+    names = list(engine.module.signature.inputs)
+    batches = Batches(pairs, batch_size, pad=base.pad, names=names, shuffle=False)
+    report = engine.evaluate(batches.epoch(0), tables=True)
+    if report.failure is not None:
+        raise report.failure
+    scores = np.empty((len(pairs), 2), np.float32)
+    for index, table in enumerate(report.tables):
+        scores[batches.rows(0, index)] = table[LOG_PROBABILITIES].reshape(-1, 2)
+    return scores
+
+
+def _reference_scores(
+    files: ArtifactFiles, base: Base, pairs: Sequence[Pair], *, batch_size: int, device: Any
+) -> np.ndarray:
+    """The scores of a base beside which nothing was trained yet; they are kept for the next run."""
+    content = hashlib.sha256()
+    for pair in pairs:
+        for example in (pair.chosen, pair.rejected):
+            content.update(np.asarray([len(example.ids), *example.ids, *example.labels]).tobytes())
+    key, root = digest_of(base.file, content.hexdigest(), program=False), cache_folder()
+    path = None if root is None or key is None else root / "references" / f"{key}.npy"
+    if path is not None and path.is_file():
+        with contextlib.suppress(OSError, ValueError):
+            scores = np.load(path, allow_pickle=False)
+            if scores.shape == (len(pairs), 2) and np.isfinite(scores).all():
+                return scores
+    scores = _score_pairs(files, base, pairs, batch_size=batch_size, device=device)
+    if path is not None:
+        with contextlib.suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            np.save(buffer := io.BytesIO(), scores)
+            write_bytes(path, buffer.getvalue())
+            oldest = sorted(path.parent.glob("*.npy"), key=lambda file: -file.stat().st_mtime)[_MOST:]
+            for file in oldest:
+                file.unlink(missing_ok=True)
+    return scores
+
+
+def _rewards(outputs: Mapping[str, np.ndarray], inputs: Mapping[str, np.ndarray], beta: float) -> np.ndarray:
+    """β·(log p − log p of the reference) of chosen and rejected answers, [pairs, 2]; ORPO has no reference."""
+    scores = outputs[LOG_PROBABILITIES] - inputs.get("reference", np.float32(0.0))
+    return beta * scores.reshape(-1, 2)
+
+
+def _perplexity(loss: float) -> float:
+    """e^loss, and a large number where that is none."""
+    return math.exp(min(loss, 80.0))
+
+
+class _AdapterWriter:
+    """A base whose adapters are given with each text; its weights are mapped from its own file."""
+
+    def __init__(self, base: Base, lora: LoRA) -> None:
+        self._base, self._lora = base, lora
+        with gc_paused():
+            model, joined, finish = open_for_adapters(base.file, base.card)
+            add_adapter_inputs(model, lora, joined=joined)
+            finish()
+            self._session = session_beside(
+                ir.to_proto(model), str(base.file), device=Device("cpu"), options=None
+            )
+
+    def write(
+        self, prompts: Sequence[Sequence[int]], adapters: Mapping[str, np.ndarray], *, max_new_tokens: int
+    ) -> list[list[int]]:
+        """The likeliest continuation of each prompt; one by one, which suits every model."""
+        session: Any = _WithValues(self._session, scaled_values(adapters, self._lora))
+        ends = frozenset(self._base.card["generation"].get("eos_ids") or ())
+        longest = self._base.card["tokenizer"].get("max_length")
+        texts = []
+        for prompt in prompts:
+            # the last new token is not read again
+            room = max_new_tokens if not longest else longest - len(prompt) + 1
+            options = Options(max_new_tokens=max(1, min(max_new_tokens, room)), ends=ends)
+            ids = np.asarray([list(prompt)], np.int64)
+            *_, new = generate(Decoder(session, ids, np.ones_like(ids)), options)
+            texts.append(new[0])
+        return texts
+
+
+class _WithValues:
+    """A session that is fed the same values in each run."""
+
+    def __init__(self, session: Any, values: Mapping[str, np.ndarray]) -> None:
+        self._session, self._values = session, values
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._session, name)
+
+    def run(self, names: Sequence[str], feed: Mapping[str, Any]) -> list[Any]:
+        return self._session.run(names, {**feed, **self._values})

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from onward.cli.command import Output, command
-from onward.cli.errors import CommandError
+from onward.cli.commands.infer import load_writer
 from onward.cli.shared_options import Generation
 from onward.escape import printable
 
@@ -76,16 +76,6 @@ def chat(
                 del messages[len(beginning) : len(beginning) + 2]
         messages.append({"role": "assistant", "content": answer})
     output.result({"messages": messages})
-
-
-def load_writer(model: Path, generation: Generation) -> Any:
-    """A folder that writes text, with the adapter that the options name."""
-    from onward import load
-
-    pipeline: Any = load(model)
-    if getattr(pipeline, "task", None) != "text-generation":
-        raise CommandError(f"'{model}' does not write text", "give a language model's folder")
-    return pipeline if generation.adapter is None else pipeline.use(generation.adapter)
 
 
 def _questions(output: Output) -> Iterator[str]:

@@ -13,12 +13,9 @@ import typer
 
 from onward.cli.choices import DeviceOption
 from onward.cli.command import Output, command
-from onward.cli.commands.chat import load_writer
-from onward.cli.commands.deploy import forward_outputs
-from onward.cli.drawings import answer_pictures, answers_on_pictures
 from onward.cli.errors import CommandError
-from onward.cli.paths import OverwriteOption, new_file, read_model
-from onward.cli.run_folder import RunFiles, find_run
+from onward.cli.paths import OverwriteOption, folder_target, new_file, read_model, require_new
+from onward.cli.run_folder import RunFiles, export_run, find_run
 from onward.cli.shared_options import (
     BatchSizeOption,
     DataOption,
@@ -28,7 +25,7 @@ from onward.cli.shared_options import (
     parse_pairs,
 )
 from onward.escape import csv_cell, printable
-from onward.files import scratch_folder
+from onward.files import scratch_folder, write_set
 
 if TYPE_CHECKING:
     import numpy as np
@@ -36,7 +33,8 @@ if TYPE_CHECKING:
     from onward.data.read import DataOptions
     from onward.info.model_info import ModelInfo
 
-_SHOWN = 20  # samples whose labels are printed
+# samples or pictures whose answers are printed
+_SHOWN = 20
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -106,8 +104,8 @@ def infer(output: Output, options: Options, generation: Generation) -> None:
             )
         _answer_texts(output, model, options.text)
         return
-    if answers is None and options.outputs is None and answers_on_pictures(model):
-        answer_pictures(output, model, options.data, options.save, overwrite=options.overwrite)
+    if answers is None and options.outputs is None and _answers_on_pictures(model):
+        _answer_pictures(output, model, options.data, options.save, overwrite=options.overwrite)
         return
     if options.save is not None:
         raise CommandError("--save draws boxes and masks, and this model has none", "leave it away")
@@ -190,6 +188,16 @@ def _continue_prompts(output: Output, options: Options, prompts: list[str], gene
         for prompt, text in zip(prompts, texts):
             output.line(f"{prompt}{text}")
     output.result({"prompts": prompts, "texts": texts})
+
+
+def load_writer(model: Path, generation: Generation) -> Any:
+    """A folder that writes text, with the adapter that the options name."""
+    from onward import load
+
+    pipeline: Any = load(model)
+    if getattr(pipeline, "task", None) != "text-generation":
+        raise CommandError(f"'{model}' does not write text", "give a language model's folder")
+    return pipeline if generation.adapter is None else pipeline.use(generation.adapter)
 
 
 def _answer_texts(output: Output, folder: Path, texts: list[str]) -> None:
@@ -314,17 +322,6 @@ def _own_reading(model: Path, options: Options, info: ModelInfo) -> DataOptions:
     )
 
 
-def export_run(run: RunFiles, path: Path, outputs: list[str] | None = None) -> Path:
-    """Write the model of a run for inference."""
-    from onward.export import for_inference
-    from onward.info.metadata import info_to_metadata
-
-    eval_model = run.artifacts / f"{run.prefix}eval_model.onnx"
-    names = outputs or forward_outputs(eval_model)
-    for_inference(str(eval_model), run.checkpoint, names, path, metadata=info_to_metadata(run.info))
-    return path
-
-
 def _write_answers(path: Path, result: _Result) -> None:
     """Write .npz, or .csv with a row for each sample."""
     import numpy as np
@@ -365,3 +362,82 @@ def _short(value: Any) -> str:
     if isinstance(value, np.ndarray):
         return np.array2string(value, precision=4, threshold=16, edgeitems=4, max_line_width=10**6)
     return str(value)
+
+
+# ---- what is in pictures: boxes and masks, printed and drawn; lines of text, printed -------------------
+
+
+def _answers_on_pictures(model: Path) -> bool:
+    """Whether a model's answers are what is in pictures: boxes, masks or a line of text."""
+    from onward.hub.read_info import read_info
+    from onward.tasks import TASKS
+
+    if not model.is_file():
+        return False
+    task = TASKS.get(read_info(model).task or "")
+    return task is not None and task.kind in ("scene", "lettering")
+
+
+def _answer_pictures(
+    output: Output, model: Path, data: list[str] | None, save: Path | None, *, overwrite: bool
+) -> None:
+    """Print what a model finds in pictures; with `save`, write the pictures with it drawn into a folder."""
+    from onward import load
+
+    detector: Any = load(model)
+    if save is not None and not hasattr(detector, "draw"):
+        raise CommandError("--save draws boxes and masks, and this model reads text", "leave it away")
+    files = _pictures(data)
+    answers = [detector(file) for file in output.track(files, "inference")]
+    if save is not None:
+        _draw(detector, files, save, overwrite=overwrite)
+    rows = [[str(file), *_cells(answer)] for file, answer in zip(files[:_SHOWN], answers)]
+    output.table(f"{len(files)} images", ["image", "", "what is in it"], rows)
+    if save is not None:
+        output.line(f"{save}: {len(files)} images")
+    output.result({"samples": len(files), "files": list(map(str, files)), "answers": answers, "saved": save})
+
+
+def _cells(answer: Any) -> list[Any]:
+    """An answer in two cells: a text with its score, or how many objects there are and which."""
+    if isinstance(answer, dict):
+        return [f"{answer['score']:.0%}", printable(answer["text"])]
+    return [len(answer), printable(", ".join(map(_words, answer[:8])))]
+
+
+def _words(answer: dict[str, Any]) -> str:
+    if answer["score"] is None:  # a mask says how much of the picture it covers
+        return f"{answer['label']} {(answer['mask'] > 0).mean():.0%}"
+    return f"{answer['label']} {answer['score']:.0%}"
+
+
+def _pictures(data: list[str] | None) -> list[Path]:
+    from onward.data.images import PICTURES
+    from onward.data.layouts import files_in
+
+    if not data:
+        raise CommandError("no data was given", "name it with --data: an image, or a folder of images")
+    files = []
+    for name in data:
+        path = Path(name)
+        if not path.exists():
+            raise CommandError(f"no data at '{path}'", "is the path right?")
+        files += (
+            files_in(path, PICTURES) if path.is_dir() else [path] if path.suffix.lower() in PICTURES else []
+        )
+    if not files:
+        raise CommandError(f"no image in {', '.join(data)}", "name an image, or a folder of images")
+    return files
+
+
+def _draw(detector: Any, files: list[Path], save: Path, *, overwrite: bool) -> None:
+    """All pictures, or none where one cannot be drawn; two of one name do not replace each other."""
+    from PIL import Image
+
+    require_new(save, overwrite=overwrite)
+    with folder_target(save), write_set(save) as staging:
+        for number, file in enumerate(files):
+            name = f"{file.stem}.png"
+            if (staging / name).exists():
+                name = f"{file.stem}-{number}.png"
+            Image.fromarray(detector.draw(file)).save(staging / name)

@@ -1,28 +1,34 @@
-"""Scores of a model for inference, deployed, quantized or published, on data with targets."""
+"""A model of any origin, opened to train or to evaluate it; and its scores on data with targets."""
 
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import onnx
 
+from onward.data.match_inputs import specs_of
 from onward.data.read import Data, DataOptions
 from onward.errors import DataError
-from onward.pipeline.model_source import open_source
+from onward.graph.gate import read_proto
+from onward.hub.model_folder import find_base
+from onward.hub.read_info import read_info
 from onward.runtime.devices import find_device
 from onward.runtime.sessions import open_session
 from onward.tasks import find_task
 from onward.tasks.choose_task import choose_task
 from onward.tasks.classifier import find_tokenizer_of
+from onward.tasks.protocol import Source
 from onward.train.evaluation import join
 from onward.train.metrics import find_metrics
 
 if TYPE_CHECKING:
     from onward.data.match_inputs import InputSpec
-    from onward.tasks.protocol import Arrays, Source
+    from onward.tasks.protocol import Arrays
     from onward.train.batches import Batches
 
 Loader = Callable[[Sequence["InputSpec"], DataOptions], Data]
@@ -38,6 +44,23 @@ class Evaluation:
     columns: Sequence[str]
     samples: int
     notes: list[str]
+
+
+def open_source(model: str | os.PathLike[str] | onnx.ModelProto) -> Source:
+    """A model of any origin, with what is known of it; its weights are not read."""
+    file: Path | onnx.ModelProto
+    path: Path | None = None
+    if isinstance(model, onnx.ModelProto):
+        file = model
+    else:
+        path = Path(model)
+        file = find_base(path)[1] if path.is_dir() else path
+    proto = read_proto(file, read_data=False)  # weights are not needed yet
+    info = read_info(file if path is None or not path.is_dir() else path)
+    output = proto.graph.output[0]
+    dims = output.type.tensor_type.shape.dim
+    width = dims[-1].dim_value if len(dims) == 2 and dims[-1].HasField("dim_value") else None
+    return Source(file, path, specs_of(proto.graph), width, output.name, info)
 
 
 def evaluate_model(
