@@ -14,7 +14,7 @@ import pytest
 from languages.programs import LANGUAGES, MissingError, compile_with, fetched, find_swift
 from onward.artifacts import LossType, OptimType, generate_artifacts
 from onward.errors import ModelError, OnwardError
-from onward.mobile.project import write_app
+from onward.mobile import write_app
 from small_models import CLASSIFIER, NORMALIZED, batch, classifier, normalized, one_thread
 
 

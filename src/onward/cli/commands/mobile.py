@@ -34,7 +34,7 @@ def mobile(
     prefix: PrefixOption = "",
 ) -> None:
     """Write projects for Android and iOS that train these artifacts on the device, on stock onnxruntime."""
-    from onward.mobile.project import write_app
+    from onward.mobile import write_app
 
     for folder in (artifacts, data):
         if folder is not None and not folder.is_dir():
