@@ -25,9 +25,8 @@ import numpy as np
 import onnx
 import onnxruntime
 
-from onward.autodiff.check import to_double
+from onward.autodiff.check import reference_evaluator, to_double
 from onward.autodiff.gradient import vector_jacobian
-from onward.autodiff.reference import reference_evaluator
 from onward.errors import UnsupportedOps
 
 # Inputs that choose what is computed. Nobody differentiates by them, although outputs may vary with them.

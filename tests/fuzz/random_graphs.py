@@ -22,8 +22,16 @@ from onnx import TensorProto, helper
 from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun
 
-from onward.autodiff import reference
-from onward.autodiff.check import to_double
+from onward.autodiff.check import (
+    IMAGE_OPS,
+    Erf,
+    Loop,
+    Optional,
+    Scan,
+    SequenceInsert,
+    SequenceMap,
+    to_double,
+)
 from onward.autodiff.gradient import vector_jacobian
 from onward.errors import ModelError
 
@@ -91,8 +99,8 @@ class Softsign(OpRun):
 _OPS = [
     Mean,
     Softsign,
-    *reference.IMAGE_OPS, reference.Erf, reference.Loop, reference.Optional, reference.Scan,
-    reference.SequenceInsert, reference.SequenceMap,
+    *IMAGE_OPS, Erf, Loop, Optional, Scan,
+    SequenceInsert, SequenceMap,
     *map(_on_onnxruntime, ["GridSample", "AffineGrid", "DeformConv", "LpNormalization"]),
 ]  # fmt: skip
 

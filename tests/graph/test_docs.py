@@ -10,7 +10,7 @@ from pathlib import Path
 
 from onward.graph.dialect.contrib import contrib_operators
 from onward.graph.dialect.definitions import BY_DEFINITION
-from onward.graph.dialect.downgrade import expanded_operators
+from onward.graph.dialect.opsets import expanded_operators
 
 PAGE = Path(__file__).parents[2] / "docs" / "dialect.md"
 

@@ -21,16 +21,15 @@ import onnx_ir as ir
 from onward import contract
 from onward.autodiff.engine import DifferentiableBuilder
 from onward.autodiff.gradient import add_gradients, untrainable
+from onward.autodiff.prepare import fuse_gelu
 from onward.autodiff.recompute.segments import Recompute, recompute_activations
 from onward.contract import BUFFER, FIRST_SCALE, LOSS_SCALE, OUT, RESET, SEED
 from onward.errors import ModelError
 from onward.graph.nodes import is_differentiable
+from onward.graph.passes.explicit_state import Statistic, make_random_explicit, make_statistics_explicit
 from onward.graph.passes.finish import finish, order_gradients
-from onward.graph.passes.gelu import fuse_gelu
 from onward.graph.passes.inference_mode import to_inference
 from onward.graph.passes.precision import Precision, lower_precision
-from onward.graph.passes.randomness import make_random_explicit
-from onward.graph.passes.running_stats import Statistic, make_statistics_explicit
 from onward.graph.prune import find_value, values_of
 from onward.model_metadata import read_names
 

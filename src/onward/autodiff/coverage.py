@@ -8,7 +8,7 @@ import onnx
 
 from onward.autodiff.registry import constant_ops, registered_ops
 from onward.graph.dialect.definitions import BY_DEFINITION
-from onward.graph.dialect.downgrade import expanded_operators
+from onward.graph.dialect.opsets import expanded_operators
 
 __all__ = ["Coverage", "coverage", "summary", "table"]
 

@@ -18,8 +18,8 @@ from onward.errors import ModelError
 from onward.graph.dialect.normalize import normalize
 from onward.graph.gc_paused import gc_paused
 from onward.graph.nodes import ancestors, captured_values, is_differentiable, stops_gradient, subgraphs_of
+from onward.graph.passes.explicit_state import make_statistics_explicit
 from onward.graph.passes.finish import finish
-from onward.graph.passes.running_stats import make_statistics_explicit
 from onward.graph.prune import find_value, find_values
 from onward.graph.shapes.bodies import infer_graph
 

@@ -15,7 +15,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onward.graph.nodes import optional_input, producer_of, single_number, subgraphs_of
-from onward.graph.passes.running_stats import concat_counts
+from onward.graph.passes.explicit_state import concat_counts
 from onward.graph.shapes.dims import dims_of
 
 if TYPE_CHECKING:

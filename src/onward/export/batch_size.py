@@ -13,7 +13,7 @@ from onward.errors import ModelError, ParityError
 from onward.export.inference import sample_inputs
 from onward.export.parity import Report, compare
 from onward.graph.load import load_model
-from onward.graph.passes.open_batch import BATCH, batch_of, open_batch
+from onward.graph.passes.sizes import BATCH, batch_of, open_batch
 from onward.runtime.sessions import open_session
 
 if TYPE_CHECKING:

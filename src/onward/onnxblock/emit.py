@@ -10,7 +10,7 @@ import onnx_ir as ir
 from onward.contract import OPSET
 from onward.errors import SEE_NAMES, ModelError
 from onward.graph.builder import Builder
-from onward.graph.naming import Namer
+from onward.graph.nodes import Namer
 from onward.onnxblock.context import current_model, to_dialect
 
 

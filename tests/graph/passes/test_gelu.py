@@ -8,8 +8,8 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 
+from onward.autodiff.prepare import fuse_gelu
 from onward.graph.dialect.normalize import normalize
-from onward.graph.passes.gelu import fuse_gelu
 
 HEAD = """<ir_version: 10, opset_import: ["": 21]> g (float[n, 4] x) => (float[n, 4] y)
 <float root = {1.4142135}, float inverse = {0.70710677}, float one = {1.0}, float half = {0.5}, float two = {2.0}>"""

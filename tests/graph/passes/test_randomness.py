@@ -13,7 +13,7 @@ import pytest
 from onward.contract import SEED
 from onward.errors import ModelError
 from onward.graph.dialect.normalize import normalize
-from onward.graph.passes.randomness import make_random_explicit
+from onward.graph.passes.explicit_state import make_random_explicit
 
 COUNT = 40_000
 # of the mean of COUNT independent numbers: five standard deviations

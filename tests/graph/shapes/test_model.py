@@ -12,8 +12,8 @@ from onward import gradient
 from onward.errors import LimitError
 from onward.graph.dialect.normalize import normalize
 from onward.graph.load import load_model
+from onward.graph.shapes.dims import Symbols
 from onward.graph.shapes.model import infer_shapes
-from onward.graph.shapes.symbolic import Symbols
 
 
 def model(text: str) -> onnx.ModelProto:

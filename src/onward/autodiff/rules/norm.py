@@ -12,7 +12,7 @@ import onnx_ir as ir
 from onward.autodiff.registry import gradient_rule
 from onward.autodiff.saved.optional_outputs import saved_output
 from onward.graph.nodes import optional_input, required_input
-from onward.graph.passes.running_stats import count_per_channel
+from onward.graph.passes.explicit_state import count_per_channel
 
 
 def _standardized(op, x, axes, *, epsilon):
@@ -113,7 +113,7 @@ def batch_normalization(op, node, dy, drunning_mean=None, drunning_var=None):
         return _cast_to(op, op.ReduceSum(value, axes, keepdims=0), like)
 
     if training and momentum == 0.0 and len(node.outputs) > 2:
-        # graph.passes.running_stats has made the running statistics the batch's own
+        # graph.passes.explicit_state has made the running statistics the batch's own
         mean, var = node.outputs[1:]
     elif training:
         mean = op.ReduceMean(x, axes, keepdims=0)

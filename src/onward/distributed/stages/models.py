@@ -21,7 +21,7 @@ from onward.contract import SEED
 from onward.distributed.errors import DistributedError
 from onward.distributed.stages.split import Split, follow, split_graph
 from onward.graph.dialect.normalize import normalize
-from onward.graph.passes.running_stats import separate_statistics
+from onward.graph.passes.explicit_state import separate_statistics
 from onward.graph.proto.device_forms import expand_batch_norm, prefer_device_forms
 from onward.graph.prune import extract, prune, values_of
 from onward.runtime.bound import inputs_on_host

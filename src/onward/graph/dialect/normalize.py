@@ -21,11 +21,10 @@ from onward.contract import OPSET
 from onward.errors import ModelError, OnwardError
 from onward.graph.dialect.contrib import expand_contrib
 from onward.graph.dialect.definitions import expand_by_definition
-from onward.graph.dialect.downgrade import downgrade
 from onward.graph.dialect.lower import relabel
+from onward.graph.dialect.opsets import OLDEST, downgrade, upgrade
 from onward.graph.dialect.rewrite import Expansion, rewrite
 from onward.graph.dialect.saturation import make_unsigned
-from onward.graph.dialect.upgrade import OLDEST, upgrade
 from onward.graph.fold import constant_array, constant_names, evaluate, fold_constants
 from onward.graph.load import ModelSource, load_model
 from onward.graph.nodes import subgraphs_of

@@ -16,11 +16,10 @@ import onnx
 import onnx_ir as ir
 
 from onward.errors import ModelError
-from onward.graph.builder import Builder
+from onward.graph.builder import Builder, NodeInference, forget_copied_size
 from onward.graph.nodes import optional_input, subgraphs_of, without_large_tensors
 from onward.graph.protobuf import inner_graphs
 from onward.graph.shapes.dims import Dim, dims_of
-from onward.graph.shapes.node import NodeInference, forget_copied_size
 
 _log = logging.getLogger("onward")
 # Each round finds at least one more rank; graphs need two or three.
