@@ -104,6 +104,15 @@ class Generation:
             **{name: value for name, value in more.items() if value},
         }
 
+    def load(self, model: Path) -> Any:
+        """A folder that writes text, with the adapter that the options name."""
+        from onward import load
+
+        pipeline: Any = load(model)
+        if getattr(pipeline, "task", None) != "text-generation":
+            raise CommandError(f"'{model}' does not write text", "give a language model's folder")
+        return pipeline if self.adapter is None else pipeline.use(self.adapter)
+
 
 @contextlib.contextmanager
 def known_names() -> Iterator[None]:

@@ -29,6 +29,7 @@ def info_beside(folder: Path, *, images: Sequence[str] = (), sounds: Sequence[st
     `images` and `sounds` are the names of the model's inputs that a processor can be for.
     """
     infos = []
+    # artifacts of a published model keep its card and tokenizer in a folder below
     for part in (folder, folder / PIPELINE):
         if (part / CARD).is_file():
             infos.append(info_from_card(read_card(part), f"'{part / CARD}'"))
@@ -47,6 +48,7 @@ def info_beside(folder: Path, *, images: Sequence[str] = (), sounds: Sequence[st
 
 def _config(folder: Path) -> ModelInfo:
     config = read_settings(folder / _CONFIG)
+    # a model of embeddings may name the architecture that it was pretrained as: the pooling says what it is for
     pools = (folder / "modules.json").is_file() and any(folder.glob("*_Pooling/config.json"))
     architectures = config.get("architectures") or []
     if not isinstance(architectures, list) or not all(isinstance(name, str) for name in architectures):
@@ -177,6 +179,7 @@ def read_pooling(folder: Path) -> tuple[str | None, bool] | None:
         config = read_settings(path)
         named = config.get("pooling_mode") or [name for name, flag in _FLAGS.items() if config.get(flag)]
         names = [named] if isinstance(named, str) else list(named)
+        # newer versions of sentence-transformers write a name, older ones a flag for each kind
         names = ["last" if name == "lasttoken" else name for name in names]
         if len(names) != 1 or names[0] not in _FLAGS:
             raise ModelError(

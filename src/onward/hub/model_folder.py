@@ -43,6 +43,7 @@ def find_base(location: str | os.PathLike[str]) -> tuple[Path, Path]:
         return (folder.parent if folder.name == "onnx" else folder), path
     if not path.is_dir():
         raise ModelError(f"'{path}': no such folder")
+    # transformers.js reads from onnx/, optimum writes beside config.json; `model.onnx` is the float one in both
     for name in (MODEL, f"onnx/{MODEL}"):
         if (path / name).is_file():
             return path, path / name
@@ -91,6 +92,7 @@ def _genai(folder: Path) -> Mapping[str, Any]:
 
 def _card_of_strangers(folder: Path, model: Path) -> dict[str, Any]:
     """A card for a folder that others exported, from its `config.json` or what stands in its place."""
+    # as in transformers, what generation_config.json says of writing goes before config.json
     settings = {**read_settings(folder / "config.json"), **read_settings(folder / "generation_config.json")}
     for_genai = _genai(folder)
     if not settings and not for_genai:
@@ -106,6 +108,7 @@ def _card_of_strangers(folder: Path, model: Path) -> dict[str, Any]:
         raise ModelError(
             f"'{folder}': config.json names {settings.get('architectures')}, which is no language model"
         )
+    # config.json is what the model was trained with, genai_config.json a copy of parts of it
     settings = {**for_genai, **settings}
     end = settings.get("eos_token_id")
     ends = [end] if isinstance(end, int) else end or []
@@ -169,6 +172,7 @@ def open_published(location: Path) -> tuple[Path, Mapping[str, Path], Mapping[st
     if not isinstance(architectures, list) or not isinstance(architectures[0], str):
         raise ModelError(f"'{folder / 'config.json'}': architectures is not a list of names")
     name = detect(SimpleNamespace(architectures=architectures, model_type=str(config.get("model_type"))))
+    # onnxruntime-genai's folders may have no config.json at all, and are always decoders
     if not config or name == "text-generation":
         folder, model, card_of_model = open_language_model(location)
         return folder, {MODEL: model}, card_of_model
@@ -177,6 +181,7 @@ def open_published(location: Path) -> tuple[Path, Mapping[str, Path], Mapping[st
     files = _parts(location, folder) if writes else {MODEL: find_base(location)[1]}
     model = next(iter(files.values()))
     proto = read_proto(model, read_data=False)
+    # the answer reads outputs by name: what lacks one is refused here, not after a first run
     outputs = {value.name for value in proto.graph.output}
     missing = sorted({"last_hidden_state"} - outputs if writes else set(task.outputs) - outputs)
     if missing:
@@ -228,6 +233,7 @@ def _parts(location: Path, folder: Path) -> dict[str, Path]:
             hint=f"give one of them, such as {inside / names.split(', ')[0]}",
         )
     ending = "" if "" in endings else "".join(endings)
+    # an encoder in int8 beside a decoder in float would run, and answer as nobody has measured
     files = {
         name: inside / f"{name}{ending}.onnx"
         for name in (_ENCODER, _MERGED, _FIRST, _LATER)
@@ -239,6 +245,7 @@ def _parts(location: Path, folder: Path) -> dict[str, Path]:
             f"{_MERGED}{ending}.onnx (or {_FIRST}{ending}.onnx and {_LATER}{ending}.onnx) are needed",
             hint="download every file of the model, or export it with from_transformers(…, path=folder)",
         )
+    # both branches in one graph share their weights: the pair of graphs has them twice
     chosen = (_ENCODER, _MERGED) if _MERGED in files else (_ENCODER, _FIRST, _LATER)
     return {file.name: file for name, file in files.items() if name in chosen}
 
@@ -257,6 +264,7 @@ def _generation(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """The settings of `generation_config.json`, then those of `config.json`, then those of the decoder in it."""
     inner = config.get("decoder")
     settings = read_settings(folder / "generation_config.json")
+    # transformers writes null for what a configuration leaves to the decoder in it
     stated = {name: value for name, value in config.items() if value is not None}
     merged = {**(inner if isinstance(inner, Mapping) else {}), **stated}
     for name in ("suppress_tokens", "begin_suppress_tokens", "bad_words_ids", "forced_decoder_ids"):
@@ -296,6 +304,7 @@ def _tokenizer(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
         if isinstance(limit, int) and 0 < limit < 1_000_000
     ]
     pad = number("pad")
+    # tokenizers without a padding token of their own, as GPT-2's, leave it to the model
     pad = config.get("pad_token_id") if pad is None else pad
     return {
         "pad_id": pad if isinstance(pad, int) else 0,
@@ -306,6 +315,7 @@ def _tokenizer(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
         "mask_id": number("mask"),
         "mask_token": token("mask"),
         "clean_up": settings.get("clean_up_tokenization_spaces") is True
+        # cleaning up would take spaces out of text that a byte-level tokenizer restores exactly: transformers leaves it
         and type(tokenizer.model).__name__ != "BPE",
     }
 

@@ -46,11 +46,13 @@ def origin_of(
 def digest_of(path: Path) -> str:
     """SHA-256 of a file, or of the names and contents of all files of a folder."""
     total = hashlib.sha256()
+    # sorted: a folder's order differs between file systems
     for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
         if not file.is_file():
             continue
         if path.is_dir():
             total.update(file.relative_to(path).as_posix().encode() + b"\0")
+        # file_digest reads in pieces: data may be larger than memory
         with open(file, "rb") as stream:
             total.update(hashlib.file_digest(stream, "sha256").digest())
     return total.hexdigest()

@@ -57,9 +57,11 @@ def _info_of_file(path: Path) -> ModelInfo:
     about = _metadata(proto)
     own = _info_in(proto, f"'{path}'")
     folder = path.parent.parent if path.parent.name == "onnx" else path.parent
+    # no name says what an input is, and only pictures have four dimensions
     images = [name for name, dims in _inputs(proto).items() if dims is not None and len(dims) == 4]
     sounds = [name for name in _inputs(proto) if name in ("input_values", "input_features")]
     beside = info_beside(folder, images=images, sounds=sounds)
+    # a file's own tokenizer is named after it, since several models may lie in one folder
     named = path.with_name(f"{path.stem}.tokenizer.json")
     if named.is_file():
         own = own.replace(tokenizer=named, source=f"'{named}'")
@@ -68,6 +70,7 @@ def _info_of_file(path: Path) -> ModelInfo:
         if contract.HEAD in about:  # the labels of the old head, which the folder's files still have
             beside = beside.replace(labels=None, problem_type=None)
         return own.over(beside)
+    # a fine-tuned model keeps the base's config.json, which names the base's task
     if own.task is not None and not described:
         beside = beside.replace(task=None)
     return combine(own, beside)
@@ -92,6 +95,7 @@ def _info_of_run(folder: Path, prefix: str) -> ModelInfo:
     origin = document.get("origin")
     run_origin = origin_from_table(origin if isinstance(origin, dict) else {})
     artifacts_path = document.get("artifacts")
+    # the path in the file is relative to the run: both may have been moved together
     training = (
         folder / artifacts_path / f"{prefix}training_model.onnx"
         if isinstance(artifacts_path, str)

@@ -26,6 +26,7 @@ def is_chat(value: Any) -> bool:
     )
 
 
+# templates trim and wrap what they are given, so where the last message ends is seen by a text that none has
 _MARK = "THE-MESSAGE-GOES-ON-HERE"
 
 
@@ -39,6 +40,7 @@ def read_template(folder: Path) -> ChatTemplate:
         except (ValueError, OSError) as error:
             raise ModelError(f"'{path}': not valid JSON ({error})") from error
     source = settings.get("chat_template")
+    # Command R has one for tools and one for documents beside the plain one
     if isinstance(source, list):  # several by name
         named = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, Mapping)}
         source = named.get("default")

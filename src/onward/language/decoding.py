@@ -14,8 +14,10 @@ import numpy as np
 
 from onward.errors import ModelError
 
+# a beam that does not exist yet, as in transformers: far below any text, and still ordered by what follows
 _NEVER = -1e9
 _PAST = "past_key_values."
+# the runtime takes a cache in the type of the model alone
 _TYPES = {"tensor(float16)": np.float16, "tensor(double)": np.float64}
 
 
@@ -31,6 +33,7 @@ class Options:
     min_new_tokens: int = 0
     do_sample: bool = False
     temperature: float = 1.0
+    # transformers' own default, which draws from the 50 likeliest
     top_k: int | None = 50
     top_p: float | None = None
     num_beams: int = 1
@@ -138,6 +141,7 @@ class CachedWriter:
         feed = {name: array for name, array in {**feed, **self._past}.items() if name in self._names}
         logits, *present = self.session.run(self._outputs, feed)
         self._past = dict(zip(self._past, present))
+        # in half precision many words of a large vocabulary would have the same score
         return np.asarray(logits[:, -1], np.float32)
 
 
@@ -152,6 +156,7 @@ class Decoder(CachedWriter):
         mask = self._arrays["mask"]
         mask = np.pad(mask, [(0, 0), (0, self.history.shape[1] - mask.shape[1])], constant_values=1)
         self._arrays["mask"] = mask
+        # padding is on the left, so a row's first token has position 0 wherever it stands
         positions = np.maximum(mask.cumsum(axis=1) - 1, 0)[:, -ids.shape[1] :]
         return self._run(
             {
@@ -273,6 +278,7 @@ def generate(writer: Writer, options: Options) -> Iterator[list[list[int]]]:
         scores = _processed(writer.step(tokens, None), writer.history, step, options)
         chosen = _sampled(scores, options, random) if options.do_sample else scores.argmax(axis=-1)
         for row in np.flatnonzero(~done):
+            # a row that has ended is still fed: taking it out would change the batch, and with it the cache
             if int(chosen[row]) in options.ends:
                 done[row] = True
             else:
@@ -312,6 +318,7 @@ def _processed(scores: np.ndarray, history: np.ndarray, step: int, options: Opti
 
 
 def _sampled(scores: np.ndarray, options: Options, random: np.random.Generator) -> np.ndarray:
+    # sums over a whole vocabulary are compared with top_p and the number drawn: float32 loses the tail
     scores = scores.astype(np.float64) / options.temperature
     if options.top_k and options.top_k < scores.shape[1]:
         least = np.partition(scores, -options.top_k, axis=1)[:, -options.top_k, None]

@@ -77,6 +77,7 @@ class LanguageModel:
 
         scheme = scheme_name(quantize)
         target = Path(folder)
+        # files of the base that are mapped for training would change under it
         if target.resolve() == self.folder.resolve():
             raise ModelError(
                 f"'{target}' is the base's own folder: choose another, so that the base stays as it is"

@@ -48,6 +48,7 @@ def digest_of(model: Path, *settings: Any, program: bool = True) -> str | None:
         for path in sorted([model, *(model.parent / name for name in files)]):
             status = path.stat()
             digest.update(f"{path.name} {status.st_size} {status.st_mtime_ns}\n".encode())
+        # an edited or upgraded program makes other models of the same base
         for path in sorted(Path(onward.__file__).parent.rglob("*.py")) if program else ():
             status = path.stat()
             digest.update(f"{path.name} {status.st_size} {status.st_mtime_ns}\n".encode())
@@ -89,6 +90,7 @@ def find_models(key: str, folder: Path) -> tuple[ArtifactFiles, Mapping[str, Any
         state=state,
         **about(protos["training"], protos["optimizer"]),
     )
+    # the oldest sets go, and one that is in use is not old
     with contextlib.suppress(OSError):
         os.utime(stored)
     return files, facts
@@ -114,6 +116,7 @@ def keep_models(key: str, files: ArtifactFiles, facts: Mapping[str, Any], folder
             store.save(files.state, stage / "checkpoint")
             relative = os.path.relpath(beside, folder.resolve())
             (stage / "facts.json").write_text(json.dumps({**facts, "beside": relative}), encoding="utf-8")
+            # two runs may make the same set: the second rename fails, and the first set stays
             os.rename(stage, root / "language" / key)
         finally:
             shutil.rmtree(stage, ignore_errors=True)

@@ -41,9 +41,11 @@ def add_adapter_inputs(
         assert value.shape is not None and value.name is not None
         sizes = list(value.shape.numpy())
         axis = 0 if name.endswith(".lora_a") else 1
+        # one symbol for A and B of a pair, whose product needs them equal
         rank = f"{name.rpartition('.')[0]}.rank"
         value.shape = ir.Shape([*sizes[:axis], rank, *sizes[axis + 1 :]])
         sizes[axis] = 0
+        # an input with a value of its own may be left out, and a product over a rank of 0 adds nothing
         value.const_value = ir.tensor(np.zeros(sizes, np.float32), name=name)
         model.graph.inputs.append(value)
     for node in model.graph:
@@ -70,6 +72,7 @@ def write_adapter(path: str | os.PathLike[str], values: Mapping[str, np.ndarray]
     document.set_adapter_version(1)
     document.set_model_version(base)
     document.set_parameters({name: ort.OrtValue.ortvalue_from_numpy(array) for name, array in values.items()})
+    # the runtime writes to a path alone, and not all or nothing
     with scratch_folder() as folder:
         document.export_adapter(str(folder / "adapter"))
         return write_bytes(path, (folder / "adapter").read_bytes())
@@ -82,7 +85,9 @@ def base_digest(model: Path) -> int:
         tensor = value.const_value
         if tensor is not None:
             digest = zlib.crc32(f"{name} {tensor.dtype} {list(tensor.shape)}".encode(), digest)
+            # reading a whole base takes longer than to load it
             digest = zlib.crc32(memoryview(tensor.tobytes())[:_SAMPLE], digest)
+    # the version in the file is a signed number of 32 bits
     return digest & 0x7FFFFFFF
 
 
@@ -115,6 +120,7 @@ class SwappingSession:
         adapter.Load(str(path))
         options: Any = ort.RunOptions()
         options.add_active_adapter(adapter)
+        # the runtime's options point at the adapter without owning it: it must live as long as they do
         self._options, self._adapter = options, adapter
 
     def names(self) -> list[str]:

@@ -88,6 +88,7 @@ class Recipe:
 
     loss: Literal["next-token", "dpo", "orpo"] = "next-token"
     beta: float = 0.1
+    # scores of all words at once are the largest tensor of a small model: 256 tokens of 49,152 words take 50 MB
     slices: int = 8
     recompute: Any = None
     packing: bool = False
@@ -140,6 +141,7 @@ def open_base(path: Path) -> OpenBase:
     multiply_in_float(loaded)
     if has_halves(loaded):
         compute_in_float32(loaded)
+    # sizes of past tokens are symbols of their own: without a cache they are those of the tokens
     model = without_past(normalize(loaded, owned=True))
     rename_sizes(model, _same_sizes(model))
     settle_sizes(model)
@@ -168,6 +170,7 @@ def without_past(model: ir.Model) -> ir.Model:
         heads, size = value.shape[1], value.shape[3]
         if not isinstance(heads, int) or not isinstance(size, int) or value.dtype is None:
             raise ModelError(f"the cache '{value.name}' has an unknown number or size of heads")
+        # a Shape or Concat of the past stays valid with a past of no tokens; most fold away below
         nothing = op.constant(np.zeros((1, heads, 0, size), value.dtype.numpy()), name="no_past")
         shape = op.Concat(batch, np.asarray([heads, 0, size], np.int64), axis=0)
         ir.convenience.replace_all_uses_with(value, op.Expand(nothing, shape))
@@ -218,6 +221,7 @@ def open_for_adapters(
     A ready-made base keeps the runtime's own products with packed weights, which are the faster ones: call the last
     once the adapters are in, and it says whether there are such that nothing can be merged into.
     """
+    # by reference: weights of gigabytes stay in their file until they are written or mapped
     model = load_model(file, by_reference=True)
     joined = find_joined(model, card)
     packed = any(node.op_type in ("MatMulNBits", "MatMulInteger") for node in model.graph)

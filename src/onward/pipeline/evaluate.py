@@ -59,6 +59,7 @@ def open_source(model: str | os.PathLike[str] | onnx.ModelProto) -> Source:
     info = read_info(file if path is None or not path.is_dir() else path)
     output = proto.graph.output[0]
     dims = output.type.tensor_type.shape.dim
+    # of [batch, classes] alone: the last size of boxes or states is no number of classes
     width = dims[-1].dim_value if len(dims) == 2 and dims[-1].HasField("dim_value") else None
     return Source(file, path, specs_of(proto.graph), width, output.name, info)
 
@@ -81,6 +82,7 @@ def evaluate_model(
     source = open_source(model)
     chosen, _ = choose_task(source.info, source.inputs, data, {}) if task is None else (find_task(task), "")
     functions = chosen.functions
+    # perplexity needs labels of every token, and detection its own matching: they do not fit arrays of targets
     own_evaluation = getattr(functions, "evaluate", None)
     if own_evaluation is not None:
         values = chosen.options({"batch_size": batch_size, "device": device})
@@ -133,6 +135,7 @@ def _run(
     """The model's outputs over all samples, or what is to be kept of them."""
     session = open_session(source.model, providers=find_device(device).providers())
     names = [value.name for value in session.get_outputs()]
+    # outputs are reduced batch by batch where a task can: those of segmentation would not fit into memory
     parts = []
     for batch in batches.epoch(0):
         outputs = session.run(names, {spec.name: array for spec, array in zip(source.inputs, batch)})

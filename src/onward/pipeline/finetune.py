@@ -39,8 +39,8 @@ from onward.pipeline.evaluate import open_source
 from onward.runtime.inference_model import inference_model
 from onward.runtime.sessions import open_session, read_model
 from onward.tasks import Task, find_task
+from onward.tasks.check_options import OptionError
 from onward.tasks.choose_task import choose_task
-from onward.tasks.options import OptionError
 from onward.tasks.protocol import Fitted
 from onward.train.artifact_set import find_artifacts
 from onward.train.callbacks import Callback, EarlyStopping
@@ -233,6 +233,7 @@ class _Run:
 
 def _train(source: Source, task: Task, data: Any, options: Any, run: _Run) -> Any:
     """Read the data, adapt the model, fit, and take the best epoch."""
+    # two runs in one folder would be taken for one by whoever resumes it
     has_run = run.output_directory is not None and any(Path(run.output_directory).glob("checkpoint-*"))
     if has_run and not run.resume:
         raise OnwardError(
@@ -255,6 +256,7 @@ def _train(source: Source, task: Task, data: Any, options: Any, run: _Run) -> An
             parts = (train, evaluation, whole)
             fitted = _fit(adapted.own.artifacts, functions, parts, options, run, folder, adapted)
         return adapted.own.result(fitted, train.notes)
+    # only now: ranges of activations and the classes of a new head come from the data
     artifacts = _build(functions, adapted, train, source, options)
     _check_label_ranges(artifacts, whole, adapted)
     with run.folder() as folder:
@@ -286,6 +288,7 @@ def _build(functions: Functions, adapted: Adapted, train: Data, source: Source, 
     """The training models of a file with a head."""
     model, note = open_if_fixed(adapted.model)
     train.notes += [note] if note else []
+    # ranges of weights are known without data; those of activations have to be seen
     weight_only = options.quantize in ("int8-weights", "int4")
     needs_samples = options.quantize is not None and not weight_only
     return build_artifacts(
@@ -368,6 +371,7 @@ def _parts(
     elif options.hold_out:
         train, evaluation = split(whole, options.hold_out, seed=options.seed)
         train.notes = whole.notes
+    # held-out samples get the mean and deviation of the training part, which they must not have shaped
     others = [] if evaluation is None else [evaluation]
     prepare(train, others, standardize=bool(getattr(options, "standardize", False)))
     return train, evaluation
@@ -388,6 +392,7 @@ def _fit(
     if metrics is None:
         metrics = functions.metrics(options, adapted) if evaluation else ()
     average = None if options.ema is None else WeightAverage(options.ema)
+    # the training loss falls when a model overfits: the held-out one counts where there is one
     watched = options.best_metric or ("eval_loss" if evaluation else "loss")
     stops = [EarlyStopping(watched, patience=options.patience)] if options.patience else []
     trainer = Trainer(
@@ -423,6 +428,7 @@ def _fit(
         average.move_to(trainer)
         figures = trainer.evaluate(judged or batches, batch_size=options.batch_size)
         return Fitted(figures, trainer.history, trainer.state.to_data(), samples)
+    # the figures are those of the weights that are returned, not of the last epoch
     epochs = trainer.history.epochs
     row = epochs[int(trainer.best["epoch"]) - 1] if trainer.best else epochs[-1]
     figures = {

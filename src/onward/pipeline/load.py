@@ -18,14 +18,14 @@ from onward import contract
 from onward.data.text import open_tokenizer, read_tokenizer
 from onward.errors import ModelError
 from onward.export.huggingface.folder import CARD, MODEL, read_card
-from onward.export.huggingface.tasks import TASKS
+from onward.export.huggingface.tasks import TASKS, task_named
 from onward.graph.gate import read_proto
 from onward.hub.model_folder import is_published, open_published
 from onward.hub.read_info import read_info
 from onward.language.decoding import PublishedDecoder
 from onward.language.swappable import SwappingSession, takes_adapters
 from onward.tasks import TASKS as TRAINED
-from onward.tasks.answers import answer
+from onward.tasks import answer_function
 from onward.tasks.classifier import Classifier, require_tokenizer
 from onward.tasks.generator import stream
 
@@ -66,6 +66,7 @@ def load(
         raise ModelError(f"'{path / CARD}': no answers for task {card['task']!r}; known: {', '.join(TASKS)}")
     if card.get("training"):
         raise ModelError(f"'{path}' holds a model for training; export without training=True to load it")
+    # a card comes from outside: a name with a path in it would open another file
     from onward.runtime.sessions import open_session
 
     for name, file in files.items():
@@ -78,6 +79,7 @@ def load(
     if takes_adapters(first):  # exported with merge=False: the base, with inputs for adapters
         first = SwappingSession(first, path)
         first.use(card.get("adapter"))
+    # optimum's names and caches differ from ours; sessions under our names need no second reader
     if published and others:
         sessions = {"encoder": first, "decoder": PublishedDecoder(first, *others)}
     return Pipeline(
@@ -128,7 +130,8 @@ class Pipeline:
 
     def __call__(self, inputs: Any, *args: Any, **options: Any) -> Any:
         """Run one input, or each of a list."""
-        return answer(self, inputs, *args, **options)
+        word = self.card.get("answer") or task_named(self.task).answer
+        return answer_function(word)(self, inputs, *args, **options)
 
     def use(self, adapter: str | PathLike[str] | None) -> Pipeline:
         """Answer with another adapter from now on, without loading the base again; None is the base alone.
@@ -171,6 +174,7 @@ class Pipeline:
             "attention_mask": ([encoding.attention_mask for encoding in encodings], 0),
             "token_type_ids": ([encoding.type_ids for encoding in encodings], 0),
         }
+        # a decoder goes on from its last column, so its padding is before the text
         left = settings["padding_side"] == "left"
         return {
             name: _pad(rows, filler, left=left)
@@ -237,6 +241,7 @@ def _tokenizer(folder: Path, card: Mapping[str, Any]) -> Any:
         if not isinstance(number, int) or not 0 <= number < 2**31:
             raise ModelError(f"'{folder / CARD}': the tokenizer's {name} is {str(number)[:40]!r}")
     tokenizer = read_tokenizer(path)
+    # a longer text would be an index beyond the table of positions, an error of the runtime's that names no text
     limit = settings.get("max_length")
     if limit:
         tokenizer.enable_truncation(limit)

@@ -10,7 +10,6 @@ from typing import Annotated, Any
 import typer
 
 from onward.cli.command import Output, command
-from onward.cli.commands.infer import load_writer
 from onward.cli.shared_options import Generation
 from onward.escape import printable
 
@@ -41,7 +40,7 @@ def chat(
     from onward.errors import DataError, ModelError
     from onward.language.chat import read_template
 
-    pipeline = load_writer(model, generation)
+    pipeline = generation.load(model)
     # a base without a template cannot converse: say so before the first question
     read_template(pipeline.folder)
     options = generation.settings(top_k=top_k, max_new_tokens=256)

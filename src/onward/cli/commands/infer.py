@@ -15,7 +15,7 @@ from onward.cli.choices import DeviceOption
 from onward.cli.command import Output, command
 from onward.cli.errors import CommandError
 from onward.cli.paths import OverwriteOption, folder_target, new_file, read_model, require_new
-from onward.cli.run_folder import RunFiles, export_run, find_run
+from onward.cli.run_folder import export_run, find_run
 from onward.cli.shared_options import (
     BatchSizeOption,
     DataOption,
@@ -174,7 +174,7 @@ def _show_labels(output: Output, labels: list[list[dict[str, Any]]], files: list
 
 def _continue_prompts(output: Output, options: Options, prompts: list[str], generation: Generation) -> None:
     """What a language model writes after each prompt."""
-    pipeline = load_writer(options.model, generation)
+    pipeline = generation.load(options.model)
     settings = generation.settings(top_k=options.top_k, max_new_tokens=128)
     if len(prompts) == 1 and not output.silent:
         texts, before = [""], prompts[0]  # not shown before it was accepted
@@ -188,16 +188,6 @@ def _continue_prompts(output: Output, options: Options, prompts: list[str], gene
         for prompt, text in zip(prompts, texts):
             output.line(f"{prompt}{text}")
     output.result({"prompts": prompts, "texts": texts})
-
-
-def load_writer(model: Path, generation: Generation) -> Any:
-    """A folder that writes text, with the adapter that the options name."""
-    from onward import load
-
-    pipeline: Any = load(model)
-    if getattr(pipeline, "task", None) != "text-generation":
-        raise CommandError(f"'{model}' does not write text", "give a language model's folder")
-    return pipeline if generation.adapter is None else pipeline.use(generation.adapter)
 
 
 def _answer_texts(output: Output, folder: Path, texts: list[str]) -> None:
