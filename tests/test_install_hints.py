@@ -26,7 +26,7 @@ IN_SOURCE = {
     "runtime/devices.py": "onnxruntime",  # of CUDA and of the plug-in for WebGPU
     "doctor.py": "onnxruntime-ep-webgpu",
     "language/chat.py": "jinja2",
-    "cli/ranks.py": "torch",
+    "cli/training_run.py": "torch",
     "data/text.py": "tokenizers",
     "federated/flower.py": "flwr",
     "federated/privacy.py": "dp-accounting",

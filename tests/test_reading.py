@@ -17,9 +17,9 @@ ALLOWED = {
     "cli/run_folder.py": "settings that it writes",
     "files.py": "a record of its own, of a bounded size, with a digest",
     "cli/worker.py": "an argument of the process that started it",
-    "cli/ranks.py": "a report in a folder that it has just made",
+    "cli/training_run.py": "a report in a folder that it has just made",
     "distributed/secret_store.py": "messages of a bounded size, each with the code of who knows the secret",
-    "distributed/same_job.py": "what another rank of the same job sends",
+    "distributed/agreement.py": "what another rank of the same job sends",
 }
 
 

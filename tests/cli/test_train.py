@@ -152,7 +152,7 @@ def masked_crc(data: bytes) -> bytes:
 
 
 def test_checksum_of_a_known_text() -> None:
-    from onward.train.tensorboard import _checksum
+    from onward.train.callbacks import _checksum
 
     assert _checksum(b"123456789") == masked_crc(b"123456789")
     assert (

@@ -14,7 +14,7 @@ from rank_models import build, classifier, points
 from onward import artifacts, checkpoint
 from onward.distributed import Communicator, RunnerSettings, ShardedArrays, TrainingRunner, connect
 from onward.distributed.settings import make_grid
-from onward.distributed.stages.split import split_graph
+from onward.distributed.stages.models import split_graph
 from onward.graph.dialect.normalize import normalize
 from onward.graph.prune import prune
 

@@ -17,9 +17,8 @@ from rank_models import EMULATED, MODELS, NEEDS_CUDA, build, classifier, points
 from onward.api.state import CheckpointState
 from onward.contract import SEED
 from onward.distributed import RunnerSettings, ShardedArrays, TrainingRunner
-from onward.distributed.stages.models import StageStep, draw_blueprint
-from onward.distributed.stages.packing import layout_of
-from onward.distributed.stages.schedule import Flow, Micro
+from onward.distributed.stages.models import StageStep, draw_blueprint, layout_of
+from onward.distributed.stages.pipeline_parallel import Flow, Micro
 from onward.runtime.devices import Device
 from onward.runtime.memory import DeviceTensor, ModelMemory
 

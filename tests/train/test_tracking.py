@@ -12,9 +12,8 @@ import pytest
 
 from cli.newcomer import make_data, make_model
 from onward import OnwardError, Trainer, build_artifacts
-from onward.train.callbacks import LogFile
+from onward.train.callbacks import LogFile, MLflow, WeightsAndBiases
 from onward.train.history import MOST_STEPS, History
-from onward.train.tracking import MLflow, WeightsAndBiases
 
 
 class Recorder(types.ModuleType):

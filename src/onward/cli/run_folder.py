@@ -15,11 +15,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from onward import contract
 from onward.cli.errors import CommandError
-from onward.cli.paths import folder_target, plain_prefix, read_metadata
+from onward.cli.paths import folder_target, plain_prefix, read_metadata, read_model
 from onward.cli.python_entry import names_code
 from onward.cli.run_options import RunOptions, read_options, read_value
 from onward.files import write_bytes
+from onward.model_metadata import read_names
 from onward.reading import read_json
 
 if TYPE_CHECKING:
@@ -261,6 +263,23 @@ def find_run(folder: Path, checkpoint: str | None = None, *, prefix: str = "") -
         info=read_info(folder, prefix=prefix),
         options=options,
     )
+
+
+def forward_outputs(eval_model: Path) -> list[str]:
+    """The outputs of the forward model that an eval model was made of."""
+    names = read_names(read_metadata(eval_model), contract.OUTPUTS)
+    return names or [value.name for value in read_model(eval_model).graph.output[1:]]
+
+
+def export_run(run: RunFiles, path: Path, outputs: list[str] | None = None) -> Path:
+    """Write the model of a run for inference."""
+    from onward.export import for_inference
+    from onward.info.metadata import info_to_metadata
+
+    eval_model = run.artifacts / f"{run.prefix}eval_model.onnx"
+    names = outputs or forward_outputs(eval_model)
+    for_inference(str(eval_model), run.checkpoint, names, path, metadata=info_to_metadata(run.info))
+    return path
 
 
 def _find_checkpoint(folder: Path, name: str | None, initial: Path, *, is_run: bool) -> Path:

@@ -2,9 +2,9 @@
 
 from onward.distributed.agreement import all_or_none
 from onward.distributed.comm import Communicator, LocalCommunicator, TorchCommunicator, connect
+from onward.distributed.data_parallel import ShardedArrays, ShardedSampler
 from onward.distributed.errors import DistributedError
 from onward.distributed.runner import TrainingRunner
-from onward.distributed.sampler import ShardedArrays, ShardedSampler
 from onward.distributed.settings import RunnerSettings
 
 __all__ = [

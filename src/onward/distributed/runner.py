@@ -19,11 +19,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from onward.checkpoint import codec
-from onward.distributed.agreement import all_or_none, broadcast_bytes, encode_state
+from onward.distributed.agreement import (
+    all_or_none,
+    broadcast_bytes,
+    describe_job,
+    describe_loader,
+    encode_state,
+    require_same,
+)
 from onward.distributed.comm import Buffer, Communicator, TorchCommunicator, connect, device_of_rank
 from onward.distributed.data_parallel import DataParallel, session_options
 from onward.distributed.errors import DistributedError
-from onward.distributed.same_job import describe_job, describe_loader, require_same
 from onward.distributed.settings import RunnerSettings, make_grid
 from onward.errors import MAKE_ARTIFACTS, ModelError
 from onward.runtime.tensors import HostTensor, Tensor

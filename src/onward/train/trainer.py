@@ -7,16 +7,18 @@ Batches, accumulation, schedule, evaluation, metrics, early stopping, checkpoint
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import math
 import os
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import onnxruntime as ort
 
-from onward.errors import OnwardError
+from onward.errors import NonFiniteError, OnwardError
 from onward.files import write_bytes
 from onward.runtime.environment import environment
 from onward.train.artifact_set import ArtifactFiles, find_artifacts
@@ -30,7 +32,6 @@ from onward.train.lock import run_lock
 from onward.train.loop import Callbacks, Loop, Plan
 from onward.train.metrics import Metric, find_metrics
 from onward.train.progress import Position
-from onward.train.range_test import range_test
 from onward.train.report import list_files, render_report
 from onward.train.run_files import REPORT, RunFiles
 from onward.train.schedules import Schedule, make_schedule, require_schedule, schedule_name
@@ -61,7 +62,7 @@ class Trainer:
 
     Artifacts of a pretrained model record defaults for fine-tuning: a low `learning_rate`, `warmup` and `clip_norm`.
     Arguments override them (0 turns warmup and clipping off); otherwise the learning rate is 1e-3.
-    `learning_rate="auto"` finds one by a short trial on a copy of the model: see `onward.train.range_test`.
+    `learning_rate="auto"` finds one by a short trial on a copy of the model: see `range_test`.
 
     `resume=True` begins with the latest checkpoint in `output_directory`, where there is one, and `fit` goes on from
     there. `engines` makes what does the updates: this process, or a rank of several (`onward.distributed`); every rank
@@ -491,3 +492,55 @@ class _Share(Batches):
 
     def epoch(self, number: int, *, skip: int = 0, rank: int = 0, world: int = 1) -> Iterator[Batch]:
         return self._batches.epoch(number, skip=skip, rank=self._engine.replica, world=self._engine.replicas)
+
+
+# --- Learning-rate range test: a short run on a copy of the model, with a rate that grows at every step.
+#
+# The loss falls while the rate is useful and rises when it is too high. The rate suggested is a tenth of the one at
+# which the loss was lowest, where training is still fast and safe.
+
+_LOW, _HIGH, _STEPS = 1e-6, 1.0, 100
+
+
+def range_test(
+    learn: Callable[[Batch, float], float], batches: Batches, *, steps: int = _STEPS
+) -> tuple[float | None, list[dict[str, Any]]]:
+    """The rate found (None where the loss never fell) and the curve; `learn` updates by a batch at a rate."""
+    rows: list[dict[str, Any]] = []
+    mean, best = 0.0, math.inf
+    for step, batch in enumerate(_endless(batches, steps)):
+        rate = _LOW * (_HIGH / _LOW) ** (step / (steps - 1))
+        try:
+            loss = learn(batch, rate)
+        except NonFiniteError:
+            break
+        # single batches are noisy; the division makes up for a mean that begins at zero, as in Adam
+        mean = 0.9 * mean + 0.1 * loss
+        smooth = mean / (1 - 0.9 ** (step + 1))
+        rows.append({"step": step + 1, "learning_rate": rate, "loss": smooth})
+        best = min(best, smooth)
+        # it has diverged: at higher rates nothing can be learned
+        if not math.isfinite(loss) or smooth > best + 3 * abs(best) + 1e-6:
+            break
+    # too few to tell a fall from noise
+    if len(rows) < 5:
+        return None, rows
+    lowest = int(np.argmin([row["loss"] for row in rows]))
+    fell = rows[0]["loss"] - rows[lowest]["loss"]
+    if lowest < 3 or fell <= 1e-3 * abs(rows[0]["loss"]):
+        return None, rows
+    rate = rows[lowest]["learning_rate"] / 10
+    return float(f"{rate:.1e}"), rows
+
+
+def _endless(batches: Batches, count: int) -> Iterator[Batch]:
+    """So many batches, of as many epochs as that takes; fewer where an epoch has none, or there is only one."""
+    epoch = taken = 0
+    while taken < count:
+        before = taken
+        for batch in itertools.islice(batches.epoch(epoch), count - taken):
+            yield batch
+            taken += 1
+        epoch += 1
+        if taken == before or batches.once:
+            return

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from onward import contract
 from onward.cli.choices import DeployChoice, DeviceOption
 from onward.cli.command import Output, command, human_size
 from onward.cli.errors import CommandError
@@ -19,15 +18,13 @@ from onward.cli.paths import (
     OverwriteOption,
     file_target,
     plain_prefix,
-    read_metadata,
     read_model,
     require_new,
 )
-from onward.cli.run_folder import RunFiles, find_run
+from onward.cli.run_folder import RunFiles, find_run, forward_outputs
 from onward.cli.shared_options import CheckpointOption, MapOption, PrefixOption, parse_pairs
 from onward.errors import DataError, OnwardError
 from onward.escape import first_of
-from onward.model_metadata import read_names
 
 if TYPE_CHECKING:
     from onward.export.inference import InferenceExport
@@ -244,12 +241,6 @@ def _show_measurement(output: Output, result: dict[str, Any]) -> None:
         output.line(
             f"metric {result['metric']:.4f}, {result['metric_before']:.4f} before; layers left float: {layers}"
         )
-
-
-def forward_outputs(eval_model: Path) -> list[str]:
-    """The outputs of the forward model that an eval model was made of."""
-    names = read_names(read_metadata(eval_model), contract.OUTPUTS)
-    return names or [value.name for value in read_model(eval_model).graph.output[1:]]
 
 
 # --- What the outputs are compared on.

@@ -12,7 +12,7 @@ from onward.cli.choices import DeviceOption, MetricChoice
 from onward.cli.command import Output, command, human_size
 from onward.cli.errors import CommandError
 from onward.cli.paths import read_model
-from onward.cli.run_folder import RunFiles, find_run
+from onward.cli.run_folder import RunFiles, export_run, find_run
 from onward.cli.shared_options import (
     BatchSizeOption,
     CheckpointOption,
@@ -115,7 +115,6 @@ def _evaluate_run(output: Output, run: RunFiles, options: Options) -> None:
 def _compare(output: Output, options: Options) -> None:
     """The figures of models for inference beside one another: a float model and its quantized form, say."""
     from onward import evaluate_model
-    from onward.cli.commands.infer import export_run
     from onward.cli.data import load_data
     from onward.data.read import DataOptions
 
