@@ -18,7 +18,6 @@ SHARED_NAMES = {
     "artifacts": "the package and its command",
     "chat": "templates of conversations, and the command that holds one",
     "check": "the gradient check and the command that runs it",
-    "checkpoint": "the package, and loading it into a model in onnxblock",
     "data": "the package, and how the command line reads it",
     "distributed": "the package and its command",
     "doctor": "the report and its command",

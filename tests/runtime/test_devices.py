@@ -189,12 +189,12 @@ def test_groups_of_parameters(device: Device, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("device", MEMORY)
 def test_an_update_in_stretches(device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from onward.runtime.optimizers import device as device_updates
+    from onward.runtime.optimizers import vector as device_updates
 
     groups = [ParameterGroup(("b1", "b2"), weight_decay=0.0)]
     folder = write_classifier(tmp_path, parameter_groups=groups)
     _, other = train(folder, device)
-    monkeypatch.setattr(device_updates, "_MOST", 16)
+    monkeypatch.setattr(device_updates, "_MOST_ON_DEVICE", 16)
     monkeypatch.setattr(device_updates, "_ALIGN", 16)
     _, state = train(folder, device)
     assert snapshot(state) == snapshot(other)
@@ -489,13 +489,13 @@ def test_recorded_runs_equal_plain_ones(
 
 
 def test_an_update_is_recorded_without_a_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from onward.runtime.optimizers import device as device_updates
+    from onward.runtime.optimizers import vector as device_updates
 
     folder = write_classifier(tmp_path)
     _, plain = train(folder, EMULATED)
     monkeypatch.setattr(Device, "captures", property(lambda self: self.memory == "device"))
     recorded: list[Any] = []
-    real = device_updates._Bound._run
+    real = device_updates._BoundRule._run
 
     def run(self: Any) -> None:
         if not self._recorded:
@@ -503,13 +503,13 @@ def test_an_update_is_recorded_without_a_trace(tmp_path: Path, monkeypatch: pyte
             real(self)
         real(self)
 
-    monkeypatch.setattr(device_updates._Bound, "_run", run)
+    monkeypatch.setattr(device_updates._BoundRule, "_run", run)
     _, other = train(folder, EMULATED)
     assert recorded and snapshot(plain) == snapshot(other)
 
 
 def test_what_cannot_be_recorded_runs_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from onward.runtime.optimizers import device as device_updates
+    from onward.runtime.optimizers import vector as device_updates
 
     folder = write_classifier(tmp_path)
     losses, plain = train(folder, EMULATED, accumulate=2)

@@ -14,7 +14,7 @@ import pytest
 from onward.api import CheckpointState, Module
 from onward.artifacts import LossType, OptimType, build_artifacts, generate_artifacts
 from onward.errors import ModelError
-from onward.runtime import mapped
+from onward.runtime import sessions
 from onward.train.trainer import Trainer
 from small_models import batch, start, with_weights
 
@@ -50,7 +50,7 @@ def outside(plain: Path, tmp_path: Path) -> Path:
 def test_external_data_trains_and_evaluates_the_same(
     plain: Path, outside: Path, smallest: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mapped, "_SMALLEST", smallest)
+    monkeypatch.setattr(sessions, "_SMALLEST_MAPPED", smallest)
     files = sorted(os.listdir(outside))
     runs = [start(plain), start(outside)]
     for seed in range(4):  # with and without accumulation
@@ -96,7 +96,7 @@ def test_constants_are_mapped_once_and_parts_of_them_share_their_memory(tmp_path
                 tensor.external_data.add(key=key, value=value)
             tensors.append(tensor)
         model = onnx.ModelProto(graph=onnx.GraphProto(initializer=tensors))
-        (first, found), (_, again) = (mapped.constants_as_inputs(model, tmp_path) for _ in range(2))
+        (first, found), (_, again) = (sessions.constants_as_inputs(model, tmp_path) for _ in range(2))
         assert sorted(value.name for value in first.graph.input) == ["part", "whole"]
         assert not first.graph.initializer and len(model.graph.initializer) == 2
         arrays = {name: tensor.read().view(np.float32) for name, tensor in found.items()}
@@ -149,7 +149,7 @@ def test_hostile_locations_are_refused(outside: Path, location: str) -> None:
 def test_artifacts_in_memory_read_the_models_own_file(
     plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mapped, "_SMALLEST", 64)
+    monkeypatch.setattr(sessions, "_SMALLEST_MAPPED", 64)
     text = """net (float[n, 4] x) => (float[n, 3] y) { a = MatMul (x, constant)  h = Tanh (a)  y = MatMul (h, w) }"""
     model = with_weights(text, constant=(4, 64), w=(64, 3))
     onnx.save_model(

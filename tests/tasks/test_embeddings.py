@@ -20,7 +20,7 @@ from onward.artifacts import OptimType, generate_artifacts
 from onward.errors import DataError, ModelError, OnwardError
 from onward.onnxblock import loss as blocks
 from onward.tasks import find_task
-from onward.tasks.embeddings import rank_pairs, retrieval_figures, spearman
+from onward.tasks.scores import rank_pairs, retrieval_figures, spearman
 from small_models import with_weights
 from tasks.encoders import THINGS, encoder, pairs, write_encoder, write_table
 

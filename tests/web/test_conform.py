@@ -12,8 +12,8 @@ import pytest
 
 from onward.conformance import check_conformance
 from onward.errors import DeviceError
-from onward.web import browser_runtime
-from onward.web.browser_runtime import run_in_browser
+from onward.web import serving
+from onward.web.serving import run_in_browser
 from web.browser import MODULES
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def test_onnxruntime_web_on_webgpu_needs_the_forms_that_sites_are_written_in(bro
 
 
 def test_nobody_opens_the_page(browser: Browser, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(browser_runtime, "_OPENING", 0.1)
+    monkeypatch.setattr(serving, "_OPENING", 0.1)
     told: list[str] = []
     with (
         pytest.raises(DeviceError, match="no browser opened the page"),

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from onward.api.module import Module
     from onward.api.optimizer import Optimizer
     from onward.runtime.memory import ModelMemory
-    from onward.runtime.optimizers.host import HostUpdater
     from onward.runtime.optimizers.updater import Updater
+    from onward.runtime.optimizers.vector import HostUpdater
     from onward.runtime.step import Step, TrainingStep
     from onward.whole_step.scan import JoinedStep
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import onnx_ir as ir
 
 from onward import contract
-from onward.checkpoint.portable import StateLayout, to_portable, weights_of
+from onward.checkpoint.portable import StateLayout, to_portable
 from onward.checkpoint.store import save
 from onward.errors import ModelError
 from onward.files import CommittedError, write_set
@@ -85,6 +85,7 @@ def _open(
     options.enable_mem_reuse = False
     if ort_format:
         options.optimized_model_filepath = str(path.with_suffix(".ort"))
+        # the session itself writes it when it loads: Python has no other converter at hand than a command line tool
         options.add_session_config_entry("session.save_model_format", "ORT")
     if custom_op_library is not None:
         options.register_custom_ops_library(os.fspath(custom_op_library))
@@ -112,19 +113,17 @@ def write_portable(
     steps: Mapping[str, ir.Model],
     nominal: CheckpointData | None,
 ) -> None:
-    """Write the state file, the inference model and its weights, and the metadata of both steps into a folder."""
-    to_portable(checkpoint, folder / f"{prefix}state.bin", layout=layout)
+    """Write the state file, the inference model over its weights, and the metadata of both steps into a folder."""
+    state = folder / f"{prefix}state.bin"
+    to_portable(checkpoint, state, layout=layout)
     if nominal is not None:
         to_portable(nominal, folder / f"{prefix}nominal_state.bin", layout=layout)
     # onnxruntime's bindings for Node.js and Swift do not show a model's metadata
     for name in ("train_step", "accumulate_step"):
         about = json.dumps(dict(steps[name].metadata_props), indent=1, sort_keys=True)
         (folder / f"{prefix}{name}.json").write_text(about + "\n", encoding="utf-8")
-    data = folder / f"{prefix}inference_model.bin"
-    with open(data, "wb") as file:
-        for piece in weights_of(checkpoint, layout):
-            file.write(piece)
-    model = _inference_model(evaluation, layout, data)
+    # It reads the state file itself: a file of weights beside it could be of another update, after a crash for one.
+    model = _inference_model(evaluation, layout, state)
     path = folder / f"{prefix}inference_model.onnx"
     if initializer_bytes(model) - layout.weights_size > EXTERNAL_THRESHOLD:
         large = [
@@ -145,6 +144,7 @@ def _inference_model(evaluation: ir.Model, layout: StateLayout, data: Path) -> i
     outputs = [name for name in read_names(about, contract.OUTPUTS) if name in values]
     prune(model, outputs or [about[contract.LOSS]])
     to_inference(model)
+    # an update changes them in the file: folding one into a constant would freeze what it was when this was written
     names = [part.name for part, _, _ in layout.parts() if part.role != "slot"]
     simplify(model, parameters=names)
     inputs = {value.name: value for value in model.graph.inputs}
@@ -163,6 +163,7 @@ def _inference_model(evaluation: ir.Model, layout: StateLayout, data: Path) -> i
             base_dir=data.parent,
         )
         model.graph.register_initializer(value)
+    # they speak of inputs that are constants now: a reader would look for them in vain
     for key in (contract.TRAINABLE, contract.FROZEN, contract.LABELS, contract.LOSS):
         about.pop(key, None)
     about.update({contract.ROLE: "inference", contract.STATE_DIGEST: layout.digest.hex()})

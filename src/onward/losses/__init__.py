@@ -1,6 +1,6 @@
 """Losses as functions from values to a value, in standard operators.
 
-Begin with `functions`: each loss follows the torch function of its name; `similarity` has the losses of embeddings.
+Begin with `functions`: each loss follows the torch function of its name; those of embeddings are there too.
 This package builds nodes through `graph.builder` and is independent of files, parameters and gradients.
 """
 

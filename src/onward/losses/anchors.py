@@ -156,6 +156,7 @@ def assign(
     # what is near and overlaps nothing yet comes after all that overlaps
     quality = op.Add(overlap, op.Mul(near, 0.01))
     exists = op.Cast(op.GreaterOrEqual(numbers, 0.0), to=op.dtype(scores))
+    # a score of 0 would leave an object without any anchor, and √ has no slope there
     score = op.Add(op.MatMul(one_hot, scores), 1e-3)
     alignment = op.Mul(op.Mul(op.Sqrt(score), op.Pow(quality, 6.0)), op.Mul(op.Ceil(near), exists))
     count = min(_BEST, anchors.strides.size)
@@ -216,6 +217,7 @@ def _distribution_loss(op: Builder, distances: ir.Value, targets: ir.Value, anch
     centres, strides = anchors.centres[None], anchors.strides[None, None]
     to_sides = op.Concat(op.Sub(centres, corner), op.Sub(far, centres), axis=1)
     position = op.Div(to_sides, strides)
+    # below the last bin, so that a bin above is there to share with; as in Ultralytics' DFL
     position = op.Max(op.Min(position, np.float32(bins - 1.01)), np.float32(0.0))
     line = np.arange(bins, dtype=np.float32)[None, None, :, None]
     shares = op.Relu(op.Sub(1.0, op.Abs(op.Sub(op.Unsqueeze(position, [2]), line))))

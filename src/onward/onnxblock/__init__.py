@@ -4,8 +4,13 @@ The names and behaviour of `onnxruntime.training.onnxblock`.
 """
 
 from onward.onnxblock import blocks, loss, optim
-from onward.onnxblock.base import Block, ForwardBlock, TrainingBlock
-from onward.onnxblock.checkpoint import load_checkpoint_to_model, save_checkpoint
+from onward.onnxblock.base import (
+    Block,
+    ForwardBlock,
+    TrainingBlock,
+    load_checkpoint_to_model,
+    save_checkpoint,
+)
 from onward.onnxblock.context import base, custom_op_library, empty_base
 
 __all__ = [

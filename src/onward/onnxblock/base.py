@@ -1,9 +1,10 @@
-"""Block, ForwardBlock and TrainingBlock: base classes for users' blocks."""
+"""Block, ForwardBlock and TrainingBlock: base classes for users' blocks, and checkpoints of what they built."""
 
 from __future__ import annotations
 
 import abc
 import json
+import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,9 @@ import onnx_ir as ir
 
 from onward import contract
 from onward.artifacts.training_graph import build_training_graphs
-from onward.errors import SEE_NAMES, ModelError
+from onward.checkpoint.content import CheckpointData, NominalTensor
+from onward.checkpoint.store import load, save
+from onward.errors import SEE_NAMES, CheckpointError, ModelError
 from onward.graph.dialect.normalize import normalize
 from onward.onnxblock.context import current_model, empty_base, sharing
 from onward.onnxblock.emit import find_type
@@ -20,7 +23,7 @@ from onward.onnxblock.emit import find_type
 if TYPE_CHECKING:
     from onward.optim.optimizer_model import ParameterGroup
 
-__all__ = ["Block", "ForwardBlock", "TrainingBlock"]
+__all__ = ["Block", "ForwardBlock", "TrainingBlock", "load_checkpoint_to_model", "save_checkpoint"]
 
 
 # Weights above this size, or in other files, are shown to blocks by name, type and shape only: no block
@@ -101,6 +104,7 @@ class Block(abc.ABC):
             self((trainable, []))
             model = ir.from_proto(accessor.model)
         inputs = {value.name for value in model.graph.inputs}
+        # the two that every rule needs; learning rate, step and moments are there only if the block reads them
         if not {"params", "gradients"} <= inputs:
             raise ModelError(
                 f"the optimizer block {type(self).__name__} must build a graph with the inputs 'params' and "
@@ -115,6 +119,7 @@ class Block(abc.ABC):
 
     def infer_shapes_on_base(self) -> onnx.ModelProto:
         """The base model with the types and shapes of all its values."""
+        # data_prop: reshapes by computed sizes are common in exported models
         return onnx.shape_inference.infer_shapes(current_model(), data_prop=True)
 
 
@@ -195,6 +200,7 @@ class TrainingBlock(Block):
 
 
 def _header(name: str, tensor: ir.TensorProtocol) -> onnx.TensorProto:
+    # a tensor without data: invalid in a file, and all that blocks look at
     return onnx.TensorProto(name=name, data_type=int(tensor.dtype), dims=tensor.shape.numpy())
 
 
@@ -240,3 +246,40 @@ def _check(model: onnx.ModelProto, output: Any) -> None:
     for name in names:
         if name not in computed:
             raise ModelError(f"a block's build returned '{name}', which nothing in the model computes")
+
+
+# --- Parameters of a training block to a checkpoint file, and back into a model.
+
+
+def save_checkpoint(
+    parameters: tuple[Sequence[onnx.TensorProto], Sequence[onnx.TensorProto]],
+    path_to_checkpoint: str | os.PathLike[str],
+    nominal_checkpoint: bool = False,
+) -> None:
+    """Save trainable and frozen parameters; with `nominal_checkpoint` only their names and types."""
+    trainable, frozen = parameters
+
+    def convert(tensors: Sequence[onnx.TensorProto]) -> dict:
+        # a phone that fetches its weights elsewhere needs only what fits: names and types, a few kB
+        if nominal_checkpoint:
+            return {tensor.name: NominalTensor(tensor.data_type) for tensor in tensors}
+        return {tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in tensors}
+
+    save(
+        CheckpointData(trainable=convert(trainable), frozen=convert(frozen), nominal=nominal_checkpoint),
+        path_to_checkpoint,
+    )
+
+
+def load_checkpoint_to_model(path_to_checkpoint: str | os.PathLike[str], model: onnx.ModelProto) -> None:
+    """Overwrite the initializers of a model with the checkpoint's parameters of the same names."""
+    data = load(path_to_checkpoint)
+    parameters = {**data.trainable, **data.frozen}
+    for tensor in model.graph.initializer:
+        # What the checkpoint does not have stays: a model has constants that are no parameters.
+        value = parameters.get(tensor.name)
+        if isinstance(value, NominalTensor):
+            reason = "it is nominal: it holds names and types, no values"
+            raise CheckpointError(os.fspath(path_to_checkpoint), reason, field=tensor.name)
+        if value is not None:
+            tensor.CopyFrom(onnx.numpy_helper.from_array(value, tensor.name))

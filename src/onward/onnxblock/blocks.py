@@ -96,6 +96,7 @@ class Pow(Block):
 
 
 class _Reduction(Block):
+    # positional and with these defaults, as scripts written for onnxruntime-training pass them
     def __init__(self, keepdims: bool = True) -> None:
         self._keepdims = keepdims
 
@@ -119,6 +120,7 @@ class Constant(Block):
         self._value = value_float
 
     def build(self) -> str:
+        # Identity: a block must name a value that a node computes, and `emit` names nodes' outputs
         return emit([], lambda op: op.Identity(np.asarray([self._value], np.float32)))[0]
 
 
@@ -136,6 +138,7 @@ class Clip(Block):
         self._min, self._max = clip_min, clip_max
 
     def build(self, name: str) -> str:
+        # an end that is None is an input left out, which ONNX reads as open
         return emit([name], lambda op, x: op.Clip(x, self._min, self._max))[0]
 
 
@@ -153,6 +156,7 @@ class InputLike(Block):
         self._like = like
 
     def build(self, name: str | None = None) -> str:
+        # optional in the signature only because onnxruntime-training's is
         if self._like is None:
             raise ValueError("InputLike needs the name of the value to be like")
         # beside the value that it is like, whose name is taken
@@ -208,6 +212,7 @@ class LabelEncoder(Block):
 
         def build(op: Builder, x: ir.Value) -> ir.Value:
             (encoded,) = op.node("LabelEncoder", [x], self._attributes, domain="ai.onnx.ml")
+            # set by hand: the builder infers types of ai.onnx's operators only
             encoded.type, encoded.shape = ir.TensorType(kind), x.shape
             return encoded
 
@@ -252,6 +257,7 @@ class Linear(Block):
         for key, shape in shapes.items():
             data = rng.uniform(-limit, limit, shape).astype(np.float32)
             model.graph.initializer.append(onnx.numpy_helper.from_array(data, key))
+        # Gemm, not MatMul and Add: one kernel, and weights [out, in] as torch stores them
         return emit(
             [name, *shapes],
             lambda op, x, *w: op.Gemm(x, *w, alpha=self._alpha, beta=self._beta, transB=1),

@@ -117,6 +117,7 @@ def to_dialect(model: onnx.ModelProto) -> None:
         for entry in model.opset_import:
             if entry.domain in ("", "ai.onnx"):
                 entry.version = OPSET
+        # onnx writes the newest IR version it knows, which the oldest runtime that we support refuses
         model.ir_version = min(model.ir_version or IR_VERSION, IR_VERSION)
         return
     # CopyFrom keeps the identity of the message, which blocks hold.

@@ -34,6 +34,7 @@ def emit(
         model.graph.node.append(ir.serde.serialize_node(node))
         for output in node.outputs:
             if output.type is not None:
+                # written down: the next block asks for these types, and inference would look at the whole model again
                 model.graph.value_info.append(ir.serde.serialize_value(output))
     for value in graph.initializers.values():
         assert value.const_value is not None
@@ -86,6 +87,7 @@ def value_of(name: str) -> ir.Value:
 
 def _inferred(model: onnx.ModelProto) -> list[onnx.ValueInfoProto]:
     described = {value.name for value in model.graph.value_info}
+    # not strict: a block may be built on operators of other domains, which inference skips
     inferred = onnx.shape_inference.infer_shapes(model, data_prop=True)
     return [value for value in inferred.graph.value_info if value.name not in described]
 

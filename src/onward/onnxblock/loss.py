@@ -38,12 +38,14 @@ class LossBlock(Block):
             if not has_name(name):
                 target.name = name
                 add_input(target)
+        # the scope names the nodes: a report of unsupported operators then says that the loss has them
         return emit(names, self.function, scope="loss")[0]
 
 
 class _TargetLoss(LossBlock):
     """A loss against a target of the prediction's own type and shape."""
 
+    # scripts pass these by keyword: the names are onnxruntime-training's, as are the default inputs' names
     def build(self, loss_input_name: str, target_name: str = "target") -> str:
         """The loss of a value; `target_name` becomes an input if the model has no such value."""
         return self._loss([loss_input_name, target_name])
@@ -167,6 +169,7 @@ class CosineEmbeddingLoss(LossBlock):
         )
 
     def build(self, first: str, second: str, labels_name: str = "labels") -> str:
+        # both vectors are values of the model: only the labels may become an input
         return self._loss([first, second, labels_name], predictions=2)
 
 

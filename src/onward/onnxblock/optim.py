@@ -58,6 +58,7 @@ class ClipGradNorm(Block):
             # epsilon as in torch's clip_grad_norm_: no division by zero where all gradients are
             norm = op.Add(total_norm(op, *gradients), 1e-6)
             factor = op.Min(op.Div(np.asarray([self.max_norm], np.float32), norm), 1.0)
+            # one name may stand for all gradients: the sequence that optimizer blocks take
             if isinstance(gradients[0].type, ir.SequenceType):
                 return [_map(op, gradients[0], lambda inner, g: inner.Mul(g, factor))]
             return [op.Mul(g, factor) for g in gradients]
@@ -109,10 +110,12 @@ class OptimizerBlock(Block):
         model.graph.name = f"{self.rule.name} optimizer"
         inputs = [("learning_rate", onnx.TensorProto.FLOAT), ("step", onnx.TensorProto.INT64)]
         for name, kind in inputs:
+            # [1], not rank 0: what the optimizers of onnxruntime-training are fed
             model.graph.input.append(onnx.helper.make_tensor_value_info(name, kind, [1]))
         sequences = ["params", "gradients", *MOMENTS[: len(self.rule.slots)]]
         for name in sequences:
             model.graph.input.append(
+                # no shape: a sequence's elements have one each
                 onnx.helper.make_tensor_sequence_value_info(name, onnx.TensorProto.FLOAT, None)
             )
         gradients = "gradients" if self.clip_grad is None else self.clip_grad("gradients")
@@ -120,6 +123,7 @@ class OptimizerBlock(Block):
         names = ["learning_rate", "step", "params", gradients, *sequences[2:]]
         results = emit(names, self._update, scope=self.rule.name)
         final = ["updated_flag", "updated_params", *(f"updated_{name}" for name in sequences[2:])]
+        # renamed by Identity: `emit` chooses free names, and callers look these up
         for old, new in zip(results, final):
             model.graph.node.append(onnx.helper.make_node("Identity", [old], [new], name=new))
         model.graph.output.append(onnx.helper.make_tensor_value_info(final[0], onnx.TensorProto.BOOL, [1]))
@@ -170,6 +174,7 @@ class OptimizerBlock(Block):
         empty = [op.node("SequenceEmpty", [], {"dtype": int(ir.DataType.FLOAT)})[0]] * count
         updated = op.Loop(op.SequenceLength(params), True, *empty, body=body.graph, outputs=count)
         for value in updated:
+            # the builder infers tensors' types only
             value.type = ir.SequenceType(ir.TensorType(ir.DataType.FLOAT))
         # onnxruntime-training's optimizer tells whether it updated; this one always does.
         flag = op.constant(np.asarray([True]), name="flag")
@@ -218,6 +223,7 @@ class SGD(OptimizerBlock):
 
 
 class _ByKeyword(OptimizerBlock):
+    # staticmethod: a plain function as a class attribute would be bound to the block
     _make: staticmethod
 
     def __init__(self, clip_grad: ClipGradNorm | ClipGradValue | None = None, **options) -> None:
@@ -269,6 +275,7 @@ def _sequence_input(op: Builder, name: str) -> ir.Value:
 
 def _at(op: Builder, sequence: ir.Value, index: ir.Value) -> ir.Value:
     element = op.SequenceAt(sequence, index)
+    # its shape is that of one parameter or another: only the type can be said
     element.type = ir.TensorType(ir.DataType.FLOAT)
     return element
 
@@ -286,6 +293,7 @@ def _map(op: Builder, sequence: ir.Value, function) -> ir.Value:
     going = body.input("going", ir.DataType.BOOL, [])
     carried = _sequence_input(body, "carried")
     result = _insert(body, carried, function(body, _at(body, sequence, index)))
+    # ONNX has SequenceMap, which the stock runtime only knows as a function of a Loop like this one
     body.graph.outputs.extend([body.Identity(going), result])
     (empty,) = op.node("SequenceEmpty", [], {"dtype": int(ir.DataType.FLOAT)})
     mapped = op.Loop(op.SequenceLength(sequence), True, empty, body=body.graph)

@@ -1,27 +1,33 @@
-"""Sessions of the stock runtime: providers, options, and errors that say what to do."""
+"""Sessions of the stock runtime: providers, options, mapped weights, and errors that say what to do."""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import math
 import os
 import tempfile
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx
 import onnxruntime as ort
+from onnx.external_data_helper import load_external_data_for_tensor
 
 from onward import contract
 from onward.errors import MAKE_ARTIFACTS, DeviceError, ModelError
 from onward.files import scratch_folder
+from onward.graph.external import external_range
 from onward.graph.gate import ProtoSource, read_proto
 from onward.ort_session import Provider, create_session, quiet_options, shorten_error
 from onward.run_limits import run_limited
 from onward.runtime.cache import graph_path, keep_graph, read_graph
 from onward.runtime.devices import CPU, Device, is_checked, require_device
+from onward.runtime.tensors import HostTensor, Tensor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +47,8 @@ _SLOW_ON_CPU = ["SkipLayerNormFusion"]
 _SLOW_ON_CUDA = ["MatMulAddFusion"]
 # Numbers of a model's parameters, and its nodes, from which on it is large.
 _LARGE, _MANY = 1 << 18, 3000
+# Smaller external constants are read into the model: the runtime simplifies graphs by what it knows to be constant.
+_SMALLEST_MAPPED = 2**16
 
 
 def read_model(source: ModelFile, role: str) -> onnx.ModelProto:
@@ -309,3 +317,91 @@ def _types_of_values(model: onnx.ModelProto) -> dict[str, int]:
     for value in [*graph.value_info, *graph.input, *graph.output]:
         kinds[value.name] = value.type.tensor_type.elem_type
     return kinds
+
+
+# --- Constants in files beside a model, mapped once for all sessions of a process. On the CPU a session takes them as
+# inputs that are bound to the mapped memory: no copy of them, neither as they are nor repacked, and it is ready sooner.
+
+
+@dataclasses.dataclass(eq=False)
+class _File:
+    """A mapped file, and copies of what lies in it at addresses that do not fit its type."""
+
+    path: Path
+    data: np.ndarray
+    copies: dict[tuple[int, int], np.ndarray]
+
+
+# Weak: the mapping ends with the last session that reads it, so that the file can be replaced (Windows).
+_files: weakref.WeakValueDictionary[tuple, _File] = weakref.WeakValueDictionary()
+
+
+class _Constant(HostTensor):
+    """A constant in mapped memory, which is never written; ONNX packs numbers of fewer than eight bits."""
+
+    def __init__(self, file: _File, offset: int, size: int, shape: list[int], kind: int) -> None:
+        self._file = file  # keeps the mapping
+        width = onnx.helper.tensor_dtype_to_np_dtype(kind).itemsize
+        super().__init__(_part(file, offset, size, width))
+        self._dims, self._kind = shape, kind
+
+    def bind_input(self, binding: ort.IOBinding, name: str) -> None:
+        binding.bind_input(name, "cpu", 0, self._kind, self._dims, self.array.ctypes.data)
+
+
+def _part(file: _File, offset: int, size: int, width: int) -> np.ndarray:
+    """Bytes of a file: the mapping itself, or a copy where numbers of that width would lie across its words."""
+    if offset % width == 0:
+        return file.data[offset : offset + size]
+    for (start, length), aligned in file.copies.items():
+        if start <= offset and offset + size <= start + length and (offset - start) % width == 0:
+            return aligned[offset - start : offset - start + size]
+    # read, not copied from the mapping, whose pages would count as memory too
+    aligned = np.fromfile(file.path, np.uint8, size, offset=offset)
+    file.copies[offset, size] = aligned
+    return aligned
+
+
+def has_external_constants(model: onnx.ModelProto) -> bool:
+    """Whether a model's graph refers to data in other files."""
+    return any(tensor.data_location == onnx.TensorProto.EXTERNAL for tensor in model.graph.initializer)
+
+
+def constants_as_inputs(model: onnx.ModelProto, folder: Path) -> tuple[onnx.ModelProto, dict[str, Tensor]]:
+    """A copy of a model that takes its large external constants as inputs, and what to bind to these."""
+    changed = copy.deepcopy(model)
+    graph = changed.graph
+    inline, mapped = [], {}
+    # the largest first: others may be parts of them
+    for tensor in sorted(graph.initializer, key=lambda tensor: -math.prod(tensor.dims)):
+        if tensor.data_location != onnx.TensorProto.EXTERNAL:
+            inline.append(tensor)
+            continue
+        location, offset, size = external_range(tensor)
+        shape, kind = list(tensor.dims), tensor.data_type
+        # A mapped constant is an input, and the runtime folds and fuses nothing that it does not know.
+        if size < _SMALLEST_MAPPED:
+            load_external_data_for_tensor(tensor, os.fspath(folder))
+            tensor.data_location = onnx.TensorProto.DEFAULT
+            del tensor.external_data[:]
+            inline.append(tensor)
+            continue
+        mapped[tensor.name] = _Constant(_mapped(folder / location), offset, size, shape, kind)
+        graph.input.append(onnx.helper.make_tensor_value_info(tensor.name, kind, shape))
+    graph.initializer.clear()
+    graph.initializer.extend(inline)
+    return changed, mapped
+
+
+def _mapped(path: Path) -> _File:
+    status = path.stat()
+    # a file that was replaced has another inode or time: its old mapping must not be given out for it
+    key = (os.path.realpath(path), status.st_ino, status.st_size, status.st_mtime_ns)
+    file = _files.get(key)
+    if file is None:
+        try:
+            file = _File(path, np.memmap(path, np.uint8, mode="r"), {})
+        except (OSError, ValueError) as error:
+            raise ModelError(f"cannot map '{path}', which holds a model's weights: {error}") from error
+        _files[key] = file
+    return file

@@ -17,7 +17,7 @@ import onnxruntime as ort
 
 from onward import contract
 from onward.contract import BUFFER, OUT, SEED
-from onward.errors import ModelError
+from onward.errors import DeviceError, ModelError
 from onward.graph.proto.accumulation import scatter_in_place, specialize_reset
 from onward.graph.proto.device_forms import expand_batch_norm, prefer_device_forms
 from onward.graph.proto.known_shapes import (
@@ -28,13 +28,19 @@ from onward.graph.proto.known_shapes import (
 )
 from onward.graph.proto.small_images import batch_convolutions, has_small_images
 from onward.graph.proto.static_masks import simplify_static_masks
-from onward.ort_session import shape_of
+from onward.ort_session import array_of, shape_of
 from onward.runtime.bound import Bound, DeviceBound, RecordingError, bind, warn_unrecorded
 from onward.runtime.devices import Device, is_checked
-from onward.runtime.first_run import require_same, run_reference
-from onward.runtime.mapped import constants_as_inputs, has_external_constants
 from onward.runtime.memory import HostTensor, ModelMemory, Tensor, make_small_tensor
-from onward.runtime.sessions import ModelBeside, ModelFile, make_session, read_model, session_beside
+from onward.runtime.sessions import (
+    ModelBeside,
+    ModelFile,
+    constants_as_inputs,
+    has_external_constants,
+    make_session,
+    read_model,
+    session_beside,
+)
 from onward.runtime.signature import Signature, read_signature, step_seed
 
 if TYPE_CHECKING:
@@ -47,6 +53,9 @@ Tune = Callable[[onnx.ModelProto, Mapping[str, Sequence[int]], "ort.SessionOptio
 # Sessions made for the shapes of a batch that are kept, and how often a shape must come to replace one of them.
 # A session takes as much memory as a run's activations: with padding to many lengths, not one for each.
 _KEPT, _OFTEN = 4, 8
+# Part of the largest number by which an output may differ: rounding adds up from layer to layer, and what is computed
+# wrong is off by far more.
+_LARGEST_GAP = 1e-3
 
 
 class Step(Protocol):
@@ -117,7 +126,7 @@ class _ModelStep:
     ) -> dict[str, np.ndarray]:
         """Every output of a batch by name, to compare a device's with."""
         session, constants = self._load(model, Device("cpu"))
-        return run_reference(session, {**constants, **tensors}, dict(zip(self.signature.inputs, feeds)))
+        return _run_reference(session, {**constants, **tensors}, dict(zip(self.signature.inputs, feeds)))
 
 
 class TrainingStep(_ModelStep):
@@ -210,7 +219,7 @@ class TrainingStep(_ModelStep):
         actual = {f"{n}{OUT}": tensor.read() for n, tensor in gradients.items()}
         actual |= {f"{n}{contract.NEXT}": tensor.read() for n, tensor in memory.following_tensors().items()}
         actual |= dict(zip(self.signature.outputs, results))
-        require_same(actual, expected, self._device, self._what)
+        _require_same(actual, expected, self._device, self._what)
         return results
 
     def gradients_changed(self) -> None:
@@ -366,7 +375,7 @@ class EvaluationStep(_ModelStep):
         if not self._is_compared:
             expected = self._run_on_cpu(self._model, self._memory.tensors(), feeds)
             actual = dict(zip(self.signature.outputs, results))
-            require_same(actual, expected, self._device, self._what)
+            _require_same(actual, expected, self._device, self._what)
             self._is_compared = True
         return results
 
@@ -422,3 +431,48 @@ def _can_capture(bound: Bound) -> bool:
         return False
     outputs = bound.session.get_outputs()
     return all(isinstance(dim, int) for value in outputs for dim in value.shape)
+
+
+# --- The first run of a model on a device beside the CPU's: the operators that `device_check` knows are not all that a
+# model may have, nor in every form, and nothing is to train silently wrong.
+
+
+def _run_reference(
+    session: ort.InferenceSession, tensors: Mapping[str, Tensor], feeds: Mapping[str, Feed]
+) -> dict[str, np.ndarray]:
+    """Every output of a session on the CPU by name, from what is in the memory of training and a batch."""
+    arrays = {name: array_of(value) for name, value in feeds.items()}
+    inputs: dict[str, np.ndarray] = {}
+    for name in (value.name for value in session.get_inputs()):
+        if name in tensors:
+            inputs[name] = tensors[name].read()
+        elif name in arrays:
+            inputs[name] = arrays[name]
+        else:  # the sum of gradients of the user's own inputs is not kept
+            inputs[name] = np.zeros_like(arrays[name.removesuffix(BUFFER)])
+    names = [value.name for value in session.get_outputs()]
+    results: list[Any] = list(session.run(None, inputs))
+    return dict(zip(names, results))
+
+
+def _require_same(
+    actual: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray], device: Device, what: str
+) -> None:
+    """Refuse a device that computes other numbers than the CPU for outputs that both have."""
+    floats = [name for name, array in expected.items() if array.dtype.kind == "f" and name in actual]
+    largest = {name: float(np.abs(expected[name]).max(initial=0.0)) for name in floats}
+    # A gradient that is zero in theory is nothing but rounding, so all of them are measured beside the largest.
+    gradients = max((size for name, size in largest.items() if name.endswith(OUT)), default=0.0)
+    for name in sorted(floats, key=lambda name: name.endswith(OUT)):
+        if not np.isfinite(largest[name]):
+            continue
+        gap = float(np.abs(actual[name].astype(np.float64) - expected[name]).max(initial=0.0))
+        unit = gradients if name.endswith(OUT) else 1.0
+        if gap <= _LARGEST_GAP * (largest[name] + 0.01 * unit):
+            continue
+        subject = f"gradient of '{name.removesuffix(OUT)}'" if name.endswith(OUT) else f"output '{name}'"
+        raise DeviceError(
+            f"device='{device}' computes the {what} wrong: its {subject} is off by {gap:.1g}, of numbers up to "
+            f"{largest[name]:.1g}, beside the CPU; parameters are unchanged. `onward conform --device {device}` "
+            "shows every operator; use device='cpu'"
+        )

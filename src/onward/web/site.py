@@ -132,6 +132,7 @@ def _default_page() -> Path:
 def _copy_page(page: Path, staging: Path) -> None:
     if not (page / "index.html").is_file():
         raise OnwardError(f"'{page}' has no index.html")
+    # a page of the user's own imports the default one's scripts, so those are always there
     shared = [path for path in _default_page().iterdir() if path.name != "index.html"]
     for path in [*shared, *page.iterdir()]:
         if path.is_file():
@@ -139,6 +140,7 @@ def _copy_page(page: Path, staging: Path) -> None:
 
 
 def _describe(staging: Path, title: str, *, webgpu: bool) -> None:
+    # sorted: the version that the service worker compares is the same for the same files on any file system
     names = sorted(path.relative_to(staging).as_posix() for path in staging.rglob("*") if path.is_file())
     digest = hashlib.sha256()
     for name in names:
@@ -208,6 +210,7 @@ def node_modules(folder: Path | None = None) -> Iterator[Path]:
         )
     with tempfile.TemporaryDirectory(prefix="onward-npm-") as fresh:
         command = [npm, "install", "--ignore-scripts", "--no-audit", "--no-fund", "--prefix", fresh]
+        # --ignore-scripts: nothing that a package brings along runs here
         done = subprocess.run([*command, *needed.split()], capture_output=True, text=True, check=False)
         if done.returncode:
             raise OnwardError(f"npm could not fetch {needed}: {done.stderr.strip()[-400:]}", hint=_NPM)
@@ -221,6 +224,7 @@ def package_files(modules: Path, *, webgpu: bool) -> dict[str, Path]:
     for path in sorted(source.rglob("*.js")):
         files[f"{_LIBRARY}/{path.relative_to(source).as_posix()}"] = path
     for path in sorted((modules / "flatbuffers" / "mjs").glob("*.js")):
+        # which checkpoints have none of
         if path.stem != "flexbuffers":
             files[f"lib/flatbuffers/{path.name}"] = path
     kinds = ("wasm", "webgpu") if webgpu else ("wasm",)

@@ -99,7 +99,7 @@ def _open_runtime(stack: ExitStack, device: str, runtime: str | None) -> tuple[R
     from onward.runtime.separate_process import run_separately
 
     if runtime == _WEB:
-        from onward.web.browser_runtime import run_in_browser
+        from onward.web.serving import run_in_browser
 
         provider = _WEB_PROVIDERS[device]
         run, about = stack.enter_context(

@@ -1,7 +1,7 @@
 """Runs optimizer models of any form: elementwise, by parameter, or custom ones over sequences.
 
-`make_updater` chooses: `host` on the host, `device` on a device, `named` for rules that see whole parameters and for
-a device whose memory has no address.
+`make_updater` chooses: `vector` for elementwise rules, on the host or a device; `updater` has those for rules that see
+whole parameters and for a device whose memory has no address.
 """
 
 from __future__ import annotations
@@ -12,10 +12,17 @@ from onward import contract
 from onward.errors import MAKE_ARTIFACTS, ModelError
 from onward.model_metadata import read_table
 from onward.runtime.environment import processors
-from onward.runtime.optimizers.device import DeviceUpdater
-from onward.runtime.optimizers.host import HostUpdater
-from onward.runtime.optimizers.named import NamedUpdater, ResidentUpdater, SequenceUpdater
-from onward.runtime.optimizers.updater import ElementwiseUpdater, Rule, Slots, Updater, group_of
+from onward.runtime.optimizers.updater import (
+    ElementwiseUpdater,
+    NamedUpdater,
+    ResidentUpdater,
+    Rule,
+    SequenceUpdater,
+    Slots,
+    Updater,
+    group_of,
+)
+from onward.runtime.optimizers.vector import DeviceUpdater, HostUpdater
 from onward.runtime.sessions import ModelFile, read_model, require_one_set
 
 if TYPE_CHECKING:
