@@ -18,7 +18,7 @@ import onward
 from cli.test_finetune import draw, published
 from onward.cli.app import app
 from onward.tasks import OPTIONS, TASKS, find_task
-from onward.tasks.options import OptionError, fields_of
+from onward.tasks.check_options import OptionError, fields_of
 
 Run = Any
 NAMES = sorted({name for options in OPTIONS.values() for name in fields_of(options)})

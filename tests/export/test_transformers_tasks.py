@@ -25,7 +25,7 @@ from onward.export.huggingface.cards import processor_settings
 from onward.export.huggingface.task_losses import LOSSES
 from onward.export.huggingface.tasks import TASKS, TYPES, detect, task_for
 from onward.pipeline.load import load
-from onward.tasks.answers import ANSWERS, answer_function
+from onward.tasks import ANSWERS, answer_function
 
 PICTURE = Image.fromarray(np.random.default_rng(0).integers(0, 256, (40, 56, 3)).astype(np.uint8))
 WAVE = np.random.default_rng(0).normal(size=5000).astype(np.float32)

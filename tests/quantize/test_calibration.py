@@ -11,8 +11,14 @@ import pytest
 
 from onward import contract
 from onward.graph.dialect.normalize import normalize
-from onward.quantize.calibration import METHODS, find_range, layer_errors, round_model
-from onward.quantize.equalization import equalize_channels, fold_batch_norms
+from onward.quantize.calibration import (
+    METHODS,
+    equalize_channels,
+    find_range,
+    fold_batch_norms,
+    layer_errors,
+    round_model,
+)
 from onward.quantize.planning import Quantization
 from quantize.networks import Network, pixels, residual
 

@@ -261,7 +261,7 @@ def test_the_command_line_trains_draws_and_evaluates(tmp_path: Path, pictures: P
 
 
 def test_options_of_classifiers_are_refused(tmp_path: Path, pictures: Path) -> None:
-    from onward.tasks.options import OptionError
+    from onward.tasks.check_options import OptionError
 
     onnx.save(yolov8(), tmp_path / "m.onnx")
     with pytest.raises(OptionError, match="label_smoothing is no option of object-detection"):

@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("tokenizers")
 import onward
 from onward.errors import DataError
-from onward.tasks.token_classification import entities_of, score_entities
+from onward.tasks.scores import entities_of, score_entities
 from small_models import with_weights
 from tasks.encoders import THINGS, WORDS, write_encoder, write_tokenizer
 

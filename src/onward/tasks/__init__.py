@@ -1,19 +1,19 @@
 """What a model is for: how its data is read, how it is trained, and what it answers.
 
 `TASKS` is the table of what can be trained: a new task is a module with the functions of `protocol.Functions` and a
-line here. `options` has the options of all. `answers` is the table of what a loaded folder answers, which are more.
+line here. `options` has the options of all. `ANSWERS` is the table of what a loaded folder answers, which are more.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import importlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, cast
 
 from onward.tasks import options
-from onward.tasks.options import OptionError
+from onward.tasks.check_options import OptionError, make_options
 
 if TYPE_CHECKING:
     from onward.tasks.protocol import Functions
@@ -35,7 +35,7 @@ class Task:
 
     def options(self, values: Mapping[str, Any]) -> Any:
         """The options of this task of the values that a user gave, checked."""
-        return options.make_options(self.name, self.Options, values, OPTIONS)
+        return make_options(self.name, self.Options, values, OPTIONS)
 
 
 # the words for samples in names of tasks, as Hugging Face has them, and those that `onward.data` uses
@@ -71,3 +71,42 @@ def find_task(name: str) -> Task:
             f"no task '{name}' can be trained here", hint=f"{meant}There are {', '.join(TASKS)}"
         )
     return TASKS[name]
+
+
+# the functions of this package that answer for an exported folder, by the words of Hugging Face's table of tasks
+ANSWERS: Mapping[str, str] = {
+    "hidden": "embeddings.hidden_states",
+    "embed": "embeddings.embed",
+    "similar": "embeddings.similarities",
+    "speaker": "embeddings.embed_voice",
+    "span": "question_answering.answer_question",
+    "classify": "classifier.classify",
+    "zero-shot": "classifier.classify_zero_shot",
+    "zero-shot image": "classifier.classify_image_zero_shot",
+    "choose": "classifier.choose",
+    "frames": "classifier.classify_frames",
+    "tag": "token_classification.tag",
+    "fill": "fill_mask.fill_mask",
+    "generate": "generator.continue_text",
+    "rewrite": "generator.rewrite",
+    "caption": "generator.caption",
+    "transcribe": "speech.transcribe",
+    "spell": "speech.spell",
+    "speak": "speech.speak",
+    "detect": "detector.detect",
+    "zero-shot detect": "detector.detect_zero_shot",
+    "segment": "segmenter.segment",
+    "instances": "segmenter.segment_objects",
+    "depth": "image_outputs.depth",
+    "keypoints": "image_outputs.keypoints",
+    "picture": "image_outputs.picture",
+    "reconstruct": "image_outputs.reconstruct",
+    "forecast": "arrays.forecast",
+    "arrays": "arrays.run_arrays",
+}
+
+
+def answer_function(word: str) -> Callable[..., Any]:
+    """The function of a word; its module is imported now, so that a folder loads the code of its own task alone."""
+    module, _, name = ANSWERS[word].partition(".")
+    return getattr(importlib.import_module(f"onward.tasks.{module}"), name)

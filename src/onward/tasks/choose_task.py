@@ -23,8 +23,9 @@ from onward.data.tagged import is_tagged
 from onward.data.text import TEXT_COLUMNS, takes_tokens
 from onward.errors import DataError, ModelError
 from onward.tasks import KINDS, TASKS, Task
+from onward.tasks.check_options import fields_of
 from onward.tasks.labelled import ENCODERS
-from onward.tasks.options import Numbers, fields_of
+from onward.tasks.options import Numbers
 
 if TYPE_CHECKING:
     from onward.data.match_inputs import InputSpec

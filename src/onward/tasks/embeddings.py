@@ -21,31 +21,33 @@ from onward.data.sound import read_sounds
 from onward.data.splits import take_rows
 from onward.data.text import open_tokenizer, takes_tokens, tokenize
 from onward.errors import DataError, ModelError
+from onward.escape import first_of
 from onward.graph.load import load_model
 from onward.graph.passes.pooling import Pooling, add_pooling
 from onward.hub.folder_files import read_pooling, sentence_files
 from onward.info.preprocessing import Preprocessing
 from onward.losses import LossWithTargets, functions
 from onward.model_metadata import read_table
-from onward.tasks.embedder import POOLED, VECTOR, Embedder, find_vectors
+from onward.tasks.check_options import OptionError
+from onward.tasks.classifier import Classifier
 from onward.tasks.figures import WORST, class_table
+from onward.tasks.inputs import each, in_batch, signal
 from onward.tasks.labelled import find_text_settings
-from onward.tasks.options import OptionError
-from onward.tasks.protocol import Adapted, Arrays, Scores, Source
-from onward.tasks.scores import joint_metrics
+from onward.tasks.protocol import Adapted, Arrays, Predictor, Scores, Source
+from onward.tasks.scores import joint_metrics, rank_pairs, retrieval_figures, spearman, token_keys, unit_rows
 
 if TYPE_CHECKING:
     from onward.data.match_inputs import InputSpec
     from onward.info.model_info import ModelInfo
+    from onward.pipeline.load import Pipeline
     from onward.tasks.options import Embeddings
     from onward.train.report import Figure
 
-predictor = Embedder
 COLUMNS = ()
+VECTOR = "sentence_embedding"
+# outputs that are vectors already, by the names that exporters give them
+POOLED = (VECTOR, "embeddings", "pooled", "image_embeds", "text_embeds")
 SCORE = "score"
-_TOP = 10
-# so many queries are compared with all answers at a time: 512 × 100,000 numbers are 200 MB
-_BLOCK = 512
 
 
 def read(data: Any, source: Source, options: Embeddings, *, like: Data | None = None) -> Data:
@@ -306,90 +308,85 @@ def scores(outputs: Arrays, data: Data, info: ModelInfo) -> Scores:
     return _figures(find_vectors(outputs), len(texts), numbers, keys.reshape(-1, 1)), []
 
 
-# --- How good vectors are. Those of a batch are rows, the views of a sample one after the other.
-
-
-def rank_pairs(
-    vectors: np.ndarray, views: int, keys: np.ndarray | None = None
-) -> tuple[np.ndarray, np.ndarray]:
-    """For each anchor the ranks (from 0) of its right answers among all positives and negatives; and their number.
-
-    `keys` has a row for each vector: those of equal rows are one answer, which may be right for several anchors.
-    """
-    groups = unit_rows(vectors).reshape(-1, views, vectors.shape[1])
-    anchors, answers = groups[:, 0], groups[:, 1:].reshape(-1, vectors.shape[1])
-    samples = len(anchors)
-    own = np.arange(samples) * (views - 1)  # the row of each anchor's positive
-    queries = np.arange(samples)
-    if keys is not None:
-        flat = keys.reshape(samples, views, -1)
-        _, first, own_of = np.unique(
-            flat[:, 1:].reshape(samples * (views - 1), -1), axis=0, return_index=True, return_inverse=True
+def find_vectors(outputs: Arrays) -> np.ndarray:
+    """The output that has a vector for each row."""
+    named = next((outputs[name] for name in POOLED if name in outputs), None)
+    vectors = named if named is not None else next((a for a in outputs.values() if a.ndim == 2), None)
+    if vectors is None:
+        raise ModelError(
+            f"none of the outputs {first_of(list(outputs))} is a vector for each text",
+            hint="train it first: onward finetune --task embeddings puts one in",
         )
-        answers, own = answers[first], own_of.reshape(samples, views - 1)[:, 0]
-        _, queries = np.unique(flat[:, 0], axis=0, return_inverse=True)
-        queries = queries.reshape(-1)
-    right: dict[int, set[int]] = {}
-    for query, answer in zip(queries.tolist(), own.tolist()):
-        right.setdefault(query, set()).add(answer)
-    most = max(map(len, right.values()))
-    ranks = np.full((samples, most), len(answers))
-    counts = np.asarray([len(right[query]) for query in queries.tolist()])
-    for start in range(0, samples, _BLOCK):
-        scores = anchors[start : start + _BLOCK] @ answers.T
-        for row, line in enumerate(scores, start=start):
-            members = sorted(right[int(queries[row])])
-            # a tie counts against the model
-            others = np.delete(line, members)
-            places = np.asarray([np.count_nonzero(others >= line[member]) for member in members])
-            order = np.argsort(-line[members], kind="stable")
-            ranks[row, : len(members)] = places[order] + np.arange(len(members))
-    return ranks, counts
+    return vectors
 
 
-def retrieval_figures(ranks: np.ndarray, counts: np.ndarray) -> dict[str, float]:
-    """recall@1 and @10, the mean reciprocal rank and NDCG@10 of ranks that `rank_pairs` gave.
+class Embedder(Predictor):
+    """A loaded encoder. Call it with one input or a list; the result is a vector, or an array with a row for each."""
 
-    >>> figures = retrieval_figures(np.array([[0], [3]]), np.array([1, 1]))
-    >>> figures["recall@1"], figures["recall@10"], figures["mrr"]
-    (0.5, 1.0, 0.625)
-    """
-    gains = np.where(ranks < _TOP, 1.0 / np.log2(ranks + 2.0), 0.0).sum(axis=1)
-    ideal = np.cumsum(1.0 / np.log2(np.arange(_TOP) + 2.0))[np.minimum(counts, _TOP) - 1]
-    return {
-        "recall@1": float(np.mean((ranks < 1).sum(axis=1) / counts)),
-        f"recall@{_TOP}": float(np.mean((ranks < _TOP).sum(axis=1) / counts)),
-        "mrr": float(np.mean(1.0 / (ranks[:, 0] + 1.0))),
-        f"ndcg@{_TOP}": float(np.mean(gains / ideal)),
-    }
-
-
-def unit_rows(vectors: np.ndarray) -> np.ndarray:
-    """Vectors of length 1."""
-    exact = np.asarray(vectors, np.float64)
-    return exact / np.maximum(np.linalg.norm(exact, axis=-1, keepdims=True), 1e-12)
+    def __call__(self, inputs: Any, *, batch_size: int = 32) -> np.ndarray:
+        """The vectors of one input, or of each of a list."""
+        items = inputs if isinstance(inputs, list) else [inputs]
+        names = [value.name for value in self.session.get_outputs()]
+        prepare = Classifier(self.session, self.info, self.tokenizer).prepare
+        parts = []
+        for start in range(0, len(items), batch_size):
+            feed = prepare(items[start : start + batch_size])
+            parts.append(find_vectors(dict(zip(names, self.session.run(names, feed)))))
+        vectors = np.concatenate(parts) if parts else np.empty((0, 0), np.float32)
+        return vectors if isinstance(inputs, list) else vectors[0]
 
 
-def spearman(similarities: np.ndarray, scores: np.ndarray) -> float:
-    """The correlation of the ranks; equal numbers share their mean rank. NaN where one side is constant.
-
-    >>> spearman(np.array([0.1, 0.2, 0.9]), np.array([1, 2, 3]))
-    1.0
-    """
-    one, other = _ranks(similarities), _ranks(scores)
-    spread = float(np.std(one) * np.std(other))
-    return float(np.mean((one - one.mean()) * (other - other.mean())) / spread) if spread else float("nan")
+predictor = Embedder
 
 
-def _ranks(numbers: np.ndarray) -> np.ndarray:
-    _, places, counts = np.unique(numbers, return_inverse=True, return_counts=True)
-    return (np.cumsum(counts) - (counts - 1) / 2)[places]
+# --- The answers of exported folders.
 
 
-def token_keys(inputs: Mapping[str, np.ndarray]) -> np.ndarray | None:
-    """What tells texts apart, whatever they are padded to: their tokens, with −1 for padding."""
-    ids, mask = inputs.get("input_ids"), inputs.get("attention_mask")
-    if ids is None:
-        return None
-    # batches of other lengths are joined with −1, in the mask as well
-    return np.asarray(ids) if mask is None else np.where(np.asarray(mask) == 1, ids, -1)
+def hidden_states(pipeline: Pipeline, inputs: Any) -> Any:
+    """One vector for each token, patch or frame."""
+    if pipeline.tokenizer is None:
+        return each(inputs, lambda item: pipeline.run(signal(pipeline, item))["last_hidden_state"][0])
+
+    def answer(texts: list[Any]) -> list[np.ndarray]:
+        feed, encodings = pipeline.encode(texts)
+        states = pipeline.run(feed)["last_hidden_state"]
+        return [pipeline.trim(row, encoding) for row, encoding in zip(states, encodings)]
+
+    return in_batch(inputs, answer)
+
+
+def embed(pipeline: Pipeline, inputs: Any, *, batch_size: int = 32) -> np.ndarray:
+    """One vector for each text."""
+    texts = inputs if isinstance(inputs, list) else [inputs]
+    # Texts of like length together: padding is what a mixed batch spends its time on.
+    order = sorted(range(len(texts)), key=lambda index: -len(str(texts[index])))
+    rows: dict[int, np.ndarray] = {}
+    for start in range(0, len(order), batch_size):
+        chosen = order[start : start + batch_size]
+        vectors = pipeline.run(pipeline.encode([texts[index] for index in chosen])[0])["embeddings"]
+        rows.update(zip(chosen, vectors))
+    if not isinstance(inputs, list):
+        return rows[0]
+    return np.stack([rows[index] for index in range(len(texts))]) if texts else np.empty((0, 0), np.float32)
+
+
+def similarities(
+    pipeline: Pipeline, inputs: str, others: Sequence[str] | None = None, **options: Any
+) -> list[float]:
+    """The cosine of a text's vector with those of others."""
+    if others is None:
+        raise TypeError("sentence similarity takes a sentence and others: pipeline(text, ['one', 'another'])")
+    vectors = np.asarray(embed(pipeline, [inputs, *others], **options), np.float64)
+    lengths = np.maximum(np.linalg.norm(vectors, axis=1), 1e-12)
+    return [float(score) for score in vectors[1:] @ vectors[0] / lengths[1:] / lengths[0]]
+
+
+def embed_voice(pipeline: Pipeline, inputs: Any) -> Any:
+    """A speaker's vector, of length 1."""
+
+    def answer(wave: Any) -> np.ndarray:
+        # speakers are compared by the product of their vectors
+        vector = pipeline.run(signal(pipeline, wave))["embeddings"][0]
+        return vector / max(float(np.linalg.norm(vector)), 1e-12)
+
+    return each(inputs, answer)

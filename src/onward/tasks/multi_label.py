@@ -20,10 +20,10 @@ from onward.data.match_inputs import InputSpec
 from onward.errors import DataError
 from onward.escape import first_of
 from onward.head import keep_head, replace_head
+from onward.tasks.check_options import OptionError
 from onward.tasks.classifier import THRESHOLD, MultiLabelClassifier
 from onward.tasks.figures import WORST, class_table, sample_figure
 from onward.tasks.labelled import find_head, labelled_batches, read_labelled
-from onward.tasks.options import OptionError
 from onward.tasks.protocol import Adapted, Arrays, Scores, Source
 from onward.tasks.scores import joint_metrics, sigmoid
 

@@ -45,7 +45,7 @@ from onward.losses.preferences import LOG_PROBABILITIES
 from onward.runtime.cache import cache_folder
 from onward.runtime.devices import Device
 from onward.runtime.sessions import session_beside
-from onward.tasks.options import OptionError
+from onward.tasks.check_options import OptionError
 from onward.tasks.protocol import Adapted, Arrays, OwnTraining, Source
 from onward.train.callbacks import Callback
 from onward.train.report import Figure

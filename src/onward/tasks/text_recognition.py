@@ -24,7 +24,7 @@ from onward.data.read import Data
 from onward.errors import DataError, ModelError
 from onward.escape import first_of
 from onward.graph.load import load_model
-from onward.graph.passes.head.alphabet import open_reader, replace_alphabet
+from onward.graph.passes.head.new_layer import open_reader, replace_alphabet
 from onward.info.preprocessing import Preprocessing, image_settings
 from onward.losses import LossWithTargets
 from onward.reading import read_text

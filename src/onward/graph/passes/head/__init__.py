@@ -13,12 +13,17 @@ import onnx_ir.passes.common as passes
 
 from onward.errors import ModelError
 from onward.graph.cleanup import remove_unused
-from onward.graph.nodes import captured_values, required_input, subgraphs_of
+from onward.graph.nodes import required_input
 from onward.graph.passes.head.final_activation import remove_activation
 from onward.graph.passes.head.layer_search import find_layer, layer_named
-from onward.graph.passes.head.new_layer import NewHead, add_layer, correct_metadata, replace_layer
+from onward.graph.passes.head.new_layer import (
+    NewHead,
+    add_layer,
+    correct_metadata,
+    infer_shapes_behind,
+    replace_layer,
+)
 from onward.graph.prune import values_of
-from onward.graph.shapes.model import infer_shapes
 
 
 def new_head(
@@ -106,16 +111,3 @@ def _move_logits_first(graph: ir.Graph, head: NewHead, notes: list[str]) -> None
     graph.outputs.clear()
     graph.outputs.extend([outputs.pop(index), *outputs])
     notes.append(f"'{head.output}' is the first output now: it has the scores")
-
-
-def infer_shapes_behind(model: ir.Model, parameters: Sequence[str]) -> None:
-    """Shapes that follow from the head are forgotten and found anew; what the file declared was the old ones."""
-    graph = model.graph
-    changed: set[ir.Value] = {graph.initializers[name] for name in parameters if name in graph.initializers}
-    for node in graph:
-        reads = [*node.inputs, *(captured_values(node) if subgraphs_of(node) else ())]
-        if any(value in changed for value in reads):
-            for output in node.outputs:
-                output.shape = None
-                changed.add(output)
-    infer_shapes(model)

@@ -25,9 +25,8 @@ from onward.errors import ModelError
 from onward.graph.builder import Builder
 from onward.graph.cleanup import remove_unused
 from onward.graph.nodes import producer_of, required_input
-from onward.graph.passes.head import infer_shapes_behind
 from onward.graph.passes.head.layer_search import constant_shape
-from onward.graph.passes.head.new_layer import NewHead, correct_metadata, parameter
+from onward.graph.passes.head.new_layer import NewHead, correct_metadata, infer_shapes_behind, parameter
 
 YOLOV8, YOLOX, PICODET = "yolov8", "yolox", "picodet"
 # what stands between the layers of the levels and the scores of all anchors, and computes nothing
