@@ -150,7 +150,7 @@ def test_the_first_step_is_compared_with_the_cpu_whatever_the_operators_are(
         ):
             module(*batch())
     assert snapshot(state) == before
-    monkeypatch.setattr(step, "require_same", lambda *_: None)
+    monkeypatch.setattr(step, "_require_same", lambda *_: None)
     assert np.abs(train(folder, DEVICE)["w1"] - expected["w1"]).max() > 1e-3  # without it, all would be lost
 
 
