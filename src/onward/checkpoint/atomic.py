@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 NOT_COMMITTED = "not committed, the old one is kept"
 UNCERTAIN = "committed, durability uncertain"
 _SUFFIX = ".onward-tmp"
+# large enough that a call costs nothing beside its bytes, small enough to stay in a cache between write and
+# read
 _CHUNK = 4 << 20
 _FLUSH = 8 << 20
 
@@ -51,15 +53,19 @@ def replace_file(
     durability uncertain".
     """
     path = Path(path)
+    # a link stays a link: what it leads to is replaced
     target = Path(os.path.realpath(path))
     try:
         mode = _replaceable(target)
+        # before writing, not after: what a killed save left may be the space that this one needs
         _sweep(target)
+        # beside the target: a rename is atomic within one file system only
         with _temporary(target) as (file, temporary), ThreadPoolExecutor(1) as beside:
             stream = _ReadBack(file, beside)
             write(stream)
             if mode is not None and hasattr(os, "fchmod"):
                 os.fchmod(file.fileno(), mode)
+            # the content before the name: a rename may reach the disk first, and leave an empty file
             os.fsync(file.fileno())
             stream.finish()
             if check is not None:
@@ -76,6 +82,7 @@ def replace_file(
             path, f"{NOT_COMMITTED}: {error.reason}", field=error.field, offset=error.offset
         ) from error
     try:
+        # the new name is an entry of the folder, which has its own place on the disk
         sync_directory(target.parent)
     except OSError as error:
         raise CheckpointError(path, f"{UNCERTAIN}: {error.strerror or error}") from error
@@ -86,12 +93,14 @@ def replace_file(
 def open_regular(path: str | os.PathLike[str], *, follow: bool = True) -> Iterator[IO[bytes]]:
     """Open a regular file to read it without a buffer; never waits on a pipe and never reads a device."""
     finish_interrupted(os.path.dirname(os.fspath(path)) or ".")
+    # non-blocking: opening a pipe would wait for somebody to write to it
     flags = os.O_RDONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_NONBLOCK", 0)
     if not follow:
         flags |= getattr(os, "O_NOFOLLOW", 0)
         if os.path.islink(path):
             raise OSError("it is a symbolic link")
     with open(os.open(path, flags), "rb", buffering=0) as file:
+        # of the open file: a check by name could be answered for another one
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise OSError("it is not a regular file")
         yield file
@@ -132,6 +141,7 @@ class _ReadBack:
         for start in range(0, len(whole), _CHUNK):
             piece = whole[start : start + _CHUNK]
             left = piece
+            # a disk that fills takes a part and says so only at the next call
             while left:
                 left = left[os.write(self._file.fileno(), left) :]
             self._compare(piece)
@@ -149,10 +159,14 @@ class _ReadBack:
     def _compare(self, piece: memoryview) -> None:
         if len(self._buffer) < len(piece):
             self._buffer = np.empty(len(piece), np.uint8)
+        # from the page cache mostly: this finds what memory, a driver or a network share changed on the way,
+        # not the platter
         self._file.seek(self._position)
         read = 0
         while read < len(piece):
             read += read_into(self._file, self._buffer.data[read : len(piece)])
+        # the caller's own bytes are compared, not a digest of them: those may have been damaged before they
+        # were hashed
         if not _equal(self._buffer[:read], np.frombuffer(piece, np.uint8)):
             raise OSError("the file reads back different from what was written")
 
@@ -184,6 +198,7 @@ def _replaceable(target: Path) -> int | None:
 def _prefix(target: Path) -> str:
     """Return how the names of a target's temporaries begin; long names are hashed to stay within limits."""
     name = target.name
+    # file systems end at 255 bytes, and the suffix takes 30
     if len(os.fsencode(name)) > 200:
         name = sha256(os.fsencode(name)).hexdigest()
     return f".{name}."
@@ -198,6 +213,7 @@ def _temporary(target: Path) -> Iterator[tuple[IO[bytes], Path]]:
     except BaseException:
         _discard(file, path)
         raise
+    # closing may report an old error once more
     with contextlib.suppress(OSError):  # everything was flushed before
         file.close()
 
@@ -248,8 +264,10 @@ def _sweep(target: Path) -> None:
                 continue
             if match.group(1):
                 continue
+            # the name may be a stranger's link or pipe by now
             descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
             try:
+                # held while it is removed, so that its writer cannot begin in between
                 if lock_file(descriptor):
                     os.unlink(path)
             finally:

@@ -84,11 +84,13 @@ def build_metadata(plan: Plan, properties: dict[str, PropertyValue], *, external
     """
     builder = flatbuffers.Builder(1024)
     builder.Prep(ALIGNMENT, 0)
+    # last field first: the builder grows towards the front, so the tables end up in the order of the schema
     groups = [_build_group(builder, group, external_base) for group in plan.groups]
     group_vector = _offset_vector(builder, groups) if groups else 0
     module = _build_module(builder, plan, external_base)
     bag = _build_properties(builder, properties)
     builder.StartObject(4)
+    # slot numbers are the schema's order of fields; they are the format, and never change
     builder.PrependInt32Slot(0, VERSION, 0)
     builder.PrependUOffsetTRelativeSlot(1, module, 0)
     builder.PrependUOffsetTRelativeSlot(2, group_vector, 0)
@@ -112,12 +114,16 @@ def _build_module(builder: flatbuffers.Builder, plan: Plan, external_base: int) 
 
 
 def _build_tensor(builder: flatbuffers.Builder, entry: Entry, external_base: int) -> int:
+    # strings and vectors before their table: flatbuffers refuses to nest objects that are being built
     name = builder.CreateString(entry.name)
     nominal = isinstance(entry.tensor, NominalTensor)
     shape = () if isinstance(entry.tensor, NominalTensor) else entry.tensor.shape
     code = entry.tensor.dtype if isinstance(entry.tensor, NominalTensor) else code_of(entry.tensor.dtype)
+    # the original reads raw_data of a nominal parameter without asking whether it is there: an empty vector,
+    # not none
     no_values = _offset_vector(builder, []) if nominal else 0
     builder.StartVector(8, len(shape), 8)
+    # prepended one by one, so the last comes first
     for dim in reversed(shape):
         builder.PrependInt64(dim)
     dims = builder.EndVector()
@@ -150,6 +156,7 @@ def _build_group(builder: flatbuffers.Builder, group: Group, external_base: int)
     builder.StartObject(4)
     builder.PrependUOffsetTRelativeSlot(0, name, 0)
     builder.PrependInt64Slot(1, group.step, 0)
+    # 32 bits is the schema's; the exact rate is among the extras
     builder.PrependFloat32Slot(2, group.rate, 0.0)
     builder.PrependUOffsetTRelativeSlot(3, vector, 0)
     return builder.EndObject()
@@ -165,6 +172,7 @@ def _build_properties(builder: flatbuffers.Builder, properties: dict[str, Proper
         if isinstance(value, str):
             builder.PrependUOffsetTRelativeSlot(1, text, 0)
             strings.append(builder.EndObject())
+        # bools have become ints in check_property
         elif isinstance(value, int):
             builder.PrependInt64Slot(1, value, 0)
             ints.append(builder.EndObject())
@@ -185,6 +193,7 @@ def _offset_vector(builder: flatbuffers.Builder, offsets: list[int]) -> int:
     return builder.EndVector()
 
 
+# below the 2 GiB that 32-bit offsets reach, with room for names and shapes
 EXTERNAL_THRESHOLD = 1800 << 20
 _EXTERNAL_MINIMUM = 64  # smaller tensors stay inside, as in the original
 _LIMIT = 2**31 - 4096  # FlatBuffer offsets are 32 bits; readers in C++ refuse from 2 GiB
@@ -208,6 +217,7 @@ def encode(
     >>> decode(stream.getvalue()).trainable["w"]
     array([1., 1.], dtype=float32)
     """
+    # before the first byte: a stream that is half written cannot be taken back
     content.check(data)
     plan = _place(_plan(data), external_threshold)
     properties = _all_properties(data)
@@ -220,6 +230,7 @@ def encode(
             f"{len(metadata) + plan.inline_size} bytes of names, shapes and small tensors do not fit into "
             "one checkpoint; save fewer parameters together or lower external_threshold"
         )
+    # one pass over the arrays: written and hashed at once, never joined into one buffer
     out = integrity.HashingWriter(stream)
     out.write(metadata)
     _write_region(out, (e for e in plan.parameters() + plan.state() if not e.external), prefixed=True)
@@ -239,6 +250,7 @@ def decode(
     `data` is the content of the second file that the original writes for large models. Everything is verified
     before it is used; anything wrong raises `CheckpointError`. `path` is for messages.
     """
+    # the digest before the structure: a damaged file is called damaged, not strange
     payload, layout, has_trailer = open_layout(memoryview(buffer).cast("B"), path=path)
     if layout.data_beside:
         if data is None:
@@ -272,6 +284,7 @@ def warn_unchecked(path: str) -> None:
 def layout_of(buffer: memoryview, *, has_trailer: bool, path: str) -> Layout:
     """Verify the structure of a checkpoint whose trailer, if it `has_trailer`, has been checked."""
     payload = buffer[: len(buffer) - integrity.TRAILER_SIZE] if has_trailer else buffer
+    # files of the original have no block, and their large tensors beside them
     flags = integrity.block_flags(payload, path=path) or 0
     return verify(payload, path=path, data_in_file=bool(flags & integrity.DATA_IN_FILE))
 
@@ -280,6 +293,7 @@ def arrays(layout: Layout, payload: memoryview, data: memoryview | None, *, path
     """Return checkpoint data whose arrays view the verified bytes."""
 
     def tensor(record: TensorRecord) -> np.ndarray:
+        # ours are external to the FlatBuffer, but in the same file
         source = data if record.external and data is not None else payload
         return native_array(source, record.start, code=record.code, dims=record.dims)
 
@@ -289,6 +303,8 @@ def arrays(layout: Layout, payload: memoryview, data: memoryview | None, *, path
             tensors[record.name] = NominalTensor(record.code) if layout.nominal else tensor(record)
     for group in layout.groups:
         slots = {name: {r.name: tensor(r) for r in records} for name, records in group.slots.items()}
+        # the schema has no place for gradients; as a group of optimizer state the original keeps them when it
+        # saves
         if group.name == ACCUMULATION_GROUP:
             for name, arrays_by_slot in slots.items():
                 if list(arrays_by_slot) != [ACCUMULATION_SLOT]:
@@ -311,6 +327,7 @@ def _split_properties(properties: dict[str, PropertyValue], result: CheckpointDa
                 result.extras[name.removeprefix(EXTRA_PREFIX)] = parse_extra(str(value))
             except ValueError as error:
                 raise CheckpointError(path, f"property '{name}' is malformed: {error}", field=name) from None
+        # refused, not ignored: it may change what the rest means
         elif name.startswith(PREFIX):
             raise CheckpointError(
                 path,
@@ -365,6 +382,8 @@ def _place(plan: Plan, threshold: int) -> Plan:
         if sum(entry.nbytes for entry in plan.parameters() + plan.state() if not entry.external) <= threshold:
             break
         for entry in candidates:
+            # parameters first, as the original does: its readers accept optimizer state outside, but do not
+            # need to
             entry.external = entry.nbytes >= _EXTERNAL_MINIMUM
     inline = external = 0
     for entry in plan.parameters() + plan.state():

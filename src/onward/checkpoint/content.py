@@ -37,6 +37,7 @@ __all__ = [
 ]
 
 
+# strings (8) and complex numbers (14, 15) are left out: no parameter has them, and a string has no fixed size
 _NUMPY = {
     1: "float32",
     2: "uint8",
@@ -62,6 +63,7 @@ _ML_DTYPES = {
 
 @cache
 def _table() -> dict[int, np.dtype]:
+    # late: a device that trains in float32 need not load it
     import ml_dtypes
 
     table = {code: np.dtype(name) for code, name in _NUMPY.items()}
@@ -102,6 +104,7 @@ def code_of(dtype: np.dtype) -> int:
     7
     """
     try:
+        # the order of bytes is the file's matter: always little-endian
         return _codes()[dtype.newbyteorder("=")]
     except KeyError:
         raise TypeError(
@@ -124,8 +127,10 @@ def spell_extra(value: PropertyValue) -> str:
     """
     if isinstance(value, str):
         return "s:" + value
+    # ints before floats: a seed beyond 2⁵³ is not a float
     if isinstance(value, (int, np.integer, np.bool_)):
         return f"i:{int(value)}"
+    # repr is the shortest text that reads back as the same 64 bits
     return f"f:{float(value)!r}"
 
 
@@ -139,6 +144,7 @@ def parse_extra(text: str) -> PropertyValue:
     if not colon or kind not in ("s", "i", "f"):
         raise ValueError("expected 's:', 'i:' or 'f:' and a value")
     if kind == "s":
+        # as it stands: a text may have colons of its own
         return body
     return int(body) if kind == "i" else float(body)
 
@@ -238,11 +244,13 @@ def check_property(name: str, value: object) -> PropertyValue:
         return value
     if isinstance(value, (bool, np.bool_, int, np.integer)):
         number = int(value)
+        # the schema's own limit; extras, which are texts, have none
         if not -(2**63) <= number < 2**63:
             raise ValueError(f"property '{name}': {number} does not fit into 64 bits")
         return number
     if isinstance(value, (float, np.floating)):  # the schema's properties have 32 bits
         number = float(value)
+        # inf and nan are kept: a loss may be one
         if np.isfinite(number) and abs(number) > float(np.finfo(np.float32).max):
             raise ValueError(f"property '{name}': {number} does not fit into a 32-bit float")
         return number
@@ -251,6 +259,7 @@ def check_property(name: str, value: object) -> PropertyValue:
 
 def check(data: CheckpointData) -> None:
     """Raise `TypeError` or `ValueError` for data that no checkpoint can hold: bad names or types."""
+    # the state would load one of the two, by chance
     both = data.trainable.keys() & data.frozen.keys()
     if both:
         raise ValueError(f"parameters cannot be trainable and frozen at the same time: {sorted(both)}")
@@ -300,6 +309,7 @@ def _check_array(what: str, array: object) -> None:
     if not isinstance(array, (np.ndarray, np.generic)):  # numpy turns results without axes into scalars
         raise TypeError(f"{what}: expected a numpy array, not {type(array).__name__}")
     code_of(array.dtype)
+    # what numpy 1 can hold: a reader there must not fail
     if array.ndim > 32:
         raise ValueError(f"{what}: {array.ndim} dimensions; a checkpoint holds at most 32")
 
@@ -307,6 +317,7 @@ def _check_array(what: str, array: object) -> None:
 def native_array(source: memoryview, start: int, *, code: int, dims: tuple[int, ...]) -> np.ndarray:
     """Return a read-only array over little-endian bytes that were checked; copied only if unaligned."""
     dtype = dtype_of(code)
+    # no bytes to view, and an offset that may lie at the end of the file
     if 0 in dims:
         values = np.zeros(dims, dtype)
     else:
@@ -316,6 +327,7 @@ def native_array(source: memoryview, start: int, *, code: int, dims: tuple[int, 
             values = values.byteswap()
         if not values.flags.aligned:
             values = values.copy()
+    # several arrays may view one buffer, whose digest was checked: nobody changes it unseen
     values.flags.writeable = False
     return values
 

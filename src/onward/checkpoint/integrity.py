@@ -18,6 +18,7 @@ from typing import Protocol
 
 from onward.errors import CheckpointError
 
+# a whole line of the alignment, so that offsets only move
 BLOCK_SIZE = 64  # keeps the alignment of everything behind it
 TRAILER_SIZE = 48
 DIGEST_SIZE = 32
@@ -67,6 +68,7 @@ class HashingWriter:
             self._size_waiting += len(piece)
             if self._size_waiting >= _LARGE:
                 self._hash_beside()
+            # after it was handed over: hashing a piece takes about as long as writing it
             self._stream.write(piece)
 
     def _hash_beside(self) -> None:
@@ -74,6 +76,7 @@ class HashingWriter:
             self._beside = ThreadPoolExecutor(1, thread_name_prefix="onward-hash")
         self._hashing.append(self._beside.submit(self._hash, self._waiting))
         self._waiting, self._size_waiting = [], 0
+        # a slow processor must not let the queue hold the whole model
         if len(self._hashing) > _AHEAD:
             self._hashing.popleft().result()
 
@@ -95,6 +98,7 @@ class HashingWriter:
     def write_trailer(self) -> bytes:
         """Write the trailer, which nothing may follow, and return its digest."""
         head = _TRAILER_HEAD.pack(MAGIC, self.length)
+        # the digest covers the trailer's own length, so that a cut file cannot pretend
         self._waiting.append(memoryview(head))
         digest = self.digest()
         self._stream.write(head + digest)
@@ -123,6 +127,7 @@ def block_flags(payload: memoryview, *, path: str) -> int | None:
     magic, version, flags = _BLOCK.unpack_from(payload, _BLOCK_START)
     if magic != _BLOCK_MAGIC:
         return None
+    # a flag that we do not know may move the tensors elsewhere
     if version != _BLOCK_VERSION or flags & ~DATA_IN_FILE:
         raise CheckpointError(
             path,
@@ -143,6 +148,7 @@ def check_length(tail: bytes | memoryview, size: int, *, path: str, required: bo
                 path, "the file is damaged: its trailer is missing", field="trailer", offset=size
             )
         return False
+    # before hashing: a truncated file of gigabytes is refused at once
     if length != end:
         raise CheckpointError(
             path,
@@ -166,6 +172,7 @@ def check_digest(computed: bytes, expected: bytes, size: int, *, path: str) -> N
 
 def check_trailer(buffer: memoryview, *, path: str) -> bool:
     """Return whether there is a trailer, after checking it; raise if it is wrong or missing but promised."""
+    # without this, cutting the trailer off would pass as a file of the original
     promised = block_flags(buffer, path=path) is not None
     size = len(buffer)
     if not check_length(buffer[max(size - TRAILER_SIZE, 0) :], size, path=path, required=promised):

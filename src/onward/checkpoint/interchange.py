@@ -36,6 +36,7 @@ __all__ = ["from_safetensors", "to_safetensors"]
 _FROZEN_KEY = contract.FROZEN
 _METADATA = "__metadata__"
 _MAX_HEADER = 100_000_000  # the limit of the format's own readers
+# the format's names; its float8 types are the "fn" forms of ONNX
 _CODES = {
     "F64": 11,
     "I64": 7,
@@ -120,6 +121,7 @@ def _header(parameters: dict[str, np.ndarray], *, frozen: list[str]) -> tuple[by
     offsets: dict[str, list[int]] = {}
     position = 0
     ordered = []
+    # as the package does it: readers that map the file then need no copy of any tensor
     for name, array in sorted(parameters.items(), key=lambda item: -item[1].dtype.itemsize):
         offsets[name] = [position, position + array.nbytes]
         position += array.nbytes
@@ -130,17 +132,20 @@ def _header(parameters: dict[str, np.ndarray], *, frozen: list[str]) -> tuple[by
             raise TypeError(f"parameter '{name}' of type {array.dtype} cannot be saved as safetensors")
         spelled[name] = {"dtype": kind, "shape": list(array.shape), "data_offsets": offsets[name]}
     text = json.dumps(spelled, separators=(",", ":"), ensure_ascii=False).encode()
+    # spaces: the format lets a header end in them, and data must begin at a multiple of eight
     text = text.ljust(-(-len(text) // 8) * 8)
     return len(text).to_bytes(8, "little") + text, ordered
 
 
 def _read_header(prefix: bytes, read: Any, size: int, path: str) -> tuple[Any, dict[str, Any], int]:
     length = int.from_bytes(prefix, "little")
+    # before reading: eight bytes may claim 2⁶⁴
     if len(prefix) < 8 or length > min(size - 8, _MAX_HEADER):
         raise CheckpointError(
             path, "not a safetensors file: its header is longer than it may be", field="header"
         )
     try:
+        # of two equal names readers take different ones: what one checks another would not use
         header = json.loads(read(length).decode(), object_pairs_hook=_no_duplicates)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(path, f"not a safetensors file: {error}", field="header", offset=8) from None
@@ -150,11 +155,13 @@ def _read_header(prefix: bytes, read: Any, size: int, path: str) -> tuple[Any, d
         )
     metadata = header.pop(_METADATA, {})
     end = 0
+    # in the order of bytes, each must begin where the last ended: no overlap and no gap to hide something in
     for name, entry in sorted(header.items(), key=lambda item: _offsets(item[1], item[0], path)):
         start, stop = _offsets(entry, name, path)
         if start != end or stop != start + _nbytes(entry, name, path):
             raise CheckpointError(path, f"'{name}' has bytes {start} to {stop}, which cannot be", field=name)
         end = stop
+    # what follows the last tensor would be a second file for those who look
     if end != size - 8 - length:
         raise CheckpointError(
             path, f"{end} bytes of tensors expected, {size - 8 - length} found", field="data"
@@ -186,6 +193,7 @@ def _nbytes(entry: dict[str, Any], name: str, path: str) -> int:
         or any(type(dim) is not int or not 0 <= dim < 2**62 for dim in shape)
     ):
         raise CheckpointError(path, f"'{name}' has the invalid shape {shape!r}", field=name)
+    # zeros count as one: (0, 2**60) has no bytes, and numpy cannot make its strides
     if prod(max(dim, 1) for dim in shape) >= 2**58:
         raise CheckpointError(path, f"'{name}' has the shape {shape!r}, which is too large", field=name)
     return prod(shape) * dtype_of(code).itemsize

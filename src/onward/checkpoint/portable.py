@@ -44,7 +44,6 @@ __all__ = [
     "read_layout",
     "table_line",
     "to_portable",
-    "weights_of",
 ]
 
 MAGIC = b"ONWDSTAT"
@@ -52,9 +51,11 @@ VERSION = 1
 ALIGNMENT = 64
 ROLES = ("frozen", "statistic", "trainable", "slot", "optimizer_step", "train_step", "random_seed")
 WEIGHTS, _COUNTERS = ROLES[:3], ROLES[4:]
+# fixed and first: a program in another language finds all places without reading the table
 _HEADER = struct.Struct("<8sIIQQ32s")
 _DIGEST = 32
 _NOMINAL = 1  # the flag of a file without tensors; its digest is zeros, so that programs refuse it as another model's
+# a table of a million tensors has some hundred megabytes
 _MOST_TEXT = 1 << 28
 # The checkpoint's scalars that are tensors of the state, or say something of one process only.
 _NOT_EXTRAS = ("seed", "train_step", "environment", "invalid", "skipped_in_a_row")
@@ -111,6 +112,7 @@ class StateLayout:
         for tensor in self.tensors:
             offsets.append(position)
             position += aligned(tensor.nbytes)
+            # weights come first in every state, so that inference reads one range
             if tensor.parts[0].role in WEIGHTS:
                 weights = position
         object.__setattr__(self, "offsets", offsets)
@@ -170,6 +172,7 @@ def to_portable(
     if data.nominal:
         _check_same(data, layout, OptimizerGroup())
     else:
+        # checked now, written later: a mismatch must show before a file is begun
         tensors = _tensor_bytes(layout.tensors, _finder(data, layout))
     text = (layout.text() + _scalars(data)).encode()
 
@@ -182,13 +185,6 @@ def to_portable(
         stream.write(hashing.digest())
 
     replace_file(path, write)
-
-
-def weights_of(data: CheckpointData, layout: StateLayout) -> Iterator[bytes | memoryview]:
-    """The bytes of the inference model's data: a state file up to the end of its weights."""
-    yield _header(layout, 0)
-    weights = [tensor for tensor in layout.tensors if tensor.parts[0].role in WEIGHTS]
-    yield from _tensor_bytes(weights, _finder(data, layout))
 
 
 def from_portable(path: str | os.PathLike[str]) -> CheckpointData:
@@ -212,6 +208,8 @@ def from_portable(path: str | os.PathLike[str]) -> CheckpointData:
             counters[part.role] = int(array[0])
     for kind, key, value in lines:
         (data.properties if kind == "property" else data.extras)[key] = value
+    # the optimizer counts updates, the model counts steps: with accumulation they differ, and random numbers
+    # follow the second
     group.step = counters["optimizer_step"]
     rate = data.extras.pop(_INITIAL_RATE, data.extras.get(_RATE, group.initial_learning_rate))
     group.initial_learning_rate = float(rate)
@@ -258,6 +256,7 @@ def _scalars(data: CheckpointData) -> str:
     for group in data.optimizer:
         if group.name == "group0":
             extras[_INITIAL_RATE] = float(group.initial_learning_rate)
+            # a device has no scheduler: without a rate in the file it would not know where to begin
             extras.setdefault(_RATE, float(group.initial_learning_rate))
     return "".join(lines + [table_line("extra", key, spell_extra(value)) for key, value in extras.items()])
 
@@ -266,6 +265,7 @@ def _finder(data: CheckpointData, layout: StateLayout) -> Callable[[StatePart, n
     """What gives the array of a part, after checking that the data and the layout belong together."""
     if data.nominal:
         raise ValueError("a nominal checkpoint has no values to save; load the parameters first")
+    # the whole step has no buffers of gradients: they would be lost without a word
     if data.accumulation:
         raise ValueError(
             "the checkpoint was saved between a training step and the optimizer's: a portable state has no "
@@ -339,6 +339,7 @@ def _tensor_bytes(
         written = 0
         for part in tensor.parts:
             piece = little_endian_bytes(find(part, tensor.dtype))
+            # gaps are zeros, so that equal states are equal files
             yield bytes(part.start - written)
             yield piece
             written = part.start + len(piece)
@@ -358,6 +359,7 @@ def _read(name: str) -> tuple[np.ndarray, StateLayout, list[tuple[str, str, Prop
             buffer = read_all(file, size)
     except OSError as error:
         raise CheckpointError(name, error.strerror or str(error)) from error
+    # the header is covered too; its own checks above only bound what is read
     if sha256(buffer[: size - _DIGEST].data).digest() != buffer[size - _DIGEST :].tobytes():
         raise CheckpointError(
             name, "the file is damaged: its content does not match its checksum", field="sha256",
@@ -386,6 +388,7 @@ def _check_header(head: bytes, size: int, name: str) -> tuple[int, int, bytes]:
             name, f"written by a newer Onward (version {version}, flags {flags:#x}); update to read it",
             field="version", offset=8,
         )  # fmt: skip
+    # Python's integers do not overflow: the sum is what it says
     if text > _MOST_TEXT or end % ALIGNMENT or end < ALIGNMENT or end + text + _DIGEST != size:
         raise CheckpointError(
             name, f"the file is damaged: its header says {end + text + _DIGEST} bytes, there are {size}",
@@ -401,8 +404,10 @@ def _parse(text: str) -> tuple[StateLayout, list[tuple[str, str, PropertyValue]]
     tensors: list[StateTensor] = []
     scalars: list[tuple[str, str, PropertyValue]] = []
     position = ALIGNMENT
+    # not splitlines: it also splits at characters that a name may have
     for line in text[:-1].split("\n"):
         kind, *fields = [_unescape(field) for field in line.split("\t")]
+        # places are computed, never believed: a line only repeats them for programs that read no table
         if kind == "tensor" and len(fields) == 4 and not scalars:
             name, dtype, dims, offset = fields
             if dtype not in kinds or not name or _count(offset) != position:
@@ -458,6 +463,7 @@ def _shape(text: str) -> tuple[int, ...]:
 
 
 def _count(text: str) -> int:
+    # int() takes signs, spaces, underscores and the digits of all scripts; C takes none of these
     if not (text.isascii() and text.isdecimal() and len(text) < 19):
         raise ValueError(f"'{text}' is not a count")
     return int(text)

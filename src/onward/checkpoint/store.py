@@ -47,6 +47,7 @@ __all__ = [
 
 
 _CHUNK = 4 << 20
+# 32-bit offsets with a sign: the original cannot write more
 _FLATBUFFER_LIMIT = 2**31
 
 
@@ -107,6 +108,7 @@ def data_path(path: str | os.PathLike[str]) -> Path:
 def _plausible_size(file: IO[bytes], path: str) -> int:
     """Return the file's size after a look at its first and last bytes; a sparse giant is refused here."""
     size = os.fstat(file.fileno()).st_size
+    # a sparse file claims terabytes and takes no disk; memory for it is taken only after its ends look right
     head = file.read(8 + integrity.BLOCK_SIZE) or b""
     if head[4:8] != IDENTIFIER:
         raise CheckpointError(
@@ -131,6 +133,7 @@ def _check_trailer(file: IO[bytes], size: int, path: str, digest: bytes | None) 
     has_trailer = integrity.check_length(tail, size, path=path, required=digest is not None)
     if not has_trailer:
         return False
+    # the writer has read every byte back: hashing the file again would tell nothing new
     if digest is not None:
         integrity.check_digest(digest, tail[-integrity.DIGEST_SIZE :], size, path=path)
         return True
@@ -170,6 +173,7 @@ def _check_beside(layout: Layout, status: os.stat_result, path: str) -> int:
     verify_external(layout, status.st_size, path=str(data_path(path)))
     external = [record for record in layout.tensors() if record.external]
     used = max(record.start + record.nbytes for record in external)
+    # the original aligns to pages at most; a file with holes would be read whole for a few tensors
     if used > sum(record.nbytes for record in external) + 4096 * len(external):
         raise CheckpointError(
             path, f"'{data_path(path)}' has gaps between its tensors", field="external data"
@@ -227,6 +231,7 @@ def save(
 
     def hold(target: Path) -> None:
         nonlocal old
+        # the last moment: until the new file is known to be good, nothing of the old one is touched
         old = _hold_old(target, keep)
 
     try:
@@ -339,6 +344,7 @@ def _hold_old(target: Path, keep: int) -> _Replaced | None:
     if keep == 1 and not _is_real_file(data_path(target)):
         return None
     try:
+        # a damaged file is no version worth keeping, and would push a good one out
         layout, _ = check_file(target)
     except CheckpointError:
         return None
@@ -346,6 +352,7 @@ def _hold_old(target: Path, keep: int) -> _Replaced | None:
         return _Replaced(None, layout.data_beside)
     held = temporary_name(target)
     try:
+        # a second name costs nothing and cannot fail half-way, as a copy of gigabytes can
         os.link(target, held)
     except OSError:  # no hard links on this file system
         _copy(target, held)
@@ -367,6 +374,7 @@ def _copy(source: Path, destination: Path) -> None:
 
 def _shift(target: Path, old: _Replaced, keep: int) -> None:
     """Move `<target>.1` to `.2` and so on, and the file that was replaced to `.1`; drop the oldest."""
+    # oldest first: no name is taken before it is free
     for number in range(keep - 1, 1, -1):
         for suffix in ("", ".data"):
             with contextlib.suppress(FileNotFoundError):
@@ -405,6 +413,7 @@ def _point_data_at(target: Path) -> None:
             if ours:
                 os.unlink(link)
         elif not ours or os.readlink(link) != target.name:
+            # a link cannot be changed in place: a reader would see none for a moment
             temporary = temporary_name(target)
             os.symlink(target.name, temporary)
             os.replace(temporary, link)
@@ -437,6 +446,7 @@ def _remove_old(directory: Path, keep: int, *, known_good: Path | None) -> list[
     for path in _steps(directory):
         if path == known_good:
             good += 1
+        # only those that verify count: three damaged ones must not push out the last that is whole
         elif good >= keep:
             _remove(path)
             removed.append(path)

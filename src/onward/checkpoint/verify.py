@@ -33,6 +33,7 @@ class Reader:
         self.buffer = buffer
         self.path = path
         self.size = len(buffer) if size is None else size
+        # plain arrays: a tuple for each of a million objects would take ten times the file
         self._starts = array("q")
         self._lengths = array("q")
         self._claimed = 0
@@ -293,6 +294,7 @@ def verify(payload: memoryview, *, path: str, data_in_file: bool = False) -> Lay
     `data_in_file` says that external tensors are behind the FlatBuffer, not in a second file.
     """
     reader = Reader(payload, path=path)
+    # identifier before version: another kind of file has no version
     root = reader.root(IDENTIFIER)
     version = root.scalar(0, "i", "version", default=0)
     if version != VERSION:
@@ -334,6 +336,7 @@ class _Walk:
             itemsize = dtype_of(code).itemsize
         except ValueError as error:
             raise reader.error(str(error), f"{table.where}.data_type", table.position) from None
+        # no training state has strings, and their sizes would need a check of their own
         if table.follow(5, "string_data") is not None:
             raise reader.error("string tensors are not allowed", f"{table.where}.string_data", table.position)
         raw = table.vector(4, "raw_data", itemsize=1)
@@ -395,6 +398,7 @@ class _Walk:
 
 def _module_state(root: Table, layout: Layout, walk: _Walk) -> None:
     state = root.table(1, "module_state", required=True)
+    # before the tensors: it says whether they have values
     layout.nominal = state.boolean(2, "is_nominal_state")
     walk.external_allowed = state.boolean(3, "has_external_data")
     names: set[str] = set()
