@@ -20,11 +20,11 @@ STARTS = {
     "quickstart": "",
     "language-models": "transformers",
 }
-_BLOCK = re.compile(r"(<!-- not run: [^\n]+ -->\n)?^```python[^\n]*\n(.*?)^```\n?", re.M | re.S)
+_BLOCK = re.compile(r"^```python[^\n]*\n(.*?)^```\n?", re.M | re.S)
 
 
 def notebook(page: Path, extra: str) -> str:
-    """A page as the text of a notebook; what the page does not run is text here too."""
+    """A page as the text of a notebook."""
     text = _absolute_links(page.read_text(encoding="utf-8"))
     constraints = "-c constraints.txt "
     package = f'".[{extra}]"' if extra else "."
@@ -36,9 +36,7 @@ def notebook(page: Path, extra: str) -> str:
     ]
     position = 0
     for match in _BLOCK.finditer(text):
-        if match[1]:
-            continue
-        cells += [_cell("markdown", text[position : match.start()]), _cell("code", match[2])]
+        cells += [_cell("markdown", text[position : match.start()]), _cell("code", match[1])]
         position = match.end()
     cells.append(_cell("markdown", text[position:]))
     document = {

@@ -1,13 +1,18 @@
-"""For the site: pages that live elsewhere in the repository, and links to what is not on the site."""
+"""For the site: pages from elsewhere in the repository, links to what is not on the site, lists of messages."""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "docs"))  # mkdocs loads a hook from its file alone
+
+import list_messages  # noqa: E402
+
 OUTSIDE = {
     "src/onward/checkpoint/SPEC.md": "checkpoint-format.md",
     "CONTRIBUTING.md": "contributing.md",
@@ -24,6 +29,7 @@ def on_files(files: Any, *, config: Any) -> Any:
 
 def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
     """Lead links to where the pages are on the site."""
+    markdown = list_messages.fill(markdown)
     for source, name in OUTSIDE.items():
         markdown = markdown.replace(f"](../{source})", f"]({name})")
     if page.file.src_uri in OUTSIDE.values():  # written for the repository's root

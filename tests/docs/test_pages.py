@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-DOCS = Path(__file__).parents[2] / "docs"
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
 PAGES = sorted([*DOCS.glob("*.md"), *DOCS.glob("*/*.md")])
 # Written by programs: tables of operators, options and models, which are looked up and not read.
 GENERATED = {
@@ -35,7 +36,65 @@ def test_timings_are_on_the_page_of_results(page: Path) -> None:
     assert not TIMING.findall(page.read_text(encoding="utf-8"))
 
 
+def words(page: Path) -> int:
+    """Words of a page, without the tables that programs write into it."""
+    text = page.read_text(encoding="utf-8")
+    return len(re.sub(r"<!-- (contrib|newer|written) ?.*?<!-- end -->", "", text, flags=re.S).split())
+
+
 def test_the_pages_to_read_are_short_together() -> None:
-    words = {ids(page): len(page.read_text(encoding="utf-8").split()) for page in PAGES}
-    read = sum(count for name, count in words.items() if name not in GENERATED)
-    assert read <= 36_000, sorted(words.items(), key=lambda item: -item[1])[:10]
+    counts = {ids(page): words(page) for page in PAGES if ids(page) not in GENERATED}
+    assert sum(counts.values()) <= 35_000, sorted(counts.items(), key=lambda item: -item[1])[:10]
+
+
+def pages_of(kind: str) -> list[Path]:
+    """The pages of a part of the navigation."""
+    part = re.split(r"\n  - ", NAVIGATION.split(f"  - {kind}:\n")[1])[0]
+    return [DOCS / name for name in re.findall(r": (\S+\.md)$", part, re.M)]
+
+
+NAVIGATION = (DOCS.parent / "mkdocs.yml").read_text(encoding="utf-8")
+STARTS, GUIDES = pages_of("Start"), pages_of("Guides")
+
+
+@pytest.mark.parametrize("page", GUIDES, ids=ids)
+def test_a_guide_is_read_in_minutes(page: Path) -> None:
+    assert words(page) <= 900
+
+
+@pytest.mark.parametrize("page", STARTS, ids=ids)
+def test_a_start_is_one_screen(page: Path) -> None:
+    assert words(page) <= 550
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in [*STARTS, *GUIDES] if page.parent.name != "languages"], ids=ids
+)
+def test_a_page_begins_with_what_its_reader_can_do_then(page: Path) -> None:
+    _, first, *_ = page.read_text(encoding="utf-8").split("\n\n")
+    assert first.startswith("After this page")
+
+
+CONTRIBUTORS = [
+    ROOT / "CONTRIBUTING.md",
+    *(
+        DOCS / f"{name}.md"
+        for name in ("architecture", "adding-a-gradient", "adding-a-task", "adding-a-device")
+    ),
+]
+
+
+@pytest.mark.parametrize("page", CONTRIBUTORS, ids=lambda page: page.stem)
+def test_the_files_that_contributors_are_sent_to_exist(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    paths = re.findall(r"`((?:[\w-]+/)+[\w-]*(?:\.\w+)?|[\w-]+\.(?:py|toml|md))`", text)
+    missing = [
+        path
+        for path in paths
+        if not any((start / path).exists() for start in (ROOT, ROOT / "src" / "onward"))
+    ]
+    assert paths and not [path for path in missing if path not in MADE]
+
+
+# what commands write, and not the repository
+MADE = {"dist/"}
