@@ -123,6 +123,13 @@ class Artifacts:
         """The names of the frozen parameters (batch-norm statistics included)."""
         return list(self.checkpoint.frozen)
 
+    def models(self) -> dict[str, ir.Model]:
+        """The models by the names of their files."""
+        models = {"training_model": self.training, "eval_model": self.evaluation}
+        if self.optimizer is not None:
+            models["optimizer_model"] = self.optimizer
+        return {**models, **self.portable}
+
     def nominal_checkpoint(self) -> CheckpointData:
         """The names and types of the parameters, without their values."""
 
@@ -202,13 +209,7 @@ def generate_artifacts(
     ...     sorted(os.listdir(folder))
     ['checkpoint', 'eval_model.onnx', 'optimizer_model.onnx', 'training_model.onnx']
     """
-    if unknown := [name for name in options if name not in _Options.__annotations__]:
-        of_export = (
-            " It belongs to the export: onward.export.from_torch takes it."
-            if unknown[0] in _EXPORT_OPTIONS
-            else ""
-        )
-        raise TypeError(f"generate_artifacts() got an unexpected keyword argument '{unknown[0]}'.{of_export}")
+    _check_names(options)
     artifacts = build_artifacts(
         model,
         requires_grad=requires_grad,
@@ -220,16 +221,12 @@ def generate_artifacts(
         loss_input_names=loss_input_names,
         **options,
     )
-    models = {"training_model": artifacts.training, "eval_model": artifacts.evaluation}
-    if artifacts.optimizer is not None:
-        models["optimizer_model"] = artifacts.optimizer
-    models |= artifacts.portable
     checkpoints = {"checkpoint": artifacts.checkpoint}
     if nominal_checkpoint:
         checkpoints["nominal_checkpoint"] = artifacts.nominal_checkpoint()
     write_artifacts(
         Path(artifact_directory) if artifact_directory is not None else Path.cwd(),
-        {f"{prefix}{name}": model for name, model in models.items()},
+        {f"{prefix}{name}": model for name, model in artifacts.models().items()},
         {f"{prefix}{name}": data for name, data in checkpoints.items()},
         data_name=f"{prefix}constants.data",
         ort_format=ort_format,
@@ -238,6 +235,17 @@ def generate_artifacts(
             folder, prefix, artifacts, nominal=checkpoints.get("nominal_checkpoint")
         ),
     )
+
+
+def _check_names(options: Mapping[str, object]) -> None:
+    # `Unpack` is for type checkers: at run time any keyword comes through
+    if unknown := [name for name in options if name not in _Options.__annotations__]:
+        of_export = (
+            " It belongs to the export: onward.export.from_torch takes it."
+            if unknown[0] in _EXPORT_OPTIONS
+            else ""
+        )
+        raise TypeError(f"generate_artifacts() got an unexpected keyword argument '{unknown[0]}'.{of_export}")
 
 
 def _write_portable(
