@@ -84,7 +84,6 @@ def build_metadata(plan: Plan, properties: dict[str, PropertyValue], *, external
     """
     builder = flatbuffers.Builder(1024)
     builder.Prep(ALIGNMENT, 0)
-    # last field first: the builder grows towards the front, so the tables end up in the order of the schema
     groups = [_build_group(builder, group, external_base) for group in plan.groups]
     group_vector = _offset_vector(builder, groups) if groups else 0
     module = _build_module(builder, plan, external_base)
@@ -119,8 +118,7 @@ def _build_tensor(builder: flatbuffers.Builder, entry: Entry, external_base: int
     nominal = isinstance(entry.tensor, NominalTensor)
     shape = () if isinstance(entry.tensor, NominalTensor) else entry.tensor.shape
     code = entry.tensor.dtype if isinstance(entry.tensor, NominalTensor) else code_of(entry.tensor.dtype)
-    # the original reads raw_data of a nominal parameter without asking whether it is there: an empty vector,
-    # not none
+    # as the original writes it: an empty vector, not none
     no_values = _offset_vector(builder, []) if nominal else 0
     builder.StartVector(8, len(shape), 8)
     # prepended one by one, so the last comes first
@@ -382,8 +380,6 @@ def _place(plan: Plan, threshold: int) -> Plan:
         if sum(entry.nbytes for entry in plan.parameters() + plan.state() if not entry.external) <= threshold:
             break
         for entry in candidates:
-            # parameters first, as the original does: its readers accept optimizer state outside, but do not
-            # need to
             entry.external = entry.nbytes >= _EXTERNAL_MINIMUM
     inline = external = 0
     for entry in plan.parameters() + plan.state():

@@ -36,7 +36,7 @@ __all__ = ["from_safetensors", "to_safetensors"]
 _FROZEN_KEY = contract.FROZEN
 _METADATA = "__metadata__"
 _MAX_HEADER = 100_000_000  # the limit of the format's own readers
-# the format's names; its float8 types are the "fn" forms of ONNX
+# the format's names; its F8_E4M3 is ONNX's FLOAT8E4M3FN, the one without infinities
 _CODES = {
     "F64": 11,
     "I64": 7,

@@ -33,7 +33,7 @@ class Reader:
         self.buffer = buffer
         self.path = path
         self.size = len(buffer) if size is None else size
-        # plain arrays: a tuple for each of a million objects would take ten times the file
+        # plain arrays: a tuple for each of a million objects would take more than the file
         self._starts = array("q")
         self._lengths = array("q")
         self._claimed = 0

@@ -34,9 +34,11 @@ class Commands(TyperGroup):
         self, args: Sequence[str] | None = None, *more: Any, standalone_mode: bool = True, **named: Any
     ) -> Any:
         """Run, and leave with an exit code; in a program (`standalone_mode=False`), raise as typer does."""
+        # a program that calls the app wants exceptions, not an exit
         if not standalone_mode:
             return super().main(args, *more, standalone_mode=False, **named)
         arguments = list(sys.argv[1:] if args is None else args)
+        # before parsing: Path("") is the current folder, and --overwrite would be right there
         self._refuse_empty(arguments)
         try:
             code = super().main(args, *more, standalone_mode=False, **named)
@@ -78,6 +80,7 @@ def explain_usage(error: Any) -> tuple[str, str]:
     hint = getattr(error, "hint", None) or f"{where} --help"
     choice = _CHOICE.match(text)
     if choice:  # typer lists the choices, and does not say which is near
+        # typer's words, for typer has no form of this error that carries its parts
         value, choices = choice["value"].strip("'"), re.findall(r"'([^']*)'", choice["choices"])
         near = [word for word in choices if value and word.startswith(value.lower())]
         near = near or difflib.get_close_matches(value, choices, n=1, cutoff=0.5)

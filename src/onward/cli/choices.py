@@ -48,6 +48,7 @@ def only_our_errors(device: str = "auto") -> str:
     if device != "cpu":
         import onnxruntime
 
+        # its warnings about devices name its source files, and come once for each session
         onnxruntime.set_default_logger_severity(4)
     return device
 
@@ -149,6 +150,7 @@ def optimizer_of(
     for name, value in (("weight-decay", weight_decay), ("momentum", momentum)):
         if value is not None and not (math.isfinite(value) and value >= 0):
             raise CommandError(f"--{name} is {value}: it must be a number, 0 or more", "0 turns it off")
+    # at 1 nothing is ever forgotten: the weights run away
     if momentum is not None and momentum >= 1:
         raise CommandError(f"--momentum is {momentum}: it must be below 1", "for example --momentum 0.9")
     options: dict[str, float] = {}

@@ -67,6 +67,7 @@ class Output:
         from rich.console import Console
 
         console = Console(stderr=True)
+        # on stderr, so that a result can be piped while the bar is seen
         return None if self.silent or not console.is_terminal else console
 
     @contextlib.contextmanager
@@ -124,6 +125,7 @@ class Output:
         from rich.text import Text
 
         table = Table(
+            # Text, not str: rich would read "[red]" in a name as markup
             title=Text(printable(title, keep="")) if title else None,
             title_justify="left",
             box=None,
@@ -132,6 +134,7 @@ class Output:
             show_header=any(columns),
         )
         for column in columns:
+            # folded, not cut: the end of a name is often what tells it from the next
             table.add_column(Text(printable(column, keep="")), overflow="fold")
         for row in rows:
             table.add_row(*(Text(printable(str(cell))) for cell in row))
@@ -194,6 +197,7 @@ def _wrap(function: Callable[..., int | None]) -> Callable[..., None]:
 
     @functools.wraps(function)
     def run(**options: Any) -> None:
+        # taken out first: what is left belongs to the function
         common = _take(_Common, options)
         arguments = {name: _take(group, options) for name, group in groups.items()}
         output = Output(as_json=common.as_json, quiet=common.quiet, debug=common.debug)
@@ -204,10 +208,12 @@ def _wrap(function: Callable[..., int | None]) -> Callable[..., None]:
                 limits.override(**_limits(common.limit or ())),
             ):
                 code = function(output, **arguments, **options)
+        # not errors: the way in which typer leaves
         except (typer.Exit, typer.Abort):
             raise
         except KeyboardInterrupt as stop:
             output.fail(str(stop) or "interrupted", "", label="")
+            # 128 and the number of SIGINT, as shells have it
             raise typer.Exit(130) from None
         except Exception as error:
             if common.debug:
@@ -222,6 +228,7 @@ def _wrap(function: Callable[..., int | None]) -> Callable[..., None]:
     for parameter in own:
         fields = _parameters(groups[parameter.name]) if parameter.name in groups else [parameter]
         if parameter.name in groups and parameter.default is not parameter.empty:
+            # one dataclass, two commands with other defaults: distributed has more processes
             fields = [field.replace(default=getattr(parameter.default, field.name)) for field in fields]
         parameters += fields
     parameters += _parameters(_Common)
@@ -389,6 +396,7 @@ _PARTS = re.compile(r"[=,{}\[\]\n#]")
 def read_settings(path: Path, command: Any, name: str) -> dict[str, Any]:
     """The options that a file has for a command, by parameter name."""
     try:
+        # within a limit: a file that is named by mistake may be a disk image
         text = read_text(path)
         _require_shallow(text)
         document = tomllib.loads(text)
@@ -416,6 +424,7 @@ def read_settings(path: Path, command: Any, name: str) -> dict[str, Any]:
             near = difflib.get_close_matches(key, parameters, n=1)
             hint = f"did you mean '{near[0]}'?" if near else f"there are {', '.join(sorted(parameters))}"
             raise CommandError(f"'{path}': [{name}] has the unknown option '{key}'", hint)
+        # a settings file is often someone else's
         code = names_code(value)
         if code is not None:
             raise CommandError(

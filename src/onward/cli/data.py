@@ -35,6 +35,7 @@ def load_data(
     sources: Sequence[str], inputs: Sequence[InputSpec], options: DataOptions | None = None
 ) -> Data:
     """Read `[NAME=]PATH` or `module:function` sources for a model with these inputs."""
+    # one function gives whole batches: it cannot be one input among others
     if len(sources) == 1 and is_entry(sources[0]):
         return Data({}, program=_call(sources[0]))
     return read_data([_named(source) for source in sources], inputs, options or DataOptions())
@@ -59,6 +60,7 @@ def load_training_data(
     reading = _training_options(artifacts, directory, options, about, info)
     whole = load_data(options.data or (), inputs, reading)
     check_labels(whole, read_table(about, contract.LABELS))
+    # a head that was made for a number of classes has no names: the report numbers them
     if whole.arrays and whole.classes is None and contract.HEAD in about:
         whole.classes = numbered_classes(reading.class_count)
     train, evaluation = whole, None
@@ -69,6 +71,7 @@ def load_training_data(
             same = dataclasses.replace(same, features=whole.features)
         evaluation = load_data(options.eval_data, inputs, same)
         check_labels(evaluation, read_table(about, contract.LABELS))
+    # a split that the data has is never mixed: scores on it compare with others'
     elif (parts := own_split(whole)) is not None:
         if options.hold_out is not None:
             raise CommandError(
@@ -79,6 +82,7 @@ def load_training_data(
     elif options.hold_out is not None:
         train, evaluation = split(whole, options.hold_out, seed=options.seed)
         train.notes = whole.notes
+    # means and deviations of the training part alone: the other is to be unseen
     prepare(train, [] if evaluation is None else [evaluation], standardize=options.standardize)
     return whole, train, evaluation
 
@@ -106,6 +110,7 @@ def _training_options(
 
 def keep_tokenizer(data: Data, folder: Path) -> None:
     """The tokenizer that read a run's texts goes into its folder."""
+    # the run goes on where its artifacts are gone, and deploy looks here first
     target = folder / "tokenizer.json"
     if data.tokenizer is not None and data.tokenizer.resolve() != target.resolve():
         shutil.copyfile(data.tokenizer, target)
@@ -141,6 +146,7 @@ def _named(source: str) -> tuple[str | None, Path]:
 
 def _call(entry: str) -> Any:
     entry_value = import_entry(entry)
+    # a module may hold the data itself
     return entry_value() if callable(entry_value) else entry_value
 
 
@@ -151,6 +157,7 @@ def random_inputs(
     rng = np.random.default_rng(seed)
     arrays = {}
     for spec in inputs:
+        # an input of unknown rank is mostly one number for each sample
         dims = [size if dim is None else dim for dim in ((size,) if spec.dims is None else spec.dims)]
         require(
             "value_bytes", 8 * math.prod(dims), f"random numbers for '{spec.name}' of shape {dims}, in bytes,"

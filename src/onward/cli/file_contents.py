@@ -41,7 +41,9 @@ def describe_model(path: Path) -> dict[str, Any]:
     about = {entry.key: entry.value for entry in proto.metadata_props}
     trainable, frozen = _roles(about)
     parameters = [_tensor(t.name, t.data_type, list(t.dims), t.name in trainable) for t in graph.initializer]
+    # training models take their parameters as inputs
     fed = [value for value in graph.input if value.name in {*trainable, *frozen}]
+    # before IR 4 every initializer was an input as well
     constant = {tensor.name for tensor in graph.initializer}
     outside = sorted({e.value for t in graph.initializer for e in t.external_data if e.key == "location"})
     return {
@@ -67,6 +69,7 @@ def _describe_info(path: Path, prefix: str) -> list[tuple[str, str, str]]:
 
     try:
         return read_info(path, prefix=prefix).facts()
+    # to see what is wrong with a file is what inspect is for
     except OnwardError as error:
         return [("problem", str(error), "")]
 
@@ -104,12 +107,14 @@ def describe_checkpoint(path: Path) -> dict[str, Any]:
             for group in data.optimizer
         ],
         "properties": dict(data.properties),
+        # the position of a run and its random state are pages of JSON
         "extras": {name: value for name, value in data.extras.items() if len(str(value)) < 200},
     }
 
 
 def _describe_folder(folder: Path, prefix: str) -> dict[str, Any]:
     run = read_run(folder)
+    # a run before artifacts: a folder may be both, and the run says more
     if run:
         return _describe_run(folder, run)
     paths = {name: folder / f"{prefix}{name}.onnx" for name in _MODELS}
@@ -137,6 +142,7 @@ def _describe_run(folder: Path, run: EarlierRun) -> dict[str, Any]:
 
     checkpoints: list[dict[str, Any]] = []
     for path in [*sorted(folder.glob("checkpoint-*")), folder / "best"]:
+        # links for readers of the original, which look for large tensors there
         if path.is_file() and path.suffix != ".data":
             row: dict[str, Any] = {"file": path.name, "bytes": path.stat().st_size, "step": None}
             try:
@@ -145,6 +151,7 @@ def _describe_run(folder: Path, run: EarlierRun) -> dict[str, Any]:
                 if contents["optimizer"]:
                     row["step"] = contents["optimizer"][0]["step"]
             except CheckpointError as error:
+                # shown in its row: one damaged file must not hide the others
                 row["integrity"] = f"DAMAGED: {error.reason}"
             checkpoints.append(row)
     return {

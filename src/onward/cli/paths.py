@@ -23,6 +23,7 @@ def read_model(path: Path) -> Any:
         raise CommandError(f"no model at '{path}': it is a folder", "name an ONNX file")
     if not path.exists():
         raise CommandError(f"no model at '{path}'", "is the path right?")
+    # without data: a command looks at names and shapes, and weights may be gigabytes
     return read_proto(path, read_data=False)
 
 
@@ -54,6 +55,7 @@ def require_folder_target(path: Path) -> None:
     """Refuse a path at which no folder can be; for a command that writes much later."""
     if path.exists() and not path.is_dir():
         raise CommandError(f"'{path}' is a file, and a folder is to be written", "choose another path")
+    # now, not after an hour of training
     _require_possible(path.parent, path)
 
 
@@ -69,6 +71,7 @@ def refuse_strangers(folder: Path, names: Sequence[str], *, ours: str, overwrite
     """Refuse to replace files that Onward did not make; `ours` is the one by which its folders are known."""
     if overwrite or not folder.is_dir() or is_ours(folder / ours):
         return
+    # only what would be replaced: other files in the folder are no matter of ours
     there = [name for name in names if (folder / name).exists()]
     if there:
         raise CommandError(
@@ -121,6 +124,7 @@ def _parents(folder: Path, target: Path) -> Iterator[None]:
 
 def _require_possible(folder: Path, target: Path) -> None:
     """Refuse a folder in which a file stands where another folder would have to."""
+    # up to what is there: folders in between will be made
     while not folder.exists():
         folder = folder.parent
     if not folder.is_dir():

@@ -19,6 +19,7 @@ _ENTRY = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 def is_entry(text: str) -> bool:
     """Whether a text is `module:function` and not a path."""
+    # a file may be called "a:b": what is there is data
     return names_code(text) is not None and not Path(text).exists()
 
 
@@ -34,12 +35,15 @@ def import_entry(text: str) -> Any:
     """What `module:name` names; modules of the current folder count."""
     module_name, _, attribute = text.partition(":")
     here = str(Path.cwd())
+    # the console script has its own folder first, not the user's
     if here not in sys.path:
         sys.path.insert(0, here)
+    # a program that calls commands may have written the module just now
     importlib.invalidate_caches()
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
+        # the module itself is missing, not one that it imports
         if error.name and (module_name == error.name or module_name.startswith(f"{error.name}.")):
             raise CommandError(
                 f"'{text}': there is no module '{error.name}'",

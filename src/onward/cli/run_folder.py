@@ -107,6 +107,7 @@ def read_run(folder: Path) -> EarlierRun | None:
         if not isinstance(document["options"], dict):
             raise ValueError("its options are no table")
         options = read_options(document["options"])
+        # it becomes part of paths: "../" would lead out of the artifacts
         plain_prefix(options.prefix)
         artifacts = (folder / document["artifacts"]).resolve()
         classes = document.get("classes")
@@ -151,6 +152,7 @@ def resume_options(folder: Path, earlier: RunOptions, options: RunOptions, named
 
 def _clear_run(folder: Path) -> None:
     """Remove what an earlier run left in a folder, and nothing else."""
+    # by name: somebody may keep files of his own in the folder
     for pattern in (
         "checkpoint-*", "best", "best.data", "history.json", "log.txt", "tokenizer.json", "report.html", _RUN,
     ):  # fmt: skip
@@ -188,6 +190,7 @@ def begun_run(
         was_there = folder.is_dir()
         folder.mkdir(exist_ok=True)
         try:
+            # machines of one job share the folder: the first holds it for all
             with run_lock(folder if lock else None):
                 if overwrite:
                     _clear_run(folder)
@@ -202,6 +205,7 @@ def begun_run(
 
 @contextlib.contextmanager
 def _described(folder: Path, *document: Any) -> Iterator[None]:
+    # a run that fails before its first checkpoint must not take the description of the one before
     earlier = (folder / _RUN).read_bytes() if (folder / _RUN).is_file() else None
     # what this run writes before its first checkpoint
     fresh = [name for name in ("log.txt", "tokenizer.json") if not (folder / name).exists()]
@@ -292,6 +296,7 @@ def _find_checkpoint(folder: Path, name: str | None, initial: Path, *, is_run: b
         if name is not None:
             raise CommandError(f"'{folder}' is no run: it has no {name} checkpoint", "name a file")
         return initial
+    # the best by default: after early stopping the last is the worse one
     if name != "latest" and (folder / "best").is_file():
         return folder / "best"
     steps = sorted(path for path in folder.glob("checkpoint-*") if path.suffix != ".data")

@@ -155,10 +155,12 @@ class RunOptions(TrainingOptions):
 
 def read_options(values: Mapping[str, Any]) -> RunOptions:
     """The options that `to_json` wrote, or another did; a `ValueError` names the first of another kind."""
+    # the same annotations that the command line is made of: a file can say no more than it
     kinds = typing.get_type_hints(RunOptions, include_extras=True)
     options = {}
     for name, annotation in kinds.items():
         value = values.get(name)
+        # an option that the file lacks is newer than the run: its default is what the run had
         if value is not None:
             kind, option = typing.get_args(annotation)
             try:

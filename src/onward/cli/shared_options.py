@@ -95,6 +95,7 @@ class Generation:
         """The options as `onward.load`'s result takes them."""
         drawing = {"temperature": self.temperature, "top_p": self.top_p, "top_k": top_k, "seed": self.seed}
         chosen = {name: value for name, value in drawing.items() if value is not None}
+        # dividing scores by zero: what people mean is the likeliest word
         if self.temperature == 0:
             chosen = {}
         more = {"repetition_penalty": self.repetition_penalty, "stop": self.stop}
@@ -121,6 +122,7 @@ def known_names() -> Iterator[None]:
     from onward.errors import SEE_NAMES
 
     with warnings.catch_warnings():
+        # after the fact in Python, before anything is written here
         warnings.simplefilter("error", UnknownParameterWarning)
         try:
             yield
@@ -146,6 +148,7 @@ def parse_pairs(pairs: Sequence[str], option: str) -> dict[str, str]:
     """`NAME=VALUE` options as a dict."""
     values: dict[str, str] = {}
     for pair in pairs:
+        # the first "=": names of inputs have none, names of arrays may
         name, equals, value = pair.partition("=")
         if not equals or not name or not value:
             raise CommandError(f"{option} takes NAME=VALUE, got '{pair}'", f"for example {option} image=x")
@@ -160,6 +163,7 @@ def parse_rate(text: Any) -> Any:
     try:
         rate = float(text)
     except ValueError:
+        # refused below, with the same words as a negative number
         rate = -1.0
     if not (math.isfinite(rate) and rate >= 0):
         raise typer.BadParameter(f"'{text}' is not a learning rate: it is a number, 0 or more, or 'auto'")
@@ -183,6 +187,7 @@ def advise_on_loss(model: Path, loss: LossChoice, loss_input: Sequence[str] = ()
         return None
     read = loss_input[0] if loss_input else graph.output[0].name
     operator, expected = _UNFIT[loss]
+    # the last operator alone: a Softmax further inside, as in attention, is no mistake
     node = next((node for node in graph.node if read in node.output), None)
     if node is None or node.op_type != operator or node.domain not in ("", "ai.onnx"):
         return None

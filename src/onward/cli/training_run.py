@@ -103,6 +103,7 @@ class TrainingRun:
             resume=resume,
             engines=engines,
         )
+        # the data's names where it has some: they were checked against the model's order
         trainer.classes = self.train.classes or trainer.classes
         trainer.details = {"data": ", ".join(options.data or ()), "model": str(self.artifacts)}
         if options.augment:
@@ -128,6 +129,7 @@ class TrainingRun:
             )
         except NonFiniteError as error:
             raise blame_data(error, self.whole) from error
+        # a full disk comes as either: checkpoints wrap it, logs do not
         except (OSError, OnwardError) as error:
             explained = self._explain_full_disk(error, trainer.step)
             if explained is None:
@@ -151,6 +153,7 @@ class TrainingRun:
             return None
         from onward.data.augment import make_augmentation
 
+        # batches come in the model's order, which is not always that of the file
         inputs = sorted(self.inputs, key=lambda spec: names.index(spec.name))
         return make_augmentation(self.options.augment, inputs, self.train)
 
@@ -171,6 +174,7 @@ class TrainingRun:
     def _explain_full_disk(self, error: Exception, step: int) -> CommandError | None:
         """What to say where the disk is full: what is safe, and how to go on; None for other errors."""
         cause: BaseException | None = error
+        # through the causes: what was raised last is about a checkpoint, not about a disk
         while cause is not None and getattr(cause, "errno", None) != errno.ENOSPC:
             cause = cause.__cause__
         if cause is None:
@@ -220,6 +224,7 @@ def run_training(
     from onward.train.history import History
 
     processes = options.processes if world is None else world.size
+    # here, not in the ranks: each of them would say so
     if processes % options.stages:
         raise CommandError(
             f"{processes} processes cannot be divided into pipelines of {options.stages} stages",
@@ -305,6 +310,7 @@ def _launch_ranks(
 ) -> dict[str, Any] | None:
     from onward.distributed.launch import run_ranks
 
+    # files, not pipes: a rank that prints much would block on a pipe that nobody reads
     report, log = scratch / "report.json", scratch / "stderr.txt"
     job = {
         "artifacts": str(run.artifacts),
@@ -365,6 +371,7 @@ def _explain_end(
 def _read_count(path: Path) -> int:
     """How many updates rank 0 has made; 0 while it has not said so."""
     try:
+        # text: a program may watch it as well
         return int(path.read_text(encoding="ascii"))
     except (OSError, ValueError):  # not there yet, or being written
         return 0

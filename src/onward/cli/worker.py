@@ -27,6 +27,7 @@ def main(job: dict[str, Any]) -> int:
     # the trainer defers what these raise to the end of an update, which all ranks make
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
+    # a rank whose launcher was killed would wait for the others for ever
     end_with_launcher()
     report = Path(job["report"])
     from onward import limits
@@ -35,6 +36,7 @@ def main(job: dict[str, Any]) -> int:
         with limits.override(**job["limits"]):
             summary = _train(job, report)
     except KeyboardInterrupt as stop:
+        # with words: the run was saved; without: it was stopped before there was anything to save
         if stop.args:
             _write_once(report, {"stopped": str(stop)})
         return 0 if stop.args else 130
@@ -83,6 +85,7 @@ def _train(job: dict[str, Any], report: Path) -> dict[str, Any] | None:
     try:
         with engines.all_or_none():
             run = read_training_run(artifacts, directory, options)
+            # a tracker would see each figure once for each rank
             callbacks = run.make_callbacks() if engines.rank == 0 else []
         callbacks.append(_Counter(report.with_name("updates")))
         # ranks that were started again go on from the last checkpoint, where there is one
@@ -107,6 +110,7 @@ class _Counter(Callback):
 
 
 def _write_once(path: Path, content: dict[str, Any]) -> None:
+    # "x": the first rank that fails tells why, the others only follow it
     with contextlib.suppress(OSError), open(path, "x", encoding="utf-8") as file:
         json.dump(content, file)
 

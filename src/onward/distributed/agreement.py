@@ -62,6 +62,7 @@ def all_or_none(comm: Communicator) -> Iterator[None]:
 
 def agree(comm: Communicator, failure: Exception | None) -> None:
     """Say whether this rank failed; raises on every rank if any did."""
+    # the common case is one number: texts are sent only where there is a failure
     failed = np.array([failure is not None], np.int64)
     comm.all_reduce(failed)
     if failed[0]:
@@ -83,6 +84,7 @@ def raise_together(comm: Communicator, failure: Exception | None) -> None:
     message = np.zeros(_TEXT + 1, np.uint8)
     if comm.rank == source:
         assert failure is not None
+        # a fixed size: the others must know how much to receive
         data = _spell(failure).encode()[:_TEXT]
         message[0] = _kind(failure)
         message[1 : 1 + len(data)] = np.frombuffer(data, np.uint8)
@@ -187,9 +189,11 @@ def describe_job(settings: RunnerSettings) -> dict[str, str]:
     """What must be the same on all ranks, by item: versions, models and settings."""
     from onward.artifacts.training_graph import producer
 
+    # other versions may round otherwise, or draw other random numbers: the ranks would drift apart
     about = {"onward": producer()[1], "onnxruntime": ort.__version__, "numpy": np.__version__}
     for name in _MODELS:
         path = getattr(settings, name)
+        # by content: the same path may hold different files on two machines
         about[name] = "none" if path is None else _digest(path)
     for field in dataclasses.fields(settings):
         if field.name not in _OWN:

@@ -97,6 +97,7 @@ class TorchCommunicator(Communicator):
 
     def all_reduce(self, array: Buffer, *, compress: bool = False) -> None:
         with self._tensor(array) as tensor, self.explained("all-reduce"):
+            # half the bytes; sums of bfloat16 have 8 bits, so that it is asked for and never chosen
             small = _compressed(tensor, compress)
             self._count(small)
             self._dist.all_reduce(small, group=self.group)
@@ -177,6 +178,7 @@ class TorchCommunicator(Communicator):
         try:
             yield
         except RuntimeError as error:
+            # torch says "connection reset by peer": which rank, and what to do, is what helps
             raise RankLost(
                 f"rank {self.rank} of {self.world}: {what} failed: another rank died, or did not respond within "
                 f"{self.timeout:g} s. See that rank's own error; --max-restarts starts all ranks again. ({error})"
@@ -199,6 +201,7 @@ def connect(
         raise ValueError(f"timeout is {timeout}: it must be a positive number of seconds")
     environment = read_environment()
     rank, world = environment.rank, environment.world
+    # before torch is looked for: one process needs none of it
     if world == 1:
         return LocalCommunicator()
     try:
@@ -244,6 +247,7 @@ def _takes_nccl(backend: str | None, device: DeviceLike, environment: RankEnviro
         raise DistributedError("backend='nccl' needs a torch with CUDA and a GPU: use backend='gloo'")
     if backend is not None or kind not in ("cuda", "auto"):
         return backend == "nccl"
+    # NCCL refuses two ranks on one GPU
     return possible and (environment.local_world or environment.world) <= torch.cuda.device_count()
 
 
@@ -263,6 +267,7 @@ def _keep_to_loopback(environment: RankEnvironment) -> None:
 
 def _store(dist: Any, environment: RankEnvironment, timeout: timedelta) -> Any:
     """Where the ranks leave their addresses for each other."""
+    # a file of the one who started the ranks: no port at all on one machine
     if environment.store_file is not None:
         store = dist.FileStore(str(environment.store_file), environment.world)
         store.set_timeout(timeout)

@@ -56,6 +56,7 @@ class DataParallel(RankEngine, LocalEngine):
         # buffers that divide into equal shares, one for each rank
         super().__init__(files, data, settings, parts=comm.world if self._sharded else 1)
         self._base_seed = self.module.run_state.seed
+        # each rank has other samples, and needs other dropout
         self.module.run_state.seed = (self._base_seed + comm.rank * _RANK_STRIDE) % (1 << 63)
 
     def _make_optimizer(self, model: ModelFile) -> Optimizer:
@@ -112,6 +113,7 @@ def session_options(parameters: RunnerSettings) -> ort.SessionOptions:
     options = ort.SessionOptions()
     options.intra_op_num_threads = parameters.threads
     options.inter_op_num_threads = 1
+    # every rank would print the same warnings
     options.log_severity_level = 4
     if (os.cpu_count() or 1) > 1 and parameters.threads > 1:
         # ranks share a machine: a thread that spins takes another rank's core
@@ -159,6 +161,7 @@ class ShardedOptimizer(Optimizer):
         whole = {slot: FlatBuffer(shapes, parts=self._comm.world) for slot in updater.slot_vectors()}
         for slot, own in updater.slot_vectors().items():
             for source in range(self._comm.world):
+                # part by part: rank 0 never holds two copies of the state
                 target = whole[slot].vector[self._bounds[source] : self._bounds[source + 1]]
                 if source == self._comm.rank:
                     target[: own.size] = own
@@ -185,6 +188,7 @@ class ShardedOptimizer(Optimizer):
 
     def _norm(self) -> float:
         own = self._module.memory.gradients.whole.view(self._start, [self._stop - self._start])
+        # float64: the norm decides on clipping, and must be the same on any number of ranks
         square = np.array([own.squared_norm()], np.float64)
         self._comm.all_reduce(square)
         return float(np.sqrt(square[0]))

@@ -246,10 +246,12 @@ class TrainingRunner:
 class RankEngines(EngineFactory):
     """The engines of one rank of several; every call is collective."""
 
+    # their launcher holds it: a rank that waits for the lock would keep the others waiting
     holds_lock = False
 
     def __init__(self, settings: RunnerSettings, comm: Communicator, grid: Grid) -> None:
         self.rank, self.comm = comm.rank, comm
+        # found once: environment variables may change while the ranks run
         self._device = device_of_rank(settings.device)
         self._session_options = session_options(settings)
         self._settings, self._grid = settings, grid
@@ -276,6 +278,7 @@ class RankEngines(EngineFactory):
         if comm.world == 1:
             return data
         content = broadcast_bytes(comm, content)
+        # verified like a file: bytes that crossed a network
         return data if comm.rank == 0 or not content else codec.decode(content)
 
     def all_or_none(self) -> AbstractContextManager[None]:
@@ -319,11 +322,13 @@ class TwoLevelCommunicator(TorchCommunicator):
         """Reduce a part of the array on each rank of a group, across groups, and gather the parts."""
         vector: Tensor = HostTensor(array.reshape(-1)) if isinstance(array, np.ndarray) else array
         size = math.prod(vector.shape)
+        # equal parts only; what does not divide goes the short way below
         share = size // self._inner.world if size * vector.dtype.itemsize >= _SMALL else 0
         whole = share * self._inner.world
         if share:
             bounds = [share * rank for rank in range(self._inner.world + 1)]
             large = vector.view(0, [whole])
+            # within a machine first, where memory is fast: what crosses machines is then 1/G of it
             self._inner.reduce_scatter(large, bounds, compress=compress)
             own = bounds[self._inner.rank]
             self._outer.all_reduce(vector.view(own, [share]), compress=compress)

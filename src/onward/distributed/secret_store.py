@@ -123,9 +123,11 @@ class _Channel:
 
     def receive(self) -> bytes:
         (length,) = struct.unpack(">I", _read(self.socket, 4))
+        # before it is read: the code comes after the message
         if length > _LARGEST_MESSAGE:
             raise SecretError(f"a message of {length} bytes")
         message, code = _read(self.socket, length), _read(self.socket, _CODE)
+        # in constant time: byte by byte a stranger could measure his way to a code
         if not hmac.compare_digest(code, self._code(self._other, self._received, message)):
             raise SecretError("a message was changed on its way")
         self._received += 1
@@ -148,6 +150,7 @@ def _read(connection: socket.socket, count: int) -> bytes:
 def _handshake(connection: socket.socket, secret: bytes, *, is_server: bool) -> _Channel:
     """Prove to each other that both know the secret; the client first, so that a server tells strangers nothing."""
     connection.settimeout(_HANDSHAKE_SECONDS)
+    # fresh for each connection: what was overheard once proves nothing the next time
     own = secrets.token_bytes(_NONCE)
     connection.sendall(own)
     other = _read(connection, _NONCE)
@@ -159,6 +162,7 @@ def _handshake(connection: socket.socket, secret: bytes, *, is_server: bool) -> 
         raise SecretError("it does not know the secret")
     if is_server:
         connection.sendall(proofs[b"s"])
+    # a key of its own: codes of one connection are of no use in another
     key = hmac.digest(secret, b"onward session 1" + nonces, "sha256")
     return _Channel(connection, key, is_server=is_server)
 
@@ -207,6 +211,7 @@ class _Server:
         self._changed = threading.Condition()
         self._is_open = True
         self._slots = threading.BoundedSemaphore(_MOST_CONNECTIONS)
+        # a daemon: a rank that ends must not be kept by a server that waits
         threading.Thread(target=self._accept, daemon=True).start()
 
     def close(self) -> None:

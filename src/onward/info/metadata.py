@@ -44,6 +44,7 @@ def info_from_metadata(
     ('cat', 'dog')
     """
     own = _own(about, where)
+    # strangers must agree among themselves: two of them that differ are an error here
     others = combine(*_foreign(about, where, inputs, outputs or {}))
     # of a model that was trained on, or that has a new head, other keys describe the one that it was made of
     return own.over(others) if is_changed(about) else combine(own, others)
@@ -62,10 +63,13 @@ def info_to_metadata(info: ModelInfo) -> dict[str, str]:
     """
     about: dict[str, str] = {}
     if info.labels is not None:
+        # names of classes are in all languages, and other readers show this text as it is
         about[contract.CLASSES] = json.dumps(list(info.labels), ensure_ascii=False)
+    # a tensor needs no preparation: the graph's own types say all
     described = [one for one in info.inputs if one.kind != "tensor"]
     if described:
         tables = [json.loads(one.to_json()) for one in described]
+        # keys in order, so that equal models are equal files
         about[contract.PREPROCESSING] = json.dumps(tables[0] if len(tables) == 1 else tables, sort_keys=True)
     # a new head may end without the softmax of the old one: the graph says it where there is one
     outputs = {name: meaning for name, meaning in info.outputs.items() if meaning != "probabilities"}
@@ -118,6 +122,7 @@ def _foreign(
     card = read_table(about, contract.EXPORT)
     if card:
         infos.append(info_from_card(card, f"{where} ({contract.EXPORT})"))
+    # "names" alone is a common word: the others show that Ultralytics wrote it
     if "names" in about and ("task" in about or "stride" in about or "imgsz" in about):
         infos.append(_ultralytics(about, f"{where} (names)", inputs))
     if "character" in about:
@@ -141,6 +146,7 @@ def info_from_card(card: Mapping[str, Any], where: str) -> ModelInfo:
             settings = {
                 key: processor[key]
                 for key, type_ in (("sampling_rate", int), ("do_normalize", bool))
+                # exactly: True is an int, too
                 if type(processor.get(key)) is type_
             }
         # a processor that is not described is no statement about the pixels
@@ -176,6 +182,7 @@ def _ultralytics(about: Mapping[str, str], where: str, inputs: Sequence[str]) ->
     has_sides = (
         isinstance(sides, list | tuple) and len(sides) == 2 and all(type(side) is int for side in sides)
     )
+    # 2 is Pillow's bilinear; Ultralytics divides by 255 and subtracts nothing
     settings: dict[str, Any] = {"do_rescale": True, "do_normalize": False, "resample": 2}
     if has_sides:
         size = {"height": sides[0], "width": sides[1]}
@@ -192,6 +199,7 @@ def _paddle(text: str, where: str, outputs: Mapping[str, int | None]) -> ModelIn
     """PaddleOCR's `character`: one label a line; a recogniser's blank before and space after them are implied."""
     labels = tuple(text[:_LONGEST].splitlines())
     for name, size in outputs.items():
+        # the count proves it: the file does not say whether blank and space are in it
         if size is not None and size == len(labels) + 2:
             reader = ("<blank>", *labels, " ")
             return ModelInfo.stated(where, task="text-recognition", labels=reader, outputs={name: "ctc"})
@@ -210,6 +218,7 @@ def parse_names(text: str) -> tuple[str, ...] | None:
             numbered = {int(key): name for key, name in value.items()}
         except (TypeError, ValueError):
             return None
+        # a gap would shift every name after it
         if sorted(numbered) != list(range(len(value))):
             return None
         value = [numbered[number] for number in range(len(numbered))]
@@ -222,6 +231,7 @@ def parse_literal(text: str) -> Any:
     """A Python or JSON literal of a bounded length and depth; None where it is none."""
     if len(text) > _LONGEST:
         return None
+    # Ultralytics writes Python's repr of a dict, others JSON; neither parser runs code
     for parse in (json.loads, ast.literal_eval):
         try:
             require_shallow(text)

@@ -21,6 +21,7 @@ __all__ = ["PROBLEM_TYPES", "ModelInfo", "Origin", "combine"]
 
 # Hugging Face's words, which its config.json has
 PROBLEM_TYPES = ("single_label_classification", "multi_label_classification", "regression")
+# transformers writes them into config.json where a model has no names
 _PLACEHOLDER = re.compile(r"LABEL_(\d+)")
 
 
@@ -119,6 +120,7 @@ class ModelInfo:
         >>> info.labels, info.sources
         (('b', 'a'), {'labels': 'the data'})
         """
+        # a fact that is taken away must not keep its source: inspect would show it
         sources = {fact: file for fact, file in self.sources.items() if fact not in facts}
         sources |= {fact: source for fact, value in facts.items() if value is not None}
         return dataclasses.replace(self, **facts, sources=sources)
@@ -129,6 +131,8 @@ class ModelInfo:
         >>> ModelInfo(labels=("new",)).over(ModelInfo(task="fill-mask", labels=("old",))).labels
         ('new',)
         """
+        # only what this one states hides the base's: a new head changes the labels and nothing about the
+        # pixels
         left = {
             field: None
             for field in ("task", "labels", "problem_type", "tokenizer")
@@ -213,6 +217,7 @@ def combine(*infos: ModelInfo) -> ModelInfo:
             value, earlier = getattr(info, field), facts.get(field)
             if value is None or (field == "labels" and earlier is not None and _yields(value, earlier)):
                 continue
+            # names over placeholders, whichever source is read first
             overrides = field == "labels" and earlier is not None and _yields(earlier, value)
             # the nearest tokenizer counts: copies of one tokenizer lie in several folders
             if earlier is not None and not overrides and field == "tokenizer":
@@ -232,6 +237,7 @@ def combine(*infos: ModelInfo) -> ModelInfo:
                     f"output '{name}'", outputs[name], sources["outputs"], meaning, info.source("outputs")
                 )
             sources.setdefault("outputs", info.source("outputs"))
+    # not merged: half of one history and half of another would be none
     described = next((info for info in infos if info.origin), ModelInfo())
     if described.origin:
         sources["origin"] = described.source("origin")
@@ -261,6 +267,7 @@ def _combine_inputs(infos: Sequence[ModelInfo], sources: dict[str, str]) -> tupl
                         *(earlier.settings[key], sources[fact]),
                         *(one.settings[key], source),
                     )
+            # they agree where both speak: the order decides nothing
             settings = {**one.settings, **earlier.settings}
             if settings != earlier.settings:
                 sources[fact] = f"{sources[fact]} and {source}"
@@ -270,6 +277,7 @@ def _combine_inputs(infos: Sequence[ModelInfo], sources: dict[str, str]) -> tupl
 
 def _same(one: Any, other: Any) -> bool:
     if isinstance(one, int | float) and isinstance(other, int | float):
+        # one file has 0.485, another the float32 nearest to it: they mean the same
         return abs(one - other) <= 1e-6 * max(abs(one), abs(other))
     if isinstance(one, Sequence) and isinstance(other, Sequence) and not isinstance(one, str):
         return len(one) == len(other) and all(map(_same, one, other))
@@ -278,6 +286,7 @@ def _same(one: Any, other: Any) -> bool:
 
 def _are_placeholders(labels: Sequence[str]) -> bool:
     return all(
+        # LABEL_3 as the first name is a name that somebody chose
         (match := _PLACEHOLDER.fullmatch(label)) is not None and int(match[1]) == number
         for number, label in enumerate(labels)
     )

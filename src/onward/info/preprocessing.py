@@ -34,6 +34,7 @@ NORMALIZATIONS: Mapping[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
     "half": ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5)),  # −1 to 1
 }
 _KINDS = ("image", "text", "table", "sound")
+# Hugging Face's words, so that a preprocessor_config.json is read and written as it is
 _IMAGE = {
     "do_resize": bool, "size": (dict, int), "resample": int, "do_center_crop": bool, "crop_size": (dict, int),
     "do_rescale": bool, "rescale_factor": (float, int), "do_normalize": bool, "image_mean": list,
@@ -119,6 +120,7 @@ def plain_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     edge = size.get("shortest_edge") if isinstance(size, Mapping) else None
     share = settings.get("crop_pct")
     if kind.startswith("ConvNext") and edge:
+        # ConvNeXt's own rule: small pictures are cut out of larger ones, at 384 and above nothing is cut
         if edge < 384:
             plain["size"] = {"shortest_edge": int(edge / (share or 224 / 256))}
             plain |= {"do_center_crop": True, "crop_size": {"height": edge, "width": edge}}

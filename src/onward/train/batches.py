@@ -38,6 +38,7 @@ class Rows:
     def __getitem__(self, rows: Any) -> np.ndarray:
         if isinstance(rows, tuple):
             return self[rows[0]][(slice(None), *rows[1:])]
+        # numpy turns slices, masks and negative numbers into row numbers
         chosen = np.arange(len(self))[rows]
         return self.read(chosen) if chosen.ndim else self.read(chosen[None])[0]
 
@@ -106,6 +107,7 @@ class ArrayBatches(Batches):
         if self.samples == 0:
             raise ValueError("the arrays are empty")
         self._arrays = list(arrays)
+        # a batch larger than the data would change what a mean of the loss is divided by
         self._size, self._shuffle, self._seed = min(batch_size, self.samples), shuffle, seed
         self._transform = transform
         whole, remainder = divmod(self.samples, self._size)
@@ -151,6 +153,7 @@ class ArrayBatches(Batches):
 
 def _share(size: int, rank: int, world: int) -> slice:
     """A rank's part of a batch; some are empty where there are more ranks than samples."""
+    # shares differ by one at most, whatever the sizes: no rank waits for another's longer one
     return slice(size * rank // world, size * (rank + 1) // world)
 
 
@@ -261,6 +264,7 @@ def sample_count(batch: Sequence[Any]) -> int:
     """How many samples a batch has: the size of its first input's first axis."""
     if not batch:
         return 1
+    # an OrtValue on a device has a shape without being copied
     first = batch[0]
     shape: Sequence[int] = first.shape() if isinstance(first, ort.OrtValue) else np.shape(first)
     return int(shape[0]) if shape else 1
@@ -270,6 +274,7 @@ def batch_weight(signature: Signature, batch: Sequence[Any]) -> float:
     """How many terms the mean of a batch's loss has: labels that are not ignored, or samples."""
     for index, _, ignored in signature.labels:
         if index < len(batch):  # the step says what is missing
+            # the first output with labels decides, as in onnxruntime's loss: the mean is over its terms
             labels = np.asarray(array_of(batch[index]))
             return float(labels.size if ignored is None else np.count_nonzero(labels != ignored))
     return float(sample_count(batch))
@@ -303,6 +308,7 @@ def _whole(item: Any) -> np.ndarray | Rows:
 
 def _as_input(item: Any) -> Any:
     refuse_masked(item, "the data")
+    # known by its method: torch is not imported here
     if hasattr(item, "detach"):  # a torch tensor
         item = item.detach().cpu().numpy()
     return array_of(item)

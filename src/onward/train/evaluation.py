@@ -53,6 +53,7 @@ def evaluate(
     # ranks have batch-norm statistics of their own, which evaluation reads
     engine.reconcile()
     report = engine.evaluate(
+        # always epoch 0: an evaluation has one order, so that its figures compare
         source.epoch(0, rank=engine.replica, world=engine.replicas),
         tables=bool(metrics) or (details is not None and details.show is not None),
     )
@@ -112,6 +113,7 @@ def join(parts: Sequence[np.ndarray]) -> np.ndarray:
     if len({part.shape[1:] for part in parts}) > 1 and parts[0].dtype != np.object_:
         sizes = np.max([part.shape[1:] for part in parts], axis=0)
         kind = parts[0].dtype
+        # what metrics leave out: no class is −1, and NaN is in no mean
         filler: Any = np.nan if kind.kind == "f" else -1 if kind.kind == "i" else 0
         padded = []
         for part in parts:

@@ -35,9 +35,11 @@ def run_lock(folder: Path | None) -> Iterator[None]:
     ...     sorted(path.name for path in Path(folder).iterdir())
     ['.holder', '.lock']
     """
+    # a lock of the system is the process's: taking it twice would wait for ourselves
     if folder is None or folder.resolve() in _held:
         yield
         return
+    # before the lock's own file is written
     _require_own(folder)
     lock = _acquire(folder)
     resolved = folder.resolve()
@@ -59,6 +61,7 @@ def run_lock(folder: Path | None) -> Iterator[None]:
 
 
 def _acquire(folder: Path) -> FileLock:
+    # no waiting: a run takes hours, and the user knows better what to do
     lock = FileLock(folder / _LOCK, timeout=0)
     try:
         lock.acquire()

@@ -53,6 +53,7 @@ class Callbacks:
 
     def __init__(self, trainer: Trainer, engine: Engine, callbacks: Sequence[Callback]) -> None:
         self._trainer, self._engine = trainer, engine
+        # files and trackers would be written once for each rank
         self._callbacks = list(callbacks) if engine.rank == 0 else []
 
     def on_start(self) -> bool:
@@ -90,6 +91,7 @@ class _Totals(NamedTuple):
     invalid: float
     stops: float
     interrupts: float
+    # floats, because they are summed over the ranks in one message
     has_next: float
 
 
@@ -125,6 +127,7 @@ class Loop:
 
     def run(self) -> bool:
         """Train; True where a callback ended it. Ctrl-C saves between two batches (of all ranks) and is raised."""
+        # a resumed run may have been stopped by one of them already
         if self._callbacks.on_start():
             return True
         with self._interrupt:
@@ -194,8 +197,10 @@ class Loop:
         except BaseException:
             self._consistent = window.consistent
             raise
+        # before the sum: the samples at fault are known to this rank alone
         failure = report.failure and self._explainer.of_batch(report.failure, window)
         totals = _Totals(
+            # one message for all of it: between machines its latency counts, not its size
             *engine.sum(
                 [
                     failure is not None,
@@ -212,6 +217,7 @@ class Loop:
         )
         if totals.failed:
             engine.raise_together(failure)
+        # at the first batch only: a resumed epoch may have nothing left
         if not totals.batches and not position.batch:
             raise ValueError("the training data has no batch")
         # all stages of a pipeline count the samples of its batches
@@ -228,6 +234,7 @@ class Loop:
 
     def _update(self, totals: _Totals, invalid: str | None) -> dict[str, Any]:
         engine, position = self.engine, self.position
+        # read before the scheduler moves on: the rate of this update
         rate = engine.optimizer.get_learning_rate()
         try:
             applied = engine.update(weight=totals.weight, unit=position.unit, invalid=invalid)
@@ -239,6 +246,7 @@ class Loop:
         return {
             "step": position.step + 1,
             "epoch": position.epoch + 1,
+            # a mean over labels, not over batches: the last batch may be small, and labels may be ignored
             "loss": totals.loss if engine.sums_loss else totals.loss / totals.weight,
             "learning_rate": rate,
             "gradient_norm": engine.optimizer.gradient_norm,
@@ -277,6 +285,7 @@ class Loop:
         history.epochs.append(row)
         position.begin_epoch()
         metric = self.plan.metric
+        # before callbacks: one that stops the run must find the best epoch noted
         is_best = position.note_best(metric, float(row[metric]), sign=improves(metric))
         if is_best and details.confusion is not None:
             history.confusion = details.confusion.tolist()

@@ -51,6 +51,7 @@ class Position:
         document = parse_json(text)
         fields = {field.name for field in dataclasses.fields(cls)}
         for name, value in document.items():
+            # a checkpoint may come from a stranger: a text as a count would fail in the middle of a run
             if name not in fields or not _fits(name, value):
                 raise ValueError("not the position of a training run")
         return cls(**document)
@@ -72,6 +73,7 @@ class Position:
         """A batch's loss, for the window's and the epoch's mean."""
         self.window_loss += loss * weight
         self.window_weight += weight
+        # the gradients in the buffer are in units of the last batch's mean
         self.unit = weight
 
     def close_window(self, loss: float, weight: float, *, updated: bool) -> None:

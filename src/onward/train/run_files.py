@@ -41,8 +41,10 @@ class RunFiles:
             if best and self._remembers:
                 self._best = _copy(engine.gather(include_optimizer_state=False))
             return None
+        # batch-norm statistics of the ranks drift apart: what is saved is their mean
         engine.reconcile()
         # collective: every rank takes part, also those that write nothing
+        # without the optimizer's state, a third of the size: nobody resumes from the best
         parameters = engine.gather(include_optimizer_state=False) if best else None
         data = engine.gather(include_optimizer_state=True)
         path: Path | None = None
@@ -81,6 +83,7 @@ class RunFiles:
     def load_history(self, position: Position) -> History:
         """The history up to a position."""
         history = History() if self.directory is None else History.load(self.directory / HISTORY)
+        # it is saved before the checkpoint: a kill between the two leaves rows of updates that are made again
         history.cut(position.step, position.epoch)
         return history
 

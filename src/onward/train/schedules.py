@@ -34,6 +34,7 @@ def make_schedule(
             f"schedule='{schedule}' needs the number of batches of an epoch, which this data does not tell: "
             "pass a list or arrays, or schedule='constant'"
         )
+    # 1 is one update, not all of them: a share is below it
     steps = round(warmup * total) if 0 < warmup < 1 and total is not None else int(warmup)
     if schedule == "constant" or total is None:
         return schedulers.ConstantLRScheduler(optimizer, rate, warmup_step_count=steps)
@@ -43,7 +44,11 @@ def make_schedule(
         return schedulers.CosineLRScheduler(optimizer, rate, total_step_count=total, warmup_step_count=steps)
     if schedule == "step":
         return schedulers.StepLRScheduler(
-            optimizer, rate, step_size=max(1, total // 3), warmup_step_count=steps
+            # three plateaus, whatever the length of the run
+            optimizer,
+            rate,
+            step_size=max(1, total // 3),
+            warmup_step_count=steps,
         )
     if schedule == "polynomial":
         return schedulers.PolynomialLRScheduler(

@@ -58,6 +58,7 @@ class Window:
 
     def __iter__(self) -> Iterator[Batch]:
         position = self._position
+        # counted from the position: a window that an interrupt cut short goes on where it was
         while position.window_batches < self._size and self._stream.has_next():
             self._check_interrupt()
             batch = self._stream.take()
@@ -74,6 +75,7 @@ class Window:
     @property
     def number(self) -> int:
         """The number of the batch at hand in the whole run, from 0: the seeds of dropout come from it."""
+        # by the update, not by batches read: the last window of an epoch may be short, on one rank only
         return self.end - self._size + self._position.window_batches - 1
 
     @property

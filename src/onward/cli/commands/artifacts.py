@@ -33,7 +33,7 @@ _CLASSIFYING = (LossChoice.CROSS_ENTROPY, LossChoice.NLL)
 _FILES = ("training_model.onnx", "eval_model.onnx", "optimizer_model.onnx", "checkpoint")
 _PORTABLE_FILES = (
     *(f"{step}_step.onnx" for step in ("train", "accumulate", "eval", "gradient", "update")),
-    "train_step.json", "accumulate_step.json", "state.bin", "inference_model.onnx", "inference_model.bin",
+    "train_step.json", "accumulate_step.json", "state.bin", "inference_model.onnx",
 )  # fmt: skip
 _CALIBRATION_ROWS = 256  # samples that ranges of activations are taken from
 # what a language model's folder takes: its loss and its optimizer are set
@@ -150,6 +150,7 @@ def artifacts(output: Output, options: Options) -> None:
     from onward.hub.origin import origin_of
     from onward.info.metadata import info_to_metadata
 
+    # before anything else: a folder has another set of options
     if options.model.is_dir():
         _write_language_artifacts(output, options)
         return
@@ -161,6 +162,7 @@ def artifacts(output: Output, options: Options) -> None:
     )  # fmt: skip
     remark = None
     if options.classes is None and loss is not None:
+        # a new head ends in scores by itself, so that only the model's own output can be the wrong one
         remark = advise_on_loss(options.model, loss, options.loss_input or ())
     if remark:
         output.note(remark)
@@ -222,6 +224,7 @@ def _choose_adapters(options: Options, *, targets: str) -> LoRA | None:
     if options.lora is not None:
         from onward.lora import LoRA
 
+        # alpha twice the rank: the scale of the update then does not depend on the rank
         return LoRA(rank=options.lora, alpha=2.0 * options.lora, targets=options.lora_target or targets)
     if options.lora_target:
         raise CommandError("--lora-target needs --lora RANK", "for example --lora 8")
@@ -255,6 +258,7 @@ def _write_language_artifacts(output: Output, options: Options) -> None:
             f"no model at '{options.model}': it is a folder",
             "name an ONNX file, or add --lora RANK for a language model's folder",
         )
+    # every option, so that none is silently ignored when another is added
     for field in dataclasses.fields(options):
         if field.name not in _OF_LANGUAGE_MODELS and getattr(options, field.name) != field.default:
             raise CommandError(
@@ -298,6 +302,7 @@ def _parse_classes(text: str) -> int | list[str]:
         from onward.data.layouts import split_folders
 
         folder = split_folders(Path(text)).get("train", Path(text))
+        # folders have no order of their own; here their names are all there is, and the model is new
         names = sorted(
             path.name for path in folder.iterdir() if path.is_dir() and not path.name.startswith(".")
         )
@@ -317,6 +322,7 @@ def _require_two(text: str, classes: int | list[str], loss: LossChoice | None) -
     count = classes if isinstance(classes, int) else len(classes)
     if count != 1 or loss not in _CLASSIFYING:
         return
+    # a mistyped folder looks like one name of a class
     if classes == [text]:
         raise CommandError(
             f"--classes {text} is one class, and there is no such folder",
@@ -332,6 +338,7 @@ def _copy_tokenizer(model: Path, directory: Path) -> None:
     """The tokenizer beside a model goes with its artifacts."""
     source, target = model.parent / "tokenizer.json", directory / "tokenizer.json"
     reads_texts = any(value.name == "input_ids" for value in read_model(model).graph.input)
+    # a model for pictures may lie beside a language model's files
     if source.is_file() and reads_texts and source.resolve() != target.resolve():
         shutil.copyfile(source, target)
 

@@ -90,6 +90,7 @@ def time_steps(
         device=device,
     )
     specs, classes = _inputs_of(artifacts, prefix, trainer.module.input_names())
+    # labels below the number of classes: others are refused by the step
     batch = list(random_inputs(specs, size=batch_size, classes=classes).values())
     spent: dict[str, list[float]] = {"gradients": [], "update": [], "step": [], "evaluation": []}
     for index in range(warmup + steps):
@@ -97,6 +98,7 @@ def time_steps(
         trainer.module(*batch)
         differentiated = time.perf_counter()
         trainer.optimizer.step()
+        # part of the step: it is what tells the next one to begin from zero
         trainer.module.lazy_reset_grad()
         updated = time.perf_counter()
         if index >= warmup:

@@ -58,6 +58,7 @@ def check(
     from onward.errors import UnsupportedOps
     from onward.runtime.devices import find_device
 
+    # from the first read on: a hostile model may hang in any of the steps below
     with _deadline(output):
         read_model(model)
         find_device(device)
@@ -176,6 +177,7 @@ def _deadline(output: Output) -> Iterator[None]:
                 output.fail(f"the check took more than the limit {over.limit}, {over.allowed:,}", hint)
                 sys.stderr.flush()
                 sys.stdout.flush()
+                # not sys.exit: the main thread may be inside of onnxruntime, which does not come back
                 os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
@@ -188,6 +190,7 @@ def _deadline(output: Output) -> Iterator[None]:
 def footprint(artifacts: Artifacts, batch_size: int) -> dict[str, int]:
     """Sizes of artifacts in memory; `activation_bytes` is the most that is alive at once, run node by node."""
     state: Any = artifacts.checkpoint  # with values, as it was just made
+    # gradients have the size of what they are of
     trained = sum(array.nbytes for array in state.trainable.values())
     peak, unknown = _peak(artifacts.training.graph, batch_size)
     parts = {
@@ -230,6 +233,7 @@ def _peak(graph: ir.Graph, batch_size: int) -> tuple[int, int]:
     for index, node in enumerate(nodes):
         for value in node.outputs:
             size = _bytes(value, batch_size)
+            # counted apart: a sum with a guess in it would look as exact as the others
             if size is None:
                 unknown += 1
                 continue

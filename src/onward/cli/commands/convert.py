@@ -66,6 +66,7 @@ def _convert_checkpoint(
 ) -> dict[str, Any]:
     from onward import checkpoint
 
+    # by the target's name: the source says what it is by its first bytes
     to_state = target.suffix == ".bin"
     if to_state and into is None:
         raise CommandError(
@@ -127,6 +128,7 @@ def _convert_artifacts(output: Output, source: Path, target: Path, prefix: str) 
     graph = forward.graph
     values = data.parameters()
     inputs = {value.name for value in graph.input}
+    # a checkpoint of another model would be added as weights that nothing reads
     strangers = [name for name in values if name not in inputs]
     if strangers:
         raise CommandError(
@@ -145,6 +147,7 @@ def _convert_artifacts(output: Output, source: Path, target: Path, prefix: str) 
         # the original's eval model takes its parameters as inputs; a forward model has them inside
         graph.input.remove(value)
         graph.initializer.append(onnx.numpy_helper.from_array(array, value.name))
+    # before the long part: what cannot be brought over shows at once
     optimizer = _find_optimizer(source / f"{prefix}optimizer_model.onnx")
     with write_set(target) as aside:  # the models and the state that belongs to them, or neither
         generate_artifacts(
@@ -183,6 +186,7 @@ def _find_optimizer(path: Path) -> Any:
         if node.op_type == "AdamWOptimizer":
             return optim.AdamW(
                 betas=(values.get("alpha", 0.9), values.get("beta", 0.999)),
+                # the original's defaults, which its files leave out: torch's epsilon is 1e-8
                 eps=values.get("epsilon", 1e-6),
                 weight_decay=values.get("weight_decay", 0.0),
                 bias_correction=bool(values.get("correct_bias", 1)),

@@ -105,6 +105,7 @@ def deploy(output: Output, options: Options) -> None:
     tokenizer = _find_tokenizer(trained)
     beside = model.with_name(f"{model.stem}.tokenizer.json")
     if tokenizer is not None:
+        # before the long part, as for the model
         require_new(beside, overwrite=options.overwrite)
     settings = {
         "inputs": inputs, "rtol": options.rtol, "atol": options.atol, "external_data": options.external_data or None,
@@ -169,10 +170,12 @@ def _export_measured(
     from onward.export.quantize import candidates
     from onward.files import scratch_folder
 
+    # half a hundredth: less than a metric of a few hundred samples can tell
     target, allowed_loss = options.model, 0.005
     if options.keep_accuracy is not None:
         allowed_loss = options.keep_accuracy / 100
     with scratch_folder() as folder:
+        # under the name that it will have: data files are named after it, inside of the model too
         whole = folder / target.name
         exported = for_inference(str(eval_model), trained.checkpoint, names, whole, **settings)
         measured = None
@@ -215,6 +218,7 @@ def _make_score(options: Options, trained: RunFiles, data: list[str]) -> Score:
         evaluation = evaluate_model(
             path, source, lambda inputs, reading: load_data(data, inputs, reading), options=reading
         )
+        # the first figure is the task's main one
         return next(iter(evaluation.figures.values()))
 
     return score
@@ -263,6 +267,7 @@ def _choose_inputs(
         return data, _read_inputs(options, trained, eval_model, names, data, options.samples)
     if run_data:
         with contextlib.suppress(CommandError, DataError):  # data that has changed: random inputs do as well
+            # nobody asked for a comparison on these: a few show a wrong export as well as many
             return [], _read_inputs(options, trained, eval_model, names, run_data, min(options.samples, 16))
     return [], None
 
@@ -276,6 +281,7 @@ def _read_inputs(
     specs = user_inputs(eval_model)
     most = min([samples, *(spec.dims[0] for spec in specs if spec.dims and spec.dims[0])])  # fixed batches
     arrays = load_samples(data, specs, trained.data_options(mapping=options.mapping), most)
+    # an exported model has no labels: they go with the loss
     labels = _labels_only(eval_model, names)
     return {name: array for name, array in arrays.items() if name not in labels}
 
@@ -298,6 +304,7 @@ def _labels_only(model: Path, outputs: list[str]) -> set[str]:
 def _reads(node: Any) -> list[str]:
     names = list(node.input)
     for attribute in node.attribute:
+        # branches and bodies of loops read values of the graph around them
         for inner in attribute.g.node:
             names += _reads(inner)
     return [name for name in names if name]

@@ -24,6 +24,7 @@ from onward.cli.training_run import run_training
 def distributed(
     output: Output,
     artifacts: Annotated[Path, typer.Argument(help="The folder of artifacts.", show_default=False)],
+    # with a checkpoint now and then: a lost rank costs what came after the last one
     options: RunOptions = RunOptions(processes=2, save_every=100),  # noqa: B008  # frozen
     directory: RunFolderOption = Path("run"),
     nodes: Annotated[int, typer.Option(min=1, help="Machines.")] = 1,

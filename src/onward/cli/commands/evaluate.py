@@ -92,6 +92,7 @@ def _evaluate_run(output: Output, run: RunFiles, options: Options) -> None:
     from onward.cli.data import input_specs, load_data
     from onward.data.splits import evaluation_part
 
+    # the eval model and its loss, over the weights of the checkpoint: the trainer has both
     trainer = Trainer(
         run.artifacts, metrics=options.metrics(), progress=False, prefix=run.prefix, device=options.device
     )
@@ -128,6 +129,7 @@ def _compare(output: Output, options: Options) -> None:
             path, label = model, options.label
             if not _is_for_inference(model):
                 run = find_run(model, options.checkpoint, prefix=options.prefix)
+                # as it would be deployed, so that the figures compare with those of files
                 path, label = export_run(run, folder / f"{index}.onnx"), label or run.options.label
             elif not model.is_dir():
                 read_model(model)
@@ -148,6 +150,7 @@ def _compare(output: Output, options: Options) -> None:
     sizes = [human_size(_size(model)) for model in models]
     output.table(f"{first.task}, {first.samples} samples", ["", *evaluations], [*rows, ["size", *sizes]])
     for model, one in evaluations.items():
+        # a thousand classes are for --json: a terminal shows the first hundred
         cells = [[f"{cell:.3f}" if isinstance(cell, float) else cell for cell in row] for row in one.classes]
         output.table(model if len(models) > 1 else "", list(one.columns), cells[:100])
     documents = [

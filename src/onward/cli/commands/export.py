@@ -56,8 +56,10 @@ def export(
 ) -> None:
     """Export a model to ONNX, its outputs compared with the original's."""
     if not is_entry(source):
+        # a mistyped path has the form of an id on the hub: without this it would be looked up there
         _require_folder(source)
     options: dict[str, Any] = {} if opset is None else {"opset": opset}
+    # an export has no data to take ranges from
     if quantize is QuantizeChoice.INT8_STATIC:
         raise CommandError("int8-static needs data", "use it with onward deploy, or choose int8")
     if is_entry(source) and (quantize or artifacts):
@@ -68,6 +70,7 @@ def export(
     # the bars of other libraries would run through ours, and through pipes
     os.environ.setdefault("TQDM_DISABLE", "1")
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")
+    # a torch module has no configuration or tokenizer to go beside it
     one_file = is_entry(source) or (target.suffix == ".onnx" and not artifacts)
     if not one_file and target.is_dir():
         names = [path.name for path in target.iterdir() if not path.name.startswith(".")]
@@ -116,6 +119,7 @@ def _require_folder(source: str) -> None:
 
 def _from_torch(entry: str, target: Path, **options: Any) -> None:
     pair = import_entry(entry)
+    # a module is callable too, and calling it would run it
     pair = pair() if callable(pair) and not hasattr(pair, "forward") else pair
     if not isinstance(pair, tuple) or len(pair) != 2 or not hasattr(pair[0], "forward"):
         raise CommandError(

@@ -56,6 +56,7 @@ def gradcheck(
     specs = input_specs(model)
     point: dict[str, Any] = random_inputs(specs, size=size, seed=seed)
     if data is not None:
+        # inputs that the file leaves out stay random
         point |= _read_point(data, {spec.name: spec for spec in specs})
     _refuse_random(model)
     with output.working("comparing"):
@@ -120,6 +121,7 @@ def _has_dropout(model: Path) -> bool:
         if tensor.data_type == onnx.TensorProto.BOOL and not onnx.numpy_helper.to_array(tensor).any()
     }
     return any(
+        # without its third input it does nothing, whatever its ratio
         node.op_type == "Dropout" and len(node.input) > 2 and node.input[2] and node.input[2] not in off
         for node in graph.node
     )

@@ -49,12 +49,14 @@ def inspect(
         return
     contents = describe(path, prefix=prefix)
     if html is not None:
+        # aside first: a page that is open in a browser is never half of one
         with new_file(html, overwrite=overwrite) as file:
             file.write_text(render_page(contents, sections(contents)), encoding="utf-8")
     output.result(contents)
     if html is not None:
         output.line(f"page: {html}")
         return
+    # a screen of them; the page shows all
     limit = None if all_parameters else 30
     for section in sections(contents):
         _show(output, section, limit)
@@ -122,6 +124,7 @@ def _model(contents: Mapping[str, Any], title: str = "", *, brief: bool = False)
             ("outputs", ["name", "type", "shape"], _values(contents["outputs"])),
             _parameters(contents["parameters"]),
             ("operators", ["operator", "nodes"], list(map(list, contents["operators"].items()))),
+            # settings of a run are long lines: --json shows them whole
             ("metadata", ["key", "value"], [[k, v if len(v) < 120 else v[:117] + "…"] for k, v in metadata]),
         ]
     return tables
@@ -150,6 +153,7 @@ def _checkpoint(contents: Mapping[str, Any]) -> list[Section]:
 
 def _run(contents: Mapping[str, Any]) -> list[Section]:
     epochs = contents["epochs"]
+    # of all rows: a run that was resumed with another metric has columns that its first epochs lack
     keys = list(dict.fromkeys(key for row in epochs for key in row))
     about = [["artifacts", contents["artifacts"]], *map(list, contents["options"].items())]
     checkpoints = [

@@ -36,6 +36,7 @@ def inject(
     """Add adapters to a model, which computes what it did before."""
     from onward.lora import LoRA, apply_lora
 
+    # "nan" and "inf" are numbers to the command line, and would fill the weights
     if not math.isfinite(alpha):
         raise CommandError(f"--alpha is {alpha}: it must be a finite number", "for example --alpha 16")
     read_model(model)
@@ -83,6 +84,7 @@ def merge(
     """Add adapters to the weights: the same outputs from a smaller, faster model."""
     from onward.lora import merge_lora
 
+    # before the weights are read: a look at the names is enough
     if not _adapters(read_model(model)):
         raise CommandError(
             f"'{model}' has no adapters to merge",

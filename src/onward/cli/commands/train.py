@@ -42,6 +42,7 @@ def train(
         earlier = read_run(directory)
         if earlier is None:
             raise CommandError(f"there is no run to resume in '{directory}'", "start it without --resume")
+        # an option that is given with its default's value was given: only the parser knows
         named = {name for name in vars(options) if not _is_default(context, name)}
         options = resume_options(directory, earlier.options, options, named)
         artifacts = artifacts or earlier.artifacts
@@ -57,6 +58,7 @@ def train(
             f"'{artifacts}' is a file, not a folder of artifacts",
             f"make artifacts with: onward artifacts {artifacts} --loss LOSS",
         )
+    # its run.json names artifacts; what is meant is mostly to go on with it
     if read_run(artifacts):
         raise CommandError(
             f"'{artifacts}' is a run, not a folder of artifacts",
@@ -67,5 +69,6 @@ def train(
 
 
 def _is_default(context: typer.Context, name: str) -> bool:
+    # by its name: the enum is click's own or typer's copy of it
     source = context.get_parameter_source(name)
     return source is None or source.name == "DEFAULT"

@@ -47,6 +47,7 @@ def web(
     run = find_run(artifacts, prefix=plain_prefix(prefix))
     if packages is not None and not packages.is_dir():
         raise CommandError(f"no folder '{packages}'", "name the node_modules folder that npm made")
+    # a page begins where its visitors do; who wants to go on with a run converts its checkpoint
     if run.checkpoint != run.artifacts / f"{run.prefix}checkpoint":
         output.note("the page begins with the checkpoint of the artifacts, not with that of the run")
     with folder_target(site), output.working("writing the site"):
@@ -55,6 +56,7 @@ def web(
     output.table(str(site), ["files", "", "size"], _summary(files))
     if not serve:
         output.line(f"next: onward web {artifacts} {site} --serve     # or any server of static files")
+    # before serving, which ends with Ctrl-C only
     output.result({"site": site, "files": files})
     if serve:
         from onward.web.serving import serve as serve_site

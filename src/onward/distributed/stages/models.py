@@ -171,6 +171,7 @@ class StageStep:
         self.loss_shape: tuple[int, ...] = ()
         self._eval_session: ort.InferenceSession | None = None
         self._forward = self._session(self.training.model)
+        # what only passes through a stage is no input of its model
         own = {value.name for value in self.training.model.graph.input}
         floating = [n for n in self.training.received if self.training.types[n].kind == "f" and n in own]
         wrt = [*(name for name in self.signature.trainable if name in own), *floating]
@@ -181,6 +182,7 @@ class StageStep:
             if n in self.training.types and self.training.types[n].kind == "f"
         ]
         self._wrt = wrt
+        # of the stage alone: no gradient graph of the whole is ever made
         backward, _, _ = vector_jacobian(self.training.model, of=of, wrt=wrt)
         self._backward = self._session(backward)
 
@@ -462,6 +464,7 @@ def balance(flow: _Flow, nodes: Sequence[ir.Node], stages: int) -> dict[ir.Node,
 
 def cost_of(node: ir.Node) -> float:
     """About how many operations a node does; dimensions that are not known count once."""
+    # elementwise operators are bound by memory: about what they write
     size = max((_size(value) for value in node.outputs), default=1.0)
     if node.op_type in ("MatMul", "Gemm") and node.inputs[0] is not None:
         shape = node.inputs[0].shape

@@ -207,6 +207,7 @@ class PipelineParallel(RankEngine, Engine):
                 for array in arrays
             ]
             inputs = {name: np.ascontiguousarray(part) for name, part in zip(signature.inputs, parts)}
+            # the same seed forward and in the recomputation of the backward pass: dropout must be the same
             inputs[SEED] = np.array([self._seed(step * (most + 1) + index)], np.int64)
             micros.append(
                 Micro(inputs, 1.0 if self.sums_loss else weight_of(signature, parts, self._settings))
