@@ -9,8 +9,9 @@ beside the four projections of attention. Each engine runs in a process of its o
 times; the time to the first step counts from the start of the process, imports included; later runs find training
 models that the first one kept. Processor time is what to compare on a machine that others use too. Memory is the
 highest resident size that the kernel recorded (VmHWM, Linux): mapped pages of the base are in it. Where peft is not
-installed, torch's adapters are written by hand. DPO in torch has TRL's formulas; its reference is computed in each
-step with the adapters off, as TRL does by default (`torch`), or was computed before (`torch-kept`), as ours is.
+installed, torch's adapters are written by hand. The ratio of two engines is the median over the rounds. DPO in torch
+has TRL's formulas; its reference is computed in each step with the adapters off, as TRL does by default (`torch`), or
+was computed before (`torch-kept`), as ours is.
 Bases are made once and kept in the folder `--base`; the 4-bit one of 1.1 B is written layer by layer, without torch.
 """
 
@@ -96,13 +97,32 @@ def main() -> None:
                 asked.json.write_text(
                     json.dumps({"shape": asked.shape, "measure": asked.measure, "runs": rows})
                 )
+    _show(rows, asked.measure)
+
+
+def _show(rows: dict[str, list[dict[str, float]]], measure: str) -> None:
+    """A table of medians, and ratios to torch, or to the last engine: round by round, so that drifts cancel."""
+    engines = list(rows)
     names = [name for name in COLUMNS if name in rows[engines[0]][0]]
     print(f"| engine | {' | '.join(COLUMNS[name] for name in names)} |\n|---{'|---' * len(names)}|")
     for engine, runs in rows.items():
         values = [statistics.median(row[name] for row in runs[1:] or runs) for name in names]
         print(f"| {engine} | " + " | ".join(f"{value:.4g}" for value in values) + " |")
-        if asked.measure == "lora":
-            print(f"{engine}: first step of the first run, which makes the graphs: {runs[0]['first']:.3g} s")
+    others = [engine for engine in engines if engine.startswith("torch")] or engines[-1:]
+    compared = [name for name in names if name in ("step", "step cpu", "tokens", "peak", "own")]
+    for engine in engines:
+        for other in [] if engine in others else others:
+            parts = []
+            for name in compared:
+                ratios = [row[name] / beside[name] for row, beside in zip(rows[engine], rows[other])]
+                low, high = min(ratios), max(ratios)
+                parts.append(f"{COLUMNS[name]} {statistics.median(ratios):.3f} ({low:.3f} to {high:.3f})")
+            print(f"\n{engine} / {other}: {'; '.join(parts)}")
+    if measure == "lora":
+        for engine, runs in rows.items():
+            print(
+                f"\n{engine}: first step of the first run, which makes the graphs: {runs[0]['first']:.3g} s"
+            )
 
 
 def _run(asked: argparse.Namespace, folder: Path) -> dict[str, float]:
@@ -304,7 +324,7 @@ def _generate_in_torch(folder: Path, text: str) -> dict[str, float]:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     ids = AutoTokenizer.from_pretrained(folder)(" ".join(text.split()[:32]), return_tensors="pt")["input_ids"]
     rates = []
     for _ in range(3):
