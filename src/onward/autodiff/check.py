@@ -86,11 +86,13 @@ def check_gradient(
     if wrt is None:
         wrt = [v.name or "" for v in original.graph.inputs if is_differentiable(v) and _is_tensor(v)]
     _require_movable(original.graph, wrt)
+    # The reference evaluator knows no fused operators; their expansions are compared with the runtime elsewhere.
     if any(node.domain not in ("", "ai.onnx") for node in original.graph.all_nodes()):
         original = normalize(original)
     derived, of, wrt = vector_jacobian(original, of=of, wrt=wrt)
     rng = np.random.default_rng(seed)
     base = {name: x if isinstance(x, list) else np.asarray(x) for name, x in inputs.items()}
+    # The original, and not the normalized model: a mistake of the conversion would be in both sides otherwise.
     forward = to_double(_with_initializers_as_inputs(ir.to_proto(original), wrt))
     run_forward = _evaluator(forward, reference)
     precise = {name: _double(x) for name, x in {**_initializers(original, wrt), **base}.items()}
@@ -113,6 +115,7 @@ def check_gradient(
                     f"gradient with respect to '{name}' is {expected:.8g}, finite differences give "
                     f"{measured:.8g} (direction {_show(direction)})"
                 )
+    # In float16 the weights themselves are rounded, which the comparison's tolerance has to carry.
     fed = {name: array.astype(values_dtype(derived, name)) for name, array in cotangents.items()}
     ran = _evaluator(derived, "onnxruntime", providers)({**base, **fed})
     drift = 0.0
@@ -184,9 +187,11 @@ _WRITTEN_IN_FLOAT = frozenset({"Gelu", "GroupNormalization", "MeanVarianceNormal
 
 def to_double(model: onnx.ModelProto) -> onnx.ModelProto:
     """A copy of a model in which every float32 is a float64."""
+    # The evaluator takes the standard's body for these, which rounds to float32 inside.
     if any(node.op_type in _WRITTEN_IN_FLOAT for node in model.graph.node):
         chosen = [("", op_type) for op_type in sorted(_WRITTEN_IN_FLOAT)]
         model = _with_declared_initializers(model)
+        # Before the types are widened: the bodies hold float32 constants of their own.
         model = onnx.inliner.inline_selected_functions(model, chosen, inline_schema_functions=True)
     double = copy_of(model)
     _graph_to_double(double.graph)
@@ -266,6 +271,7 @@ def _type_to_double(kind: onnx.TypeProto) -> None:
 
 
 def _tensor_to_double(tensor: onnx.TensorProto) -> None:
+    # A float64 copy of a float32 constant is that constant: rounding in the file is part of the model.
     if tensor.data_type in _NARROW:
         name = tensor.name
         tensor.CopyFrom(
@@ -339,6 +345,7 @@ def _evaluate(session: Any, feeds: Arrays) -> list[Any]:
 def _directions(point: np.ndarray, rng: np.random.Generator) -> list[np.ndarray]:
     if point.size == 0:
         return []
+    # Every element by itself finds a single wrong entry, which a random direction may drown.
     if point.size <= _EXHAUSTIVE:
         basis = np.eye(point.size)
         return [row.reshape(point.shape) for row in basis]
@@ -354,6 +361,7 @@ def _difference(
         moved = run({**values, name: values[name] + step * direction})
         return float(sum(np.sum(moved[key] * weight) for key, weight in weights.items()))
 
+    # Richardson: the errors of the two differences, of the square of the step, cancel; in float64 digits suffice.
     coarse = (at(2 * _EPSILON) - at(-2 * _EPSILON)) / (4 * _EPSILON)
     fine = (at(_EPSILON) - at(-_EPSILON)) / (2 * _EPSILON)
     return (4 * fine - coarse) / 3

@@ -24,6 +24,7 @@ class DifferentiableBuilder(Builder):
     """The builder that rules receive: it also tells which values need a gradient."""
 
     def __init__(self, graph: ir.Graph, *, parent: Builder | None = None) -> None:
+        # Shared: rules of neighbouring nodes ask for the same sizes, transposes and masks.
         super().__init__(graph, parent=parent, share=True)
         self.active: set[ir.Value] = set()
         # the nodes that were differentiated, in reverse order
@@ -43,6 +44,8 @@ class DifferentiableBuilder(Builder):
         are done, `compute` adds what is used, with new nodes placed before `node`, and returns the values.
         """
         values = []
+        # A placeholder, and not the output itself: a rule that changed its forward node would change what later
+        # rules see.
         for like in likes:
             value = ir.Value(name=self.namer(f"{self.scope}/saved"), type=like.type)
             value.shape = None if like.shape is None else ir.Shape(like.shape)
@@ -54,6 +57,7 @@ class DifferentiableBuilder(Builder):
         """Let forward nodes compute the values that rules asked for with `save`."""
         # the list stays: equal nodes are found by the identity of their inputs, which must not be reused
         for saved in self._saved:
+            # Nothing reads what a later simplification dropped: then the forward pass need not compute it.
             if not any(value.uses() for value in saved.values):
                 continue
             self.scope = saved.scope
@@ -100,13 +104,16 @@ def backward(
 
     Appends to the builder's graph. All values belong to that graph or to one around it.
     """
+    # Before anything is built: an error must leave the graph as it was.
     path = find_path(op.graph, set(cotangents), wrt)
     _refuse_unsupported(path, wrt)
     op.active = path.active
     gradients: dict[ir.Value, list[ir.Value]] = {value: [seed] for value, seed in cotangents.items()}
     sources = set(wrt)
     for node in reversed(path.nodes):
+        # In reverse order every reader of an output has been visited by now, so that its gradient is complete.
         arriving = [_sum(op, gradients.pop(output, []), output) for output in node.outputs]
+        # A rule further on may have found that nothing arrives here: a gradient of zero, which costs no nodes.
         if all(dy is None for dy in arriving):
             continue
         op.visits.append(Visit(node, [dy for dy in arriving if dy is not None], op.graph[-1]))
@@ -119,10 +126,12 @@ def backward(
         op.scope = f"{node.name or node.op_type}/grad"
         for value, contribution in _contributions(rule, op, node, arriving):
             if value in path.active:
+                # Here and not in the rules: unbroadcasting is the same for all of them.
                 if rule.broadcasts:
                     contribution = op.sum_to(contribution, value)
                 gradients.setdefault(value, []).append(_describe(contribution, value))
     op.scope = ""
+    # Before `compute_saved`: the sums may be what reads a saved value.
     totals = {value: _sum(op, gradients.get(value, []), value) for value in wrt}
     op.compute_saved()
     op.scope = ""
@@ -146,16 +155,19 @@ def _contributions(
     except (OnwardError, MemoryError):
         raise
     except Exception as error:
+        # A mistake in a user's rule is theirs to see, with its own traceback.
         if not rule.function.__module__.startswith("onward."):
             raise  # a user's own rule
         raise ModelError(
             f"{node.op_type} '{node.name}' is not as ONNX has it, so that it has no gradient: {error!r}"
         ) from error
+    # Rules of If, Loop and Scan also reach values that their bodies capture, which are no inputs.
     if isinstance(gradients, Mapping):
         pairs: Iterable[tuple[ir.Value | None, ir.Value | None]] = gradients.items()
     else:
         if gradients is None or isinstance(gradients, ir.Value):
             gradients = (gradients,)
+        # A rule may end early: missing gradients at the end are zero.
         pairs = zip(node.inputs, gradients)
     for value, contribution in pairs:
         if value is not None and contribution is not None:
@@ -194,6 +206,8 @@ def find_path(graph: ir.Graph, targets: Set[ir.Value], wrt: Iterable[ir.Value]) 
     quantized: set[ir.Value] = set()  # integers that stand for real numbers
     # integers pass no gradient on, but those that quantization made of real numbers do
     for node in graph:
+        # A declared constant and a mark of `detach` end the path; an operator without a rule does not, it is an
+        # error.
         if registry.is_constant(node.op_type, node.domain) or stops_gradient(node):
             continue
         values = [value for value in node.inputs if value in reached]
@@ -211,6 +225,7 @@ def find_path(graph: ir.Graph, targets: Set[ir.Value], wrt: Iterable[ir.Value]) 
     needed = set(targets)
     nodes: list[ir.Node] = []
     for node, values in reversed(order):
+        # Both ways: a node that no parameter reaches, or that the loss does not need, gets no gradient.
         if any(output in needed and output in reached for output in node.outputs):
             nodes.append(node)
             needed.update(values)
@@ -255,6 +270,7 @@ def _lacks_rules(path: Path) -> bool:
         rule = registry.find(node.op_type, node.domain)
         if rule is None:
             return True
+        # An operator without a rule inside a body would otherwise surface in the middle of building.
         if rule.bodies is not None:
             inner = rule.bodies(node, path.active, path.active)
             if any(_lacks_rules(find_path(body, results, varying)) for body, varying, results in inner):
@@ -268,6 +284,7 @@ def _missing(path: Path, sources: dict[ir.Value, set[str]]) -> Iterable[_Missing
     for node in path.nodes:
         values = [*node.inputs, *(captured_values(node) if subgraphs_of(node) else [])]
         union = set().union(*(sources.get(value, set()) for value in values if value is not None))
+        # Which parameters reach a node is only worked out once there is something to report.
         sources.update(dict.fromkeys(node.outputs, union))
         rule = registry.find(node.op_type, node.domain)
         if rule is None:

@@ -91,6 +91,7 @@ def vector_jacobian(
     _require_real([*targets, *sources])
     names = [v.name or "" for v in targets], [v.name or "" for v in sources]
     seeds = {value: _cotangent(op, f"{value.name}_cotangent", value) for value in targets}
+    # A product alone: the model's own outputs would be computed for nothing.
     graph.outputs.clear()
     for value, derivative in add_gradients(op, seeds, sources).items():
         _append_output(op, derivative, value)
@@ -107,6 +108,7 @@ def _cotangent(op: DifferentiableBuilder, name: str, value: ir.Value) -> ir.Valu
     """An input for the incoming gradient of a value; for an optional, of its content."""
     kind = value.type
     seed = op.input(name, None, value.shape)
+    # The gradient of an optional is that of what it holds, so that nothing is packed.
     seed.type = kind.elem_type if isinstance(kind, ir.OptionalType) else kind
     return seed
 
@@ -127,6 +129,7 @@ def _claim(op: DifferentiableBuilder, name: str) -> str:
     if op.namer.is_free(name):
         return op.namer(name)
     for value in (value for node in op.graph for value in node.outputs):
+        # A gradient of a gradient model: it holds `x_grad` already, and the caller asks for that name.
         if value.name == name and not value.is_graph_output():
             value.name = op.namer(f"{name}/inside")
             return name
@@ -148,6 +151,7 @@ def _one(op: DifferentiableBuilder, target: ir.Value) -> ir.Value:
     if not isinstance(target.type, ir.TensorType):
         raise ModelError(f"'{target.name}' is {target.type}: name a cotangent input (cotangent='…')")
     dims = op.static_shape(target)
+    # A loss of shape [1] or [1, 1] is common, and as good as a scalar.
     if target.shape is not None and any(isinstance(d, int) and d != 1 for d in target.shape):
         raise ModelError(
             f"'{target.name}' has shape [{', '.join(map(str, target.shape))}], not one element: "
@@ -173,6 +177,7 @@ def untrainable(graph: ir.Graph, loss: ir.Value, parameters: Sequence[ir.Value])
     idle = [value for value in parameters if value not in active]
     if not idle:
         return []
+    # A parameter that a stop keeps from an unused output is none of the user's concern.
     needed = ancestors([loss])
     lines = []
     for value in idle:
@@ -199,6 +204,7 @@ def _stops(graph: ir.Graph, source: ir.Value, needed: set[ir.Value]) -> list[ir.
             continue
         if not any(output in needed for output in node.outputs):
             continue
+        # Round and Sign: a slope of zero nearly everywhere, which no optimizer can follow.
         if registry.is_constant(node.op_type, node.domain):
             stops.append(node)
         elif not stops_gradient(node):

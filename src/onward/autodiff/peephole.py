@@ -45,6 +45,7 @@ def improve(
 
 def _improve(op: Builder, graph: ir.Graph, forward: set[ir.Node], finite: set[ir.Value]) -> None:
     for node in list(graph):
+        # The forward pass is the model's own: what it computes and how stays as it is.
         if node in forward:
             finite.update(node.outputs)
             continue
@@ -76,6 +77,7 @@ def _transpose_factors(node: ir.Node) -> None:
     2.4 % of an encoder's nodes (321, without 329) and 1 % of its step at 2×32 tokens; no difference at 8×128.
     """
     product = producer_of(node.inputs[0], "Gemm")
+    # With a third input the transposition would have to reach that one too.
     if product is None or len(product.inputs) != 2 or not _turns_matrix(node):
         return
     first, second = product.inputs
@@ -93,6 +95,7 @@ def _transpose_factors(node: ir.Node) -> None:
 def _cancel_transposes(node: ir.Node) -> None:
     """(Aᵀ)ᵀ   →   A: the gradient of a product with a weight that the model transposes."""
     before = producer_of(node.inputs[0], "Transpose")
+    # An output has to be computed by a node of its own.
     if before is None or node.outputs[0].is_graph_output():
         return
     second, first = (turn.attributes.get_ints("perm", None) for turn in (node, before))
@@ -162,6 +165,7 @@ def _join_padded(op: Builder, node: ir.Node) -> None:
     if parts[0] is None or parts[1] is None:
         return
     first, second = sorted((parts[0], parts[1]), key=lambda part: part.before)
+    # There is a gap between the two, or they overlap: then a sum is what is meant.
     if first.axis != second.axis or first.before + first.size != second.before:
         return
     if first.before + first.size + first.after != second.before + second.size + second.after:
@@ -223,6 +227,7 @@ def _slope_of_silu(op: Builder, node: ir.Node) -> None:
             if d is None or x is None or s is None or _other(direct, s) is not d:
                 continue
             product = next((u for u in s.consumers() if u.op_type == "Mul" and set(u.inputs) == {x, s}), None)
+            # A product inside a body is not computed where this gradient is.
             if product is None or product.graph is not node.graph:
                 continue
             with op.inserting(node, node.name or "Add"):
@@ -262,6 +267,7 @@ def _multiply_unexpanded(op: Builder, node: ir.Node) -> None:
         source, shape = expand.inputs
         if source is None or value.shape is None or other.shape is None or source.shape is None:
             continue
+        # Only then: broadcasting v alone must give the shape that the product had.
         if _same_sizes(value.shape, other.shape):
             node.replace_input_with(index, source)
         elif other.const_value is not None and other.const_value.size == 1 and not other.is_graph_input():
@@ -286,8 +292,10 @@ def _multiply_unclipped(node: ir.Node, finite: set[ir.Value]) -> None:
     and 3 to 5 % of their nodes (42, without 44; 299, without 307).
     """
     clip = producer_of(node.inputs[0], "Clip")
+    # The clip is against 0·∞; a product's gradient is infinite only where the loss has overflowed already.
     if clip is None or len(clip.inputs) != 3 or clip.inputs[0] not in finite:
         return
+    # Only clips that rules wrote: those of a model have bounds that mean something.
     if all(abs(single_number(bound) or 0) == np.finfo(np.float32).max for bound in clip.inputs[1:]):
         node.replace_input_with(0, clip.inputs[0])
 
@@ -319,6 +327,7 @@ def _sum_through_product(op: Builder, node: ir.Node) -> None:
     dy, y = product.inputs
     if dy is None or y is None or y.shape is None or producer_of(y, "Softmax") is None:
         return
+    # Attention's softmax is over keys, the last axis; over another one the products do not match.
     if axes.tolist() not in ([-1], [y.shape.rank() - 1]):
         return
     factors = _find_product(y, dy)
@@ -336,6 +345,7 @@ def _find_product(y: ir.Value, dy: ir.Value) -> tuple[ir.Value, ir.Value] | None
     assert first is not None and second is not None
     for user in (user for user in y.consumers() if user.graph is producer.graph):
         factors = None
+        # The same factors on y and on dy: they cancel out of neither side.
         if user.op_type == "Dropout":
             factors = _find_product(user.outputs[0], dy)
         elif user.op_type == producer.op_type == "Mul":
@@ -376,6 +386,7 @@ def _join_scalings(
         nodes = list(group.values())
         numbers = list(dict.fromkeys(count for node in nodes if (count := node.inputs[1]) is not None))
         lengths = [length for node in nodes if (length := op.static_dim(node.outputs[0], 0)) is not None]
+        # All lengths have to be known for the Split at the end.
         if not _SEVERAL <= len(nodes) == len(lengths):
             continue
         table = concat_counts(op, numbers)

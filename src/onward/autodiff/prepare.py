@@ -21,9 +21,11 @@ def prepare(graph: ir.Graph, targets: Collection[ir.Value]) -> None:
     for node in nodes_within(graph):
         if node.domain not in ("", "ai.onnx"):
             continue
+        # torch writes attention without a key as NaN, and a Where behind it that puts zero there.
         if node.op_type == "Softmax" and _is_replaced(node.outputs[0]):
             node.metadata_props[GRADIENT] = MASKED
         elif node.op_type == "SoftmaxCrossEntropyLoss" and len(node.outputs) > 1:
+            # An unused second output would be kept for a gradient that never arrives.
             if not is_used(node, 1) and node.outputs[1] not in targets:
                 node.resize_outputs(1)
         elif node.op_type == "ConcatFromSequence":
@@ -42,6 +44,7 @@ def _is_replaced(value: ir.Value) -> bool:
 def _join_tensors(node: ir.Node) -> None:
     """ConcatFromSequence(SequenceConstruct(a, b, …))   →   Concat(a, b, …): its gradient needs no sequence."""
     construct = producer_of(node.inputs[0], "SequenceConstruct")
+    # With a new axis it is a stack, which Concat is not.
     if construct is None or node.attributes.get_int("new_axis", 0):
         return
     node.op_type = "Concat"
@@ -68,6 +71,7 @@ def fuse_gelu(model: ir.Model) -> int:
     pass. Gelu exists since opset 20. Returns how many were found.
     """
     graph = model.graph
+    # Gelu is an operator since opset 20.
     if graph.opset_imports.get("", 0) < 20:
         return 0
     op = Builder(graph)
@@ -141,6 +145,7 @@ def _has_coefficients(polynomial: Polynomial | None, expected: Sequence[float]) 
         return False
     actual = np.zeros(len(expected) + 1)
     actual[: len(polynomial.coef)] = polynomial.coef
+    # Exporters write √2 and √(2/π) with as few digits as float32 or the original source have.
     return bool(np.allclose(actual, [0.0, *expected], rtol=1e-4, atol=1e-7))
 
 

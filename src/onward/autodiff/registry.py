@@ -37,6 +37,7 @@ Bodies = Callable[
 
 
 @dataclasses.dataclass(frozen=True)
+# Frozen, and looked up by operator alone: a rule cannot depend on what was differentiated before.
 class Rule:
     """A gradient rule and its options."""
 

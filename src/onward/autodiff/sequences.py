@@ -30,6 +30,7 @@ def zeros(op: Builder, like: ir.Value) -> ir.Value:
     """A zero gradient for a value of any type."""
     if isinstance(like.type, ir.OptionalType):
         like = op.OptionalGetElement(like)
+    # A tensor's zeros are one Expand.
     if not isinstance(like.type, ir.SequenceType):
         return op.zeros_like(like)
     return map_sequence(op, [like], lambda inner, x: inner.zeros_like(x))
@@ -72,6 +73,7 @@ def part_of(op: Builder, sequence: ir.Value, start: ir.Value, length: ir.Value) 
 
 def _collect(op: Builder, first: ir.Value, count: ir.Value, element: Callable) -> ir.Value:
     """A sequence with `count` more elements, each built from its number."""
+    # A Loop with the sequence as its state: ONNX has no operator that joins two sequences.
     inner = op.subgraph("collect")
     number = inner.input("number", ir.DataType.INT64, [])
     going = inner.input("going", ir.DataType.BOOL, [])

@@ -63,8 +63,10 @@ def inline(
             masks[drawn.node] = value
         else:
             copies[drawn.node.outputs[drawn.index]] = value
+    # Initializers of a body become the outermost graph's: a copy of the body must not hold them twice.
     copies.update(_copy_constants(op, body))
     for node in body:
+        # All its results are saved: a random node must not draw again.
         if node.outputs and all(value in copies or not value.name for value in node.outputs):
             continue
         if node in masks:
@@ -72,6 +74,7 @@ def inline(
             for mask in node.outputs[1:]:
                 copies[mask] = masks[node]
             continue
+        # Through `adopt`, not the builder: that would merge a copy with an equal node of the graph around.
         copy = _copy_node(op, node, copies)
         op.adopt(copy)
         infer_node(op, copy)
@@ -91,6 +94,7 @@ class Drawn:
     @property
     def like(self) -> ir.Value:
         """A value of its type and shape."""
+        # Of Dropout it is the mask that is random; the result would also save x, and stop the gradient.
         if self.node.op_type != "Dropout":
             return self.node.outputs[self.index]
         return ir.Value(type=ir.TensorType(ir.DataType.BOOL), shape=self.node.outputs[0].shape)
@@ -100,6 +104,7 @@ def random_values(body: ir.Graph) -> list[Drawn]:
     """The random values of a body."""
     values: list[Drawn] = []
     for node in body:
+        # What two iterations deep draws has one value for each pair of iterations, which no output can hold.
         for inner in subgraphs_of(node):
             for drawn in random_values(inner):
                 raise ModelError(
@@ -153,6 +158,7 @@ def differentiate_body(
     for value, dy in results:
         if dy is not None:
             add_cotangent(op, cotangents, value, dy)
+    # `backward` names nodes after those that it differentiates; what follows belongs to the outer node again.
     scope = op.scope
     gradients = backward(op, cotangents, wrt)
     op.scope = scope
@@ -175,6 +181,7 @@ def active_values(
     grown = True
     while grown:
         reached = find_path(body, set(body.outputs), sources).active
+        # A state that leaves an iteration enters the next one: what it depends on grows until nothing is added.
         new = {a for a, b in states if b in reached and a not in sources and is_differentiable(a)}
         sources |= new
         grown = bool(new)
@@ -192,9 +199,11 @@ def close(op: DifferentiableBuilder, outputs: Sequence[ir.Value | None], likes: 
     for value, like in zip(outputs, likes):
         if value is None:
             value = zeros(op, like)
+        # One value may be wanted as two outputs of a body, which ONNX does not allow.
         value = op.add_output(value)
         if value.shape is None or (like.shape is not None and value.shape.rank() == like.shape.rank()):
             value.shape = None if like.shape is None else ir.Shape(like.shape)
+    # At once: dead code in a body runs in every iteration.
     for node in reversed(op.graph):
         if not any(value.uses() or value.is_graph_output() for value in node.outputs):
             op.graph.remove(node, safe=True)

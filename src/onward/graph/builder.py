@@ -43,6 +43,7 @@ class NodeInference:
 
     def describe(self, node: ir.Node, opset: int) -> None:
         """Set the types and shapes of a node's outputs, read in this opset, which stays the same."""
+        # Operators of other domains have no schema here: their outputs keep what the file says of them.
         schema = find_schema(node.op_type, opset, node.domain)
         if schema is None or _describe_elementwise(node):
             return
@@ -55,6 +56,8 @@ class NodeInference:
             return
         types: dict[str, onnx.TypeProto] = {}
         data: dict[str, onnx.TensorProto] = {}
+        # Inference of a body needs the types of what it reads from outside; protobuf cannot refer to our
+        # values.
         captured = captured_values(node) if subgraphs_of(node) else []
         for value in (*node.inputs, *captured):
             if value is None or value.type is None:
@@ -73,6 +76,8 @@ class NodeInference:
                 ir_version=10,
             )
         except Exception as error:
+            # onnx raises RuntimeError, InferenceError or its own types, depending on where in C++ it
+            # stopped.
             raise ModelError(f"cannot build {node.op_type} '{node.name}': {error}".strip()) from error
         for value in node.outputs:
             type_and_shape = inferred.get(value.name or "")
@@ -120,6 +125,7 @@ def _describe_elementwise(node: ir.Node) -> bool:
     for value in inputs:
         if value is None or type(value.type) is not ir.TensorType or value.shape is None:
             return False
+        # Not broadcast but wrong, and ONNX's own inference has the better message.
         if dtype is not None and value.type.dtype != dtype:
             return False
         dtype = value.type.dtype
@@ -134,6 +140,7 @@ def _describe_elementwise(node: ir.Node) -> bool:
 
 def _broadcast(one: tuple[_Dim, ...], other: tuple[_Dim, ...]) -> tuple[_Dim, ...] | None:
     """The sizes of two shapes broadcast, where they are the same or 1; None where it takes more to tell."""
+    # An unnamed size is not equal to another unnamed one, so that even equal tuples tell nothing then.
     if not one or one == other:
         return other if _all_named(other) else None
     if len(one) < len(other):
@@ -232,8 +239,12 @@ class Builder:
         self.scope = ""
         # Where new nodes go: at the end of the graph, or before this node.
         self.before: ir.Node | None = None
+        # A node on sizes takes as long as any other small node, in every step.
         self._sizes: dict[tuple[int | str, ...], ir.Value] = {}
+        # Rules write the same 0, 1 and axes hundreds of times.
         self._constants: dict[tuple, ir.Value] = {}
+        # None where nodes are inserted in the middle: an equal node may come later in the graph than who
+        # wants it.
         self._reusable: dict[tuple, tuple[ir.Value, ...]] | None = None
         if share:
             self._reusable = {}
@@ -272,12 +283,16 @@ class Builder:
             if value is not None
         }
         key = key_of(op_type, domain, values, attrs, outputs)
+        # Also from the graphs around: a body may read their values, never the other way.
         if reused := self._lookup(key):
             return reused
+        # The scope is the forward node's name: profilers and error messages of the runtime show it for its
+        # gradient.
         prefix = self._scoped(op_type)
         node = ir.Node(domain, op_type, values, attrs, num_outputs=outputs, name=self.namer(prefix))
         for index, value in enumerate(node.outputs):
             value.name = self.namer(f"{prefix}.{index}" if outputs > 1 else f"{prefix}.out")
+        # What other domains give has to be described by whoever emits them.
         if schema is not None:
             self.infer(node)
         self.insert(node)
@@ -286,6 +301,7 @@ class Builder:
 
     def constant(self, data: np.ndarray | np.generic, *, name: str = "const") -> ir.Value:
         """An initializer of the outermost graph that holds `data`; equal small constants are one."""
+        # Of the outermost graph: all bodies can read it, and equal ones in several bodies are one.
         root, array = self.root, np.asarray(data)
         key = (str(array.dtype), array.shape, array.tobytes()) if array.size <= SMALL else None
         existing = None if key is None else root._constants.get(key)
@@ -401,6 +417,7 @@ class Builder:
 
     def sum_to(self, gradient: ir.Value, target: ir.Value) -> ir.Value:
         """Sum a broadcast gradient back to the shape of `target`; a no-op where static shapes show it is not needed."""
+        # What static shapes show costs nothing in the step.
         plan = _reduction(gradient.shape, target.shape)
         if plan is None:
             return self._sum_to_dynamic(gradient, target)
@@ -439,6 +456,7 @@ class Builder:
                 self.Sub(self.Shape(have), self.Shape(shape)), value=ir.tensor(np.ones(1, np.int64))
             )
         target_shape = shape if missing == 0 else self.Concat(padding, shape, axis=0)
+        # A size of 1 that the gradient also has is not summed: sums of one number cost a copy.
         differs = self.Not(self.Equal(target_shape, have))
         axes = self.Squeeze(self.NonZero(differs), [0])
         # without axes a ReduceSum would be over all of them
@@ -452,6 +470,7 @@ class Builder:
         """Insert new nodes before an existing one, in a scope of names; with `share`, equal ones become one."""
         state, outer_scope = (self.before, self._reusable), self.scope
         # nodes after that place cannot be reused
+        # Values made earlier in this place may be reused, what comes later in the graph may not.
         self.before, self._reusable = before, {} if share else None
         self.scope = outer_scope if scope is None else scope
         try:
@@ -485,6 +504,7 @@ class Builder:
         """Add an output to this graph: an Identity where the value is an output already or not computed here."""
         producer = value.producer()
         if producer is None or producer.graph is not self.graph or value.is_graph_output():
+            # An output of a graph has to be computed in it, once, under its own name.
             node = ir.Node("", "Identity", [value], num_outputs=1, name=self.namer(self._scoped("Identity")))
             copy = node.outputs[0]
             copy.name = self.namer(self._scoped("Identity.out"))
@@ -521,6 +541,8 @@ class Builder:
         types: dict[str, ir.DataType] = {}
         for value, kind in zip(inputs, kinds):
             if isinstance(value, ir.Value) and value.dtype is not None:
+                # Python numbers follow the tensors that share their type variable: op.Mul(half, 2.0) stays
+                # in float16.
                 types.setdefault(kind, value.dtype)
         promoted: list[ir.Value | None] = []
         for value, kind in zip(inputs, kinds):
@@ -573,6 +595,7 @@ def _plain(value: Any) -> np.ndarray:
     array = np.asarray(value)
     if isinstance(value, np.ndarray | np.generic) and array.size:
         return array
+    # numpy makes int64 of lists on Linux, int32 on old Windows: shapes must be int64 everywhere.
     if not array.size or array.dtype.kind == "i":  # an empty list is one of axes, or the shape of a scalar
         return array.astype(np.int64)
     return array.astype(np.float32) if array.dtype == np.float64 else array
@@ -598,6 +621,8 @@ def _reduction(have: ir.Shape | None, want: ir.Shape | None) -> tuple[int, list[
     reduced = []
     for axis, target in enumerate(want):
         source = have[axis + leading]
+        # A target of 1 is summed to, whatever the size of the gradient is; a symbol that is 1 at run time
+        # cannot be told.
         if target == 1:
             if source != 1:
                 reduced.append(axis)

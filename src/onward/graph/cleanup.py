@@ -21,6 +21,7 @@ def remove_unused(model: ir.Model) -> ir.Model:
     bodies = {node: subgraphs_of(node) for node in nodes_within(model.graph)}
     bodies = {node: graphs for node, graphs in bodies.items() if graphs}
     while True:
+        # onnx-ir's own, which also takes away optional outputs that nothing reads.
         passes.RemoveUnusedNodesPass()(model)
         # the pass leaves what the body of a removed Scan captured in use
         removed = [node for node in bodies if node.graph is None]
@@ -46,6 +47,7 @@ def remove_identities(model: ir.Model) -> ir.Model:
         source, result = node.inputs[0], node.outputs[0]
         if source is None or node.graph is None:
             continue
+        # An input, an initializer and an outer value can be read in an Identity's place, but not be an output in it.
         if not result.is_graph_output():
             ir.convenience.replace_all_uses_with(result, source)
             node.graph.remove(node, safe=True)
@@ -56,6 +58,7 @@ def remove_identities(model: ir.Model) -> ir.Model:
         name, kind, shape = result.name, result.type, result.shape
         ir.convenience.replace_all_uses_with(result, source, replace_graph_outputs=True)
         node.graph.remove(node, safe=True)
+        # The output's name is the model's interface; the inner name is nobody's.
         source.name = name
         source.type = source.type or kind
         source.shape = source.shape if shape is None else shape
@@ -79,8 +82,10 @@ def share_constants(model: ir.Model, *, parameters: Collection[str] | None = Non
     unique: dict[tuple, ir.Value] = {}
     for name, value in list(model.graph.initializers.items()):
         tensor = value.const_value
+        # Equal large constants are rare, and comparing them reads whatever is mapped from a file.
         if tensor is None or tensor.size > SMALL or value.is_graph_input() or value.is_graph_output():
             continue
+        # Two equal weights, such as biases of zeros, train apart.
         if tensor.dtype.is_floating_point() if parameters is None else name in parameters:
             continue
         if tensor.dtype == ir.DataType.STRING:  # has no bytes to compare
@@ -107,6 +112,7 @@ def _share(graph: ir.Graph, outer: dict[tuple, ir.Node]) -> None:
         if key is None:
             continue
         first = unique.setdefault(key, node)
+        # Two outputs of a model may not be one value, however equal they are.
         if first is node or any(value.is_graph_output() for value in node.outputs):
             continue
         # one leaves out an output that the other has

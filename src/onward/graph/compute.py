@@ -33,10 +33,12 @@ def compute(op_type: str, attributes: Attributes, inputs: Inputs) -> list[np.nda
     >>> compute("Concat", {"axis": 0}, [np.array([2]), np.array([3, 4])])
     [array([2, 3, 4])]
     """
+    # 16-bit floats are left out: the runtime computes many of their operators in float32, and numpy does not.
     rule = _OPERATORS.get(op_type)
     if rule is None or any(value is not None and value.dtype not in _KNOWN for value in inputs):
         return None
     try:
+        # Division of floats by zero is defined by IEEE and no warning of ours: the runtime gives the same infinity.
         with np.errstate(all="ignore"):
             outputs = rule(attributes, *inputs)
     except (_NotHere, ValueError, IndexError, KeyError, TypeError, OverflowError, ZeroDivisionError):
@@ -73,6 +75,7 @@ def measure(
     """
     counted = list(dims)[start:end] if op_type == "Shape" else list(dims)
     sizes = [size for size in counted if isinstance(size, int)]
+    # Only the sizes that are asked for have to be known: Shape(x)[1:] of an open batch is a constant.
     if len(sizes) != len(counted):
         return None
     return np.asarray(sizes if op_type == "Shape" else math.prod(sizes), np.int64)
@@ -85,6 +88,7 @@ def run_reference(node: onnx.NodeProto, feeds: Inputs, opset: int | None = None)
 
     own = onnx.NodeProto()
     own.CopyFrom(node)
+    # The evaluator knows no operator under "ai.onnx".
     own.domain = ""
     arrays = {name: array for name, array in zip(own.input, feeds) if array is not None}
     inputs = [
@@ -95,6 +99,7 @@ def run_reference(node: onnx.NodeProto, feeds: Inputs, opset: int | None = None)
     ]
     outputs = [onnx.ValueInfoProto(name=name) for name in own.output if name]
     graph = onnx.helper.make_graph([own], "constant", inputs, outputs)
+    # In the model's own opset: Softmax, ReduceSum and others changed their meaning.
     version = onnx.helper.make_opsetid("", opset or onnx.defs.onnx_opset_version())
     try:
         results = ReferenceEvaluator(onnx.helper.make_model(graph, opset_imports=[version])).run(None, arrays)
@@ -152,6 +157,7 @@ def _slice(
     axes: np.ndarray | None = None,
     steps: np.ndarray | None = None,
 ) -> np.ndarray:
+    # ONNX clamps bounds as Python does, but for a negative step: its end may be before the first element.
     cuts = [slice(None)] * x.ndim
     order = range(len(starts)) if axes is None else axes.tolist()
     for index, axis in enumerate(order):
@@ -175,6 +181,7 @@ def _range(_: Attributes, start: np.ndarray, limit: np.ndarray, step: np.ndarray
 
 def _reshape(attributes: Attributes, x: np.ndarray, shape: np.ndarray) -> np.ndarray:
     dims = shape.tolist()
+    # A zero is the size that the input has in that place.
     if not attributes.get("allowzero", 0):
         dims = [x.shape[axis] if dim == 0 else dim for axis, dim in enumerate(dims)]
     return x.reshape(dims)
@@ -192,6 +199,7 @@ def _unsqueeze(attributes: Attributes, x: np.ndarray, axes: np.ndarray | None = 
 
 def _flatten(attributes: Attributes, x: np.ndarray) -> np.ndarray:
     axis = attributes.get("axis", 1)
+    # Flatten at the rank itself is legal: the second size is then 1.
     axis += x.ndim if axis < 0 else 0
     return x.reshape(int(np.prod(x.shape[:axis])), -1)
 
@@ -201,6 +209,7 @@ def _expand(_: Attributes, x: np.ndarray, shape: np.ndarray) -> np.ndarray:
 
 
 def _tile(_: Attributes, x: np.ndarray, times: np.ndarray) -> np.ndarray:
+    # Before it is made: a file of 100 bytes may ask for terabytes.
     _check_size([x.size, *times.tolist()])
     return np.tile(x, times.tolist())
 

@@ -85,6 +85,7 @@ class _Walk:
     def nodes(self, nodes: Iterable[onnx.NodeProto], constants: dict[str, _Constant]) -> None:
         """Follow constants through nodes in whatever order they are written."""
         listed = list(nodes)
+        # Files that are not sorted are legal to some readers, so the order cannot be relied on to stop a bomb.
         missing = [{name for name in node.input if name and name not in constants} for node in listed]
         readers: dict[str, list[int]] = {}
         for index, names in enumerate(missing):
@@ -130,6 +131,7 @@ class _Walk:
         self, function: onnx.FunctionProto, node: onnx.NodeProto, constants: dict[str, _Constant]
     ) -> None:
         inner = {name: constants[argument] for name, argument in zip(function.input, node.input) if argument}
+        # A function has opsets of its own: Split of 13 and of 18 grow differently.
         imports = list(function.opset_import) or self.imports
         _Walk(self.functions, imports, self.ir_version, self.budget).nodes(function.node, inner)
         for name, result in zip(node.output, function.output):
@@ -180,6 +182,7 @@ _INT32, _INT64, _BOOL = onnx.TensorProto.INT32, onnx.TensorProto.INT64, onnx.Ten
 
 def _held(tensor: onnx.TensorProto) -> _Constant:
     kind = onnx.helper.make_tensor_type_proto(tensor.data_type, list(tensor.dims))
+    # In floats: a product of hostile dims wraps around in int64.
     small = int(np.prod(tensor.dims, dtype=np.float64)) <= _SMALL and not tensor.external_data
     return _Constant(kind, tensor if small else None)
 

@@ -60,6 +60,8 @@ def check_external(tensor: onnx.TensorProto, base: Path) -> None:
         entries[entry.key] = entry.value
     if "location" not in entries:
         raise _bad(tensor.name, "no location")
+    # Which of the two a reader takes differs between libraries: a file that looks harmless to one checks out in
+    # another.
     if tensor.raw_data:
         raise _bad(tensor.name, "the tensor carries data of its own as well")
     check_location(
@@ -87,11 +89,13 @@ def check_location(
     """Reject a location outside `base`, behind a link, that is not a regular file, or out of the file's bounds."""
     if not location or "\0" in location:
         raise _bad(name, "the location is empty or holds a NUL character")
+    # Both spellings on every system: a file that is safe here may be opened there.
     for path in (PurePosixPath(location), PureWindowsPath(location)):
         if path.is_absolute() or path.drive or path.root or ".." in path.parts or not path.parts:
             raise _bad(name, f"location {location!r} is not a plain path below the model's directory")
     root = os.path.realpath(base)
     target = os.path.normpath(os.path.join(root, location))
+    # realpath follows links in folders on the way, too.
     if os.path.normcase(os.path.realpath(target)) != os.path.normcase(target):
         raise _bad(name, f"location {location!r} goes through a link; copy the real file beside the model")
     try:
@@ -100,6 +104,7 @@ def check_location(
         raise _bad(name, f"cannot open {location!r} beside the model: {error}") from None
     if not stat.S_ISREG(status.st_mode):
         raise _bad(name, f"{location!r} is not a regular file")
+    # A hard link to a secret beside the model reads like a file of the model's own.
     if status.st_nlink > 1:
         raise _bad(name, f"{location!r} has {status.st_nlink} hard links; copy the file")
     if offset > status.st_size:
@@ -125,6 +130,7 @@ def tensors(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
         yield from _node_tensors(function.node)
         for attribute in function.attribute_proto:
             yield from _attribute_tensors(attribute)
+    # Deprecated and read by nobody here, but a loader may still fetch what it refers to.
     for info in model.training_info:
         yield from _graph_tensors(info.initialization)
         yield from _graph_tensors(info.algorithm)
@@ -160,6 +166,7 @@ def _attribute_tensors(attribute: onnx.AttributeProto) -> Iterator[onnx.TensorPr
 
 
 def _number(name: str, key: str, text: str) -> int:
+    # int() takes signs, underscores and other scripts' digits, which other readers take otherwise or not at all.
     if not (text.isascii() and text.isdigit()) or int(text[:20]) > _LARGEST or len(text) > 20:
         raise _bad(name, f"{key} {text[:40]!r} is not a byte count")
     return int(text)

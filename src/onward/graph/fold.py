@@ -49,6 +49,7 @@ def _fold(root: ir.Graph, graph: ir.Graph, constants: set[str], opset: int | Non
     for node in list(graph):
         for inner in subgraphs_of(node):
             changed = _fold(root, inner, constants, opset, sizes) or changed
+        # An output stays what a node computes: not every reader takes an initializer for one.
         if (node.op_type in _MEASURES and not sizes) or any(
             value.is_graph_output() for value in node.outputs
         ):
@@ -78,6 +79,7 @@ def _replace_by_constants(root: ir.Graph, node: ir.Node, arrays: Sequence[np.nda
 def constant_array(value: ir.Value, constants: set[str]) -> np.ndarray | None:
     """The numbers of a small initializer that does not train; real numbers only where `constants` names them."""
     tensor = value.const_value
+    # An initializer that is an input as well is a default, which the caller may replace.
     if tensor is None or value.is_graph_input() or not value.is_initializer() or tensor.size > SMALL:
         return None
     if tensor.dtype in (ir.DataType.STRING, ir.DataType.UNDEFINED) or _is_state(value):
@@ -111,6 +113,7 @@ def evaluate(
             return None
         feeds.append(array)
     outputs = compute(node.op_type, {name: attr.value for name, attr in node.attributes.items()}, feeds)
+    # A node without inputs, such as RandomNormal or a Constant of text, has nothing that makes it constant.
     if outputs is None and opset is not None and node.inputs and _stays_small(node):
         outputs = run_reference(ir.to_proto(node), feeds, node.version or opset)
     if outputs is None or len(outputs) < len(node.outputs) or any(array.size > SMALL for array in outputs):

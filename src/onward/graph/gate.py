@@ -86,6 +86,7 @@ def read_proto(
             "Please pass in either a string or an ONNX ModelProto for the model. "
             f"A path, bytes or an onnx_ir.Model will do too; this is of type {type(source).__name__}."
         )
+    # From the cheap to the expensive: each check may rely on what those before it refused.
     _check_header(proto, where)
     if read_data:
         _check_external_data(proto, base, where)
@@ -113,6 +114,7 @@ def _read(path: Path, role: str) -> bytes:
     try:
         return read_bytes(path, limit="model_bytes")
     except LimitError as error:
+        # No limit of ours can be raised past what protobuf reads.
         if error.asked > _LARGEST_FILE:
             raise ModelError(f"'{path}' has more than 2 GB: save the model with external data") from None
         raise
@@ -128,6 +130,7 @@ def _read(path: Path, role: str) -> bytes:
 def _parse(data: bytes, where: str) -> onnx.ModelProto:
     if not data:
         raise ModelError(f"{where} is not an ONNX model: it is empty", hint="is the file whole?")
+    # FlatBuffers puts its file identifier behind the root's offset.
     if data[4:8] == b"ORTM":
         raise ModelError(
             f"{where} is in ORT format, which cannot be changed: use its .onnx twin: keep the .onnx file beside it",
@@ -155,6 +158,7 @@ def _check_header(proto: onnx.ModelProto, where: str) -> None:
         raise ModelError(f"{where} is not a valid ONNX model: it names no opset")
     _require_text((entry.domain for entry in proto.opset_import), where)
     _require_text((text for entry in proto.metadata_props for text in (entry.key, entry.value)), where)
+    # "" and "ai.onnx" are one domain: of two versions, nothing says which one counts.
     domains = [_domain(entry.domain) for entry in proto.opset_import]
     if len(set(domains)) != len(domains):
         raise ModelError(f"{where} imports the same operator set twice: {sorted(domains)}")
@@ -185,6 +189,7 @@ def _check_external_data(proto: onnx.ModelProto, base: Path | None, where: str) 
     named: dict[str, list[tuple[int, int]]] = defaultdict(list)
     for tensor in external_tensors(proto):
         _require_text((text for entry in tensor.external_data for text in (entry.key, entry.value)), where)
+        # Bytes and protos come from anywhere: no folder is theirs unless someone says so.
         if base is None:
             raise ModelError(
                 f"{where} refers to external data (tensor '{tensor.name}'): pass the path of the "
@@ -224,12 +229,14 @@ def _check_data(tensor: onnx.TensorProto, where: str) -> None:
     else:
         expected = tensor_bytes(tensor.dims, tensor.data_type, tensor.name)
     count = _product(tensor.dims)
+    # A part of the schema that neither onnx nor onnxruntime reads.
     if tensor.HasField("segment"):
         raise ModelError(f"{where}: tensor '{tensor.name}' is a segment of another, which is not supported")
     if tensor.data_location == _TENSOR.EXTERNAL or tensor.external_data:
         return
     filled = {name: len(getattr(tensor, name)) for name in _FIELDS}
     filled = {name: length for name, length in filled.items() if length}
+    # Strings are in string_data only.
     if tensor.HasField("raw_data") and tensor.data_type != _TENSOR.STRING:
         if filled:
             raise ModelError(f"{where}: tensor '{tensor.name}' holds its data twice ({', '.join(filled)})")
@@ -239,6 +246,7 @@ def _check_data(tensor: onnx.TensorProto, where: str) -> None:
                 f"but its shape {list(tensor.dims)} and type need {expected}"
             )
         return
+    # Small integers, 16-bit floats and truth values are kept in int32_data, one entry each.
     field, entries = _HELD.get(tensor.data_type, ("int32_data", 0))
     # types of fewer than eight bits share entries
     needed = count * entries if entries else min(count, expected)
@@ -275,6 +283,7 @@ def _check_sparse(proto: onnx.ModelProto, where: str) -> None:
             raise ModelError(
                 f"{where}: sparse tensor '{name}' has {count} values and indices of shape {shape}"
             )
+        # An index outside of the shape would be written to when the tensor is made dense.
         indices = onnx.numpy_helper.to_array(sparse.indices)
         sizes = [_product(dims)] if indices.ndim == 1 else dims
         columns = [indices] if indices.ndim == 1 else list(indices.T)
@@ -340,10 +349,14 @@ def _check_size(
             if key in functions:
                 if key in calls:
                     raise ModelError(f"{where}: the function '{node.domain}.{node.op_type}' calls itself")
+                # Each function is measured once: calls that double at every level would take forever to count one by
+                # one.
                 if key not in sizes:
                     sizes[key] = measure(functions[key].node, (*calls, key))
                 more, below = sizes[key]
                 count, depth = count + more, max(depth, below + 1)
+        # Capped: Python's integers grow without end, and functions of functions reach numbers of thousands of
+        # digits.
         return min(count, 2**62), min(depth, deepest + 1)
 
     count, depth = measure(proto.graph.node, ())
@@ -354,6 +367,7 @@ def _check_size(
             _require_text([value.name], where)
             _check_declared(value, where)
     for value in proto.graph.input:
+        # Nothing fits such an input, and inference leaves all that is behind it without a type.
         if 0 in _element_types(value.type):
             raise ModelError(
                 f"{where}: the input '{value.name}' is declared without the type of its elements"
@@ -416,6 +430,7 @@ def _check_graph(graph: onnx.GraphProto, outer: frozenset[str], scope: _Scope) -
     _unique([*produced, *set(inputs), *set(initializers) - set(inputs)], "value", where)
     if "" in initializers or "" in inputs:
         raise ModelError(f"{where} has an input or initializer without a name")
+    # Whatever order nodes are in: sorting them is the loader's.
     defined = outer.union(inputs, initializers, produced)
     _check_nodes(graph.node, defined, scope)
     own = {*inputs, *initializers, *produced}
@@ -476,6 +491,7 @@ class _Signature:
 def _signature(operator: str, version: int, domain: str) -> _Signature | None:
     """The signature of an operator of ONNX; None where there is none to hold a node to."""
     schema = onnx.defs.get_schema(operator, version, domain)
+    # Upsample and Scatter are deprecated, and older files are full of them.
     if schema.deprecated:
         return None
     single = onnx.defs.OpSchema.FormalParameterOption.Single
@@ -537,6 +553,7 @@ def _check_operator(node: onnx.NodeProto, scope: _Scope) -> None:
         attribute_type = signature.attributes.get(attribute.name)
         if attribute_type is None:
             raise ModelError(f"{what} has the attribute '{attribute.name}', which the operator does not have")
+        # Only within a function, where a call fills it in.
         if attribute.ref_attr_name:
             if attribute.ref_attr_name not in scope.attributes:
                 raise ModelError(
@@ -550,6 +567,7 @@ def _check_operator(node: onnx.NodeProto, scope: _Scope) -> None:
             raise ModelError(
                 f"{what}: attribute '{attribute.name}' is {actual}, not {kinds.Name(attribute_type)}"
             )
+        # Inference and rules loop over these: a kernel of 2⁴⁰ would keep them busy for days.
         if attribute.name in ("kernel_shape", "num_outputs"):
             count = _product(attribute.ints) if attribute.name == "kernel_shape" else attribute.i
             require("nodes", count, f"{what}: what '{attribute.name}' counts")

@@ -37,6 +37,7 @@ def load_model(
     """
     if isinstance(source, ir.Model):
         _check_model_references(source)
+        # The caller's own object stays as it is: passes work in place.
         return _sorted(source.clone())
     proto = read_proto(source, base_dir=base_dir, by_reference=by_reference)
     is_file = isinstance(source, str | os.PathLike)
@@ -48,6 +49,7 @@ def load_model(
         raise ModelError(f"{where} is not a valid ONNX model: {error}") from error
     if base is not None:
         for holder in [model.graph, *(function.graph for function in model.functions.values())]:
+            # The real folder: what the gate has checked must be what is read later, wherever links then point.
             ir.external_data.set_base_dir(holder, os.path.realpath(base))
     _add_sparse(model, proto)
     _open_negative_sizes(model)
@@ -108,6 +110,7 @@ def _open_negative_sizes(model: ir.Model) -> None:
 def _sorted(model: ir.Model) -> ir.Model:
     try:
         if not _in_order(model.graph, set()):
+            # Only where it is needed: sorting also changes the order among nodes that were in order.
             model.graph.sort()
         for function in model.functions.values():
             function.sort()

@@ -12,6 +12,7 @@ import onnx_ir as ir
 from onward.errors import ModelError
 
 # Operators that give other results each time they run.
+# Dropout is among them even where it drops nothing: whether it does may be decided by an input, at run time.
 RANDOM = frozenset(
     {
         *("RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike"),
@@ -22,6 +23,7 @@ RANDOM = frozenset(
 SMALL = 256
 # Tensors up to this many elements can be shapes, axes or pads; larger ones are only a type to inference.
 _LARGEST_SHAPE = 1024
+# No float8: it has no arithmetic in ONNX, and is only cast to and from.
 _FLOATING = frozenset({ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16, ir.DataType.BFLOAT16})
 
 
@@ -29,6 +31,7 @@ def is_differentiable(value: ir.Value | None) -> bool:
     """Whether a value holds real numbers: a floating tensor, or a sequence or optional of them."""
     if value is None:
         return False
+    # Optional(Sequence(Tensor)) is a legal type, and its gradient is that of the tensors inside.
     kind = value.type
     while isinstance(kind, ir.SequenceType | ir.OptionalType):
         kind = kind.elem_type
@@ -78,6 +81,7 @@ def single_number(value: ir.Value | None) -> float | None:
 
 def only_user(value: ir.Value, *op_types: str) -> ir.Node | None:
     """The one node that reads a value, if it is one of these operators, and nothing else does."""
+    # A node that reads the value twice is listed twice, and is rightly not the only use then.
     users = [use.node for use in value.uses()]
     fits = len(users) == 1 and not value.is_graph_output() and (not op_types or users[0].op_type in op_types)
     return users[0] if fits else None
@@ -85,6 +89,7 @@ def only_user(value: ir.Value, *op_types: str) -> ir.Node | None:
 
 def is_used(node: ir.Node, index: int) -> bool:
     """Whether anything uses an output."""
+    # An optional output at the end may be missing altogether, and not only be without a name.
     if index >= len(node.outputs):
         return False
     value = node.outputs[index]
@@ -118,6 +123,8 @@ def subgraphs_of(node: ir.Node) -> list[ir.Graph]:
 def nodes_within(graph: ir.Graph) -> Iterator[ir.Node]:
     """The nodes of a graph and of the bodies inside it; the one that has just come may be removed."""
     for node in graph:
+        # Before the node is handed out: whoever iterates may replace it, and its bodies are still to be
+        # visited.
         bodies = subgraphs_of(node)
         yield node
         for inner in bodies:
@@ -144,6 +151,8 @@ def captured_values(node: ir.Node) -> list[ir.Value]:
     captured: dict[ir.Value, None] = {}
 
     def visit(graph: ir.Graph, inside: set[ir.Value]) -> None:
+        # ONNX forbids shadowing, but a body may read what an outer body defines: that is captured by the
+        # inner node only.
         own = inside | set(graph.inputs) | set(graph.initializers.values())
         for inner in graph:
             for value in inner.inputs:
@@ -152,6 +161,7 @@ def captured_values(node: ir.Node) -> list[ir.Value]:
             for nested in subgraphs_of(inner):
                 visit(nested, own)
             own.update(inner.outputs)
+        # An initializer that a branch returned belongs to the outermost graph once it is lifted there.
         for value in graph.outputs:
             if value not in own:
                 captured.setdefault(value)
@@ -185,6 +195,7 @@ def key_of(
     if op_type in RANDOM:
         return None
     attrs = attributes_key(attributes)
+    # By identity, and not by name: values of two bodies may share a name.
     return None if attrs is None else (op_type, domain, tuple(id(v) for v in inputs), attrs, outputs)
 
 
@@ -192,10 +203,12 @@ def attributes_key(attributes: Any) -> tuple | None:
     """Attributes as something to compare; None where they hold graphs or much data."""
     attrs = []
     for name, attr in attributes.items():
+        # Whether two bodies compute the same would have to be shown node by node.
         if attr.type in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS) or attr.is_ref():
             return None
         value = attr.value
         if attr.type == ir.AttributeType.TENSOR:
+            # Comparing a large table costs more than a node that is computed twice.
             if value.size > SMALL:
                 return None
             value = (value.dtype, tuple(value.shape), value.tobytes())
@@ -205,6 +218,7 @@ def attributes_key(attributes: Any) -> tuple | None:
             value = tuple(value)
         attrs.append((name, value))
     try:
+        # Sorted: files list attributes in any order.
         key = tuple(sorted(attrs))
         hash(key)
     except TypeError:
@@ -232,6 +246,7 @@ def without_large_tensors(model: ir.Model) -> onnx.ModelProto:
         for value in large:
             graph.initializers.pop(value.name or "")
             value.const_value = None
+        # Not dropped: a name that nothing defines makes inference fail for the whole graph.
         graph.inputs.extend(added)
         return ir.to_proto(model)
     finally:
@@ -276,6 +291,7 @@ class Namer:
     def __call__(self, wish: str) -> str:
         """A free name: `wish` itself, or `wish` with a number behind it."""
         name = wish
+        # An empty name means "left out" in a file, so no value may have it.
         while name in self._taken or not name:
             count = self._next.get(wish, 0) + 1
             self._next[wish] = count

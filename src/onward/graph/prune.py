@@ -77,6 +77,7 @@ def prune(model: ir.Model, outputs: Sequence[str]) -> ir.Model:
     """
     if isinstance(outputs, str) or not outputs:
         raise ModelError("Expected a non empty vector of graph output names: a list with at least one name.")
+    # One value cannot be two outputs of a graph.
     if len(set(outputs)) != len(outputs):
         raise ModelError(f"an output is named twice: {list(outputs)}")
     graph = model.graph
@@ -84,6 +85,7 @@ def prune(model: ir.Model, outputs: Sequence[str]) -> ir.Model:
     graph.outputs.clear()
     graph.outputs.extend(new_outputs)
     remove_unused(model)
+    # remove_unused keeps inputs: elsewhere they are the model's interface.
     used_inputs = [value for value in graph.inputs if value.uses() or value.is_graph_output()]
     graph.inputs.clear()
     graph.inputs.extend(used_inputs)

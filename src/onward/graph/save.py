@@ -49,6 +49,7 @@ def write_model(
                         model.graph.initializers[name].const_value = _read(tensor)
             ir.save(model, target)
             return [target]
+        # onnx-ir writes the tensors one after the other, without a second copy of the model in memory.
         ir.save(model, target, external_data=f"{target.name}.data", size_threshold_bytes=_SMALLEST_OUTSIDE)
         return [target, *name_data_by_content(target)]
     finally:
@@ -71,12 +72,14 @@ def name_data_by_content(path: Path) -> list[Path]:
         for entry in tensor.external_data:
             if entry.key == "location" and entry.value == data.name:
                 entry.value = name
+    # Deterministic: two runs give the same bytes, so that files can be compared by their digest.
     path.write_bytes(model.SerializeToString(deterministic=True))
     return [path.with_name(name)]
 
 
 def _read(tensor: ir.ExternalTensor) -> ir.TensorProtocol:
     """A tensor of another file, in memory."""
+    # numpy has no such types: the bytes stay packed, two or more numbers in each.
     if tensor.dtype.bitwidth < 8:
         data = np.frombuffer(tensor.tobytes(), np.uint8)
         return ir.PackedTensor(data, tensor.dtype, shape=tensor.shape, name=tensor.name)
@@ -149,6 +152,7 @@ def _wholes(tensors: Sequence[ir.TensorProtocol]) -> dict[int, tuple[ir.TensorPr
     """By the id of each tensor: the largest one that holds its bytes, and from which byte on. Most hold their own."""
     roots: dict[int, tuple[ir.TensorProtocol, int]] = {id(t): (t, 0) for t in tensors}
     stored = [tensor for tensor in tensors if isinstance(tensor, ir.ExternalTensor)]
+    # The longest of those that begin at one byte comes first: the others are parts of it.
     stored.sort(key=lambda tensor: (os.fspath(tensor.path), tensor.offset or 0, -tensor.nbytes))
     whole: ir.ExternalTensor | None = None
     for tensor in stored:

@@ -38,12 +38,14 @@ def parse_with_references(path: Path) -> onnx.ModelProto | None:
             return None
         with open(path, "rb") as file:
             status = os.fstat(file.fileno())
+            # External data may not have a second name, and this file is about to become external data.
             if status.st_size < _LARGE_FILE or status.st_nlink > 1:
                 return None
             require("model_bytes", status.st_size, f"'{path}'")
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
                 parts = bytearray()
                 for field, begin, first, last in _fields(data, 0, len(data)):
+                    # protobuf merges several fields of one number; a file that has two graphs is left to its parser.
                     if field == _GRAPH and first is not None:
                         parts += _message(_GRAPH, _graph_without_data(data, first, last, path.name))
                     else:
@@ -72,6 +74,7 @@ def _tensor(data: mmap.mmap, start: int, stop: int, location: str) -> bytes:
             raw.append((first, last))
         else:
             parts += data[begin:last]
+    # Twice the same field is legal protobuf, of which the last counts: that, too, is the parser's to read.
     if len(raw) != 1 or raw[0][1] - raw[0][0] < _LARGE_TENSOR:
         return data[start:stop]
     reference = onnx.TensorProto(data_location=onnx.TensorProto.EXTERNAL)
@@ -104,6 +107,7 @@ def _fields(data: mmap.mmap, start: int, stop: int) -> Iterator[tuple[int, int, 
 
 def _varint(data: mmap.mmap, position: int, stop: int) -> tuple[int, int]:
     number = shift = 0
+    # A varint has ten bytes at most; more are an attempt to run past the end.
     while position < stop and shift < 64:
         byte = data[position]
         position += 1

@@ -42,6 +42,7 @@ class Iterations:
 def read_loop(node: ir.Node) -> Iterations:
     """The parts of a Loop."""
     body = node.attributes["body"].as_graph()
+    # The first two are how often and whether to go on.
     count = len(node.inputs) - 2
     return Iterations(
         node,
@@ -71,6 +72,7 @@ def read_scan(node: ir.Node) -> Iterations:
 
 def layout(node: ir.Node, side: str, count: int) -> tuple[list[int], list[int]]:
     """The axes and directions of a Scan's inputs or outputs."""
+    # Absent and empty both mean the first axis, forwards.
     axes = node.attributes.get_ints(f"scan_{side}_axes", None) or [0] * count
     ways = node.attributes.get_ints(f"scan_{side}_directions", None) or [0] * count
     return list(axes), list(ways)

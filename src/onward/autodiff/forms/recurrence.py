@@ -28,6 +28,7 @@ def scan(
     after, results = step(inner, inner_states, elements)
     for value in [*after, *results]:
         inner.add_output(value)
+    # Scan reads and writes either way by itself: no ReverseSequence, and no copies.
     turn = int(reverse)
     outputs = op.Scan(
         *states,
@@ -73,6 +74,7 @@ class Recurrence:
             )
         self.hidden = hidden
         self.x = op.Transpose(x, perm=[1, 0, 2]) if self.batch_first else x
+        # The inputs of all steps as rows of one matrix: one large product rather than one in each step.
         self.rows = op.Reshape(self.x, op.concat_shape(-1, op.dim(w, 2)))
         self.mask = self._mask(lengths)
         self.directions = [
@@ -298,10 +300,12 @@ def read_activations(node: ir.Node, *, defaults: Sequence[str], directions: int)
     """The activations of each direction; α and β are consumed, in order, by the functions that have them."""
     attributes = node.attributes
     names = attributes["activations"].as_strings() if "activations" in attributes else []
+    # An empty list means the defaults, as no list does.
     names = [*names] or [*defaults] * directions
     alphas = _numbers(node, "activation_alpha")
     betas = _numbers(node, "activation_beta")
     clip = attributes["clip"].as_float() if "clip" in attributes else None
+    # ONNX gives a threshold of 0 or less no meaning.
     clip = clip if clip is not None and clip > 0 else None
     activations = []
     for name in names:

@@ -60,6 +60,7 @@ def axis_taps(
 ) -> AxisTaps:
     """What one coordinate reads along its axis; `size` is that axis's size in the coordinate's type."""
     turn = None
+    # Cubic taps are moved into the image one by one, further down: their coordinates are not.
     if mode != "cubic":
         coordinate, turn = _into_image(op, coordinate, size, padding=padding, align_corners=align_corners)
     rank = op.rank(coordinate)
@@ -70,6 +71,7 @@ def axis_taps(
 
     slope = None
     if mode == "nearest":
+        # Half to even, as torch and onnxruntime round here.
         pixel = op.Unsqueeze(op.Round(coordinate), [0])
         weight = op.CastLike(np.ones([1] * (rank + 1), np.float32), coordinate)
     elif mode == "linear":
@@ -79,6 +81,7 @@ def axis_taps(
     else:
         pixel = op.Add(op.Floor(coordinate), per_tap([-1, 0, 1, 2]))
         distance = op.Abs(op.Sub(coordinate, pixel))
+        # Horner's scheme: three products for each tap.
         c0, c1, c2, c3 = (per_tap(column) for column in _CUBIC.T)
         weight = op.Add(op.Mul(op.Add(op.Mul(op.Add(op.Mul(c3, distance), c2), distance), c1), distance), c0)
         rise = op.Add(op.Mul(op.Add(op.Mul(op.Mul(c3, 3.0), distance), op.Mul(c2, 2.0)), distance), c1)

@@ -22,6 +22,7 @@ def identity(op, size: ir.Value, *, like: ir.Value) -> ir.Value:
 def multiply(op, dy: ir.Value, matrices: Mapping[int, ir.Value]) -> ir.Value:
     """dx[… i …] = Σ_j matrix[i, j]·dy[… j …] for each axis that has a matrix."""
     rank = op.rank(dy)
+    # The last axes are plain products; the others need a reshape, of what is smaller by then.
     for axis in sorted(matrices, reverse=True):
         matrix = matrices[axis]
         if axis == rank - 1:

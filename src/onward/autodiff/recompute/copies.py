@@ -160,11 +160,14 @@ def plan_segment(tape: Tape, segment: Sequence[ir.Node]) -> Plan:
         return Plan(segment)
     inner: dict[ir.Value, list[ir.Node]] = {}
     for value in (value for node in segment if _repeats(node) for value in node.outputs):
+        # Small values are not worth a second run, and outputs are there until the end in any case.
         if not _is_large(value) or value.is_graph_output():
             continue
         readers = tape.readers(value)
         if (
             readers is not None
+            # Something reads it before the backward pass comes to this segment: it is there, and a copy would be
+            # late.
             and all(tape.position[node] >= start[0] for node in readers)
             and all(node in inside for node in tape.read_forward(value))
         ):
@@ -192,6 +195,7 @@ def recompute_segments(tape: Tape, plans: Iterable[Plan], *, rest_waits: bool = 
     Segments of few nodes do without gates for the rest (`rest_waits`): what it would read is kept as ever.
     """
     starts = [(start, plan) for plan in plans if (start := tape.start(plan.segment)) is not None]
+    # In the order of the backward pass, the last segment first.
     starts.sort(key=lambda item: item[0][0])
     ends = [start[0] for start, _ in starts[1:]] + [len(tape.nodes)]
     copies: dict[ir.Value, ir.Value] = {}
@@ -246,6 +250,7 @@ class _Gates:
         if value.shape is None:
             value = op.Reshape(value, [-1])
         rank = op.rank(value)
+        # To wait for one element is to wait for all, and costs nothing.
         first = op.Slice(value, [0] * rank, [1] * rank, list(range(rank))) if rank else value
         return first if first.dtype == ir.DataType.FLOAT else op.Cast(first, to=ir.DataType.FLOAT)
 

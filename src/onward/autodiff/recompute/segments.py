@@ -76,6 +76,7 @@ def recompute_activations(
     else:
         patterns = [request] if isinstance(request, str) else list(request)  # type: ignore[arg-type]
         plans = [plan_segment(tape, nodes) for nodes in _matched(tape, patterns).values()]
+        # A pattern that matched and saves nothing is likely a mistake, but no wrong result.
         if not any(plan.needed for plan in plans):
             _log.warning("recompute: the backward pass needs nothing from inside of %s", ", ".join(patterns))
     repeated = sum(len(plan.nodes) for plan in plans)
@@ -188,6 +189,7 @@ def _near(pattern: str, scopes: Sequence[str]) -> list[str]:
     """Up to three scopes similar to a pattern, compared by their ends: patterns may omit the beginning."""
     plain = pattern.strip("/").replace("/", ".")
     length = plain.count(".") + 1
+    # Of as many last parts as the pattern has: users leave the model's own name out.
     likeness = {
         scope: difflib.SequenceMatcher(None, plain, ".".join(scope.split(".")[-length:])).ratio()
         for scope in scopes
@@ -379,6 +381,7 @@ class _Estimate:
         for plan in plans:
             at = max((self.position[node] for node in plan.nodes), default=0)
             copies = {self.root(value) for value in plan.needed}
+            # Negative and offset by one: marks copies of size zero too, and tells them from values that are kept.
             steps.append((at, -1.0 - sum(map(self.sizes.bytes, copies))))
         total = most = 0.0
         for _, size in sorted(steps, key=lambda step: (step[0], step[1] < 0)):

@@ -11,6 +11,8 @@ from onward.autodiff.rules.elementwise import keep, keep_positive, step
 @gradient_rule("Relu")
 def relu(op, node, dz):
     """z = max(x, 0)   ⇒   dx = dz where x > 0"""
+    # Of the result rather than x: the forward pass may then drop x, since whoever comes next reads the result
+    # anyway.
     return keep_positive(op, dz, node.outputs[0])
 
 
@@ -91,6 +93,7 @@ def tanh(op, node, dz):
 def hard_sigmoid(op, node, dz):
     """z = min(max(α·x + β, 0), 1)   ⇒   dx = α·dz where 0 < z < 1"""
     z = node.outputs[0]
+    # Strictly: at both kinks the slope is 0, as in torch.
     inside = op.And(op.Greater(z, 0.0), op.Less(z, 1.0))
     return keep(op, op.Mul(dz, node.attributes.get_float("alpha", 0.2)), inside)
 
@@ -100,6 +103,7 @@ def hard_swish(op, node, dz):
     """z = x·h with h = min(max(x/6 + ½, 0), 1)   ⇒   dx = dz·(h + x/6 where |x| < 3)"""
     x = node.inputs[0]
     h = op.HardSigmoid(x, alpha=1 / 6, beta=0.5)
+    # One mask for both kinks.
     inside = step(op, op.Sub(3.0, op.Abs(x)))
     return op.Mul(dz, op.Add(h, op.Mul(op.Mul(x, 1 / 6), inside)))
 
@@ -121,6 +125,7 @@ def softsign(op, node, dz):
 def mish(op, node, dz):
     """z = x·t with t = tanh(softplus(x))   ⇒   dx = dz·(t + x·σ(x)·(1 − t²))"""
     x = node.inputs[0]
+    # Softplus is computed without overflow by the operator; ln(1 + eˣ) written out would be infinite from 89 on.
     t = op.Tanh(op.Softplus(x))
     return op.Mul(dz, op.Add(t, op.Mul(op.Mul(x, op.Sigmoid(x)), op.Sub(1.0, op.Mul(t, t)))))
 

@@ -28,6 +28,7 @@ def if_(op, node, *dys):
         results = subgraphs.inline(inner, branch, [], drawn_values=drawn)
         gradients = subgraphs.differentiate_body(inner, list(zip(results, dys)), captured)
         derived[name] = inner, gradients, drawn
+    # A value that one branch reads gets zeros from the other.
     reached = [
         value
         for value in captured

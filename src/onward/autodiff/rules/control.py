@@ -46,6 +46,7 @@ def loop(op, node, *dys):
     random_numbers = {
         d: subgraphs.argument(inner, d.like, "random") for d in subgraphs.random_values(parts.body)
     }
+    # A recomputed iteration did run, so that its condition was true.
     true = op.constant(np.asarray(True), name="true")
     results = subgraphs.inline(
         inner, parts.body, [iteration, true, *begins.values()], drawn_values=random_numbers
@@ -157,6 +158,7 @@ def scan(op, node, *dys):
             "body": inner,
             "num_scan_inputs": len(used),
             "scan_input_axes": [axis for _, _, axis, _ in used],
+            # Backwards through what the forward node went through forwards.
             "scan_input_directions": [1 - way for _, _, _, way in used],
             "scan_output_axes": [axes_in[i] for i in dx] or None,
             "scan_output_directions": [1 - ways_in[i] for i in dx] or None,

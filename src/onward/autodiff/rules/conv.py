@@ -88,6 +88,7 @@ def col2im(op, node, dy):
         start = count_up(op, count, axis, int(strides[axis]))
         index = op.Add(op.Unsqueeze(tap, [1]), op.Unsqueeze(start, [0]))
         columns = op.Gather(columns, index, axis=2 + 2 * axis)
+    # Col2Im's columns have all taps before all positions.
     order = [0, 1, *range(2, 2 + 2 * rank, 2), *range(3, 3 + 2 * rank, 2)]
     return op.Reshape(op.Transpose(columns, perm=order), op.shape(x)), None, None
 
@@ -106,9 +107,11 @@ def input_formulation(op, product: Product) -> str:
     outputs, inputs = op.static_dim(product.w, 0), op.static_dim(product.w, 1)
     if window.static_kernel is None or pads is None or np.any(window.strides > 1):
         return "transpose"
+    # Conv takes no negative padding; more padding than the kernel reaches needs it.
     if np.any(mirrored_pads(window) < 0):
         return "transpose"
     if product.group > 1:
+        # The runtime's kernel for depthwise Conv has no counterpart in ConvTranspose.
         return "flip" if inputs == 1 and outputs == product.group else "transpose"
     places = spatial(op, product.dy)
     large = isinstance(places, np.ndarray) and np.prod(places) >= 256
@@ -127,8 +130,10 @@ def input_gradient(op, product: Product) -> ir.Value:
     remainder = calculate(
         op, "Sub", calculate(op, "Add", size, calculate(op, "Add", window.begin, window.end)), covered
     )
+    # What a stride leaves over at the end has no window, and so a gradient of zero: output padding says how much.
     if pads is not None and isinstance(remainder, np.ndarray):
         return op.ConvTranspose(dy, w, **attributes, pads=pads, output_padding=remainder.tolist())
+    # Which remainder there is only the run knows: as much as there can be, cut off afterwards.
     spare = (window.strides - 1).tolist() if np.any(window.strides > 1) else None
     if pads is not None:
         full = op.ConvTranspose(dy, w, **attributes, pads=pads, output_padding=spare)
@@ -150,6 +155,7 @@ def _input_by_flip(op, product: Product) -> ir.Value:
     many = [axis for axis, size in zip(window.axes, np.asarray(window.kernel)) if size > 1]
     if many:
         low = [np.iinfo(np.int64).min] * len(many)
+        # A Slice with negative steps turns the kernel around: it is small beside the images.
         w = op.Slice(w, [-1] * len(many), low, many, [-1] * len(many))
     if product.group == 1:
         w = op.Transpose(w, perm=[1, 0, *window.axes])
@@ -187,9 +193,11 @@ def transposed_window(op, node: ir.Node, x: ir.Value, kernel: Sizes) -> Window:
     full = calculate(op, "Add", reach(op, kernel, dilations), extra)
     if has(node, "output_shape"):
         full = calculate(op, "Add", full, calculate(op, "Mul", calculate(op, "Sub", size, 1), strides))
+        # onnxruntime takes batch and channels in front of the sizes, too.
         requested: Sizes = ints(node, "output_shape", [])[-rank:]
     else:
         requested = strides
+    # Padding is never negative here: an output larger than the windows gets none.
     total = calculate(op, "Max", calculate(op, "Sub", full, requested), np.zeros(rank, np.int64))
     return Window(kernel, strides, dilations, *split_padding(op, total, upper=auto_pad == "SAME_UPPER"))
 

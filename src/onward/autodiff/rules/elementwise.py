@@ -79,6 +79,7 @@ def mul(op, node, dz):
 def div(op, node, dz):
     """z = x/y   ⇒   dx = dz/y,  dy = −z·dz/y"""
     x, y = node.inputs
+    # Once for both gradients: a division takes longer than a product.
     over = op.Div(dz, y)
     dx = op.sum_to(over, x) if op.needs_gradient(x) else None
     dy = op.Neg(op.sum_to(op.Mul(over, node.outputs[0]), y)) if op.needs_gradient(y) else None
@@ -106,7 +107,9 @@ def power(op, node, dz):
     dx = dp = None
     if op.needs_gradient(x):
         dx = _power_base(op, dz, x, p, z)
+    # The exponent hardly ever trains, and a logarithm of every element is dear.
     if op.needs_gradient(p):
+        # z·ln x is 0·(−∞) there, and 0 in the limit.
         nothing = op.And(op.Equal(x, 0.0), op.GreaterOrEqual(p, 0.0))
         dp = op.Mul(dz, op.Mul(z, op.Log(op.Where(nothing, op.constant_like(1.0, x), x))))
         dp = dp if op.dtype(p) == op.dtype(x) else op.Cast(dp, to=op.dtype(p))
@@ -144,6 +147,7 @@ def extremum(op, node, dz):
     if sum(op.needs_gradient(x) for x in node.inputs) == 1:
         return [keep(op, dz, op.Equal(x, z)) if op.needs_gradient(x) else None for x in node.inputs]
     chosen = [mask(op, op.Equal(x, z), like=z) for x in node.inputs]
+    # Ties are likely with integers cast to floats and with zeros; half each is a subgradient, and torch's choice.
     share = op.Div(dz, op.Sum(*chosen))
     return [op.Mul(share, one) for one in chosen]
 
@@ -178,9 +182,11 @@ def clip(op, node, dz):
     x, low, high = (*node.inputs, None, None)[:3]
     if low is None and high is None:
         return dz
+    # At a bound itself x = z, and the gradient passes: torch's choice.
     dx = keep(op, dz, op.Equal(x, node.outputs[0])) if op.needs_gradient(x) else None
     dlow = dhigh = None
     if op.needs_gradient(low):
+        # Before the second bound is looked at: where bounds cross, ONNX's order is max first, then min.
         below = op.Less(x, low)
         dlow = op.sum_to(keep(op, dz, below if high is None else op.And(below, op.Less(low, high))), low)
     if op.needs_gradient(high):
@@ -192,6 +198,8 @@ def clip(op, node, dz):
 @gradient_rule("Cast", "CastLike")
 def cast(op, node, dz):
     """z = x in another type   ⇒   dx = dz in the first; that of a quantized x stays a floating tensor"""
+    # A real x gets its gradient in its own type, whatever it was cast to; of an integer x only a quantized one has
+    # any.
     kind = op.dtype(node.inputs[0])
     return op.Cast(dz, to=int(kind)) if kind.is_floating_point() else dz
 
@@ -243,6 +251,7 @@ def reciprocal(op, node, dz):
 def erf(op, node, dz):
     """z = erf x   ⇒   dx = dz·2/√π·exp(−x²)"""
     x = node.inputs[0]
+    # The factor 2/√π is in the exponent: a constant less to multiply every element by.
     return op.Mul(dz, op.Exp(op.Sub(math.log(2 / math.sqrt(math.pi)), op.Mul(x, x))))
 
 

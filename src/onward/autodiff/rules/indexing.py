@@ -45,6 +45,7 @@ def gather(op, node, dz):
     axis = node.attributes.get_int("axis", 0) % op.rank(x)
     rows = _as_rows(op, x, index, dz, axis)
     size = op.static_dim(x, axis)
+    # x[:, 0] and the like: zeros around dz, and no scatter.
     if (run := _run(op.const_value(index))) is not None:
         start, count = run
         whole = size_of(op, x, axis)
@@ -124,6 +125,7 @@ class _Rows:
             count = op.ReduceProd(op.concat_shape(*sizes), keepdims=0)
             aligned = op.concat_shape(*sizes, *[1] * (op.rank(index) - batch_dims))
             number = op.Reshape(op.Range(0, count, 1), aligned, allowzero=1)
+        # Tuples as one number for each row: ScatterElements is sequential, ScatterND's threads lose updates.
         digits = op.Split(index, [1] * length, axis=-1, outputs=length) if length > 1 else (index,)
         for axis, digit in enumerate(digits, start=batch_dims):
             base = op.dim(x, axis)
@@ -198,6 +200,7 @@ def _scatter_gradients(op, node, dz, u, scatter, pick):
         return dz, None, pick(dz)
     one = op.constant_like(1.0, x)
     if reduction == "mul":
+        # Not z/x: that is 0/0 where x is 0.
         dx = op.Mul(dz, scatter(op.Expand(one, op.shape(x)), u, "mul")) if op.needs_gradient(x) else None
         if not op.needs_gradient(u):
             return dx
@@ -244,6 +247,7 @@ def one_hot(op, node, dz):
     axis = node.attributes.get_int("axis", -1)
     sums = []
     for off_on in ([1, 0], [0, 1]):
+        # The operator itself says where its two values are, negative indices and all.
         pattern = op.constant(np.asarray(off_on, op.dtype(values).numpy()))
         chosen = op.OneHot(index, depth, pattern, axis=axis)
         sums.append(op.Reshape(op.ReduceSum(op.Mul(dz, chosen), keepdims=0), [1]))
@@ -256,6 +260,7 @@ def unique(op, node, dz, *_):
     x = node.inputs[0]
     axis = node.attributes.get_int("axis", None)
     ordered = node.attributes.get_int("sorted", 1)
+    # The first occurrence: which of equal elements gets the gradient is a convention, and torch has none.
     index = op.Unique(x, axis=axis, sorted=ordered, outputs=2)[1]
     return _put_back(op, x, index, dz, axis)
 
@@ -284,6 +289,7 @@ def concat(op, node, dz):
         return dz
     sizes = [size_of(op, x, axis) for x in inputs]
     chosen = [index for index, x in enumerate(inputs) if op.needs_gradient(x)]
+    # One Split for all rather than a Slice each.
     if len(chosen) > 1:
         return op.Split(dz, op.concat_shape(*sizes), axis=axis, outputs=len(inputs))
     only = chosen[0]
@@ -299,6 +305,7 @@ def split(op, node, *dys):
     axis = node.attributes.get_int("axis", 0) % op.rank(x)
     arriving = [index for index, dy in enumerate(dys) if dy is not None]
     first, last = arriving[0], arriving[-1]
+    # All outputs are used: no zeros in between.
     if len(arriving) == len(dys):
         return op.Concat(*dys, axis=axis) if len(arriving) > 1 else dys[first]
     sizes = _split_sizes(op, node, axis)
@@ -462,6 +469,7 @@ def pad(op, node, dz):
 
 def _constant_gradient(op, node, dz):
     x, pads, constant, axes = (*node.inputs, None)[:4]
+    # Ones where the constant stands: Pad itself says where that is, in every mode of its arguments.
     around = op.Pad(op.zeros_like(x), pads, op.constant_like(1.0, x), axes)
     return op.Reshape(op.ReduceSum(op.Mul(dz, around), keepdims=0), op.shape(constant))
 

@@ -118,6 +118,7 @@ def det(op, node, dy):
     if side is not None:
         position = np.arange(side - 1)
         others = position[None, :] + (position[None, :] >= np.arange(side)[:, None])  # row i: all but i
+        # All minors in one Gather: n² determinants of n − 1, which is for the small matrices that Det is used on.
         index = others[:, None, :, None] * side + others[None, :, None, :]
         signs = (-1.0) ** np.add.outer(np.arange(side), np.arange(side))
         index, signs = op.constant(index.astype(np.int64)), op.constant(signs.astype(op.dtype(x).numpy()))
@@ -155,6 +156,7 @@ class Contraction:
         terms = left.split(",")
         if len(terms) != len(ranks):
             raise ModelError(f"Einsum '{equation}' names {len(terms)} operands and has {len(ranks)}")
+        # An ellipsis stands for axes without letters; here they get letters that the equation leaves free.
         free = [c for c in string.ascii_uppercase + string.ascii_lowercase if c not in equation]
         hidden = [
             rank - len(term.replace("...", "")) if "..." in term else 0 for term, rank in zip(terms, ranks)
@@ -177,6 +179,7 @@ class Contraction:
         present = set("".join(terms))
         shared = "".join(c for c in own if c in present)
         dx = values[0]
+        # The equation is the identity otherwise.
         if len(terms) > 1 or terms[0] != shared:
             dx = op.Einsum(*values, equation=f"{','.join(terms)}->{shared}")
         if labels == shared:
@@ -245,6 +248,7 @@ def quantize_linear(op, node, dq):
     s = op.CastLike(scales.spread(op, scale), x)
     dq = op.CastLike(dq, x)
     low, high = _range(op.dtype(node.outputs[0]))
+    # As the operator rounds: half to even. Inside means that this number is one that the type has.
     level = op.Round(op.Div(x, s))
     if zero is not None:
         # cast first: the runtime has no Unsqueeze of 4-bit integers
@@ -266,6 +270,7 @@ def dequantize_linear(op, node, dy):
     dq = op.Mul(dy, scales.spread(op, scale)) if op.needs_gradient(q) else None
     ds = None
     if op.needs_gradient(scale):
+        # Dequantizing with scales of one gives q − z in floats, for types that Sub does not take.
         ones = op.Expand(op.constant_like(1.0, scale), op.shape(scale))
         steps = op.DequantizeLinear(q, ones, zero, **dict(node.attributes))  # q − z, whatever q's type
         ds = scales.gather(op, op.Mul(dy, steps), scale)
@@ -290,6 +295,7 @@ def dynamic_quantize_linear(op, node, dq, ds=None, _dz=None):
         here = op.CastLike(op.And(op.Equal(x, extreme), beyond(extreme, 0.0)), x)
         return op.Div(here, op.Max(op.ReduceSum(here, keepdims=0), 1.0))
 
+    # The scale's range always includes 0: an extreme on the wrong side of it has no part in s.
     high = spread(op.ReduceMax(x, keepdims=0), op.Greater)
     low = spread(op.ReduceMin(x, keepdims=0), op.Less)
     return op.Mul(op.Sub(high, low), op.Div(ds, 255.0))

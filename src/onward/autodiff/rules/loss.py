@@ -31,8 +31,10 @@ def softmax_cross_entropy_loss(op, node, dloss, dlog_prob=None):
         labels = _Labels.read(op, node)
         share = labels.share(op, dloss)
         column = op.Unsqueeze(share, [1])
+        # p − 1 at the label, without a one-hot matrix of all classes.
         dx = op.ScatterElements(op.Mul(prob, column), labels.index, op.Neg(column), axis=1, reduction="add")
         dweight = labels.weight_gradient(op, log_prob, node.outputs[0], dloss)
+    # Both outputs may be used: a model that reports its probabilities and trains.
     if dlog_prob is not None:
         direct = op.Sub(dlog_prob, op.Mul(prob, op.ReduceSum(dlog_prob, [1], keepdims=1)))
         dx = direct if dx is None else op.Add(dx, direct)
@@ -87,6 +89,7 @@ class _Labels:
         if ignore is not None:
             ignored = op.constant_like(ignore.as_int(), labels)
             valid = op.Not(op.Equal(labels, ignored))
+            # An ignored label may be out of range, −100 mostly, and would be an error to Gather.
             labels = op.Where(valid, labels, op.constant_like(0, labels))
         reduction = node.attributes.get_string("reduction", "mean")
         return _Labels(labels, op.Unsqueeze(labels, [1]), valid, weights, reduction)

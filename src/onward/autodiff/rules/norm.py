@@ -218,6 +218,7 @@ def lp_normalization(op, node, dy):
     axis = node.attributes.get_int("axis", -1)
     first = node.attributes.get_int("p", 2) == 1
     norm = (op.ReduceL1 if first else op.ReduceL2)(x, [axis], keepdims=1)
+    # The norm has no slope at 0; torch's gradient is 0 there too.
     inverse = op.Where(op.Equal(norm, 0.0), op.constant_like(0.0, x), op.Reciprocal(norm))
     inner = op.ReduceSum(op.Mul(dy, y), [axis], keepdims=1)
     return op.Mul(op.Sub(dy, op.Mul(op.Sign(x) if first else y, inner)), inverse)
@@ -246,6 +247,7 @@ def lrn(op, node, dy):
     x = node.inputs[0]
     size = node.attributes.get_int("size", 1)
     alpha, beta = node.attributes.get_float("alpha", 1e-4), node.attributes.get_float("beta", 0.75)
+    # An even window reaches one channel further up, and so its adjoint one further down.
     before, after = (size - 1) // 2, size - 1 - (size - 1) // 2
 
     def mean_over_window(value, low, high):

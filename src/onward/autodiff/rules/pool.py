@@ -75,6 +75,7 @@ def global_max_pool(op, node, dy):
         op.constant(np.prod(size, keepdims=True)) if isinstance(size, np.ndarray) else op.ReduceProd(size)
     )
     flat = op.Reshape(x, op.Concat([0, 0], length, axis=0))
+    # The first of equal ones, as the runtime's own pooling and torch have it.
     first = op.ArgMax(flat, axis=2, keepdims=1)
     chosen = op.Where(op.Equal(op.positions(length), first), op.Reshape(dy, [0, 0, 1]), 0.0)
     return op.Reshape(chosen, op.shape(x))
@@ -134,6 +135,7 @@ def _indices(op, node: ir.Node) -> ir.Value:
 
     The forward node is given that output where it has none: pooling once more would cost more.
     """
+    # Column-major indices are of another layout than the tensors that they are used on here.
     if node.attributes.get_int("storage_order", 0):
         attributes = dict(node.attributes.items())
         attributes.pop("storage_order")
@@ -156,6 +158,7 @@ def _exact_tiles(op, node: ir.Node, x: ir.Value) -> bool:
 
 def _repeat(op, value: ir.Value, times: list[int]) -> ir.Value:
     """Each element repeated along the spatial axes."""
+    # Resize by whole factors repeats pixels; Expand would need twice as many axes and a Reshape.
     scales = np.asarray([1, 1, *times], np.float32)
     return op.Resize(
         value, None, scales, mode="nearest", coordinate_transformation_mode="asymmetric", nearest_mode="floor"
@@ -173,6 +176,7 @@ def _axis_matrices(op, node: ir.Node, x: ir.Value, **changed: int) -> dict[int, 
                 attributes[name] = values[axis : axis + 1]
         if pads := list(node.attributes.get_ints("pads", [])):
             attributes["pads"] = [pads[axis], pads[axis + count]]
+        # The identity along this axis: no product for it.
         single = attributes["kernel_shape"] == [1] and attributes.get("strides", [1]) == [1]
         if single and not any(pads):
             continue
@@ -189,6 +193,7 @@ def _over_norm(op, dy: ir.Value, y: ir.Value, p: int) -> ir.Value:
     """dy·y¹⁻ᵖ, and 0 where the norm is 0: there every x is 0 too."""
     if p == 1:
         return dy
+    # Pow takes forty times as long as a product on the CPU provider.
     power = y if p == 2 else op.Pow(y, float(p - 1))
     return op.Where(op.Greater(y, 0.0), op.Div(dy, power), 0.0)
 

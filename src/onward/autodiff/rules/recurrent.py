@@ -121,6 +121,7 @@ def lstm(op, node, dy, dy_h=None, dy_c=None):
             keep = more.pop(0) if hold is not None else None
             dh = op.Add(dh, more[0]) if more else dh
             dc = op.Add(dc, op.Mul(dh, e))
+            # One product for all four gates, with what is known beforehand.
             dz = op.Mul(op.Concat(dc, dh, dc, dc, axis=1), a)
             back = op.MatMul(dz, r)
             back = back if keep is None else op.Add(back, op.Mul(dh, keep))
@@ -334,6 +335,7 @@ def _gru_forward_linear(op, layer, d, functions):
     if d.bias_r is not None:
         zeros, ones = [0.0] * size, [1.0] * size
         chosen = op.CastLike([*ones, *ones, *zeros], d.bias_r)
+        # Of the candidate's recurrent bias r scales a part, so that it cannot join the input's.
         bias = op.Add(bias, op.Mul(d.bias_r, chosen))
         inner_bias = op.Sub(d.bias_r, op.Mul(d.bias_r, chosen))
     projected = layer.project(d, bias)

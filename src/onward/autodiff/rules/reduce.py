@@ -78,6 +78,7 @@ def _count(op, node):
 def reduce_extremum(op, node, dz):
     """z = max x   ⇒   dx = dz where x = z; equal ones share it"""
     x = node.inputs[0]
+    # By value, since the operator gives no index; equal maxima share the gradient, as in torch's amax.
     chosen = mask(op, op.Equal(x, restore_axes(op, node, node.outputs[0])), like=x)
     return op.Mul(chosen, op.Div(restore_axes(op, node, dz), sum_same_axes(op, node, chosen)))
 
@@ -86,6 +87,7 @@ def reduce_extremum(op, node, dz):
 def reduce_prod(op, node, dz):
     """z = Π x   ⇒   dxᵢ = dz·Π of the others, which is 0 where another one is 0"""
     x = node.inputs[0]
+    # z/x would be 0/0 where x is 0, though the product of the others may be anything.
     zero = op.Equal(x, 0.0)
     safe = op.Where(zero, op.constant_like(1.0, x), x)
     zeros = mask(op, zero, like=x)
@@ -105,6 +107,7 @@ def reduce_l1(op, node, dz):
 def reduce_l2(op, node, dz):
     """z = √Σ x²   ⇒   dx = x·dz/z, and 0 where z is"""
     x, z = node.inputs[0], node.outputs[0]
+    # Where the norm is 0, x is 0 too, and so the gradient is whatever z is replaced by.
     safe = op.Where(op.Equal(z, 0.0), op.constant_like(1.0, z), z)
     return op.Mul(x, restore_axes(op, node, op.Div(dz, safe)))
 
@@ -126,6 +129,7 @@ def reduce_log_sum(op, node, dz):
 def reduce_log_sum_exp(op, node, dz):
     """z = ln Σ eˣ   ⇒   dx = dz·exp(x − z), and 0 where every x is −∞"""
     x, z = node.inputs[0], node.outputs[0]
+    # −∞ − (−∞) would be NaN; with 0 in z's place exp(−∞) is 0.
     finite = op.Where(op.IsInf(z, detect_positive=0), op.constant_like(0.0, z), z)
     return op.Mul(op.Exp(op.Sub(x, restore_axes(op, node, finite))), restore_axes(op, node, dz))
 

@@ -38,6 +38,7 @@ def resize(op, node, dy):
     dy = ranked(dy, x)
     _refuse_moving_coordinates(op, node)
     factors = _whole_factors(op, node)
+    # Means of blocks times their size: the runtime has a fast AveragePool, and no matrices are needed.
     if factors is not None:
         if all(factor == 1 for factor in factors):
             return dy
@@ -145,6 +146,7 @@ def _refuse_moving_coordinates(op, node: ir.Node) -> None:
         return
     crops = node.attributes.get_string("coordinate_transformation_mode") == "tf_crop_and_resize"
     for value, name in ((roi if crops else None, "roi"), (scales, "scales")):
+        # A wrong zero would train something else without a word.
         if value is not None and op.needs_gradient(value):
             raise UnsupportedOps(
                 f"Resize '{node.name}' has no gradient with respect to its {name} ('{value.name}'): "

@@ -68,6 +68,8 @@ def _points(op, node: ir.Node, rois: ir.Value, corner: int, bins: str, size: ir.
     length = op.Sub(high, low)
     free = op.CastLike(np.ones(1, np.float32), rois)
     if not half:
+        # Without half_pixel, a region narrower than one pixel counts as one: its size then does not depend on its
+        # ends.
         free = op.CastLike(op.Greater(length, 1.0), rois)
         length = op.Max(length, one)
     step = op.Div(length, float(count))
@@ -75,6 +77,7 @@ def _points(op, node: ir.Node, rois: ir.Value, corner: int, bins: str, size: ir.
         number = op.Expand(op.constant_like(float(ratio), rois), op.Shape(step))
         point = op.CastLike(np.arange(ratio, dtype=np.float32), rois)
     else:
+        # Without a ratio the number of points follows from the bin's size, and differs between regions.
         number = op.Max(op.Ceil(step), zero)
         # With no region at all there is still one point to build the graph's shapes from.
         most = op.ReduceMax(op.Concat(number, op.Reshape(one, [1]), axis=0), [0], keepdims=0)
@@ -84,6 +87,8 @@ def _points(op, node: ir.Node, rois: ir.Value, corner: int, bins: str, size: ir.
     reach = op.Add(bin_, op.Div(op.Add(point, 0.5), at_least_one))
     plain = op.Add(op.Unsqueeze(low, [1, 2]), op.Mul(op.Unsqueeze(step, [1, 2]), reach))
     used = op.CastLike(op.Less(point, op.Unsqueeze(number, [1, 2])), rois)
+    # A point up to one pixel outside still reads the border, further out it reads zero: torchvision's and ONNX's
+    # rule.
     inside = op.And(op.GreaterOrEqual(plain, -1.0), op.LessOrEqual(plain, size))
     last = op.Sub(size, 1.0)
     moves = op.And(op.Greater(plain, zero), op.Less(plain, last))
@@ -128,6 +133,7 @@ def _matrix(op, points: Points, like: ir.Value) -> ir.Value:
 def _through_matrix(op, points: Points, d_matrix: ir.Value) -> ir.Value:
     """The gradient of each point's coordinate from that of the matrix."""
     offsets = _offsets(op, points)
+    # The hat has no slope beyond one pixel.
     near = op.CastLike(op.Less(op.Abs(offsets), 1.0), offsets)
     slope = op.Mul(op.Sign(offsets), near)
     felt = op.ReduceSum(op.Mul(slope, op.Unsqueeze(op.CastLike(d_matrix, offsets), [2])), [3], keepdims=0)
@@ -141,6 +147,7 @@ def _average(op, x, rois, batch, rows: Points, columns: Points, dy):
         # [region, bin row, channel, width], then all regions at once: [batch, height, channel·width].
         wide = op.MatMul(op.Transpose(dy, perm=[0, 2, 1, 3]), op.Unsqueeze(across, [1]))
         mine = op.Equal(op.Unsqueeze(op.positions(op.dim(x, 0)), [1]), batch)
+        # All regions in one product: those of other images are zero in it.
         left = op.Mul(op.Transpose(down, perm=[2, 0, 1]), op.CastLike(op.Unsqueeze(mine, [1, 3]), x))
         inner = op.Mul(op.Shape(down, end=1), op.Shape(down, start=1, end=2))
         flat = op.Mul(op.dim(x, 1), op.dim(x, 3))

@@ -27,6 +27,7 @@ def sequence_at(op, node, dy):
     """y = s[i]   ⇒   ds = zeros, but dy at i"""
     sequence, position = node.inputs
     index = _from_start(op, position, sequence)
+    # ONNX cannot replace an element: one out, one in.
     return op.SequenceInsert(op.SequenceErase(zeros(op, sequence), index), dy, index)
 
 
@@ -42,6 +43,7 @@ def sequence_insert(op, node, dz):
 def sequence_erase(op, node, dz):
     """z = s without its i-th   ⇒   ds = dz with zeros put in at i"""
     sequence, position = (*node.inputs, None)[:2]
+    # ONNX: without a position the last one goes.
     erased = op.SequenceAt(sequence, -1 if position is None else position)
     index = None if position is None else _from_start(op, position, sequence)
     return op.SequenceInsert(dz, op.zeros_like(erased), index)
@@ -51,6 +53,7 @@ def sequence_erase(op, node, dz):
 def split_to_sequence(op, node, ds):
     """s = x cut along an axis   ⇒   dx = ds joined along it"""
     split = (*node.inputs, None)[1]
+    # keepdims=0 took the axis away, but only where no sizes are given: ONNX ignores it otherwise.
     new_axis = 0 if split is not None or node.attributes.get_int("keepdims", 1) else 1
     return op.ConcatFromSequence(ds, axis=node.attributes.get_int("axis", 0), new_axis=new_axis)
 
@@ -111,6 +114,7 @@ def sequence_map(op, node, *dys):
 
 def _sum_over(op, parts, like):
     """The sum of a sequence's elements, also of none: zeros go along."""
+    # An empty sequence cannot be joined; with zeros in it, it can.
     stacked = op.ConcatFromSequence(op.SequenceInsert(parts, zeros(op, like)), axis=0, new_axis=1)
     return op.ReduceSum(stacked, [0], keepdims=0)
 

@@ -18,6 +18,7 @@ def reshape_like(op, value, like):
     if sizes is not None:
         target = np.asarray(sizes, np.int64)
         return op.Reshape(value, target, allowzero=1 if 0 in like.shape else None)
+    # A shape that the run computes may have a zero, which means an empty axis and not "as the input".
     return op.Reshape(value, op.shape(like), allowzero=1)
 
 
@@ -125,6 +126,7 @@ def tile(op, node, dz):
     x, repeats = node.inputs
     constant = op.const_value(repeats)
     if constant is None:
+        # (r₀, n₀, r₁, n₁, …): each axis as its repetitions and itself.
         pairs = op.Concat(op.Unsqueeze(repeats, [1]), op.Unsqueeze(op.shape(x), [1]), axis=1)
         split = op.Reshape(dz, op.Reshape(pairs, [-1]), allowzero=1)
         return op.ReduceSum(split, list(range(0, 2 * op.rank(x), 2)), keepdims=0)
@@ -148,6 +150,7 @@ def depth_to_space(op, node, dz):
     x = node.inputs[0]
     batch, height, width = (size_of(op, x, axis) for axis in (0, 2, 3))
     channels = size_of(op, dz, 1)
+    # CRD has no inverse among the operators of the dialect's opset, so that it is written out.
     split = op.Reshape(dz, op.concat_shape(batch, channels, height, block, width, block), allowzero=1)
     return reshape_like(op, op.Transpose(split, perm=[0, 1, 3, 5, 2, 4]), x)
 
@@ -179,6 +182,7 @@ def trilu(op, node, dz):
 @gradient_rule("Range")
 def arange(op, node, dz):
     """zᵢ = a + i·d   ⇒   da = Σ dzᵢ,  dd = Σ i·dzᵢ; the limit decides only how many there are"""
+    # Counted in integers: a Range of floats may have one element more or fewer by rounding.
     index = op.Cast(op.Range(0, op.Size(dz), 1), to=op.dtype(dz))
     return op.ReduceSum(dz, keepdims=0), None, op.ReduceSum(op.Mul(dz, index), keepdims=0)
 

@@ -32,6 +32,7 @@ def dft(op, node, dy):
     scalar = op.Squeeze(size, [0])
     count = op.CastLike(scalar, x)
     if not inverse:
+        # inverse=1 divides by N, which the adjoint does not.
         dx = op.Mul(op.DFT(dy, scalar, axis, inverse=1), count)
     elif not onesided:
         dx = op.Div(op.DFT(dy, scalar, axis), count)
@@ -121,5 +122,6 @@ def stft(op, node, dy):
         dframe = op.Mul(dframe, op.Unsqueeze(window, [1]))
     zeros = op.Transpose(op.zeros_like(signal), perm=[1, 0, 2])
     updates = op.Transpose(dframe, perm=[1, 2, 0, 3])
+    # Frames overlap: what falls on one sample adds up.
     added = op.ScatterND(zeros, op.Unsqueeze(index, [2]), updates, reduction="add")
     return op.Transpose(added, perm=[1, 0, 2]), None, dwindow

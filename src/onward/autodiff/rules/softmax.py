@@ -21,9 +21,11 @@ def softmax(op, node, dy):
     """
     y = node.outputs[0]
     axis = node.attributes.get_int("axis", -1)
+    # In terms of y alone: x, as large, need not be kept.
     inner = op.ReduceSum(op.Mul(dy, y), [axis], keepdims=1)
     dx = op.Mul(op.Sub(dy, inner), y)
     if node.metadata_props.get(GRADIENT) == MASKED:
+        # One element tells: a row is NaN as a whole or not at all.
         empty = op.IsNaN(op.Slice(y, [0], [1], [axis]))
         dx = op.Where(empty, op.constant_like(0.0, dx), dx)
     return dx
@@ -33,6 +35,7 @@ def softmax(op, node, dy):
 def log_softmax(op, node, dy):
     """y = log softmax(x)   ⇒   dx = dy − exp(y)·Σ dy"""
     axis = node.attributes.get_int("axis", -1)
+    # Σ dy, and not Σ dy·y: log-probabilities add up to nothing in particular.
     total = op.ReduceSum(dy, [axis], keepdims=1)
     return op.Sub(dy, op.Mul(op.Exp(node.outputs[0]), total))
 
@@ -51,6 +54,7 @@ def dropout(op, node, dy, _dmask=None):
         return dy
     kind = op.dtype(dy)
     if ratio is None or constant is not None:
+        # ONNX's default.
         rate = 0.5 if constant is None else float(np.asarray(constant, np.float64))
         scale = op.constant(np.asarray(1 / (1 - rate) if rate < 1 else 0.0, kind.numpy()))
     else:

@@ -47,6 +47,7 @@ def grid_sample(op, node, dy):
     rows = to_rows(op, x)
     dy = op.Transpose(dy, perm=[0, *range(2, 2 + count), 1])
     dx = from_rows(op, scatter_rows(op, taps, dy, rows), x) if op.needs_gradient(x) else None
+    # Rounding has no slope.
     if mode == "nearest" or not op.needs_gradient(grid):
         return dx, None
     felt = op.ReduceSum(op.Mul(op.Gather(rows, taps.index), dy), [-1], keepdims=0)
@@ -64,6 +65,7 @@ def affine_grid(op, node, dy):
         count = len(static) - 2
     else:
         count = (op.static_dim(theta, 1) or op.rank(dy) - 2) if theta.shape is not None else op.rank(dy) - 2
+    # The grid of the identity is AffineGrid's own, so that its convention of corners holds.
     unit = op.CastLike(np.eye(count, count + 1, dtype=np.float32)[None], theta)
     one = op.Concat([1], op.Slice(size, [1], [np.iinfo(np.int64).max], [0]), axis=0)
     base = op.AffineGrid(unit, one, align_corners=node.attributes.get_int("align_corners", 0))
@@ -86,12 +88,14 @@ def max_roi_pool(op, node, dy):
     height, width = node.attributes.get_ints("pooled_shape")
     scale = node.attributes.get_float("spatial_scale", 1.0)
     column = lambda index: op.Gather(rois, index, axis=1)  # noqa: E731
+    # C's round(), half away from zero, of numbers that are not negative.
     corners = [op.Floor(op.Add(op.Mul(column(index), scale), 0.5)) for index in range(1, 5)]
     size = spatial(op, x)
     in_column = _bin_mask(op, corners[0], corners[2], width, extent(op, size, 1, like=rois))
     in_row = _bin_mask(op, corners[1], corners[3], height, extent(op, size, 0, like=rois))
     batch = op.Cast(column(0), to=ir.DataType.INT64)
     image = op.Gather(x, batch, axis=0)
+    # Pixels outside of the bin must not be the maximum.
     lowest = op.constant_like(-np.inf, x)
     maxima, places = [], []
     for index in range(width):

@@ -54,6 +54,7 @@ def saved_from_branch(op, node: ir.Node, name: str, key: Drawn) -> ir.Value:
             if attribute == name:
                 inside.add_output(_value(op, key))
             else:
+                # Both branches must have as many outputs of the same types; only one of them runs.
                 empty = np.zeros([0] * op.rank(like), op.dtype(like).numpy())
                 inside.add_output(op.constant(empty, name="empty"))
         return [_new_output(op, node, like.type, shape)]
@@ -152,6 +153,7 @@ def _record(op, loop: Iterations, values: list[ir.Value]) -> tuple[ir.Value, lis
     ]
     countable = [*stacks.values(), *node.outputs[len(loop.leaving) + len(changing) :]]
     with op.inserting(before=_next(node)):
+        # As many elements as there were iterations.
         if not countable and changing:
             return op.SequenceLength(sequences[changing[0]]), records
         if not countable:
@@ -165,6 +167,7 @@ def _carry_sequence(op, inside: Builder, node: ir.Node, value: ir.Value) -> ir.V
     kind = ir.SequenceType(ir.TensorType(op.dtype(value)))
     with op.inserting(before=node):
         empty = op.SequenceEmpty(dtype=int(op.dtype(value)))
+    # States are inputs, and stand before scan outputs among the outputs: the position is the end of both here.
     node.resize_inputs(len(node.inputs) + 1)
     node.replace_input_with(len(node.inputs) - 1, empty)
     sequence = ir.Value(name=op.namer(f"{op.scope}/saved"), type=kind)

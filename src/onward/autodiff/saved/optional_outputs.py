@@ -30,6 +30,7 @@ def _compute(op, node: ir.Node, index: int, like: ir.Value) -> list[ir.Value]:
 
 def add_output(op, node: ir.Node, index: int, like: ir.Value) -> ir.Value:
     """The output of a node at an index, added or described where it is not yet."""
+    # Outputs in between stay without a name, which means that they are not computed.
     if len(node.outputs) <= index:
         node.resize_outputs(index + 1)
     value = node.outputs[index]
@@ -107,6 +108,7 @@ def _write_as_product(op, node: ir.Node) -> list[ir.Value]:
     if node.attributes.get_string("reduction", "mean") == "mean":
         factor = op.Div(factor, op.CastLike(op.Size(labels), scores))
     node.resize_outputs(1)
+    # The node itself, so that the loss keeps its name and its place.
     node.op_type = "Mul"
     node.attributes.clear()
     node.replace_input_with(0, total)

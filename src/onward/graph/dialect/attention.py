@@ -34,6 +34,7 @@ class Mask:
         """Add numbers to the scores; minus infinity forbids a pair."""
         lowest = op.constant_like(-np.inf, bias)
         self.allow(op, op.Greater(bias, lowest))
+        # Softmax over a row of −∞ alone is NaN, which no Where behind it keeps out of gradients.
         finite = op.Max(bias, op.constant_like(_low(op, bias), bias))
         self.bias = finite if self.bias is None else op.Add(self.bias, finite)
 
@@ -46,6 +47,7 @@ def _low(op: Builder, like: ir.Value) -> float:
 def split_heads(op: Builder, x: ir.Value, heads: int) -> ir.Value:
     """[batch, length, heads·size] → [batch, heads, length, size]."""
     width = op.static_dim(x, 2)
+    # A known size lets every reshape downstream be a constant.
     size = -1 if width is None else width // heads
     return op.Transpose(op.Reshape(x, [0, 0, heads, size]), perm=[0, 2, 1, 3])
 
@@ -115,6 +117,7 @@ def attend(
     # queries are scaled rather than scores, of which there are more
     scores = op.MatMul(op.Mul(q, factor), op.Transpose(k, perm=[0, 1, 3, 2]))
     capped = scores
+    # 0 means no cap: tanh would be a pass over all scores.
     if softcap:
         cap = op.constant_like(softcap, scores)
         capped = op.Mul(op.Tanh(op.Div(scores, cap)), cap)
@@ -130,8 +133,10 @@ def attend(
         weights = op.Softmax(masked, axis=-1)
     output = op.MatMul(weights, v)
     if mask.allowed is not None and mask.may_be_empty:
+        # ReduceMax takes booleans since opset 20 only: older output opsets have no such form.
         some = op.Cast(op.ReduceMax(op.Cast(mask.allowed, to=ir.DataType.INT32), [-1], keepdims=1), to=9)
         zero = op.constant_like(0.0, q)
+        # A query without any key gives zero, as ONNX has it: the softmax of equal low scores would give a mean.
         output = op.Where(some, output, zero)
         weights = op.Where(some, weights, zero)
     return Attended(output, scores, capped, masked, weights)

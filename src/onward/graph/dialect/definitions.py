@@ -24,6 +24,7 @@ def expand_by_definition(model: ir.Model, version: int, *, infer: Callable[[ir.M
     """Inline the schema's own definition of each operator in `BY_DEFINITION`; `infer` supplies types after each."""
     while nodes := [n for n in model.graph.all_nodes() if n.domain == "" and n.op_type in BY_DEFINITION]:
         ready = [n for n in nodes if all(v is None or v.type is not None for v in n.inputs)]
+        # A definition depends on the types of its inputs: the schema writes it for the node at hand.
         if not ready:
             raise ModelError(f"{nodes[0].op_type} '{nodes[0].name}': the types of its inputs are unknown")
         for index, node in enumerate(ready):
@@ -55,6 +56,7 @@ def _body(node: ir.Node, version: int, name: str) -> ir.Function:
         )
     proto.ParseFromString(data)
     proto.name, proto.domain = name, _DOMAIN
+    # The body is written for these attributes: nothing refers to them any more.
     del proto.attribute[:]
     del proto.opset_import[:]
     proto.opset_import.append(onnx.helper.make_opsetid("", version))

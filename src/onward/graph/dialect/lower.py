@@ -71,6 +71,7 @@ def lower(model: ir.Model, opset: int, *, at_any_cost: bool = True) -> ir.Model:
         return model
     if not OLDEST_OUTPUT <= opset < current:
         raise ModelError(f"opset {opset} cannot be made: choose one from {OLDEST_OUTPUT} to {current}")
+    # The caller may try several opsets, the newest that works winning.
     copy = model.clone()
     rewritten = _write_in_older(copy, current, opset, at_any_cost)
     op = Builder(copy.graph)
@@ -163,6 +164,7 @@ def _lower_node(op: Builder, node: ir.Node, current: int, opset: int) -> str | N
         if not _exists(node.op_type, opset):
             return "is newer"
         older = _operator(node.op_type, opset)
+        # The same schema in both opsets: nothing to do but types and attributes.
         if newer.since != older.since:
             if rewritten := _REWRITES.get(node.op_type):
                 rewritten(op, node, older.since)
@@ -230,6 +232,7 @@ def _check_types(node: ir.Node, older: _Operator) -> None:
                 continue
             types = formals[min(index, len(formals) - 1)]
             kind = _type_name(value.type)
+            # Schemas of variadic inputs list no types of their own.
             if types and kind not in types:
                 raise _Different(f"'{value.name}' is {kind}, a type that it does not take there")
 
@@ -257,6 +260,7 @@ def relabel(model: ir.Model, floor: int) -> None:
                     del node.attributes[name]
     needed = floor
     for node in nodes:
+        # Older runtimes load older opsets only, so the lowest that holds all nodes is the most widely usable.
         needed = next((opset for opset in range(needed, newest) if _fits(node, opset)), newest)
     model.graph.opset_imports[""] = needed
 
@@ -282,6 +286,7 @@ def _fits(node: ir.Node, opset: int) -> bool:
 def _axes_to_attribute(op: Builder, node: ir.Node) -> None:
     """Reductions had their axes in an attribute before opset 18."""
     axes = _constant_numbers(op, node, 1, "axes")
+    # Before opset 18 no axes always meant all of them.
     if node.attributes.get_int("noop_with_empty_axes", 0) and not axes:
         raise _Different("reduces nothing without axes, which is newer")
     node.resize_inputs(1)
@@ -398,6 +403,7 @@ def _resize(op: Builder, node: ir.Node, since: int) -> None:
     if since < 11:
         _require_from_the_corner(op, node)
         node.resize_inputs(3)
+        # Upsample and Resize-10 had no region of interest in between.
         scales = node.inputs[2]
         node.resize_inputs(2)
         node.replace_input_with(1, scales)
@@ -405,6 +411,7 @@ def _resize(op: Builder, node: ir.Node, since: int) -> None:
             if name != "mode":
                 del node.attributes[name]
     elif since < 13:
+        # Opset 11 requires all three; empty tensors mean "not given" there.
         node.resize_inputs(max(3, len(node.inputs)))
         for index in (1, 2):
             if node.inputs[index] is None:
@@ -415,6 +422,7 @@ def _require_from_the_corner(op: Builder, node: ir.Node) -> None:
     mode = node.attributes.get_string("mode", "nearest")
     where = node.attributes.get_string("coordinate_transformation_mode", "half_pixel")
     nearest = node.attributes.get_string("nearest_mode", "round_prefer_floor")
+    # All that Upsample and Resize-10 could do is read from the corner.
     if mode == "cubic" or where != "asymmetric" or (mode == "nearest" and nearest != "floor"):
         raise _Different(f"{mode} from {where} coordinates is newer")
     if optional_input(node, 2) is None:

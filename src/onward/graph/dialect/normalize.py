@@ -47,6 +47,8 @@ def _resolve_branches(graph: ir.Graph, arrays: dict[ir.Value, np.ndarray]) -> bo
     for node in list(graph):
         if node.op_type == "If" and node.domain == "":
             condition = None if node.inputs[0] is None else array_of(node.inputs[0])
+            # torch writes an If for each squeeze of a size it does not trust; once shapes are known, most
+            # have one branch left.
             if condition is not None and condition.size == 1:
                 _take(graph, node, "then_branch" if condition.item() else "else_branch")
                 changed = True
@@ -61,6 +63,7 @@ def _take(graph: ir.Graph, node: ir.Node, name: str) -> None:
     branch = node.attributes[name].as_graph()
     results = list(branch.outputs)
     branch.outputs.clear()
+    # Their names are unique in the whole model: NameFix has run before.
     for initializer in list(branch.initializers.values()):
         branch.initializers.pop(initializer.name or "")
         graph.register_initializer(initializer)
@@ -68,6 +71,7 @@ def _take(graph: ir.Graph, node: ir.Node, name: str) -> None:
         branch.remove(inner)
         graph.insert_before(node, inner)
     for outer, result in zip(node.outputs, results):
+        # The If's output may be the model's, and has to keep its name.
         copy = ir.Node("", "Identity", [result], num_outputs=1, name=f"{node.name}/{outer.name}")
         value = copy.outputs[0]
         value.type, value.shape = outer.type, outer.shape
@@ -100,6 +104,7 @@ def normalize(
         raise
     except Exception as error:
         # Attributes of the wrong kind, missing inputs and the like surface wherever they are first read.
+        # onnx-ir wraps what goes wrong in a pass several times; the innermost says which node it was.
         cause: BaseException = error
         while cause.__cause__ is not None:
             cause = cause.__cause__
@@ -127,20 +132,25 @@ def _normalize(model: ir.Model) -> ir.Model:
     version = _version(model)
     _inline(model, version)
     _spell_out_conditions(model)
+    # After lifting, a Constant node and a weight look the same, and only the weight may train.
     constants = constant_names(model)  # before they become initializers like those that train
     _lift_constants(model)
     _forget_symbols(model)
+    # Without shapes yet: what a file declares about them is not to be trusted before inference.
     fold_constants(model, constants=constants, opset=version, sizes=False)
     drop_contradictions(model)
     target = max(version, OPSET)
     expansion = functools.partial(_expansion, version=version)
+    # Inference of a whole model takes a while, and most new exports need no rewrite.
     if version > OPSET or any(expansion(node) is not None for node in model.graph.all_nodes()):
         infer_shapes(model)
         expand_by_definition(model, version, infer=infer_shapes)
         rewrite(model, expansion, opset=target, infer=infer_shapes)
     model.graph.opset_imports[""] = target
+    # Opset 21 came with IR version 10; the checker refuses it in an older one.
     model.ir_version = max(model.ir_version or 10, 10)
     for node in model.graph.all_nodes():
+        # onnx-ir writes a node's own version where one is set, and inlined functions may have had another.
         node.version = None
     _lift_constants(model)
     make_unsigned(model)
@@ -150,6 +160,7 @@ def _normalize(model: ir.Model) -> ir.Model:
     model.graph.opset_imports[""] = target
     infer_shapes(model)
     branches = any(node.op_type == "If" for node in model.graph.all_nodes())
+    # Each branch taken makes shapes known that decide the next one.
     while (branches and _resolve_branches(model.graph, {})) or (
         unknown_ranks(model.graph) and fold_constants(model, constants=constants, opset=target)
     ):
@@ -180,6 +191,7 @@ def _add_up(node: ir.Node) -> None:
     lengths = [length for shape in shapes if shape.rank() and isinstance(length := shape[axis], int)]
     if joined is not None and len(lengths) == len(node.inputs):
         dims = list(joined)
+        # onnx before 1.23 adds them up in 32 bits.
         dims[axis] = sum(lengths)
         node.outputs[0].shape = ir.Shape(dims)
 
@@ -187,6 +199,7 @@ def _add_up(node: ir.Node) -> None:
 def _version(model: ir.Model) -> int:
     imports = model.graph.opset_imports
     if "ai.onnx" in imports:
+        # Both spellings mean the standard operators; some converters write the long one.
         imports[""] = imports.pop("ai.onnx")
     for node in model.graph.all_nodes():
         if node.domain == "ai.onnx":

@@ -29,6 +29,7 @@ def older_form(node: ir.Node, opset: int) -> Expansion | None:
     """The rewrite of a node that this opset does not have; None where it has it, or nothing is known."""
     if node.domain != "":
         return None
+    # In the order of the file: a case that is told by its types comes before the general one.
     for since, applies, expansion in _TABLE.get(node.op_type, ()):
         if opset < since and applies(node):
             return expansion
@@ -92,6 +93,7 @@ def _layer_normalization(op: Builder, node: ir.Node) -> Sequence[ir.Value | None
     x, rank = required_input(node), op.rank(required_input(node))
     axes = list(range(attribute(node, "axis", -1) % rank, rank))
     stash = ir.DataType(attribute(node, "stash_type", 1))
+    # The operator computes mean and variance in stash_type, float32 unless said otherwise, whatever x is.
     wide = x if op.dtype(x) == stash else op.Cast(x, to=stash.value)
     mean = op.ReduceMean(wide, axes, keepdims=1)
     centred = op.Sub(wide, mean)
@@ -111,6 +113,7 @@ def _group_normalization(op: Builder, node: ir.Node) -> ir.Value:
     x, scale, bias = required_input(node), required_input(node, 1), required_input(node, 2)
     groups, rank = attribute(node, "num_groups"), op.rank(x)
     rows = op.Reshape(x, [0, groups, -1])
+    # InstanceNormalization exists since opset 1, and has the runtime's own kernel.
     ones, zeros = np.ones(groups, op.dtype(x).numpy()), np.zeros(groups, op.dtype(x).numpy())
     normal = op.InstanceNormalization(rows, ones, zeros, epsilon=attribute(node, "epsilon", 1e-5))
     normal = op.Reshape(normal, op.shape(x))
@@ -124,6 +127,7 @@ def _batch_normalization(op: Builder, node: ir.Node) -> Sequence[ir.Value | None
     x, scale, bias, old_mean, old_var = (required_input(node, index) for index in range(5))
     axes = [axis for axis in range(op.rank(x)) if axis != 1]
     centre = op.ReduceMean(x, axes, keepdims=1)
+    # Not E[x²] − mean²: that loses all digits where the mean is large.
     centred = op.Sub(x, centre)
     mean = op.ReduceMean(x, axes, keepdims=0)
     var = op.ReduceMean(op.Mul(centred, centred), axes, keepdims=0)
@@ -144,6 +148,7 @@ def _batch_normalization(op: Builder, node: ir.Node) -> Sequence[ir.Value | None
 @_before(12, "GreaterOrEqual", "LessOrEqual")
 def _or_equal(op: Builder, node: ir.Node) -> ir.Value:
     a, b = required_input(node), required_input(node, 1)
+    # Not(Less) would be true for NaN, which is neither.
     strict = op.Greater(a, b) if node.op_type == "GreaterOrEqual" else op.Less(a, b)
     return op.Or(strict, op.Equal(a, b))
 
@@ -176,6 +181,7 @@ def _one_condition(node: ir.Node) -> bool:
 
 @_before(9, "Where", where=_one_condition)
 def _where(op: Builder, node: ir.Node) -> ir.Value:
+    # If is the one choice that opset 8 has for every type.
     yes, no = op.subgraph("yes"), op.subgraph("no")
     yes.graph.outputs.append(yes.Identity(required_input(node, 1)))
     no.graph.outputs.append(no.Identity(required_input(node, 2)))
@@ -200,12 +206,14 @@ def _is_nan(op: Builder, node: ir.Node) -> ir.Value:
 def _one_hot(op: Builder, node: ir.Node) -> ir.Value:
     """The places that equal the index, or the index counted from the end."""
     depth, values = op.const_value(required_input(node, 1)), op.const_value(required_input(node, 2))
+    # The form below is made of products and sums of floating numbers.
     if depth is None or values is None or values.dtype.kind != "f" or op.rank(required_input(node)) is None:
         raise ModelError("its depth or values are no known floating numbers")
     rank, count = op.rank(required_input(node)), int(depth.reshape(-1)[0])
     axis = int(attribute(node, "axis", -1)) % (rank + 1)
     classes = np.arange(count, dtype=np.int64).reshape([-1] + [1] * (rank - axis))
     index = op.Unsqueeze(op.Cast(required_input(node), to=ir.DataType.INT64), [axis])
+    # A negative index counts from the end since OneHot-11; before, it set nothing.
     hit = op.Or(op.Equal(index, classes), op.Equal(index, classes - count))
     off, on = (np.asarray(number) for number in values)
     return op.Add(op.Mul(op.Cast(hit, to=op.dtype(required_input(node, 2)).value), on - off), off)
@@ -262,10 +270,12 @@ def _range(op: Builder, node: ir.Node) -> ir.Value:
         count = op.Sub(limit, start)
     else:  # rounded up, for steps of either sign
         ahead = op.Sub(limit, start)
+        # Integer Div of ONNX truncates towards zero, as C does.
         floor = op.Div(ahead, delta)
         remainder = op.Not(op.Equal(op.Mul(floor, delta), ahead))
         count = op.Add(floor, op.Cast(remainder, to=ir.DataType.INT64))
     count = op.Where(op.Less(count, op.constant(np.asarray(0, np.int64))), op.Sub(one, one), count)
+    # Old opsets count up to a number that only the run knows by the places of as many ones.
     ones = op.ConstantOfShape(op.Reshape(count, [1]), value=ir.tensor(np.ones(1, np.float32)))
     steps = op.Squeeze(op.NonZero(ones), [0])
     result = op.Add(start, op.Mul(steps, delta))
@@ -306,6 +316,7 @@ def _one_a_row(node: ir.Node) -> bool:
 def _mask(op: Builder, x: ir.Value, indices: ir.Value, axis: int) -> ir.Value:
     """True at the one place of each row that the indices name; negative ones count from the end."""
     size = op.dim(x, axis)
+    # OneHot of opset 9 to 10 knows no negative indices.
     wide = op.Cast(op.Squeeze(indices, [axis]), to=ir.DataType.INT64)
     wide = op.Where(op.Less(wide, op.constant(np.asarray(0, np.int64))), op.Add(wide, size), wide)
     marks = op.OneHot(wide, size, op.constant(np.asarray([0, 1], np.int64)), axis=axis)
@@ -379,6 +390,7 @@ def _scatter_sum(op: Builder, node: ir.Node) -> ir.Value:
     so_far = body.input("so_far", x.dtype, [None])
     waiting = body.input("waiting", ir.DataType.BOOL, [None])
     aim = body.Where(waiting, index, size)
+    # One place more than x has: losers write there.
     blank = body.ConstantOfShape(more, value=ir.tensor(np.zeros(1, np.int64)))
     seen = body.Gather(body.ScatterElements(blank, aim, own, axis=0), aim, axis=0)
     won = body.And(waiting, body.Equal(seen, own))
@@ -394,6 +406,7 @@ def _scatter_sum(op: Builder, node: ir.Node) -> ir.Value:
     body.graph.outputs.extend(
         [body.Cast(busy, to=ir.DataType.BOOL), body.Add(so_far, added), body.Identity(still)]
     )
+    # Without any update the loop must not run: its body would reduce nothing.
     first = op.Not(op.Equal(op.Squeeze(op.Shape(index), [0]), zero))
     total, _ = op.Loop(None, first, start, left, body=body, outputs=2)
     total.shape = ir.Shape([None])
@@ -444,6 +457,7 @@ def _strided_slice(op: Builder, node: ir.Node) -> ir.Value:
         size = op.static_dim(x, int(axis))
         if size is None:
             raise ModelError("has steps over an axis of unknown size, which are newer")
+        # Python's own arithmetic of slices, clamping included.
         indices = range(size)[_within(int(start), int(end), int(step))]
         x = op.Gather(x, np.asarray(indices, np.int64), axis=int(axis))
     return x
@@ -513,6 +527,7 @@ def _softmax(op: Builder, node: ir.Node) -> ir.Value:
     if rank == 0:
         raise ModelError("of a single number means something else there")
     axis = attribute(node, "axis", -1) % rank
+    # Over the last axis both meanings agree, so that one transposition each way does it.
     order = [i for i in range(rank) if i != axis] + [axis]
     last = op.node(node.op_type, [op.Transpose(x, perm=order)], {"axis": rank - 1})[0]
     return op.Transpose(last, perm=[order.index(i) for i in range(rank)])
@@ -596,6 +611,7 @@ def _nll_of(op: Builder, node: ir.Node, x: ir.Value) -> ir.Value:
     skip = None
     if ignored is not None:
         skip = op.Equal(target, np.asarray(ignored, np.int64))
+        # An ignored label is often −100, which GatherElements refuses.
         target = op.Where(skip, 0, target)
     picked = op.Neg(op.Squeeze(op.GatherElements(x, op.Unsqueeze(target, [1]), axis=1), [1]))
     factors = None if weight is None else op.Gather(weight, target, axis=0)
@@ -611,4 +627,5 @@ def _nll_of(op: Builder, node: ir.Node, x: ir.Value) -> ir.Value:
         return op.ReduceSum(loss, keepdims=0)
     if factors is None:
         return op.ReduceMean(loss, keepdims=0)
+    # A mean by weight: torch and ONNX divide by the weights that count, and not by the number of samples.
     return op.Div(op.ReduceSum(loss, keepdims=0), op.ReduceSum(factors, keepdims=0))

@@ -45,6 +45,7 @@ def _until(below: int, *op_types: str) -> Callable[[Expansion], Expansion]:
         for op_type in op_types:
             forms = _UPGRADES.setdefault(op_type, [])
             forms.append((below, expansion))
+            # The oldest form first: a node of opset 9 must not be read as one of 17.
             forms.sort(key=lambda form: form[0])
         return expansion
 
@@ -79,6 +80,7 @@ def _axes_as_input(op: Builder, node: ir.Node) -> Sequence[ir.Value]:
 @_until(18, "Split")
 def _split(op: Builder, node: ir.Node) -> Sequence[ir.Value]:
     sizes = _ints(node, "split") if optional_input(node, 1) is None else optional_input(node, 1)
+    # Since opset 18 equal parts have to be counted, by an attribute that excludes sizes.
     count = None if sizes is not None else len(node.outputs)
     return _rebuild(op, node, [node.inputs[0], sizes], without=["split"], num_outputs=count)
 
@@ -100,6 +102,7 @@ def _clip(op: Builder, node: ir.Node) -> Sequence[ir.Value]:
 @_until(11, "Pad")
 def _pad(op: Builder, node: ir.Node) -> Sequence[ir.Value]:
     x = required_input(node)
+    # In x's type: the attribute is a float32 whatever is padded.
     value = op.constant_like(attribute(node, "value", 0.0), x)
     if attribute(node, "mode", "constant") != "constant":
         value = None
@@ -133,6 +136,7 @@ def _dropout(op: Builder, node: ir.Node) -> Sequence[ir.Value | None]:
 @_until(14, "BatchNormalization")
 def _batch_normalization(op: Builder, node: ir.Node) -> Sequence[ir.Value | None]:
     x, scale, bias, mean, var = (required_input(node, index) for index in range(5))
+    # Until opset 8: one mean for each place, not for each channel.
     if attribute(node, "spatial", 1) == 0:
         if any(is_used(node, index) for index in range(1, len(node.outputs))):
             raise ModelError("training with spatial=0 has no standard form")
@@ -191,6 +195,7 @@ def _resize_by(op: Builder, node: ir.Node, scales: ir.Value) -> ir.Value:
         None,
         scales,
         mode="linear" if mode == "bilinear" else mode,
+        # All that Upsample and Resize-10 did: out/scale, rounded down.
         coordinate_transformation_mode="asymmetric",
         nearest_mode="floor",
     )
@@ -202,6 +207,7 @@ def _resize(op: Builder, node: ir.Node) -> Sequence[ir.Value]:
     inputs: list[ir.Value | None] = [node.inputs[0], *(optional_input(node, index) for index in (1, 2, 3))]
     for index in (1, 2, 3):
         value = inputs[index]
+        # Opset 11 required all inputs, so that exporters wrote empty tensors for "not given".
         if value is not None and value.shape is not None and op.static_shape(value) == (0,):
             inputs[index] = None
     mode = attribute(node, "coordinate_transformation_mode", "half_pixel")
@@ -241,6 +247,7 @@ def _group_normalization(op: Builder, node: ir.Node) -> ir.Value:
 
 @_until(16, "RoiAlign")
 def _roi_align(op: Builder, node: ir.Node) -> Sequence[ir.Value]:
+    # The default became half_pixel with opset 16, and was this before.
     return _rebuild(op, node, list(node.inputs), coordinate_transformation_mode="output_half_pixel")
 
 
@@ -337,6 +344,7 @@ def _attention(op: Builder, node: ir.Node) -> Sequence[ir.Value | None]:
         k, v = op.Concat(past_key, k, axis=2), op.Concat(past_value, v, axis=2)
     present = [k, v]
     if valid is not None and past_key is None:
+        # A cache outside of the operator: the queries are the last of the keys that count.
         offset = op.Unsqueeze(op.Sub(valid, queries), [1, 2, 3])
     mask = _mask(op, node, q, op.dim(k, 2), offset, valid)
     times = _heads_per_key(op, q, k)
@@ -504,6 +512,7 @@ def _causal_conv(op: Builder, node: ir.Node) -> Sequence[ir.Value]:
     if channels is None or kernel is None:
         raise ModelError("the shape of the weight is unknown")
     if past is None:
+        # Zeros in front only: a state from before the beginning.
         pads = np.asarray([0, 0, kernel - 1, 0, 0, 0], np.int64)
         whole = op.Pad(x, pads, op.constant_like(0.0, x))
     else:
@@ -559,6 +568,7 @@ def _range(op: Builder, node: ir.Node) -> ir.Value | Sequence[ir.Value]:
     dtype = op.dtype(required_input(node))
     if dtype not in _HALVES:
         return op.Range(*node.inputs)
+    # Counting in float16 stops at 2,048, where adding 1 changes nothing.
     wide = [op.Cast(value, to=attribute(node, "stash_type", 1)) for value in node.inputs]
     return op.Cast(op.Range(*wide), to=dtype.value)
 
@@ -566,6 +576,7 @@ def _range(op: Builder, node: ir.Node) -> ir.Value | Sequence[ir.Value]:
 @_newer("SpaceToDepth")
 def _space_to_depth(op: Builder, node: ir.Node) -> ir.Value:
     x, block = required_input(node), attribute(node, "blocksize")
+    # DCR is what the operator did before it had a mode.
     if attribute(node, "mode", "DCR") == "DCR":
         return op.SpaceToDepth(x, blocksize=block)
     size = np.asarray([block], np.int64)

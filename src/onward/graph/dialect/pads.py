@@ -27,6 +27,7 @@ def all_pads(op: Builder, node: ir.Node) -> ir.Value | None:
     indices = np.concatenate([first, first + rank])
     constant = op.const_value(pads)
     if constant is None:
+        # Pads are int64 by the schema, and shape arithmetic before inference may not have a type yet.
         pads.type = pads.type or ir.TensorType(ir.DataType.INT64)
         zeros = op.constant(np.zeros(2 * rank, np.int64), name="pads")
         return op.ScatterElements(zeros, op.constant(indices, name="places"), pads, axis=0)

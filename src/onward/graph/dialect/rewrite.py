@@ -88,6 +88,7 @@ def _replace(op: _Recorder, node: ir.Node, expansion: Expansion) -> None:
     try:
         result = expansion(op, node)
     except ModelError as error:
+        # An expansion that gave up leaves half of its nodes, which would be dead code with wrong names.
         op.graph.remove(list(op.new_nodes), safe=False)
         # The builder says so where a rank or type that it needs is not known.
         kind = Unknown if "unknown" in str(error) else ModelError
@@ -109,6 +110,7 @@ def _replace(op: _Recorder, node: ir.Node, expansion: Expansion) -> None:
         if not fresh and old.is_graph_output():
             new = op.Identity(new)
             fresh = True
+        # What was inferred for the original may know names that the expansion's own nodes lose.
         if new.shape is None or (old.shape is not None and _is_sharper(old.shape, new.shape)):
             new.shape = old.shape
         if new.type is None:

@@ -82,6 +82,7 @@ class _Use:
         return required_input(self.node, self.inputs.weight)
 
     def product(self) -> IntegerProduct:
+        # In 16 bits: −(−128) is not an int8.
         values = _constant(self.weight).astype(np.int16)
         above, below = np.maximum(values, 0), np.maximum(-values, 0)
         highest, lowest = (_worst_pair(part, self.axis) for part in (above, below))
@@ -127,12 +128,14 @@ def make_unsigned(model: ir.Model, *, saturating_only: bool = True) -> int:
     moved: dict[ir.Value, ir.Value] = {}
     for use in list(_uses(model)):
         zero = use.zero_point()
+        # Unsigned weights are the slower ones on CPUs that have 8-bit dot products.
         if zero is None or (saturating_only and not use.product().saturates):
             continue
         old, old_zero = use.weight, optional_input(use.node, use.inputs.zero)
         if old not in moved:
             moved[old] = _initializer(model, f"{old.name}_unsigned", _constant(old))
         use.node.replace_input_with(use.inputs.weight, moved[old])
+        # The zero point is optional while it is 0, and 128 from now on.
         if use.inputs.zero >= len(use.node.inputs):
             use.node.resize_inputs(use.inputs.zero + 1)
         name = f"{old.name}_zero_unsigned" if old_zero is None else f"{old_zero.name}_unsigned"
@@ -163,6 +166,7 @@ def _uses(model: ir.Model) -> Iterator[_Use]:
 def _signed_activations(node: ir.Node) -> bool:
     """Whether a node multiplies two signed numbers: it does so in wider integers on every CPU."""
     activation = node.inputs[0]
+    # The type of a quantized activation is that of its zero point.
     if (maker := producer_of(activation, "QuantizeLinear")) is not None:
         activation = optional_input(maker, 2)  # of the output's type, which may not have been inferred
     return activation is not None and activation.dtype == ir.DataType.INT8
@@ -205,6 +209,7 @@ def _worst_pair(values: np.ndarray, axis: int | None) -> int:
     if axis is None:
         return int(np.sort(values, axis=None)[-2:].sum())
     values = np.moveaxis(values, axis, 0)
+    # The kernel pads an odd row with zeros.
     if len(values) % 2:
         values = np.concatenate([values, np.zeros_like(values[:1])])
     return int((values[0::2] + values[1::2]).max())

@@ -22,6 +22,7 @@ def cumulative(op: Builder, node: ir.Node, x: ir.Value, axis: int, *, combine: s
         body.input("element", x.dtype, element_shape),
     )
     (total,) = body.node(combine, [so_far, element])
+    # A state output may not be a scan output too: each is an output of its own.
     seen = body.Identity(so_far if attribute(node, "exclusive", 0) else total)
     body.graph.outputs.extend([total, seen])
     shape = op.Concat(*[op.dim(x, i) for i in range(rank) if i != axis], axis=0) if rank > 1 else None

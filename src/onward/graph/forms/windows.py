@@ -98,6 +98,7 @@ def window_of(op, node: ir.Node, x: ir.Value, kernel: Sizes) -> Window:
     if auto_pad == "VALID":
         return Window(kernel, strides, dilations, nothing, nothing)
     span = reach(op, kernel, dilations)
+    # SAME at stride 1 depends on the kernel alone, so that open sizes have known pads.
     if np.all(strides == 1):
         total = calculate(op, "Sub", span, 1)
     else:
@@ -136,6 +137,7 @@ def cut(op, x: ir.Value, start: Sizes, size: Sizes, *, axes: list[int]) -> ir.Va
         have = [op.static_dim(x, axis) for axis in axes]
         if not start.any() and have == size.tolist():
             return x
+    # From the beginning on, the end is the size: no arithmetic on sizes.
     first = isinstance(start, np.ndarray) and not start.any()
     end = size if first else calculate(op, "Add", start, size)
     return op.Slice(x, start, end, np.asarray(axes, np.int64))

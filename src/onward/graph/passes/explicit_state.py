@@ -64,10 +64,12 @@ def make_statistics_explicit(op: Builder) -> list[Statistic]:
         for index, memory in zip((3, 4), scratch[node]):
             node.replace_input_with(index, memory)
         node.attributes["momentum"] = ir.AttrFloat32("momentum", 0.0)
+        # Behind the norm: what moves the statistics reads the batch's own, which it gives.
         op.before = after
         batch_mean, batch_variance = _batch_outputs(op, node, mean, variance, momentum)
         op.before = None
         count = op.Cast(count_per_channel(op, x), to=op.dtype(variance))
+        # Statistics that the graph computes itself are nobody's state.
         if _is_state(mean) and _is_state(variance):
             moves[mean] = _Move(mean, batch_mean, momentum)
             moves[variance] = _Move(variance, batch_variance, momentum, count)
@@ -83,6 +85,7 @@ def _scratch(op: Builder, norms: Sequence[ir.Node]) -> dict[ir.Node, Sequence[ir
     groups: dict[object, list[ir.Node]] = {}
     for node in norms:
         mean = required_input(node, 3)
+        # A Split needs its lengths when the graph is written.
         together = op.static_dim(mean, 0) is not None
         groups.setdefault(op.dtype(mean) if together else node, []).append(node)
     memory: dict[ir.Node, Sequence[ir.Value]] = {}
@@ -120,11 +123,13 @@ def count_per_channel(op: Builder, x: ir.Value) -> ir.Value:
     this at the end of the step, keeps no x until then.
     """
     dims = [] if x.shape is None else [dim for axis, dim in enumerate(dims_of(x.shape)) if axis != 1]
+    # Size(x)/channels: right whatever the rank is.
     if x.shape is None or None in dims:
         return op.Div(op.Size(x), op.Squeeze(op.dim(x, 1), [0]))
     names = [name for dim in dims for name in str(dim).split("*")]
     inputs = [_input_axis(op, name) for name in names if not name.isdigit()]
     count = op.constant(np.int64(math.prod(int(name) for name in names if name.isdigit())))
+    # A name that no input has comes from inside the graph: then the sizes of x itself.
     if None in inputs:
         space = op.ReduceProd(op.sizes(x, 2), keepdims=0)
         return op.Mul(op.Squeeze(op.dim(x, 0), [0]), space)
@@ -319,6 +324,7 @@ def make_random_explicit(model: ir.Model) -> ir.Value | None:
     if not nodes:
         return None
     op = Builder(model.graph)
+    # An input, not a constant: each step feeds another number, and resuming feeds the one that comes next.
     seed = op.input(SEED, ir.DataType.INT64, [1])
     op.before = nodes[0]
     # products carry bits upwards only: what a seed has in its upper half is brought down first
@@ -327,6 +333,7 @@ def make_random_explicit(model: ir.Model) -> ir.Value | None:
     for index, node in enumerate(nodes):
         op.before = node
         op.scope = node.name or node.op_type
+        # Each operator draws its own numbers, also where two have tensors of one size.
         key = op.Add(spread, np.int64((index + 1) * int(_NODE_KEY) % 2**63))
         replacements = _REWRITES[node.op_type](op, node, key)
         for old, new in zip(node.outputs, replacements):
@@ -354,6 +361,7 @@ def _hash(op: Builder, key: ir.Value, count: ir.Value) -> ir.Value:
     """
     position = op.Range(np.int64(0), count, np.int64(1))
     x = op.Add(op.Mul(position, _POSITION_KEY), key)
+    # Squares: a linear function of the position would give neighbours related numbers.
     y = op.Add(op.Mul(x, x), _ROUND_KEY)
     return op.Add(op.Mul(y, y), x)
 
@@ -361,6 +369,7 @@ def _hash(op: Builder, key: ir.Value, count: ir.Value) -> ir.Value:
 def _uniform(op: Builder, key: ir.Value, shape: ir.Value, dtype: ir.DataType) -> ir.Value:
     """Numbers in [0, 1)."""
     bits = _hash(op, key, op.ReduceProd(shape, keepdims=0))
+    # Signed 64-bit numbers over 2⁶⁴ lie in [−½, ½).
     unit = op.Add(op.Mul(op.Cast(bits, to=ir.DataType.FLOAT), 1.0 / _SPAN), 0.5)
     # the largest integers round up to 1 in float32
     numbers = op.Min(unit, float(np.nextafter(np.float32(1), np.float32(0))))
@@ -370,6 +379,7 @@ def _uniform(op: Builder, key: ir.Value, shape: ir.Value, dtype: ir.DataType) ->
 
 def _normal(op: Builder, key: ir.Value, shape: ir.Value, dtype: ir.DataType) -> ir.Value:
     """√(−2 ln u₁)·cos(2π u₂)"""
+    # 1 − u is above 0, where the logarithm is finite.
     first = op.Sub(1.0, _uniform(op, key, shape, ir.DataType.FLOAT))
     second = _uniform(op, op.Add(key, _ROUND_KEY), shape, ir.DataType.FLOAT)
     numbers = op.Mul(op.Sqrt(op.Mul(op.Log(first), -2.0)), op.Cos(op.Mul(second, 2.0 * np.pi)))
@@ -379,6 +389,7 @@ def _normal(op: Builder, key: ir.Value, shape: ir.Value, dtype: ir.DataType) -> 
 def _dropout(op: Builder, node: ir.Node, key: ir.Value) -> list[ir.Value]:
     x = required_input(node)
     ratio = optional_input(node, 1)
+    # ONNX's default rate.
     constant = np.float32(0.5) if ratio is None else op.const_value(ratio)
     dtype = op.dtype(x)
     if constant is not None:
@@ -391,8 +402,10 @@ def _dropout(op: Builder, node: ir.Node, key: ir.Value) -> list[ir.Value]:
         bound = op.Min(op.Sub(op.Mul(wide, _SPAN), _SPAN / 2), 2.0**63 - 1024)
         limit = op.Cast(bound, to=ir.DataType.INT64)
         scale = op.Reciprocal(op.Sub(1.0, op.Cast(ratio, to=dtype)))
+    # Compared as integers: no cast and no product for each element.
     dropped = op.Less(_hash(op, key, op.ReduceProd(op.shape(x), keepdims=0)), limit)
     training = node.inputs[2]
+    # Whether it trains is decided in each run, so that one graph serves both.
     if op.const_value(training) is None:
         dropped = op.And(dropped, training)
         scale = op.Where(training, scale, 1.0)
@@ -438,6 +451,7 @@ def _multinomial(op: Builder, node: ir.Node, key: ir.Value) -> list[ir.Value]:
     """How many steps of the cumulated distribution lie below a uniform number, for each sample."""
     x = required_input(node)
     samples = np.asarray([node.attributes.get_int("sample_size", 1)], np.int64)
+    # ONNX's Multinomial takes unnormalized log-probabilities.
     steps = op.CumSum(op.Softmax(x, axis=1), np.int64(1))
     drawn = _uniform(op, key, op.Concat(op.dim(x, 0), samples, axis=0), op.dtype(x))
     passed = op.LessOrEqual(op.Unsqueeze(steps, [1]), op.Unsqueeze(drawn, [2]))

@@ -26,6 +26,7 @@ def finish(model: ir.Model) -> ir.Model:
             applies(node) for node in nodes_within(model.graph)
         ):  # few graphs have any: no builder for the others
             _rewrite_nodes(Builder(model.graph), applies, rewrite)
+    # onnxruntime would do it too, at every load.
     remove_identities(model)
     _remove_choices_of_the_same(model)
     return remove_unused(model)
@@ -49,6 +50,7 @@ def _remove_choices_of_the_same(model: ir.Model) -> None:
         if node.op_type != "Where" or node.inputs[1] is not node.inputs[2]:
             continue
         source, result = node.inputs[1], node.outputs[0]
+        # The condition may be larger than x, which would then be repeated.
         if source is None or source.shape is None or source.shape != result.shape or result.is_graph_output():
             continue
         ir.convenience.replace_all_uses_with(result, source)
@@ -74,6 +76,8 @@ def _is_at_risk(node: ir.Node) -> bool:
         return False
     matrix, vector = (required_input(node, index) for index in (0, 1))
     ranks = [-1 if value.shape is None else value.shape.rank() for value in (matrix, vector)]
+    # onnxruntime's optimizer computes another result for a transposed matrix times a vector than for it times a
+    # column.
     return matrix.producer() is not None and ranks[0] > 1 and ranks[1] == 1
 
 
@@ -102,11 +106,13 @@ def order_gradients(graph: ir.Graph, *, flag: str) -> None:
     order: dict[ir.Node | None, int] = {node: index for index, node in enumerate(graph)}
     choices = [node for node in graph if node.op_type == "Where" and required_input(node).name == flag]
     selections = [node for node in choices if not _readers(node)]
+    # By where the gradient is computed: the runtime walks from the end of this list.
     selections.sort(key=lambda node: order.get(producer_of(node.inputs[1]), -1))
     producers = [producer_of(node.inputs[2]) for node in selections]
     sums = list(dict.fromkeys(node for node in producers if node is not None))
     chain = {*selections, *sums}
     ends = [node for node in graph if node not in chain and _readers(node) <= chain]
+    # Backwards, since the runtime takes leaves from the last to the first.
     moved = [*ends[::-1], *sums[::-1], *selections[::-1]]
     graph.remove(moved)  # at once: each call looks at all outputs
     graph.extend(moved)

@@ -78,6 +78,7 @@ def _remove_alpha_dropout(op: Builder, node: ir.Node) -> None:
     ratio = _number(dropout.inputs[1]) if len(dropout.inputs) > 1 else 0.5
     if scale is None or shift is None or alpha is None or ratio is None:
         return
+    # AlphaDropout's constants: only with these is it the identity on average.
     expected_scale = ((1 - ratio) * (1 + ratio * alpha**2)) ** -0.5
     if np.allclose([scale, shift], [expected_scale, -expected_scale * alpha * ratio], rtol=1e-4):
         _replace_uses(op, node.outputs[0], required_input(chosen, 1))
@@ -105,6 +106,7 @@ def _freeze_statistics(op: Builder, node: ir.Node) -> None:
 
 def _remove_drop_path(op: Builder, node: ir.Node) -> None:
     """x/k·mask or x·mask/k with a mask that is 1 with probability k: x on average."""
+    # Either factor may be the mask.
     for branch, noise in (node.inputs, reversed(node.inputs)):
         if branch is None or noise is None:
             continue

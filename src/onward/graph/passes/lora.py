@@ -217,6 +217,7 @@ def _products(graph: Iterable[ir.Node]) -> Iterator[_Product]:
 
 def _label(node: ir.Node, weight: ir.Value) -> str:
     """The weight's name, without what quantization adds; by its node where it has none of this module."""
+    # A quantized base and its float original get adapters of the same names, which then fit both.
     label = _SUFFIX.sub("", weight.name or "")
     path = [part for part in (node.name or "").strip("/").split("/") if not _OPERATOR.match(part)]
     module = ".".join(path)
@@ -281,6 +282,7 @@ def _parameters(op: Builder, product: _Product, lora: LoRA) -> tuple[ir.Value, i
     rng = np.random.default_rng([lora.seed, zlib.crc32(product.label.encode())])
     limit = 1.0 / np.sqrt(product.inputs)
     first = rng.uniform(-limit, limit, _a_shape(product, lora)).astype(np.float32)
+    # The paper's start: B = 0, so that the first step begins at the base's own loss.
     second = np.zeros((product.outputs, lora.rank, *_ones(product)), np.float32)
     a, b = f"{product.label}.lora_a", f"{product.label}.lora_b"
     return _initializer(op, a, first), _initializer(op, b, second)
@@ -302,12 +304,14 @@ def _attach(
     node, result = product.node, product.node.outputs[0]
     op.scope = f"{node.name or node.op_type}/lora"
     x = required_input(node)
+    # A file that is not in the dialect says nothing of the types inside; the scales of a packed weight do.
     scales = node.inputs[2] if node.op_type == _PACKED else None
     dtype = op.dtype(x if scales is None else scales)
     x.dtype, result.dtype = x.dtype or dtype, result.dtype or dtype
     if dtype != ir.DataType.FLOAT:
         x = op.Cast(x, to=ir.DataType.FLOAT)
     if lora.dropout:
+        # peft's place for it: before A, and not on what the base computes.
         x = op.Dropout(x, np.float32(lora.dropout), np.bool_(True))
     scale = lora.alpha / lora.rank
     if node.op_type == "Gemm":
@@ -317,6 +321,7 @@ def _attach(
     added_parts = []
     for adapter, size in adapters:
         if adapter is None:
+            # Columns without an adapter get zeros, so that one Add serves them all.
             rows = op.node("Shape", [x], {"end": -1})[0]
             shape = op.Concat(rows, [size], axis=0)
             added_parts.append(op.Expand(np.float32(0.0), shape))
@@ -335,6 +340,7 @@ def _attach(
         added = op.Cast(added, to=dtype)
     users, is_result = list(result.uses()), result.is_graph_output()
     total = op.Add(result, added)
+    # In the file: merging may be years later, by a program that never saw the settings.
     note: dict[str, Any] = {"weight": product.weight.name, "scale": lora.alpha / lora.rank}
     if len(adapters) == 1 and adapters[0][0] is not None:
         note |= {"a": adapters[0][0][0].name, "b": adapters[0][0][1].name}
@@ -383,6 +389,7 @@ def _merge(root: Builder, op: Builder, total: ir.Node, dequantize: bool) -> list
         return []
     # in float64, so that the sum is rounded once
     merged = (current.astype(np.float64) + delta.reshape(current.shape)).astype(current.dtype)
+    # Another layer may read the weight without an adapter (tied embeddings): it keeps the old one.
     name = root.namer(f"{note['weight']}.merged")
     weight = new_initializer(root.graph, name, ir.tensor(np.ascontiguousarray(merged)))
     node.replace_input_with(1, weight)
@@ -422,6 +429,7 @@ def _computed(value: ir.Value | None, dequantize: bool) -> np.ndarray | None:
         if operand is not None and numbers is None:
             return None
         feeds.append(numbers)
+    # The weight as its product reads it: transposed, and dequantized where that is asked for.
     results = run_reference(ir.to_proto(producer), feeds)
     if results is None:
         raise ModelError(

@@ -82,11 +82,13 @@ class _Lowering:
 
         Not those of positions and frequencies, which need every bit, and not sums that are written as products.
         """
+        # Vectors are biases and scales; a table or matrix makes whatever it touches data of the model.
         data = {v for v in self._weights if v.dtype == _FLOAT and (v.shape is None or v.shape.rank() > 1)}
         data |= {v for v in self._graph.inputs if v.dtype == _FLOAT and v not in self._weights}
         products = set()
         for node in self._nodes:
             floats = [value for value in node.inputs if value is not None and value.dtype == _FLOAT]
+            # A body may read anything: what it gives counts as data.
             if any(value in data for value in floats) or subgraphs_of(node):
                 data.update(node.outputs)
             if (
@@ -105,6 +107,7 @@ class _Lowering:
                 continue
             uses = [use.node for value in node.outputs for use in value.uses()]
             outward = any(value.is_graph_output() for value in node.outputs)
+            # Casting before a move costs less than after it where both read 32 bits: half the bytes are moved.
             if uses and not outward and all(user in self._products or user in feeding for user in uses):
                 feeding.add(node)
         return feeding
@@ -115,6 +118,7 @@ class _Lowering:
             return False
         if node in self._products or node in self._feeding_products:
             return True
+        # Everything else stays in float32: what is not known to be safe in 16 bits is not tried.
         if node.op_type not in _FOLLOWS and not self._is_sum(node):
             return False
         if self._is_neutral(node):
@@ -143,6 +147,7 @@ class _Lowering:
         if self._kind != ir.DataType.FLOAT16 or value.const_value is None or value.is_graph_input():
             return False
         numbers = np.abs(value.const_value.numpy())
+        # −1e9 under a mask would become −∞, and a row that is all masked NaN.
         return bool(np.any(np.isfinite(numbers) & (numbers > _LARGEST)))
 
     def _numbers(self, node: ir.Node) -> list[ir.Value]:
@@ -165,6 +170,7 @@ class _Lowering:
             if value is not None and value in self._low:
                 node.replace_input_with(index, self._cast(value, _FLOAT, node))
         for body in subgraphs_of(node):
+            # Bodies stay in float32, and read a cast that stands before their node.
             for inner in nodes_within(body):
                 for index, value in enumerate(inner.inputs):
                     if value is not None and value in self._low:
@@ -176,8 +182,10 @@ class _Lowering:
         """The value in another type, cast once for all that read it so."""
         key = (value, kind)
         if key not in self._casts:
+            # A mask was made of truth values: it is cast from those, not from its float.
             producer = value.producer() if kind == self._kind else None
             self._op.before = before
+            # Rounded once, here, and not in every step.
             if kind == self._kind and value.const_value is not None and not value.is_graph_input():
                 self._casts[key] = self._op.constant(value.const_value.numpy().astype(kind.numpy()))
             elif producer is not None and _is_mask(producer):
@@ -190,6 +198,7 @@ class _Lowering:
         for index, value in enumerate(self._graph.outputs):
             if value not in self._low:
                 continue
+            # Losses and gradients leave in float32: sums over steps lose too much in 16 bits.
             raised = self._cast(value, _FLOAT, None)
             raised.shape = value.shape
             raised.name, value.name = value.name, self._op.namer(f"{value.name}.low")
@@ -242,6 +251,7 @@ def _widen(node: ir.Node) -> None:
             if tensor.dtype in _HALVES:
                 wide = ir.tensor(tensor.numpy().astype("float32"), name=tensor.name)
                 node.attributes[name] = ir.AttrTensor(name, wide)
+        # Cast, RandomNormal and EyeLike name their type as a number.
         elif name in ("to", "dtype") and attribute.value in _NUMBERS:
             node.attributes[name] = ir.AttrInt64(name, int(_FLOAT))
 
@@ -252,6 +262,7 @@ def _widen_stored(graph: ir.Graph, value: ir.Value) -> None:
     looked_up = [(node, index) for node, index in users if node.op_type == "Gather" and index == 0]
     for node, _ in looked_up:
         result = node.outputs[0]
+        # A table of 32,000 rows would be widened whole for the few that a batch looks up.
         wide = _cast(node, result, after=True)
         for user, index in [use for use in result.uses() if use.node is not wide.producer()]:
             user.replace_input_with(index, wide)
@@ -324,7 +335,9 @@ def _split(op: Builder, node: ir.Node, weight: ir.Value, scale: ir.Value) -> Non
         with op.inserting(product, f"{product.name or product.op_type}/weight"):
             stored = weight
             if count and external is not None:
+                # Equal nodes on equal inputs are merged by the runtime: another name keeps them apart.
                 stored = _view(op, weight, external.shape.numpy(), "again")
+            # Zero, but known only once the other operand exists: so the scales cannot be ready before it.
             nothing = op.Mul(op.Shape(other, start=0, end=1), [0])
             waiting = op.Reshape(scale, op.Add(nothing, sizes))
             waiting.shape = ir.Shape(sizes)
@@ -345,6 +358,7 @@ def _by_block(
     block, axis = node.attributes.get_int("block_size", 0), node.attributes.get_int("axis", 1)
     shape = op.static_shape(weight)
     plain = shape is not None and len(shape) == 2 and axis in (1, -1) and block > 0
+    # The last block of a row may be short, and is no row of its own then.
     if not plain or shape is None or shape[1] % block or not all(_is_stored(value) for value in zeros):
         return weight, zeros, sizes, attributes, None
     rows = shape[0] * (shape[1] // block)

@@ -33,6 +33,7 @@ def separate_examples(model: ir.Model) -> None:
     op = Builder(graph)
     segments = op.input(SEGMENTS, ir.DataType.INT64, ids.shape)
     op.before = next(iter(graph))
+    # [batch, 1, queries, keys]: one mask for all heads and layers.
     same = op.Equal(op.Unsqueeze(segments, [1, 3]), op.Unsqueeze(segments, [1, 2]))
     for node in scores:
         op.before = node
@@ -42,6 +43,7 @@ def separate_examples(model: ir.Model) -> None:
         op.before = node
         existing = next((value for value in graph.inputs if value.name == POSITIONS), None)
         positions = existing or op.input(POSITIONS, ir.DataType.INT64, ids.shape)
+        # The model subtracts one from the count, since CumSum of a mask starts at one.
         counted = op.Add(positions, np.int64(1))
         kind = node.outputs[0].dtype
         if kind is not None and kind != ir.DataType.INT64:

@@ -37,6 +37,7 @@ def rename_sizes(model: ir.Model, names: Mapping[str, str]) -> None:
 
 def settle_sizes(model: ir.Model) -> ir.Model:
     """Settle what shapes tell about a model in the dialect, in place; floating initializers stay as they are."""
+    # Exporters ask for the same Shape again before every reshape.
     share_subexpressions(model)
     for _ in range(2):  # a slice that keeps everything tells more sizes
         if not _drop_whole_slices(model.graph):
@@ -225,6 +226,7 @@ def open_batch(model: ir.Model, size: int) -> None:
         dims = _named_dims(value)
         if dims and dims[0] == size:
             value.shape = ir.Shape([BATCH, *dims[1:]])
+    # Old shapes say "1" where the batch is: folding would write that number everywhere.
     walk.forget()
     fold_constants(model)
     for node in list(graph):
@@ -256,6 +258,7 @@ class _Walk:
     """One pass over the nodes in order; shapes of what comes before a node are already the new ones."""
 
     def __init__(self, graph: ir.Graph, size: int) -> None:
+        # Two sizes of one name are one size to inference.
         if any(BATCH in (_named_dims(value) or ()) for value in graph.inputs):
             raise ModelError(f"another of its sizes is called '{BATCH}'")
         self.size = size
@@ -296,6 +299,7 @@ class _Walk:
             if old is None:
                 return
             value.type, new = kind, (None,) * len(old)
+        # Inference followed the batch itself: then it is right about where it went.
         named = any(isinstance(dim, str) for dim in new)
         first = node.inputs[0] if node.inputs else None
         opens = not named and self._axis(first) == 0 and bool(old) and old[0] == self.size
@@ -380,6 +384,7 @@ class _Walk:
         ahead = math.prod(dim if isinstance(dim, int) else 0 for dim in have[:axis]) * self.inner.get(
             source, 1
         )
+        # Elements before the batch are counted to find it again in the new shape; an unknown size cannot be.
         if ahead == 0:
             raise ModelError(f"Reshape '{node.name}' has other sizes before the batch")
         batch_axis = self._batch_axis(old, ahead)
@@ -394,6 +399,7 @@ class _Walk:
             sizes[batch_axis] = 0
         else:
             sizes[batch_axis] = -1
+        # Reshape can find out one size only.
         if sizes.count(-1) > 1:
             raise ModelError(f"Reshape '{node.name}' has two unknown sizes")
         node.replace_input_with(1, self.op.constant(np.asarray(sizes, np.int64), name="sizes"))
@@ -442,6 +448,7 @@ class _Walk:
         assert batched is not None
         axis, rank = self._axis(batched), len(_named_dims(batched) or ())
         assert axis is not None
+        # Samples joined with something else are no samples: [class token; images] along the batch, for one.
         if node.attributes["axis"].as_int() % rank == axis:
             raise ModelError(f"Concat '{node.name}' joins along the batch")
         for index, value in enumerate(node.inputs):

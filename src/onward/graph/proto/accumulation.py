@@ -66,6 +66,7 @@ def specialize_reset(model: onnx.ModelProto, *, reset: bool, keep_shapes: bool =
     unused = {RESET} | ({v.name for v in graph.input if v.name.endswith(BUFFER)} if reset else set())
     for value in [value for value in graph.input if value.name in unused]:
         graph.input.remove(value)
+    # Shapes of values that are renamed or gone would contradict the graph.
     if not keep_shapes:
         del graph.value_info[:]
     return special
@@ -129,6 +130,7 @@ def _scatters_rows(
     node: onnx.NodeProto, producers: dict[str, onnx.NodeProto], constants: dict[str, onnx.TensorProto]
 ) -> bool:
     """Whether a node adds whole rows, named by a column of numbers that is computed, to zeros."""
+    # ScatterND's threads lose updates, so that gradients of tables are never written with it.
     if node.op_type != "ScatterElements" or node.domain:
         return False
     options = attributes_of(node)

@@ -120,6 +120,7 @@ def _read(note: str, dims: Mapping[str, tuple[int, ...]]) -> tuple[Convolution, 
 def _agrees(convolution: Convolution, dims: Mapping[str, tuple[int, ...]], output: str) -> bool:
     """Whether sizes fit together, and the result is the weight's gradient still."""
     c, rank = convolution, len(convolution.strides)
+    # A note is text in a file: what it says is checked like any other input.
     if not all(len(part) == rank for part in (c.dilations, c.x[2:], c.dy[2:], c.weight[2:])):
         return False
     if len(c.pads) != 2 * rank or c.group < 1 or c.x[1] != c.weight[1] * c.group or c.dy[1] != c.weight[0]:
@@ -138,6 +139,7 @@ def form_model(convolution: Convolution, form: str | None, opset: int) -> tuple[
     graph, result = op.graph, FORMS[form or convolution.form](op, product)
     result.name = "dw"
     graph.outputs.append(result)
+    # Of the weight only the shape is read.
     graph.inputs.remove(product.w)
     # the file may be of an older opset than the forms are written in
     model = lower(finish(ir.Model(graph, ir_version=10)), opset)
@@ -176,6 +178,7 @@ def use_forms(model: onnx.ModelProto, chosen: Mapping[int, tuple[Convolution, st
             graph.initializer.append(tensor)
         for new in form_graph.graph.node:
             for name in new.output:
+                # Names of a form are the same for each of its uses: the result's name in front tells them apart.
                 names.setdefault(name, f"{prefix}/{name}")
             new.input[:] = [names[name] for name in new.input]
             new.output[:] = [names[name] for name in new.output]

@@ -24,6 +24,7 @@ _AXES_AS_INPUT = {"ReduceSum": 13, "ReduceMean": 18}
 
 def prefer_device_forms(model: onnx.ModelProto) -> None:
     """Rewrite Col2Im, sums over axes that do not lie together, pads of transposed images, sums and constant masks."""
+    # Only these need sizes, and inference copies the model.
     if any(node.op_type in ("Col2Im", "ReduceMean") for node in model.graph.node):
         model.graph.CopyFrom(onnx.shape_inference.infer_shapes(model).graph)
     _add_masks(model.graph)
@@ -55,6 +56,8 @@ def _add_masks(graph: onnx.GraphProto) -> None:
         name = f"{where.output[0]}/mask"
         bias = np.where(mask.masked, mask.low, 0).astype(np.float32)
         graph.initializer.append(onnx.numpy_helper.from_array(bias, name))
+        # Where reads three tensors of the scores' size, and a kernel of its own; the softmax adds a bias for
+        # nothing.
         where.op_type = "Add"
         where.input[:] = [mask.scores, name]
 
@@ -181,6 +184,7 @@ class _Rewriting:
         moved = np.zeros(8, np.int64)
         for axis, source in enumerate(order):
             moved[source], moved[source + 4] = pads[axis], pads[axis + 4]
+        # The provider's kernel pads rows and columns alone.
         if moved[[0, 1, 4, 5]].any():
             return [node]
         padded = copy_of(node)
@@ -203,6 +207,7 @@ class _Rewriting:
         pads = np.array(attribute_of(node, "pads", [0, 0, 0, 0]))
         reach = dilations * (kernel - 1) + 1
         counts = (size + pads[:2] + pads[2:] - reach) // strides + 1
+        # What no window reaches is zero in the image, and ConvTranspose's output padding.
         remainder = (size + pads[:2] + pads[2:] - reach) % strides
         window = int(np.prod(kernel))
         channels = shape[1] // window

@@ -47,6 +47,7 @@ def specialize_shapes(model: onnx.ModelProto, shapes: Mapping[str, Sequence[int]
         dims.update(_infer(model))
         if not _fold(graph, dims, constants):
             break
+    # Before unchanging ones go: of two reshapes the second may then be one that changes nothing.
     _merge_reshapes(graph, dims, constants)
     _drop_unchanging(graph, dims, constants)
     remove_unread(graph)
@@ -85,6 +86,7 @@ def _set_inputs(graph: onnx.GraphProto, shapes: Mapping[str, Sequence[int]]) -> 
     """Write the sizes into the inputs; returns what each symbol stands for."""
     sizes_by_symbol: dict[str, set[int]] = {}
     for value in graph.input:
+        # Inputs that are sequences have no one shape.
         if value.name not in shapes or value.type.WhichOneof("value") != "tensor_type":
             continue
         kind, shape = value.type.tensor_type, shapes[value.name]
@@ -153,6 +155,7 @@ def _infer(model: onnx.ModelProto) -> dict[str, _Dims]:
     for tensor in graph.initializer:
         if math.prod(tensor.dims) <= _SMALL and tensor.data_location != onnx.TensorProto.EXTERNAL:
             bare.initializer.append(tensor)
+        # Its type and shape are enough: the data would be copied for inference.
         elif tensor.name not in fed:
             bare.input.append(
                 onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, list(tensor.dims))
@@ -182,6 +185,7 @@ def _fold(graph: onnx.GraphProto, dims: dict[str, _Dims], constants: _Constants)
         for name, array in zip(node.output, outputs or []):
             constants.add(name, array)
             dims[name] = array.shape
+        # An output has to be computed by a node.
         if outputs is None or not results.isdisjoint(node.output):
             remaining.append(node)
         else:
@@ -189,6 +193,7 @@ def _fold(graph: onnx.GraphProto, dims: dict[str, _Dims], constants: _Constants)
                 onnx.numpy_helper.from_array(np.ascontiguousarray(array).reshape(array.shape), name)
                 for name, array in zip(node.output, outputs)
             ]
+    # Protobuf copies every node when the list is set anew.
     if tensors:
         set_nodes(graph, remaining)
         graph.initializer.extend(tensors)
@@ -222,6 +227,7 @@ def _merge_reshapes(graph: onnx.GraphProto, dims: Mapping[str, _Dims], constants
             continue
         before = producers[node.input[0]]
         shape = dims.get(node.output[0])
+        # A 0 in Reshape's target means "as in the input", and not an empty axis.
         if shape is None or 0 in shape or not all(_is_settled(one, constants) for one in (node, before)):
             continue
         source = before.input[0]
@@ -258,6 +264,7 @@ def _changes_nothing(node: onnx.NodeProto, dims: Mapping[str, _Dims], constants:
     shape = dims.get(node.output[0])
     if shape is None or dims.get(node.input[0]) != shape:
         return False
+    # Of the same size, and forwards: then it is the whole.
     if kind == "Slice":
         steps = node.input[4] if len(node.input) > 4 else ""
         return not steps or (steps in constants and bool(np.all(constants[steps] > 0)))

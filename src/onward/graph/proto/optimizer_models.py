@@ -157,6 +157,7 @@ def leaves_alone(
         "weight_decay": np.zeros(1, np.float32),
     }
     for step in (1, 2, 1000):
+        # Bias correction depends on the step: what holds at the first may not later.
         feeds["step"] = np.full(1, step, np.int64)
         # copies: a runtime may write into what it is fed
         after = run({name: array.copy() for name, array in feeds.items() if name in inputs})

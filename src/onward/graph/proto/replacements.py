@@ -57,6 +57,7 @@ def rewrite_nodes(model: onnx.ModelProto, rewrite: Callable[[onnx.NodeProto, Ins
     opset = opset_of(model)
 
     def visit(graph: onnx.GraphProto, inferred: onnx.GraphProto, outer: Types) -> None:
+        # A body reads values of the graphs around it.
         types = {**outer, **types_of(inferred)}
         add, nodes = Inserter(graph, opset), []
         for node, twin in zip(graph.node, inferred.node):

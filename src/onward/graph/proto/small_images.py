@@ -87,6 +87,7 @@ def _candidates(graph: onnx.GraphProto, dims: _Dims) -> Iterator[tuple[int, _Sma
     fixed = {tensor.name for tensor in graph.initializer} - {value.name for value in graph.input}
     fixed |= {node.output[0] for node in graph.node if node.op_type == "Constant"}
     for index, node in enumerate(graph.node):
+        # Constant weights are reordered at load for kernels that need no columns.
         if node.op_type not in ("Conv", "ConvTranspose") or node.domain or node.input[1] in fixed:
             continue
         x = dims.get(node.input[0], ())
@@ -116,6 +117,7 @@ def _read(node: onnx.NodeProto, x: Sequence[int | None], w: Sequence[int | None]
         spans = [(k - 1) * d for k, d in zip(sizes[1], dilations)]
         pads = tuple(span - pad for span, pad in zip([*spans, *spans], pads))
         outputs, inputs = inputs, outputs
+        # A stride puts zeros between the places of dy: no plain convolution of it.
         if any(options.get("output_padding") or ()) or options.get("output_shape") or max(strides) > 1:
             return None
     if min(pads) < 0 or inputs != x[1]:

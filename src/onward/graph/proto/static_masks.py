@@ -32,6 +32,7 @@ def simplify_static_masks(model: onnx.ModelProto) -> int:
 
 def _simplify(graph: _Graph, softmax: str, masked: np.ndarray) -> None:
     for node in graph.readers(softmax):
+        # The softmax is zero there by itself.
         if node.op_type == "Where" and graph.zeroes(node, softmax, masked):
             graph.replace(node.output[0], softmax)
     products = {node.output[0] for node in graph.readers(softmax) if node.op_type == "Mul"}

@@ -25,6 +25,7 @@ _CONTROL = frozenset({"If", "Loop", "Scan", "SequenceMap"})
 
 def infer_graph(op: Builder) -> None:
     """Infer the builder's graph again from its first node with a body or a sequence on; nothing if none."""
+    # What comes before is inferred already, by ONNX, and better than here: with values of shape vectors.
     started = False
     for node in op.graph:
         started = started or bool(subgraphs_of(node)) or any(_is_container(v) for v in node.inputs)
@@ -84,13 +85,16 @@ def _infer_if(op: Builder, node: ir.Node) -> None:
     for outcome, *alternatives in zip(node.outputs, *(branch.outputs for branch in branches)):
         shape = alternatives[0].shape
         for other in alternatives[1:]:
+            # Only what holds whichever branch runs.
             shape = _common(shape, other.shape)
+        # Both branches must give one type; ranks may differ, which ONNX allows and no rule can use.
         describe(outcome, alternatives[0].type or outcome.type, _sharper(shape, outcome.shape))
 
 
 def _infer_loop(op: Builder, node: ir.Node) -> None:
     body = node.attributes["body"].as_graph()
     states = list(node.inputs[2:])
+    # The number of the iteration and whether to go on are the body's first inputs, whatever the states are.
     counters = [
         (ir.TensorType(ir.DataType.INT64), ir.Shape([])),
         (ir.TensorType(ir.DataType.BOOL), ir.Shape([])),
@@ -100,6 +104,7 @@ def _infer_loop(op: Builder, node: ir.Node) -> None:
         describe(outcome, kind, _outside(shape))
     for outcome, element in zip(node.outputs[len(states) :], body.outputs[1 + len(states) :]):
         shape = _outside(element.shape)
+        # How many iterations there are is known when they are over.
         describe(outcome, element.type, None if shape is None else ir.Shape([None, *shape]))
 
 
@@ -167,6 +172,7 @@ def _settle(
         unchanged = [(kind, _common(shape, after.shape)) for (kind, shape), after in zip(guess, leaving)]
         if all(have[1] == want[1] for have, want in zip(unchanged, guess)):
             return guess
+        # Sizes only ever become unknown, so that this ends after as many rounds as there are sizes.
         guess = unchanged
 
 

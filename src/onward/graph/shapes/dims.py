@@ -43,9 +43,11 @@ def product(dims: Sequence[Dim]) -> Dim:
         if isinstance(dim, int):
             number *= dim
         else:
+            # A name may be a product itself, from an earlier Reshape.
             factor, parts = _factors(dim)
             number *= factor
             names += parts
+    # An empty tensor stays empty whatever the names are.
     if number == 0 or not names:
         return number
     return _spell(number, names)
@@ -61,7 +63,9 @@ def quotient(whole: Dim, part: Dim) -> Dim:
     for name in bottom_names:
         if name not in names:
             return None
+        # Once for each time that it occurs: batch*batch / batch is batch.
         names.remove(name)
+    # 3*batch / 2 may be whole at run time, but has no spelling here.
     if top % bottom:
         return None
     return _spell(top // bottom, names) if names else top // bottom
@@ -96,6 +100,7 @@ def sub(a: Dim, b: Dim) -> Dim:
 
 
 def mul(a: Dim, b: Dim) -> Dim:
+    # A negative factor is a sign or a -1 of Reshape, and no size.
     if (isinstance(a, int) and a < 0) or (isinstance(b, int) and b < 0):
         return a * b if isinstance(a, int) and isinstance(b, int) else None
     return product([a, b])
@@ -103,6 +108,7 @@ def mul(a: Dim, b: Dim) -> Dim:
 
 def div(a: Dim, b: Dim) -> Dim:
     if isinstance(a, int) and isinstance(b, int):
+        # Towards zero, as the runtime divides integers; // rounds down.
         return int(a / b) if b else None
     return a if b == 1 else quotient(a, b)
 
@@ -114,8 +120,10 @@ def windows(size: Dim, margin: int, stride: int) -> Dim:
     """
     if isinstance(size, int):
         return (size + margin) // stride + 1
+    # A window of one, or padding "same": the name stays, so that residual sums are seen to fit.
     if stride == 1 and margin == -1:
         return size
+    # A name with brackets in a product would be cut apart at its operators.
     if size is None or "*" in size:
         return None
     return f"({size}{margin:+d})/{stride}+1"
@@ -186,11 +194,13 @@ class Symbols:
             return None
         if value in self._elements:
             return self._elements[value]
+        # Not an error: what is not followed is only unnamed.
         if self._depth > _RECURSION:  # a chain of nodes may be longer than the stack of Python
             return None
         self._depth += 1
         computed = self._compute(value)
         self._depth -= 1
+        # None is remembered too: otherwise each reader would walk the whole chain again.
         self._elements[value] = computed
         return computed
 
@@ -203,9 +213,11 @@ class Symbols:
         dims = rule(self, node)
         if dims is None:
             return False
+        # ONNX's inference says another rank: which of the two is right is not settled here.
         if output.shape is not None and output.shape.rank() != len(dims):
             return False
         current = dims_of(output.shape) if output.shape is not None else (None,) * len(dims)
+        # Numbers of inference are never overwritten by a name, names by better ones are.
         merged = tuple(old if new is None or isinstance(old, int) else new for old, new in zip(current, dims))
         if output.shape is not None and merged == current:
             return False
@@ -213,6 +225,7 @@ class Symbols:
         return True
 
     def _compute(self, value: ir.Value) -> Elements | None:
+        # An initializer that is an input may be fed with something else.
         if value.is_graph_input():
             return None
         if value.const_value is not None:
@@ -228,6 +241,7 @@ class Symbols:
 def _constant(tensor: ir.TensorProtocol) -> Elements | None:
     if tensor.size > _LONGEST or len(tensor.shape) > 1:
         return None
+    # Shapes computed in float (older exporters' Ceil of sizes) are left to constant folding.
     if tensor.dtype not in (ir.DataType.INT64, ir.DataType.INT32, ir.DataType.BOOL):
         return None
     array = tensor.numpy()
@@ -345,6 +359,7 @@ def _reshaped(symbols: Symbols, node: ir.Node) -> Sequence[Dim] | None:
         for index, dim in enumerate(dims):
             if dim == 0:
                 dims[index] = have[index] if have is not None and index < len(have) else None
+    # Two of them are an error that the runtime reports; none needs nothing.
     if dims.count(-1) == 1:
         index = dims.index(-1)
         others = product([dim for dim in dims if dim != -1])
@@ -382,6 +397,7 @@ def _sliced(symbols: Symbols, node: ir.Node) -> Sequence[Dim] | None:
             return None
         touched.add(axis % len(have))
         whole = have[axis]
+        # torch's tracing writes x[:, :n] for "as long as n", where x is a table of positions.
         if start == 0 and step == 1 and isinstance(stop, str) and (whole == stop or _many(whole)):
             dims[axis] = stop
     return [dims[axis] if axis in touched else have[axis] for axis in range(len(have))]
@@ -407,6 +423,8 @@ def _padded(symbols: Symbols, node: ir.Node) -> Sequence[Dim] | None:
 def _slid(_: Symbols, node: ir.Node) -> Sequence[Dim] | None:
     """Spatial sizes of a convolution or pooling, by name where the input has names."""
     x = node.inputs[0]
+    # With ceil_mode, whether a last window starts in the padding decides, and runtime and ONNX disagreed
+    # about it.
     if x is None or x.shape is None or node.attributes.get_int("ceil_mode", 0):
         return None
     have, count = dims_of(x.shape), x.shape.rank() - 2
@@ -418,6 +436,7 @@ def _slid(_: Symbols, node: ir.Node) -> Sequence[Dim] | None:
     strides, dilations = (
         list(node.attributes.get_ints(name, []) or [1] * count) for name in ("strides", "dilations")
     )
+    # SAME makes sizes depend on the stride in a way that one name cannot spell.
     fixed = node.attributes.get_string("auto_pad", "NOTSET") in ("NOTSET", "VALID")
     if not fixed or len(kernel) != count or len(pads) != 2 * count:
         return None

@@ -46,6 +46,7 @@ def drop_contradictions(model: ir.Model) -> None:
         )
         return
     except Exception as error:  # also for what strictness has against other models
+        # Strict mode also refuses custom operators and missing types, which are no contradictions.
         if "existing shape differ in dimension" not in str(error):
             return
     # strict inference names one contradiction; without what is declared, it finds every value's own shape
@@ -80,6 +81,7 @@ def _correct_outputs(model: ir.Model) -> bool:
         node = value.producer()
         if node is None or node.domain or subgraphs_of(node) or value.shape is None:
             continue
+        # Inference of one node without an input's type sets nothing, and would look like a correction.
         if any(operand is not None and operand.type is None for operand in node.inputs):
             continue
         before = [(output.type, output.shape) for output in node.outputs]
@@ -109,6 +111,7 @@ def _correct_squeezes(graph: ir.Graph) -> bool:
             continue
         dims, output = dims_of(source.shape), node.outputs[0]
         remaining = [dim for dim in dims if dim != 1]
+        # Published files declare the input's own symbol here, for a rank that the result cannot have.
         if output.shape is not None and _may_be_squeezed(remaining, dims_of(output.shape), free):
             continue
         settled = all(isinstance(dim, int) or dim in free for dim in remaining)
@@ -163,6 +166,7 @@ def sharpen(model: ir.Model) -> None:
     changed: set[ir.Value] = set()
     for node in model.graph:
         before = [_dims(output) for output in node.outputs]
+        # Bounds that folding made constant were unknown when inference came by.
         vague = node.op_type == "Slice" and _has_constant_bounds(node)
         if (vague or any(value in changed for value in node.inputs)) and not subgraphs_of(node):
             _infer_sharper(op, node)
@@ -257,6 +261,7 @@ def _joins_are_short(graph: onnx.GraphProto, lengths: dict[str, int]) -> bool:
         counts = [lengths.get(name, 1) for name in node.input]
         if node.op_type == "Concat":
             lengths[node.output[0]] = sum(counts)
+            # onnx writes the propagated numbers of each Concat out: doubled 40 times, they fill any memory.
             if sum(counts) > _LONGEST_JOIN:
                 return False
         elif node.op_type in _FOLLOWED and counts:
@@ -275,11 +280,13 @@ def _merge(graph: ir.Graph, proto: onnx.GraphProto) -> None:
     for node, node_proto in zip(graph, proto.node):
         forget_copied_size(node)
         for body, body_proto in zip(subgraphs_of(node), inner_graphs(node_proto)):
+            # Bodies have value_info of their own in protobuf.
             _merge(body, body_proto)
 
 
 def _take(value: ir.Value, info: onnx.TypeProto) -> None:
     kind = ir.serde.deserialize_type_proto_for_type(info)
+    # ONNX writes UNDEFINED where it knows a shape and no type.
     if kind is not None and getattr(kind, "dtype", None) != ir.DataType.UNDEFINED:
         value.type = kind
     shape = ir.serde.deserialize_type_proto_for_shape(info)
@@ -308,6 +315,7 @@ def _fill_ranks(graph: ir.Graph) -> bool:
             continue
         for value in open_ranks:
             value.shape = ir.Shape([None] * rank)
+            # Its first input is a shape; the type is the attribute's, float where there is none.
             if value.type is None and node.inputs[0] is not None and node.op_type != "ConstantOfShape":
                 value.type = node.inputs[0].type
             changed = value.type is not None or changed
@@ -322,6 +330,7 @@ def _input_ranks(node: ir.Node) -> Sequence[int | None]:
             return [None if weights is None or weights.shape is None else weights.shape.rank()]
         case "Gemm":
             return [2, 2]
+        # Which inputs are optional does not matter: zip stops at those that are there.
         case "RNN" | "GRU" | "LSTM":
             return [3, 3, 3, 2, 1, 3, 3, 2]
         case _:
@@ -371,6 +380,7 @@ def rank_from_lengths(node: ir.Node) -> int | None:
             if rank is None or node.attributes.get_int("keepdims", 1):
                 return rank
             return None if removed is None else rank - removed
+        # [batch, frames, bins, real and imaginary]
         case "STFT":
             return 4
         case name:

@@ -85,6 +85,7 @@ def _trilu(op: Builder, node: ir.Node) -> ir.Value:
 @fused("GatherND")
 def _gather_nd(op: Builder, node: ir.Node) -> ir.Value:
     """GatherND"""
+    # The contrib operator also took int32, which the standard one does not.
     return op.GatherND(required_input(node), op.Cast(required_input(node, 1), to=ir.DataType.INT64))
 
 

@@ -36,6 +36,7 @@ def _attention(op: Builder, node: ir.Node) -> Sequence[ir.Value | None]:
     heads = attribute(node, "num_heads")
     product = op.MatMul(required_input(node), required_input(node, 1))
     joined = add_optional(op, product, optional_input(node, 2))
+    # Values may be wider than queries and keys.
     sizes = attribute(node, "qkv_hidden_sizes")
     if sizes:
         parts = op.Split(joined, np.asarray(sizes, np.int64), axis=2, outputs=3)
@@ -44,6 +45,7 @@ def _attention(op: Builder, node: ir.Node) -> Sequence[ir.Value | None]:
     q, k, v = (split_heads(op, part, heads) for part in parts)
     past = optional_input(node, 4)
     offset = None
+    # Keys and values of a cache are one tensor here, [2, batch, heads, length, size].
     if past is not None:
         old_k, old_v = (op.Gather(past, index, axis=0) for index in (0, 1))
         offset = op.dim(old_k, 2)
@@ -75,6 +77,7 @@ def _multi_head_attention(op: Builder, node: ir.Node) -> Sequence[ir.Value | Non
 def _projections(op: Builder, node: ir.Node, heads: int) -> tuple[ir.Value, ir.Value, ir.Value]:
     """Queries, keys and values as [batch, heads, length, size], from whichever form they come in."""
     q, (k, v, bias) = required_input(node), (optional_input(node, index) for index in (1, 2, 3))
+    # Packed queries, keys and values: the runtime tells the forms apart by the rank alone.
     if op.rank(q) == 5:
         return _packed(op, q, 0), _packed(op, q, 1), _packed(op, q, 2)
     if k is None:
@@ -114,6 +117,7 @@ def _mask(
     mask = Mask(bias, may_be_empty=False)
     if padding is not None:
         keep = _attended_keys(op, padding, q, k)
+        # Added rather than −∞: a row in which all keys are padding stays finite, as the runtime's own does.
         filler = attribute(node, "mask_filter_value", -10000.0)
         hidden = op.Where(keep, op.constant_like(0.0, q), op.constant_like(filler, q))
         mask.bias = hidden if mask.bias is None else op.Add(mask.bias, hidden)
@@ -159,6 +163,7 @@ def _group_query_attention(op: Builder, node: ir.Node) -> Sequence[ir.Value | No
         width = op.static_dim(q, 2)
         if width is None:
             raise ModelError("the width of the packed queries, keys and values is unknown")
+        # Packed: first all query heads, then the fewer ones of keys and of values.
         size = width // (heads + 2 * stored)
         q, k, v = op.Split(q, [heads * size, stored * size, stored * size], axis=2, outputs=3)
     q, k, v = split_heads(op, q, heads), split_heads(op, k, stored), split_heads(op, v, stored)
@@ -185,6 +190,7 @@ def _group_query_attention(op: Builder, node: ir.Node) -> Sequence[ir.Value | No
         column, here = key_positions(op, op.dim(k, 2)), op.Unsqueeze(row, [1])
         mask.allow(op, op.LessOrEqual(column, here))
         window = attribute(node, "local_window_size", -1)
+        # The token itself counts as one of the window.
         if window > 0:
             mask.allow(op, op.Greater(column, op.Sub(here, window)))
     k, v = (repeat_heads(op, x, heads // stored) for x in (k, v))

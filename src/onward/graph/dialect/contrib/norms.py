@@ -23,6 +23,7 @@ def _skip_layer_norm(op: Builder, node: ir.Node) -> Sequence[ir.Value | None]:
         "LayerNormalization",
         [total, required_input(node, 2), optional_input(node, 3)],
         {"axis": -1, "epsilon": attribute(node, "epsilon", 1e-12)},
+        # Mean and inverse deviation are written only for training builds, which read them.
         outputs=3 if is_used(node, 1) or is_used(node, 2) else 1,
     )
     return [*outputs, *[None] * (3 - len(outputs)), total]
@@ -81,6 +82,7 @@ def _embed_layer_norm(op: Builder, node: ir.Node) -> Sequence[ir.Value | None]:
 def _rms(op: Builder, x: ir.Value, scale: ir.Value, epsilon: float, axis: int) -> tuple[ir.Value, ir.Value]:
     """(x·r·scale, r) with r = 1/√(mean(x²) + ε), in float32."""
     rank = op.rank(x)
+    # In float32: squares of float16 overflow from 256 on.
     wide = x
     if op.dtype(x) in (ir.DataType.FLOAT16, ir.DataType.BFLOAT16):
         wide = op.Cast(x, to=ir.DataType.FLOAT)

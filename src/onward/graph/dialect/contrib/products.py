@@ -43,6 +43,7 @@ def _turned(op: Builder, x: ir.Value, last: int, batch: int) -> ir.Value:
     if rank < 2 or not (last or batch):
         return x
     order = list(range(rank))
+    # transBatchA moves the first axis behind the other batch axes: [b, …, m, k] to […, b, m, k].
     if batch:
         order = [*order[1:-1], order[0], order[-1]]
     if last:

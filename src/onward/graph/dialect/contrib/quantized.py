@@ -34,6 +34,7 @@ def _matmul_nbits(op: Builder, node: ir.Node) -> ir.Value:
     if zeros is None:
         zero = _constant_of(op, np.full((rows, blocks), 2 ** (bits - 1), np.uint8), bits, "zero_points")
     elif zeros.dtype == ir.DataType.UINT8:
+        # Rows of zero points begin at a whole byte.
         width = -(-blocks * bits // 8) * 8 // bits
         data = op.const_value(zeros)
         if data is None:
@@ -47,6 +48,7 @@ def _matmul_nbits(op: Builder, node: ir.Node) -> ir.Value:
     if shift is not None:
         in_blocks = op.Reshape(full, [rows, blocks, block])
         full = op.Reshape(op.Sub(in_blocks, op.Unsqueeze(shift, [2])), [rows, blocks * block])
+    # What pads the last block is no part of the weight.
     if blocks * block != columns:
         full = op.Slice(full, [0], [columns], [1])
     y = op.MatMul(x, op.Transpose(full, perm=[1, 0]))
@@ -66,12 +68,14 @@ def _gather_block_quantized(op: Builder, node: ir.Node) -> ir.Value:
         attribute(node, name, default) % len(sizes)
         for name, default in (("gather_axis", 0), ("quantize_axis", 1))
     ]
+    # What exporters write for tables of embeddings.
     if axes != [0, 1] or len(sizes) != 2:
         raise ModelError("it looks up rows of a matrix only where gather_axis is 0 and quantize_axis 1")
     small = kind in (ir.DataType.UINT4, ir.DataType.INT4)
     bits = 4 if small else bits
     rows, columns = sizes[0], sizes[1] if small else sizes[1] * 8 // bits
     blocks = -(-columns // block)
+    # Rows first, numbers later: the whole table in float32 would take eight times the file.
     numbers = _looked_up(op, data, indices, columns, bits, signed=kind == ir.DataType.INT4)
     scales = op.Gather(op.Reshape(scales, [rows, blocks]), indices, axis=0)
     if zeros is not None:
@@ -100,6 +104,7 @@ def _looked_up(
     bytes_read = op.Cast(op.Gather(bytes_of, indices, axis=0), to=ir.DataType.FLOAT)
     if bits == 8:
         return bytes_read
+    # In float: all numbers are small and exact, and integer shifts have few kernels.
     high = op.Floor(op.Mul(bytes_read, np.float32(1 / 16)))
     low = op.Sub(bytes_read, op.Mul(high, np.float32(16)))
     pairs = op.Concat(op.Unsqueeze(low, [-1]), op.Unsqueeze(high, [-1]), axis=-1)
@@ -111,6 +116,7 @@ def _looked_up(
 
 def _bytes(op: Builder, table: ir.Value, width: int, columns: int) -> ir.Value:
     """A stored matrix of small numbers as bytes [rows, width]: the same ones, where its rows are whole bytes."""
+    # A table that the output layer shares comes through a Reshape to that layer's blocks.
     while (producer := producer_of(table, "Reshape", "Identity")) is not None:
         table = required_input(producer)
     tensor = table.const_value
@@ -173,6 +179,7 @@ def _dynamic_quantize_matmul(op: Builder, node: ir.Node) -> ir.Value:
     """Dequantize(Quantize(x))·DequantizeLinear(w) + bias, with a scale of x found at run time"""
     x, weight, scale = (required_input(node, index) for index in range(3))
     _, x_scale, x_zero = op.DynamicQuantizeLinear(x, outputs=3)
+    # Rounded as the operator rounds x, so that training sees the error that deployment has.
     near = op.DequantizeLinear(op.QuantizeLinear(x, x_scale, x_zero), x_scale, x_zero)
     y = op.MatMul(near, _dequantized(op, weight, scale, optional_input(node, 3)))
     return add_optional(op, y, optional_input(node, 4))
