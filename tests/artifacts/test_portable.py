@@ -81,7 +81,7 @@ class Loop:
 
 
 class Accumulating(Loop):
-    """The loop over the step that adds up gradients: one more number in, and sums of gradients after the state."""
+    """The loop over the step that adds up gradients: a number after the rate, and sums of gradients after the state."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -95,8 +95,7 @@ class Accumulating(Loop):
         self.sums = [np.zeros(shape, np.float32) for shape in shapes]
 
     def __call__(self, *inputs: np.ndarray, rate: float = 1e-3, update: float = 1.0) -> list[Any]:
-        scalars = [np.array([rate], np.float32), np.array([update], np.float32)]
-        given = [*inputs, *scalars, *self.state, *self.sums]
+        given = [*inputs, np.array([rate, update], np.float32), *self.state, *self.sums]
         made = list(self.session.run(self.outputs, dict(zip(self.names, given, strict=True))))
         changed = made[self.results : len(made) - len(self.sums)]
         self.state[len(self.state) - len(changed) :] = changed
@@ -695,10 +694,9 @@ def test_the_table_of_inputs_is_all_that_a_program_needs_to_make_them(tmp_path: 
             roles.append(role)
         x, labels = batch(0)
         sums = loop.sums if isinstance(loop, Accumulating) else []
-        scalars = ["rate", "update"] if sums else ["rate"]
-        expected = ["batch"] * 2 + scalars + ["state"] * len(loop.state) + ["gradient"] * len(sums)
-        assert roles == expected
-        tensors[: 2 + len(scalars)] = [x, labels, *(np.full(1, 0.01, np.float32) for _ in scalars)]
+        state = ["state"] * (len(loop.state) - 2) + ["steps", "state"]
+        assert roles == ["batch"] * 2 + ["rate"] + state + ["gradient"] * len(sums)
+        tensors[:3] = [x, labels, np.array([0.01, 1.0], np.float32)[: tensors[2].size]]
         results = session.run(None, dict(zip([value.name for value in session.get_inputs()], tensors)))
         np.testing.assert_array_equal(results[0], loop(x, labels, rate=0.01)[0])
 
@@ -737,7 +735,7 @@ def test_clipping_takes_gradients_whose_square_overflows(tmp_path: Path) -> None
 # ---- files --------------------------------------------------------------------------------------------
 
 
-def test_the_inference_model_reads_the_first_bytes_of_the_state(tmp_path: Path) -> None:
+def test_the_inference_model_reads_the_state_file_of_which_the_first_bytes_are_enough(tmp_path: Path) -> None:
     artifacts(tmp_path, normalized(), requires_grad=NORMALIZED)
     loop = Loop(tmp_path)
     _, module, optimizer = start(tmp_path)
@@ -748,7 +746,7 @@ def test_the_inference_model_reads_the_first_bytes_of_the_state(tmp_path: Path) 
         module.lazy_reset_grad()
     header = (tmp_path / "state.bin").read_bytes()[:64]
     size = int(loop.about["onward.weights_size"])
-    (tmp_path / "inference_model.bin").write_bytes((header + loop.bytes())[:size])
+    (tmp_path / "state.bin").write_bytes((header + loop.bytes())[:size])
     module.export_model_for_inferencing(tmp_path / "python.onnx", ["scores"])
     x = batch(9)[0]
     one, other = (
@@ -763,15 +761,19 @@ def test_the_inference_model_runs_as_written(tmp_path: Path) -> None:
     session = ort.InferenceSession(tmp_path / "my_inference_model.onnx", one_thread())
     assert [value.name for value in session.get_inputs()] == ["x"]
     assert [value.name for value in session.get_outputs()] == ["scores"]
-    size = int(session.get_modelmeta().custom_metadata_map.get("onward.weights_size", 0)) or None
-    state = (tmp_path / "my_state.bin").read_bytes()
-    weights = (tmp_path / "my_inference_model.bin").read_bytes()
-    assert state[64 : len(weights)] == weights[64:] and (size is None or size == len(weights))
+    model = onnx.load(tmp_path / "my_inference_model.onnx", load_external_data=False)
+    files = {
+        entry.value
+        for tensor in model.graph.initializer
+        for entry in tensor.external_data
+        if entry.key == "location"
+    }
+    assert files == {"my_state.bin"}
 
 
 def test_two_runs_write_the_same_bytes(tmp_path: Path) -> None:
     one, other = (artifacts(tmp_path / name, classifier(0.1)) for name in ("one", "other"))
-    for name in ("train_step.onnx", "state.bin", "inference_model.onnx", "inference_model.bin"):
+    for name in ("train_step.onnx", "state.bin", "inference_model.onnx"):
         assert (one / name).read_bytes() == (other / name).read_bytes(), name
 
 

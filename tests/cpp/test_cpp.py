@@ -329,7 +329,7 @@ def test_evaluation_and_export(driver: Path, tmp_path: Path) -> None:
     artifacts(tmp_path, normalized(), NORMALIZED)
     batches = list(samples(8))
     file = write_batches(tmp_path / "batches", batches)
-    exported, weights = tmp_path / "exported.onnx", tmp_path / "inference_model.bin"
+    exported, weights = tmp_path / "exported.onnx", tmp_path / "weights.bin"
     *_, found = numbers(
         run(driver, "train", tmp_path, tmp_path / "state.bin", file, 8, 0.01, "eval", "output=scores",
             f"export={exported}", f"weights={weights}")
@@ -343,6 +343,7 @@ def test_evaluation_and_export(driver: Path, tmp_path: Path) -> None:
     module.eval()
     np.testing.assert_allclose(found, float(module(*batches[0])), rtol=1e-6)
     module.export_model_for_inferencing(tmp_path / "python.onnx", ["scores"])
+    weights.replace(tmp_path / "state.bin")  # where the inference model reads them
     x = batches[0][0]
     one, two, three = (
         ort.InferenceSession(tmp_path / name, one_thread()).run(["scores"], {"x": x})[0]

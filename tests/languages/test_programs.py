@@ -164,7 +164,7 @@ def test_it_trains_as_python_and_each_goes_on_from_the_state_of_the_other(
     np.testing.assert_allclose(found["answer"], expected.answer, rtol=1e-4, atol=1e-5)
 
     # Python goes on with the program's state …
-    checkpoint.save(from_portable(folder / "trained.bin"), folder / "resumed")
+    checkpoint.save(from_portable(folder / "state.bin"), folder / "resumed")
     state, module, optimizer = start(folder, "resumed")
     endless = itertools.islice(itertools.cycle(expected.batches), STEPS % 8, None)
     losses = train(module, optimizer, endless, MORE)
@@ -172,7 +172,7 @@ def test_it_trains_as_python_and_each_goes_on_from_the_state_of_the_other(
 
     # … and the program with Python's.
     CheckpointState.save_checkpoint(state, folder / "handed", include_optimizer_state=True)
-    to_portable(checkpoint.load(folder / "handed"), folder / "trained.bin", layout=folder / "state.bin")
+    to_portable(checkpoint.load(folder / "handed"), folder / "state.bin", layout=folder / "state.bin")
     again = printed(program, folder, expected.data, MORE, SIZE, RATE)
     np.testing.assert_allclose(again["loss"], expected.losses[STEPS + MORE :], rtol=1e-5, atol=1e-5)
     apart = np.abs(np.array(found["loss"]) - expected.losses[:STEPS]).max()
@@ -186,8 +186,9 @@ def test_two_batches_an_update_are_one_batch_of_both(program: Program, language:
     )  # fmt: skip
     numbers().tofile(tmp_path / "x.bin")
     np.random.default_rng(2).integers(0, 3, 8 * SIZE).tofile(tmp_path / "labels.bin")
+    start = (tmp_path / "state.bin").read_bytes()
     whole = printed(program, tmp_path, tmp_path, 3, 2 * SIZE, RATE)
-    (tmp_path / "trained.bin").unlink()
+    (tmp_path / "state.bin").write_bytes(start)
     halves = printed(program, tmp_path, tmp_path, 3, SIZE, RATE, 2)
     means = np.reshape(halves["loss"], (3, 2)).mean(axis=1)
     np.testing.assert_allclose(means, whole["loss"], rtol=1e-5, atol=1e-6)
@@ -241,11 +242,12 @@ def test_it_refuses_what_it_cannot_train_on_with_one_clear_line(
         folder = copy_of(expected, tmp_path / name)
         data = Path(shutil.copytree(expected.data, tmp_path / name / "data"))
         spoil(folder, data)
+        before = (folder / "state.bin").read_bytes()
         done = program.run(folder, data, 3, SIZE, RATE)
         lines = done.stderr.replace('"', "'").splitlines()
         assert done.returncode == 1 and len(lines) == 1, (name, done.stderr)
         assert lines[0].startswith("error: ") and message in lines[0]
-        assert not (folder / "trained.bin").exists(), name
+        assert (folder / "state.bin").read_bytes() == before, name
     matrix.record(language, refuses=True)
 
 

@@ -616,7 +616,7 @@ class CheckpointState {
     state.Write(path, include_optimizer_state);
   }
 
-  /// Write the data file of inference_model.onnx: `inference_model.bin`, to be put beside a copy of that model.
+  /// Write as much of a state file as inference_model.onnx reads: to be put beside a copy of that model, as `state.bin`.
   void SaveWeights(const std::filesystem::path& path) const {
     RequireValues();
     detail::ReplaceFile(path, [&](std::FILE* file) {

@@ -1,13 +1,13 @@
 /* train ARTIFACTS DATA [updates] [batch size] [learning rate] [batches an update]
  *
  * DATA has a file for each input of the batch, NAME.bin: its samples one after another, little-endian. The program goes on
- * where ARTIFACTS/trained.bin stopped, trains, evaluates, saves, and answers for one sample with the inference model. */
+ * from ARTIFACTS/state.bin, trains, evaluates, saves, and answers for one sample with the inference model. */
 
 #include "trainer.h"
 
 /* Feeds samples of the files, which are read once into `files`. */
 static void read_batch(Trainer *t, const char *folder, int64_t batch, size_t count, char **files, size_t *sizes) {
-  for (size_t i = 0; t->inputs[i].role == 'b'; ++i) {
+  for (size_t i = 0; !strcmp(t->inputs[i].role, "batch"); ++i) {
     Input *input = &t->inputs[i];
     char path[MOST_PATH];
     join(path, folder, t->step.names[i], ".bin");

@@ -1,7 +1,7 @@
 // train ARTIFACTS DATA [updates] [batch size] [learning rate] [batches an update]
 //
 // DATA has a file for each input of the batch, NAME.bin: its samples one after another, little-endian. The program goes on
-// where ARTIFACTS/trained.bin stopped, trains, evaluates, saves, and answers for one sample with the inference model.
+// from ARTIFACTS/state.bin, trains, evaluates, saves, and answers for one sample with the inference model.
 
 #include "trainer.hpp"
 

@@ -1,5 +1,5 @@
 // Trains with onnxruntime's C++ API, over the files that `onward artifacts MODEL --portable` writes. Lift this file and
-// ../c/sha256.h; train.cpp shows how to use them. It goes on where trained.bin in the folder stopped.
+// ../c/sha256.h; train.cpp shows how to use them. It goes on from state.bin in the folder.
 #pragma once
 #include <onnxruntime_cxx_api.h>
 #include <sha256.h>
@@ -46,14 +46,13 @@ class Trainer {
         step_(Open(accumulates ? "accumulate_step.onnx" : "train_step.onnx")),
         evaluation_(Open("eval_step.onnx")) {
     if (About("onward.portable") != "2") throw std::runtime_error("this is not a portable step of version 2");
-    const auto path = folder / (exists(folder / "trained.bin") ? "trained.bin" : "state.bin");
-    std::ifstream stream(path, std::ios::binary);
+    std::ifstream stream(path_, std::ios::binary);
     file_.assign(std::istreambuf_iterator<char>(stream), {});
     if (file_.size() < 96 || Checksum() != file_.substr(file_.size() - 32))
-      throw std::runtime_error("'" + path.string() + "' is damaged: its content does not match its checksum");
+      throw std::runtime_error("'" + path_.string() + "' is damaged: its content does not match its checksum");
     std::ostringstream digest;
     for (size_t i = 32; i < 64; ++i) digest << std::hex << std::setw(2) << std::setfill('0') << (file_[i] & 255);
-    if (digest.str() != About("onward.state_digest")) throw std::runtime_error("'" + path.string() + "' is the state of another model");
+    if (digest.str() != About("onward.state_digest")) throw std::runtime_error("'" + path_.string() + "' is the state of another model");
     std::istringstream table(About("onward.inputs"));
     for (const std::string& name : step_.GetInputNames()) {
       std::string line;
@@ -63,25 +62,22 @@ class Trainer {
       words >> input.role >> input.offset >> input.size >> input.type;
       for (int64_t dim; words >> dim;) input.dims.push_back(dim);
       input.name = name;
+      if (input.role == "rate") rate_ = name;
+      if (input.role == "steps") steps_ = name;
       const std::string zeros(input.size, '\0');
-      if (input.role != "batch") values_[input.name] = input.Tensor(input.offset ? &file_[input.offset] : zeros.data(), input.size);
+      if (input.role != "batch") values_[name] = input.Tensor(input.offset ? &file_[input.offset] : zeros.data(), input.size);
     }
   }
 
-  /// How many batches this state has seen: the tensor before the last one of the state.
-  int64_t Steps() const {
-    size_t last = inputs.size() - 1;
-    while (inputs[last].role != "state") --last;
-    return values_.at(inputs[last - 1].name).GetTensorData<int64_t>()[0];
-  }
+  /// How many batches this state has seen.
+  int64_t Steps() const { return *values_.at(steps_).GetTensorData<int64_t>(); }
 
   /// Trains on a batch and returns its loss. A trainer that accumulates multiplies the sum of the gradients by `update`,
   /// 1/4 after four batches, say, and updates by it, where `update` is not 0; any other updates by each batch.
   float Train(const Values& batch, float rate, float update = 1) {
-    for (const Input& input : inputs) {
-      if (input.role == "rate") *values_[input.name].GetTensorMutableData<float>() = rate;
-      if (input.role == "update") *values_[input.name].GetTensorMutableData<float>() = update;
-    }
+    const float numbers[] = {rate, update};
+    Ort::Value& value = values_[rate_];  // has the first alone, where it does not accumulate
+    std::copy_n(numbers, value.GetTensorTypeAndShapeInfo().GetElementCount(), value.GetTensorMutableData<float>());
     std::vector<Ort::Value> outputs = Run(step_, batch);
     const size_t results = std::stoul(About("onward.results"));
     const float loss = CheckedLoss(outputs, results);
@@ -95,19 +91,24 @@ class Trainer {
     return CheckedLoss(outputs, outputs.size());
   }
 
-  /// The first output of the inference model.
+  /// The first output of the inference model, which reads the weights that were saved.
   Ort::Value Answer(const Values& batch) {
     Ort::Session session = Open("inference_model.onnx");
     return std::move(Run(session, batch)[0]);
   }
 
-  /// Writes the state, and the weights of the inference model: the first bytes of the state.
+  /// Writes all of the state or nothing: what was there stays until the new content is on the disk.
   void Save() {
     for (const Input& input : inputs)
-      if (input.role == "state") std::memcpy(&file_[input.offset], values_[input.name].GetTensorRawData(), input.size);
+      if (input.offset) std::memcpy(&file_[input.offset], values_[input.name].GetTensorRawData(), input.size);
     file_.replace(file_.size() - 32, 32, Checksum());
-    Write(folder_ / "trained.bin", file_.size());
-    Write(folder_ / "inference_model.bin", std::stoul(About("onward.weights_size")));
+    const std::string temporary = path_.string() + ".tmp";
+    std::FILE* file = std::fopen(temporary.c_str(), "wb");
+    bool good = file && std::fwrite(file_.data(), 1, file_.size(), file) == file_.size() && !std::fflush(file);
+    good = good && !fsync(fileno(file));
+    good = file && !std::fclose(file) && good;
+    if (!good) throw std::runtime_error("'" + path_.string() + "' cannot be written");
+    std::filesystem::rename(temporary, path_);
   }
 
  private:
@@ -152,19 +153,9 @@ class Trainer {
     return sum;
   }
 
-  /// All of the file or none: what was there stays until the new content is on the disk.
-  void Write(const std::filesystem::path& path, size_t size) {
-    const std::string temporary = path.string() + ".tmp";
-    std::FILE* file = std::fopen(temporary.c_str(), "wb");
-    bool good = file && std::fwrite(file_.data(), 1, size, file) == size && !std::fflush(file) && !fsync(fileno(file));
-    good = file && !std::fclose(file) && good;
-    if (!good) throw std::runtime_error("'" + path.string() + "' cannot be written");
-    std::filesystem::rename(temporary, path);
-  }
-
   Ort::Env env_{ORT_LOGGING_LEVEL_ERROR};
-  std::filesystem::path folder_;
+  std::filesystem::path folder_, path_ = folder_ / "state.bin";
   Ort::Session step_, evaluation_;
-  std::string file_;
+  std::string file_, rate_, steps_;
   Values values_;  // all but the batch
 };

@@ -8,7 +8,7 @@ using Microsoft.ML.OnnxRuntime.Tensors;
 
 /// <summary>
 /// Trains with onnxruntime's C# binding, over the files that `onward artifacts MODEL --portable` writes. Lift this file out;
-/// Program.cs shows how to use it. It goes on where trained.bin in the folder stopped.
+/// Program.cs shows how to use it. It goes on from state.bin in the folder.
 /// </summary>
 sealed class Trainer : IDisposable
 {
@@ -41,7 +41,7 @@ sealed class Trainer : IDisposable
 
     public readonly List<Input> Inputs; // of the step, in its order: batch, learning rate, state, sums of gradients
     readonly Dictionary<string, OrtValue> values = new Dictionary<string, OrtValue>(); // all but the batch
-    readonly string folder;
+    readonly string folder, path;
     readonly InferenceSession step, evaluation;
     readonly Dictionary<string, string> about;
     readonly byte[] file;
@@ -55,7 +55,7 @@ sealed class Trainer : IDisposable
         about = step.ModelMetadata.CustomMetadataMap;
         if (!about.TryGetValue("onward.portable", out string version) || version != "2")
             throw new InvalidDataException("this is not a portable step of version 2");
-        string path = Path.Combine(folder, File.Exists(Path.Combine(folder, "trained.bin")) ? "trained.bin" : "state.bin");
+        path = Path.Combine(folder, "state.bin");
         file = File.ReadAllBytes(path);
         if (file.Length < 96 || !Checksum().AsSpan().SequenceEqual(file.AsSpan(file.Length - 32)))
             throw new InvalidDataException($"'{path}' is damaged: its content does not match its checksum");
@@ -63,11 +63,11 @@ sealed class Trainer : IDisposable
             throw new InvalidDataException($"'{path}' is the state of another model");
         Inputs = step.InputNames.Zip(about["onward.inputs"].Split('\n'), (name, line) => new Input(name, line)).ToList();
         foreach (Input input in Inputs.Where(input => input.Role != "batch"))
-            values[input.Name] = input.Tensor(input.Role == "state" ? file.AsSpan(input.Offset, input.Size) : new byte[input.Size]);
+            values[input.Name] = input.Tensor(input.Offset > 0 ? file.AsSpan(input.Offset, input.Size) : new byte[input.Size]);
     }
 
-    /// <summary>How many batches this state has seen: the tensor before the last one of the state.</summary>
-    public long Steps => values[Inputs.Where(input => input.Role == "state").Reverse().ElementAt(1).Name].GetTensorDataAsSpan<long>()[0];
+    /// <summary>How many batches this state has seen.</summary>
+    public long Steps => values[Inputs.First(input => input.Role == "steps").Name].GetTensorDataAsSpan<long>()[0];
 
     /// <summary>
     /// Trains on a batch and returns its loss. A trainer that accumulates multiplies the sum of the gradients by `update`,
@@ -75,8 +75,8 @@ sealed class Trainer : IDisposable
     /// </summary>
     public float Train(Dictionary<string, OrtValue> batch, float rate, float update = 1)
     {
-        foreach (Input input in Inputs.Where(input => input.Role == "rate" || input.Role == "update"))
-            values[input.Name].GetTensorMutableDataAsSpan<float>()[0] = input.Role == "rate" ? rate : update;
+        Span<float> numbers = values[Inputs.First(input => input.Role == "rate").Name].GetTensorMutableDataAsSpan<float>();
+        new[] { rate, update }.AsSpan(0, numbers.Length).CopyTo(numbers); // one, where it does not accumulate
         var outputs = Run(step, batch);
         int results = int.Parse(about["onward.results"]), first = Inputs.Count - (outputs.Count - results);
         float loss = CheckedLoss(outputs, results);
@@ -96,7 +96,7 @@ sealed class Trainer : IDisposable
         return CheckedLoss(outputs, outputs.Count);
     }
 
-    /// <summary>The outputs of the inference model for the first sample.</summary>
+    /// <summary>The outputs of the inference model, which reads the weights that were saved, for the first sample.</summary>
     public float[] Answer(Dictionary<string, OrtValue> batch)
     {
         using InferenceSession session = Open("inference_model.onnx");
@@ -105,14 +105,18 @@ sealed class Trainer : IDisposable
         return numbers.Slice(0, numbers.Length / (int)outputs[0].GetTensorTypeAndShape().Shape[0]).ToArray();
     }
 
-    /// <summary>Writes the state, and the weights of the inference model: the first bytes of the state.</summary>
+    /// <summary>Writes all of the state or nothing: what was there stays until the new content is on the disk.</summary>
     public void Save()
     {
-        foreach (Input input in Inputs.Where(input => input.Role == "state"))
+        foreach (Input input in Inputs.Where(input => input.Offset > 0))
             values[input.Name].GetTensorMutableRawData().CopyTo(file.AsSpan(input.Offset));
         Checksum().CopyTo(file, file.Length - 32);
-        Write("trained.bin", file.Length);
-        Write("inference_model.bin", int.Parse(about["onward.weights_size"]));
+        using (FileStream stream = File.Create(path + ".tmp"))
+        {
+            stream.Write(file, 0, file.Length);
+            stream.Flush(flushToDisk: true);
+        }
+        File.Move(path + ".tmp", path, overwrite: true);
     }
 
     public void Dispose()
@@ -148,17 +152,5 @@ sealed class Trainer : IDisposable
     {
         using SHA256 sha256 = SHA256.Create();
         return sha256.ComputeHash(file, 0, file.Length - 32);
-    }
-
-    /// <summary>All of the file or none: what was there stays until the new content is on the disk.</summary>
-    void Write(string name, int size)
-    {
-        string path = Path.Combine(folder, name), temporary = path + ".tmp";
-        using (FileStream stream = File.Create(temporary))
-        {
-            stream.Write(file, 0, size);
-            stream.Flush(flushToDisk: true);
-        }
-        File.Move(temporary, path, overwrite: true);
     }
 }

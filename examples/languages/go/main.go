@@ -1,7 +1,7 @@
 // train ARTIFACTS DATA [updates] [batch size] [learning rate] [batches an update]
 //
 // DATA has a file for each input of the batch, NAME.bin: its samples one after another, little-endian. The program goes on
-// where ARTIFACTS/trained.bin stopped, trains, evaluates, saves, and answers for one sample with the inference model. The
+// from ARTIFACTS/state.bin, trains, evaluates, saves, and answers for one sample with the inference model. The
 // variable ONNXRUNTIME is the path of onnxruntime's shared library.
 
 package main
@@ -25,9 +25,7 @@ func readBatch(t *Trainer, folder string, number, count int) Values {
 		}
 		name := in.name + ".bin"
 		if _, ok := files[name]; !ok {
-			content, err := os.ReadFile(filepath.Join(folder, name))
-			check(err)
-			files[name] = content
+			files[name] = must(os.ReadFile(filepath.Join(folder, name)))
 		}
 		content, size := files[name], in.size
 		if in.dims[0] < 0 {
@@ -51,8 +49,7 @@ func main() {
 	}()
 	words := append(os.Args[1:], []string{"", "", "100", "32", "1e-3", "1"}[len(os.Args)-1:]...)
 	updates, count, parts := integer(words[2]), integer(words[3]), integer(words[5])
-	rate, err := strconv.ParseFloat(words[4], 32)
-	check(err)
+	rate := must(strconv.ParseFloat(words[4], 32))
 	ort.SetSharedLibraryPath(os.Getenv("ONNXRUNTIME"))
 	check(ort.InitializeEnvironment())
 	step := "train_step"

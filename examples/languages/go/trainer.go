@@ -1,5 +1,5 @@
 // Trains with github.com/yalue/onnxruntime_go, over the files that `onward artifacts MODEL --portable` writes. Lift this
-// file out; main.go shows how to use it. It goes on where trained.bin in the folder stopped. Errors are panics of `failure`.
+// file out; main.go shows how to use it. It goes on from state.bin in the folder. Errors are panics of `failure`.
 
 package main
 
@@ -7,8 +7,8 @@ import (
 	"bytes"
 	"crypto/sha256"
 	"encoding/binary"
+	"encoding/json"
 	"fmt"
-	"math"
 	"os"
 	"path/filepath"
 	"strconv"
@@ -26,7 +26,12 @@ func check(err error) {
 	}
 }
 
-// Input is a line of the table `onward.inputs`: what an input is, where it begins in a state file, its bytes, type and shape.
+func must[T any](value T, err error) T {
+	check(err)
+	return value
+}
+
+// Input is a line of the table `onward.inputs`: what an input is, where it begins in the state file, its bytes, type and shape.
 type Input struct {
 	name, role   string
 	offset, size int
@@ -40,9 +45,7 @@ func (in Input) Tensor(content []byte) ort.Value {
 	if shape[0] < 0 {
 		shape[0] = int64(len(content) / in.size)
 	}
-	value, err := ort.NewCustomDataTensor(shape, content, in.kind)
-	check(err)
-	return value
+	return must(ort.NewCustomDataTensor(shape, content, in.kind))
 }
 
 // Values are tensors by name: a batch has one for each input of the model and for the labels.
@@ -58,38 +61,31 @@ type Trainer struct {
 	Inputs           []Input // of the step, in its order: batch, learning rate, state, sums of gradients
 	folder           string
 	step, evaluation model
-	about            *ort.ModelMetadata
+	about            map[string]string
 	file, nextFile   []byte // the state file, with the tensors of the state over it
 	values, next     Values
-	scalars          map[string][]byte
-	results          int
+	rate             []byte
+	steps            int // where the count of steps begins in the file
 }
 
 // Open opens the artifacts of a folder, with the step train_step, or accumulate_step for updates of several batches.
 func Open(folder, step string) *Trainer {
-	t := &Trainer{folder: folder, values: Values{}, next: Values{}, scalars: map[string][]byte{}}
+	t := &Trainer{folder: folder, values: Values{}, next: Values{}}
 	t.step, t.evaluation = t.open(step), t.open("eval_step")
-	var err error
-	t.about, err = t.step.GetModelMetadata()
-	check(err)
-	if t.text("onward.portable") != "2" {
+	check(json.Unmarshal(must(os.ReadFile(filepath.Join(folder, step+".json"))), &t.about))
+	if t.about["onward.portable"] != "2" {
 		check(fmt.Errorf("this is not a portable step of version 2"))
 	}
-	path := filepath.Join(folder, "trained.bin")
-	if _, err := os.Stat(path); err != nil {
-		path = filepath.Join(folder, "state.bin")
-	}
-	t.file, err = os.ReadFile(path)
-	check(err)
+	path := filepath.Join(folder, "state.bin")
+	t.file = must(os.ReadFile(path))
 	if end := len(t.file) - 32; end < 64 || !bytes.Equal(t.checksum(), t.file[end:]) {
 		check(fmt.Errorf("'%s' is damaged: its content does not match its checksum", path))
 	}
-	if fmt.Sprintf("%x", t.file[32:64]) != t.text("onward.state_digest") {
+	if fmt.Sprintf("%x", t.file[32:64]) != t.about["onward.state_digest"] {
 		check(fmt.Errorf("'%s' is the state of another model", path))
 	}
 	t.nextFile = append([]byte{}, t.file...)
-	t.results = integer(t.text("onward.results"))
-	lines := strings.Split(t.text("onward.inputs"), "\n")
+	lines := strings.Split(t.about["onward.inputs"], "\n")
 	for i, name := range t.step.inputs {
 		words := strings.Fields(lines[i])
 		in := Input{name, words[0], integer(words[1]), integer(words[2]), ort.TensorElementDataType(integer(words[3])), nil}
@@ -97,43 +93,38 @@ func Open(folder, step string) *Trainer {
 			in.dims = append(in.dims, int64(integer(dim)))
 		}
 		t.Inputs = append(t.Inputs, in)
+		one, other := make([]byte, in.size), make([]byte, in.size)
 		switch in.role {
-		case "state":
-			t.values[name] = in.Tensor(t.file[in.offset : in.offset+in.size])
-			t.next[name] = in.Tensor(t.nextFile[in.offset : in.offset+in.size])
-		case "gradient":
-			t.values[name], t.next[name] = in.Tensor(make([]byte, in.size)), in.Tensor(make([]byte, in.size))
-		case "rate", "update":
-			t.scalars[in.role] = make([]byte, in.size)
-			t.values[name] = in.Tensor(t.scalars[in.role])
-			t.next[name] = t.values[name]
+		case "rate":
+			t.rate, other = one, one
+		case "steps":
+			t.steps = in.offset
+		}
+		if in.offset > 0 {
+			one, other = t.file[in.offset:in.offset+in.size], t.nextFile[in.offset:in.offset+in.size]
+		}
+		if in.role != "batch" {
+			t.values[name], t.next[name] = in.Tensor(one), in.Tensor(other)
 		}
 	}
 	return t
 }
 
-// Steps is how many batches this state has seen: the tensor before the last one of the state.
-func (t *Trainer) Steps() int {
-	last := len(t.Inputs) - 1
-	for t.Inputs[last].role != "state" {
-		last--
-	}
-	return int(binary.LittleEndian.Uint64(t.file[t.Inputs[last-1].offset:]))
-}
+// Steps is how many batches this state has seen.
+func (t *Trainer) Steps() int { return int(binary.LittleEndian.Uint64(t.file[t.steps:])) }
 
 // Train trains on a batch and returns its loss. A trainer that accumulates multiplies the sum of the gradients by `update`,
 // 1/4 after four batches, say, and updates by it, where `update` is not 0; any other updates by each batch.
 func (t *Trainer) Train(batch Values, rate, update float32) float32 {
-	for role, scalar := range map[string]float32{"rate": rate, "update": update} {
-		if content, ok := t.scalars[role]; ok {
-			binary.LittleEndian.PutUint32(content, math.Float32bits(scalar))
-		}
-	}
-	outputs := make([]ort.Value, t.results) // which the runtime makes
-	for _, in := range t.Inputs[len(t.Inputs)+len(outputs)-len(t.step.outputs):] { // frozen tensors come first and stay
+	var numbers bytes.Buffer
+	check(binary.Write(&numbers, binary.LittleEndian, []float32{rate, update}))
+	copy(t.rate, numbers.Bytes()) // the first alone, where it does not accumulate
+	outputs := make([]ort.Value, integer(t.about["onward.results"])) // which the runtime makes
+	results := len(outputs)
+	for _, in := range t.Inputs[len(t.Inputs)+results-len(t.step.outputs):] { // frozen tensors come first and stay
 		outputs = append(outputs, t.next[in.name])
 	}
-	loss := t.loss(t.step, batch, outputs, t.results)
+	loss := t.loss(t.step, batch, outputs, results)
 	t.file, t.nextFile, t.values, t.next = t.nextFile, t.file, t.next, t.values
 	return loss
 }
@@ -143,7 +134,7 @@ func (t *Trainer) Evaluate(batch Values) float32 {
 	return t.loss(t.evaluation, batch, make([]ort.Value, len(t.evaluation.outputs)), len(t.evaluation.outputs))
 }
 
-// Answer returns the outputs of the inference model for the first sample.
+// Answer returns the outputs of the inference model, which reads the weights that were saved, for the first sample.
 func (t *Trainer) Answer(batch Values) []float32 {
 	inference := t.open("inference_model")
 	defer inference.Destroy()
@@ -154,11 +145,15 @@ func (t *Trainer) Answer(batch Values) []float32 {
 	return append([]float32{}, numbers[:len(numbers)/int(outputs[0].GetShape()[0])]...)
 }
 
-// Save writes the state, and the weights of the inference model: the first bytes of the state.
+// Save writes all of the state or nothing: what was there stays until the new content is on the disk.
 func (t *Trainer) Save() {
 	copy(t.file[len(t.file)-32:], t.checksum())
-	t.write("trained.bin", t.file)
-	t.write("inference_model.bin", t.file[:integer(t.text("onward.weights_size"))])
+	path := filepath.Join(t.folder, "state.bin")
+	file := must(os.Create(path + ".tmp"))
+	must(file.Write(t.file))
+	check(file.Sync())
+	check(file.Close())
+	check(os.Rename(path+".tmp", path))
 }
 
 func (t *Trainer) open(name string) (m model) {
@@ -171,12 +166,10 @@ func (t *Trainer) open(name string) (m model) {
 	for _, info := range outputs {
 		m.outputs = append(m.outputs, info.Name)
 	}
-	options, err := ort.NewSessionOptions()
-	check(err)
+	options := must(ort.NewSessionOptions())
 	defer options.Destroy()
 	check(options.SetIntraOpNumThreads(1)) // more pay only for large models
-	m.DynamicAdvancedSession, err = ort.NewDynamicAdvancedSession(path, m.inputs, m.outputs, options)
-	check(err)
+	m.DynamicAdvancedSession = must(ort.NewDynamicAdvancedSession(path, m.inputs, m.outputs, options))
 	return m
 }
 
@@ -184,11 +177,11 @@ func (t *Trainer) open(name string) (m model) {
 func (t *Trainer) run(m model, batch Values, outputs []ort.Value) {
 	var inputs []ort.Value
 	for _, name := range m.inputs {
-		if value, ok := batch[name]; ok {
-			inputs = append(inputs, value)
-		} else {
-			inputs = append(inputs, t.values[name])
+		value, ok := batch[name]
+		if !ok {
+			value = t.values[name]
 		}
+		inputs = append(inputs, value)
 	}
 	check(m.Run(inputs, outputs))
 }
@@ -199,32 +192,14 @@ func (t *Trainer) loss(m model, batch Values, outputs []ort.Value, results int) 
 	defer destroy(outputs[:results])
 	problem := outputs[results-1].(*ort.Tensor[int64]).GetData() // a line of `onward.problems`, and a number
 	if problem[0] != 0 {
-		check(fmt.Errorf("%s%d", strings.Split(t.text("onward.problems"), "\n")[problem[0]-1], problem[1]))
+		check(fmt.Errorf("%s%d", strings.Split(t.about["onward.problems"], "\n")[problem[0]-1], problem[1]))
 	}
 	return outputs[0].(*ort.Tensor[float32]).GetData()[0]
-}
-
-func (t *Trainer) text(key string) string {
-	value, _, err := t.about.LookupCustomMetadataMap(key)
-	check(err)
-	return value
 }
 
 func (t *Trainer) checksum() []byte {
 	sum := sha256.Sum256(t.file[:len(t.file)-32])
 	return sum[:]
-}
-
-// write writes all of the file or none: what was there stays until the new content is on the disk.
-func (t *Trainer) write(name string, content []byte) {
-	path := filepath.Join(t.folder, name)
-	file, err := os.Create(path + ".tmp")
-	check(err)
-	_, err = file.Write(content)
-	check(err)
-	check(file.Sync())
-	check(file.Close())
-	check(os.Rename(path+".tmp", path))
 }
 
 func destroy(values []ort.Value) {
@@ -233,8 +208,4 @@ func destroy(values []ort.Value) {
 	}
 }
 
-func integer(text string) int {
-	value, err := strconv.Atoi(text)
-	check(err)
-	return value
-}
+func integer(text string) int { return must(strconv.Atoi(text)) }

@@ -1,8 +1,8 @@
 // Trains with onnxruntime-node, over the files that `onward artifacts MODEL --portable` writes. Lift this file out;
-// train.mjs shows how to use it. It goes on where trained.bin in the folder stopped.
+// train.mjs shows how to use it. It goes on from state.bin in the folder.
 
 import { createHash } from "node:crypto";
-import { closeSync, existsSync, fsyncSync, openSync, readFileSync, renameSync, writeFileSync } from "node:fs";
+import { closeSync, fsyncSync, openSync, readFileSync, renameSync, writeFileSync } from "node:fs";
 import { join } from "node:path";
 import ort from "onnxruntime-node";
 
@@ -37,28 +37,28 @@ export class Trainer {
     const name = accumulates ? "accumulate_step" : "train_step";
     const about = JSON.parse(readFileSync(join(folder, `${name}.json`), "utf8")); // the binding does not show metadata
     if (about["onward.portable"] !== "2") throw new Error("this is not a portable step of version 2");
-    const path = [join(folder, "trained.bin"), join(folder, "state.bin")].find(existsSync);
-    const file = readFileSync(path ?? join(folder, "state.bin"));
+    const path = join(folder, "state.bin");
+    const file = readFileSync(path);
     if (file.length < 96 || !checksum(file).equals(file.subarray(-32)))
       throw new Error(`'${path}' is damaged: its content does not match its checksum`);
     if (file.toString("hex", 32, 64) !== about["onward.state_digest"])
       throw new Error(`'${path}' is the state of another model`);
-    const trainer = Object.assign(new Trainer(), { folder, about, file });
+    const trainer = Object.assign(new Trainer(), { folder, path, about, file });
     trainer.step = await trainer.open(`${name}.onnx`);
     trainer.evaluation = await trainer.open("eval_step.onnx");
     const lines = about["onward.inputs"].split("\n");
     trainer.inputs = trainer.step.inputNames.map((input, index) => new Input(input, lines[index]));
     trainer.values = {}; // all but the batch
     for (const input of trainer.inputs.filter(({ role }) => role !== "batch")) {
-      const saved = file.subarray(input.offset, input.offset + input.size);
-      trainer.values[input.name] = input.tensor(input.role === "state" ? saved : Buffer.alloc(input.size));
+      const content = input.offset ? file.subarray(input.offset, input.offset + input.size) : new Uint8Array(input.size);
+      trainer.values[input.name] = input.tensor(content);
     }
     return trainer;
   }
 
-  /** How many batches this state has seen: the tensor before the last one of the state. */
+  /** How many batches this state has seen. */
   get steps() {
-    return Number(this.values[this.inputs.filter(({ role }) => role === "state").at(-2).name].data[0]);
+    return Number(this.values[this.inputs.find(({ role }) => role === "steps").name].data[0]);
   }
 
   /**
@@ -66,9 +66,8 @@ export class Trainer {
    * 1/4 after four batches, say, and updates by it, where `update` is not 0; any other updates by each batch.
    */
   async train(batch, rate, update = 1) {
-    for (const { name, role } of this.inputs)
-      if (role === "rate" || role === "update")
-        this.values[name] = new ort.Tensor("float32", Float32Array.of(role === "rate" ? rate : update), [1]);
+    const input = this.inputs.find(({ role }) => role === "rate"); // has one number, where it does not accumulate
+    this.values[input.name] = new ort.Tensor("float32", Float32Array.of(rate, update).subarray(0, input.dims[0]), input.dims);
     const outputs = await this.run(this.step, batch);
     const results = Number(this.about["onward.results"]);
     const loss = this.checkedLoss(outputs, results);
@@ -82,7 +81,7 @@ export class Trainer {
     return this.checkedLoss(outputs, outputs.length);
   }
 
-  /** The outputs of the inference model for the first sample. */
+  /** The outputs of the inference model, which reads the weights that were saved, for the first sample. */
   async answer(batch) {
     const session = await this.open("inference_model.onnx");
     const [{ data, dims }] = await this.run(session, batch);
@@ -90,16 +89,18 @@ export class Trainer {
     return data.slice(0, data.length / dims[0]);
   }
 
-  /** Writes the state, and the weights of the inference model: the first bytes of the state. */
+  /** Writes all of the state or nothing: what was there stays until the new content is on the disk. */
   save() {
-    for (const { name, role, offset } of this.inputs) {
-      if (role !== "state") continue;
+    for (const { name, offset } of this.inputs.filter(({ offset }) => offset)) {
       const { buffer, byteOffset, byteLength } = this.values[name].data;
       this.file.set(new Uint8Array(buffer, byteOffset, byteLength), offset);
     }
     this.file.set(checksum(this.file), this.file.length - 32);
-    this.write("trained.bin", this.file);
-    this.write("inference_model.bin", this.file.subarray(0, Number(this.about["onward.weights_size"])));
+    const temporary = openSync(`${this.path}.tmp`, "w");
+    writeFileSync(temporary, this.file);
+    fsyncSync(temporary);
+    closeSync(temporary);
+    renameSync(`${this.path}.tmp`, this.path);
   }
 
   async close() {
@@ -123,14 +124,5 @@ export class Trainer {
     const [line, number] = outputs[results - 1].data; // a line of `onward.problems`, and a number
     if (line !== 0n) throw new Error(this.about["onward.problems"].split("\n")[Number(line) - 1] + number);
     return outputs[0].data[0];
-  }
-
-  /** All of the file or none: what was there stays until the new content is on the disk. */
-  write(name, content) {
-    const temporary = join(this.folder, `${name}.tmp`), file = openSync(temporary, "w");
-    writeFileSync(file, content);
-    fsyncSync(file);
-    closeSync(file);
-    renameSync(temporary, join(this.folder, name));
   }
 }

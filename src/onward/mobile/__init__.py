@@ -177,7 +177,7 @@ Xcode, and never ran on a device; the class that trains in the Android one is te
 - **iOS**: open `ios/Digits.swiftpm` in Xcode 15 or newer, choose a device and press run (iOS 16 or newer).
 
 Each press of the button trains 100 updates, evaluates, saves and answers. The next press, or the next start of the
-app, goes on from there. The state is `trained.bin` in the app's own folder: `onward convert trained.bin checkpoint`
+app, goes on from there. The state is `state.bin` in the app's own folder: `onward convert state.bin checkpoint`
 reads it.
 
 | file | bytes |

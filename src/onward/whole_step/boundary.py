@@ -5,7 +5,7 @@ docs/portable.md specifies both. The graph does what nine bindings would each ha
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from itertools import zip_longest
 from math import prod
 
@@ -126,13 +126,15 @@ def problems(metadata: Mapping[str, str], wrong: Iterable[str]) -> str:
     return "".join(map(table_line, lines))
 
 
-def input_table(graph: ir.Graph, layout: StateLayout, roles: Sequence[str]) -> str:
+def input_table(graph: ir.Graph, layout: StateLayout, batch: int) -> str:
     """The table of `onward.inputs`: a line for each input, from which a program in any language makes it.
 
     Its role, where it begins in a state file (or 0), its bytes, its type as ONNX numbers it, its shape. A free axis is
-    -1, and counts as 1 among the bytes. `roles` are those of the inputs before the state; sums of gradients come after.
+    -1, and counts as 1 among the bytes. The first inputs are the `batch`; after the state come sums of gradients.
     """
-    before = [(role, 0) for role in roles] + [("state", offset) for offset in layout.offsets]
+    # A role for the count of steps: a program goes on with the batch after it, and should not have to count tensors.
+    roles = ["steps" if tensor.parts[0].role == "train_step" else "state" for tensor in layout.tensors]
+    before = [("batch", 0)] * batch + [("rate", 0), *zip(roles, layout.offsets)]
     lines = []
     for value, (role, offset) in zip_longest(graph.inputs, before, fillvalue=("gradient", 0)):
         assert isinstance(value, ir.Value) and value.dtype is not None

@@ -74,7 +74,7 @@ def portable_step(
 
 
 def accumulate_step(training: ir.Model, optimizer: ir.Model, checkpoint: CheckpointData) -> ir.Model:
-    """The portable step with sums of gradients behind the state: adds a batch's, updates where `update` is not 0."""
+    """The portable step with sums of gradients, which updates where the second number of its rate is not 0."""
     parts = _StepParts(training, optimizer, checkpoint, accumulate=True)
     op, state, rule = parts.op, parts.state, parts.rule
     sums = [op.input(f"{unit.parameter.name}.sum", ir.DataType.FLOAT, unit.shape) for unit in state.units]
@@ -136,8 +136,12 @@ class _StepParts:
         self.op = op = Builder(graph)
         graph.outputs[0], self.wrong = reject_labels(op, graph.outputs[0], inputs, self.model.metadata_props)
         self.results = list(graph.outputs)
-        self.rule = InlineOptimizer(op, optimizer, rate=op.input("learning_rate", ir.DataType.FLOAT, [1]))
-        self.update = op.input("update", ir.DataType.FLOAT, [1]) if accumulate else None
+        numbers = op.input("learning_rate", ir.DataType.FLOAT, [1 + accumulate])
+        # One input for both, so that a program fills it alike whichever step it runs.
+        rate, self.update = (
+            op.Split(numbers, np.ones(2, np.int64), outputs=2) if accumulate else (numbers, None)
+        )
+        self.rule = InlineOptimizer(op, optimizer, rate=rate)
         # sums of gradients are whole tensors: no table of some rows
         self.state = StateInputs(op, inputs, tables=not accumulate)
         self.state.add_weights(checkpoint, self.rule, statistics=self.statistics, gradients=gradients)
@@ -157,7 +161,6 @@ class _StepParts:
         # as `lift_scalars` makes the inputs; the parts keep the shapes of their parameters
         layout = StateLayout([replace(tensor, shape=tensor.shape or (1,)) for tensor in self.state.tensors])
         model = lift_scalars(finish(self.model))
-        roles = ["batch"] * self.batch + ["rate"] + ([] if self.update is None else ["update"])
         model.metadata_props.update(
             {
                 contract.ROLE: role,
@@ -170,7 +173,7 @@ class _StepParts:
                 contract.WEIGHTS_SIZE: str(layout.weights_size),
                 contract.LABEL_RANGES: label_ranges(model.metadata_props),
                 contract.PROBLEMS: problems(model.metadata_props, self.wrong),
-                contract.INPUTS: input_table(model.graph, layout, roles),
+                contract.INPUTS: input_table(model.graph, layout, self.batch),
             }
         )
         return model, layout

@@ -1,5 +1,5 @@
 //! Trains with the crates ort and sha2, over the files that `onward artifacts MODEL --portable` writes. Lift this file out;
-//! main.rs shows how to use it. It goes on where trained.bin in the folder stopped.
+//! main.rs shows how to use it. It goes on from state.bin in the folder.
 
 use ort::session::{Session, SessionInputValue};
 use ort::value::{DynValue, Tensor};
@@ -68,14 +68,13 @@ impl Trainer {
     pub fn open(folder: &Path, accumulates: bool) -> Outcome<Self> {
         let step = session(folder, if accumulates { "accumulate_step.onnx" } else { "train_step.onnx" })?;
         let mut about = HashMap::new();
-        for key in ["portable", "state_digest", "inputs", "results", "weights_size", "problems"] {
+        for key in ["portable", "state_digest", "inputs", "results", "problems"] {
             about.insert(key, step.metadata()?.custom(&format!("onward.{key}")).unwrap_or_default());
         }
         if about["portable"] != "2" {
             return Err("this is not a portable step of version 2".into());
         }
-        let trained = folder.join("trained.bin");
-        let path = if trained.exists() { trained } else { folder.join("state.bin") };
+        let path = folder.join("state.bin");
         let file = fs::read(&path).map_err(|error| format!("{path:?} cannot be read: {error}"))?;
         let end = file.len().saturating_sub(32);
         if end < 64 || Sha256::digest(&file[..end])[..] != file[end..] {
@@ -89,25 +88,23 @@ impl Trainer {
         let mut values = Values::new();
         for input in inputs.iter().filter(|input| input.role != "batch") {
             let zeros = vec![0; input.size];
-            let content = if input.role == "state" { &file[input.offset..][..input.size] } else { &zeros };
+            let content = if input.offset > 0 { &file[input.offset..][..input.size] } else { &zeros };
             values.insert(input.name.clone(), input.tensor(content)?);
         }
         Ok(Trainer { inputs, values, folder: folder.into(), step, evaluation: session(folder, "eval_step.onnx")?, about, file })
     }
 
-    /// How many batches this state has seen: the tensor before the last one of the state.
+    /// How many batches this state has seen.
     pub fn steps(&self) -> Outcome<usize> {
-        let counter = self.inputs.iter().rev().filter(|input| input.role == "state").nth(1).ok_or("there is no state")?;
-        Ok(self.values[&counter.name].try_extract_tensor::<i64>()?.1[0] as usize)
+        Ok(self.values[&self.only("steps").name].try_extract_tensor::<i64>()?.1[0] as usize)
     }
 
     /// Trains on a batch and returns its loss. A trainer that accumulates multiplies the sum of the gradients by `update`,
     /// 1/4 after four batches, say, and updates by it, where `update` is not 0; any other updates by each batch.
     pub fn train(&mut self, batch: &Values, rate: f32, update: f32) -> Outcome<f32> {
-        for input in self.inputs.iter().filter(|input| input.role == "rate" || input.role == "update") {
-            let scalar = if input.role == "rate" { rate } else { update };
-            self.values.insert(input.name.clone(), Tensor::from_array((vec![1], vec![scalar]))?.into_dyn());
-        }
+        let input = self.only("rate"); // has one number, where it does not accumulate
+        let numbers = vec![rate, update][..input.size / 4].to_vec();
+        self.values.insert(input.name.clone(), Tensor::from_array((input.dims.clone(), numbers))?.into_dyn());
         let mut outputs = run(&mut self.step, batch, &self.values)?;
         let next = outputs.split_off(self.about["results"].parse()?);
         let loss = self.checked_loss(&outputs)?;
@@ -123,16 +120,16 @@ impl Trainer {
         self.checked_loss(&outputs)
     }
 
-    /// The outputs of the inference model for the first sample.
+    /// The outputs of the inference model, which reads the weights that were saved, for the first sample.
     pub fn answer(&self, batch: &Values) -> Outcome<Vec<f32>> {
         let outputs = run(&mut session(&self.folder, "inference_model.onnx")?, batch, &self.values)?;
         let (shape, numbers) = outputs[0].try_extract_tensor::<f32>()?;
         Ok(numbers[..numbers.len() / shape[0] as usize].to_vec())
     }
 
-    /// Writes the state, and the weights of the inference model: the first bytes of the state.
+    /// Writes all of the state or nothing: what was there stays until the new content is on the disk.
     pub fn save(&mut self) -> Outcome<()> {
-        for input in self.inputs.iter().filter(|input| input.role == "state") {
+        for input in self.inputs.iter().filter(|input| input.offset > 0) {
             let value = &self.values[&input.name];
             let content: Vec<u8> = match input.kind {
                 1 => value.try_extract_tensor::<f32>()?.1.iter().flat_map(|number| number.to_le_bytes()).collect(),
@@ -144,8 +141,14 @@ impl Trainer {
         let end = self.file.len() - 32;
         let sum = Sha256::digest(&self.file[..end]);
         self.file[end..].copy_from_slice(&sum);
-        write(&self.folder.join("trained.bin"), &self.file)?;
-        write(&self.folder.join("inference_model.bin"), &self.file[..self.about["weights_size"].parse()?])
+        let mut file = File::create(self.folder.join("state.tmp"))?;
+        file.write_all(&self.file)?;
+        file.sync_all()?;
+        Ok(fs::rename(self.folder.join("state.tmp"), self.folder.join("state.bin"))?)
+    }
+
+    fn only(&self, role: &str) -> &Input {
+        self.inputs.iter().find(|input| input.role == role).expect("the table of inputs lacks a role")
     }
 
     /// The loss; or an error that says what is wrong with the batch, and nothing has changed.
@@ -172,13 +175,4 @@ fn run(model: &mut Session, batch: &Values, state: &Values) -> Outcome<Vec<DynVa
     let names: Vec<String> = model.outputs.iter().map(|output| output.name.clone()).collect();
     let mut outputs = model.run(inputs)?;
     Ok(names.iter().map(|name| outputs.remove(name).ok_or("an output is missing")).collect::<Result<_, _>>()?)
-}
-
-/// All of the file or none: what was there stays until the new content is on the disk.
-fn write(path: &Path, content: &[u8]) -> Outcome<()> {
-    let temporary = path.with_extension("tmp");
-    let mut file = File::create(&temporary)?;
-    file.write_all(content)?;
-    file.sync_all()?;
-    Ok(fs::rename(temporary, path)?)
 }

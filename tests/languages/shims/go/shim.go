@@ -203,17 +203,3 @@ func made(value unsafe.Pointer) (Value, error) {
 	}
 	return nil, errors.New("the type of an output is not supported")
 }
-
-type ModelMetadata struct{ session unsafe.Pointer }
-
-func (s *DynamicAdvancedSession) GetModelMetadata() (*ModelMetadata, error) {
-	return &ModelMetadata{s.session}, nil
-}
-
-func (m *ModelMetadata) LookupCustomMetadataMap(key string) (string, bool, error) {
-	name := C.CString(key)
-	defer C.free(unsafe.Pointer(name))
-	text := C.rt_metadata(m.session, name)
-	defer C.free(unsafe.Pointer(text))
-	return C.GoString(text), text != nil, nil
-}

@@ -1,5 +1,5 @@
 // Trains with onnxruntime's Swift package (macOS, iOS), over the files that `onward artifacts MODEL --portable` or
-// `onward mobile` writes. Lift this file out; main.swift shows how to use it. It goes on where trained.bin in the folder stopped.
+// `onward mobile` writes. Lift this file out; main.swift shows how to use it. It goes on from state.bin in the folder.
 
 import CryptoKit
 import Foundation
@@ -35,7 +35,7 @@ final class Trainer {
 
     let inputs: [Input]  // of the step, in its order: batch, learning rate, state, sums of gradients
     private var values: Values = [:]  // all but the batch
-    private let folder: URL, env: ORTEnv, step: ORTSession, evaluation: ORTSession
+    private let folder: URL, url: URL, env: ORTEnv, step: ORTSession, evaluation: ORTSession
     private let about: [String: String]
     private var file: Data
 
@@ -49,8 +49,7 @@ final class Trainer {
         // the binding does not show a model's metadata
         about = try JSONDecoder().decode([String: String].self, from: Data(contentsOf: folder.appendingPathComponent(name + ".json")))
         guard about["onward.portable"] == "2" else { throw TrainingError("this is not a portable step of version 2") }
-        let trained = folder.appendingPathComponent("trained.bin")
-        let url = FileManager.default.fileExists(atPath: trained.path) ? trained : folder.appendingPathComponent("state.bin")
+        url = folder.appendingPathComponent("state.bin")
         file = try Data(contentsOf: url)
         guard file.count >= 96, Data(SHA256.hash(data: file.dropLast(32))) == file.suffix(32)
         else { throw TrainingError("'\(url.path)' is damaged: its content does not match its checksum") }
@@ -58,24 +57,21 @@ final class Trainer {
         else { throw TrainingError("'\(url.path)' is the state of another model") }
         inputs = try zip(step.inputNames(), about["onward.inputs"]!.split(separator: "\n")).map { try Input($0, $1) }
         for input in inputs where input.role != "batch" {
-            let isState = input.role == "state"
-            values[input.name] = try input.tensor(isState ? file.subdata(in: input.offset..<input.offset + input.size) : Data(count: input.size))
+            let range = input.offset..<input.offset + input.size
+            values[input.name] = try input.tensor(input.offset > 0 ? file.subdata(in: range) : Data(count: input.size))
         }
     }
 
-    /// How many batches this state has seen: the tensor before the last one of the state.
+    /// How many batches this state has seen.
     var steps: Int {
-        get throws { Int(try Self.numbers(of: values[inputs.filter { $0.role == "state" }.dropLast().last!.name]!, as: Int64.self)[0]) }
+        get throws { Int(try Self.numbers(of: values[inputs.first { $0.role == "steps" }!.name]!, as: Int64.self)[0]) }
     }
 
     /// Trains on a batch and returns its loss. A trainer that accumulates multiplies the sum of the gradients by `update`,
     /// 1/4 after four batches, say, and updates by it, where `update` is not 0; any other updates by each batch.
     func train(_ batch: Values, rate: Float, update: Float = 1) throws -> Float {
-        for (role, scalar) in ["rate": rate, "update": update] {
-            for input in inputs where input.role == role {
-                values[input.name] = try input.tensor(withUnsafeBytes(of: scalar) { Data($0) })
-            }
-        }
+        let input = inputs.first { $0.role == "rate" }!  // has one number, where it does not accumulate
+        values[input.name] = try input.tensor([rate, update].withUnsafeBytes { Data($0.prefix(input.size)) })
         let outputs = try run(step, batch), results = Int(about["onward.results"]!)!
         let loss = try checkedLoss(Array(outputs.prefix(results)))
         let next = outputs.dropFirst(results)  // frozen tensors come first and stay
@@ -85,22 +81,21 @@ final class Trainer {
 
     func evaluate(_ batch: Values) throws -> Float { try checkedLoss(run(evaluation, batch)) }
 
-    /// The outputs of the inference model for the first sample. As an .ort file that model takes the weights.
+    /// The outputs of the inference model for the first sample. That model reads the weights that were saved; as an .ort file
+    /// it takes them.
     func answer(_ batch: Values) throws -> [Float] {
         let first = try run(Self.open("inference_model", in: folder, env), batch)[0]
         let numbers = try Self.numbers(of: first, as: Float.self)
         return Array(numbers.prefix(numbers.count / (try first.tensorTypeAndShapeInfo().shape[0].intValue)))
     }
 
-    /// Writes the state, and the weights of the inference model: the first bytes of the state. `.atomic` is all or none.
+    /// Writes all of the state or nothing.
     func save() throws {
-        for input in inputs where input.role == "state" {
+        for input in inputs where input.offset > 0 {
             file.replaceSubrange(input.offset..<input.offset + input.size, with: Data(referencing: try values[input.name]!.tensorData()))
         }
         file.replaceSubrange(file.count - 32..<file.count, with: Data(SHA256.hash(data: file.dropLast(32))))
-        try file.write(to: folder.appendingPathComponent("trained.bin"), options: .atomic)
-        let weights = file.prefix(Int(about["onward.weights_size"]!)!)
-        try weights.write(to: folder.appendingPathComponent("inference_model.bin"), options: .atomic)
+        try file.write(to: url, options: .atomic)
     }
 
     private static func open(_ name: String, in folder: URL, _ env: ORTEnv) throws -> ORTSession {

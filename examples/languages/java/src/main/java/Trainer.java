@@ -7,7 +7,7 @@ import java.util.*;
 
 /**
  * Trains with onnxruntime's Java binding, over the files that `onward artifacts MODEL --portable` writes. Lift this file
- * out; Train.java shows how to use it. It goes on where trained.bin in the folder stopped.
+ * out; Train.java shows how to use it. It goes on from state.bin in the folder.
  */
 final class Trainer implements AutoCloseable {
     /** A line of the table `onward.inputs`: what an input is, where it begins in a state file, its bytes, type and shape. */
@@ -36,7 +36,7 @@ final class Trainer implements AutoCloseable {
         evaluation = open("eval_step.onnx");
         about = step.getMetadata().getCustomMetadata();
         if (!"2".equals(about.get("onward.portable"))) throw new IOException("this is not a portable step of version 2");
-        Path path = folder.resolve(Files.exists(folder.resolve("trained.bin")) ? "trained.bin" : "state.bin");
+        Path path = folder.resolve("state.bin");
         file = Files.readAllBytes(path);
         if (file.length < 96 || !Arrays.equals(checksum(), 0, 32, file, file.length - 32, file.length))
             throw new IOException("'" + path + "' is damaged: its content does not match its checksum");
@@ -49,14 +49,13 @@ final class Trainer implements AutoCloseable {
             Input input = new Input(name, line[0], Integer.parseInt(line[1]), Integer.parseInt(line[2]), info.type, info.getShape());
             inputs.add(input);
             if (input.role.equals("batch")) continue;
-            values.put(name, input.tensor(input.role.equals("state") ? file : new byte[input.size], input.offset, input.size));
+            values.put(name, input.tensor(input.offset > 0 ? file : new byte[input.size], input.offset, input.size));
         }
     }
 
-    /** How many batches this state has seen: the tensor before the last one of the state. */
+    /** How many batches this state has seen. */
     long steps() {
-        List<Input> state = inputs.stream().filter(input -> input.role.equals("state")).toList();
-        return values.get(state.get(state.size() - 2).name).getLongBuffer().get(0);
+        return values.get(only("steps").name).getLongBuffer().get(0);
     }
 
     /**
@@ -64,11 +63,8 @@ final class Trainer implements AutoCloseable {
      * 1/4 after four batches, say, and updates by it, where `update` is not 0; any other updates by each batch.
      */
     float train(Map<String, OnnxTensor> batch, float rate, float update) throws OrtException {
-        for (Input input : inputs) {
-            if (!input.role.equals("rate") && !input.role.equals("update")) continue;
-            float[] scalar = {input.role.equals("rate") ? rate : update};
-            values.put(input.name, OnnxTensor.createTensor(OrtEnvironment.getEnvironment(), scalar)).close();
-        }
+        float[] numbers = Arrays.copyOf(new float[] {rate, update}, only("rate").size / 4); // one, where it does not accumulate
+        values.put(only("rate").name, OnnxTensor.createTensor(OrtEnvironment.getEnvironment(), numbers)).close();
         OrtSession.Result outputs = run(step, batch);
         int results = Integer.parseInt(about.get("onward.results")), changing = outputs.size() - results; // frozen tensors come first and stay
         float loss = checkedLoss(outputs, results);
@@ -85,7 +81,7 @@ final class Trainer implements AutoCloseable {
         return loss;
     }
 
-    /** The outputs of the inference model for the first sample. */
+    /** The outputs of the inference model, which reads the weights that were saved, for the first sample. */
     FloatBuffer answer(Map<String, OnnxTensor> batch) throws OrtException {
         try (OrtSession session = open("inference_model.onnx"); OrtSession.Result outputs = run(session, batch)) {
             OnnxTensor first = (OnnxTensor) outputs.get(0);
@@ -94,13 +90,15 @@ final class Trainer implements AutoCloseable {
         }
     }
 
-    /** Writes the state, and the weights of the inference model: the first bytes of the state. */
+    /** Writes all of the state or nothing: what was there stays until the new content is on the disk. */
     void save() throws IOException, GeneralSecurityException {
         for (Input input : inputs)
-            if (input.role.equals("state")) values.get(input.name).getByteBuffer().get(file, input.offset, input.size);
+            if (input.offset > 0) values.get(input.name).getByteBuffer().get(file, input.offset, input.size);
         System.arraycopy(checksum(), 0, file, file.length - 32, 32);
-        write("trained.bin", file.length);
-        write("inference_model.bin", Integer.parseInt(about.get("onward.weights_size")));
+        Path temporary = folder.resolve("state.tmp");
+        Files.write(temporary, file, StandardOpenOption.CREATE, StandardOpenOption.WRITE,
+                StandardOpenOption.TRUNCATE_EXISTING, StandardOpenOption.DSYNC);
+        Files.move(temporary, folder.resolve("state.bin"), StandardCopyOption.ATOMIC_MOVE);
     }
 
     public void close() throws OrtException {
@@ -131,17 +129,13 @@ final class Trainer implements AutoCloseable {
         throw new IllegalArgumentException(about.get("onward.problems").split("\n")[(int) problem.get(0) - 1] + problem.get(1));
     }
 
+    private Input only(String role) {
+        return inputs.stream().filter(input -> input.role.equals(role)).findFirst().orElseThrow();
+    }
+
     private byte[] checksum() throws GeneralSecurityException {
         MessageDigest digest = MessageDigest.getInstance("SHA-256");
         digest.update(file, 0, file.length - 32);
         return digest.digest();
-    }
-
-    /** All of the file or none: what was there stays until the new content is on the disk. */
-    private void write(String name, int size) throws IOException {
-        Path temporary = folder.resolve(name + ".tmp");
-        Files.write(temporary, Arrays.copyOf(file, size), StandardOpenOption.CREATE, StandardOpenOption.WRITE,
-                StandardOpenOption.TRUNCATE_EXISTING, StandardOpenOption.DSYNC);
-        Files.move(temporary, folder.resolve(name), StandardCopyOption.ATOMIC_MOVE);
     }
 }

@@ -1,7 +1,7 @@
 // gradle run --args="ARTIFACTS DATA [updates] [batch size] [learning rate] [batches an update]"
 //
 // DATA has a file for each input of the batch, NAME.bin: its samples one after another, little-endian. The program goes
-// on where ARTIFACTS/trained.bin stopped, trains, evaluates, saves, and answers for one sample with the inference model.
+// on from ARTIFACTS/state.bin, trains, evaluates, saves, and answers for one sample with the inference model.
 
 import java.io.File
 import kotlin.system.exitProcess

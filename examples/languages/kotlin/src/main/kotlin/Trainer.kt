@@ -24,7 +24,7 @@ class Input(val name: String, val role: String, val offset: Int, val size: Int, 
 
 /**
  * Trains with onnxruntime's Java binding, over the files that `onward artifacts MODEL --portable` or `onward mobile` writes.
- * Lift this file out; Train.kt shows how to use it. It goes on where trained.bin in the folder stopped. With `accumulates`,
+ * Lift this file out; Train.kt shows how to use it. It goes on from state.bin in the folder. With `accumulates`,
  * several batches can make one update.
  */
 class Trainer(private val folder: File, accumulates: Boolean = false) : AutoCloseable {
@@ -33,6 +33,7 @@ class Trainer(private val folder: File, accumulates: Boolean = false) : AutoClos
     private val evaluation = open("eval_step")
     private val about: Map<String, String> = step.metadata.customMetadata
     private val results = about["onward.results"].orEmpty().toInt()
+    private val path = File(folder, "state.bin")
     private val file: ByteArray
     private val values = LinkedHashMap<String, OnnxTensor>() // all but the batch
 
@@ -41,7 +42,6 @@ class Trainer(private val folder: File, accumulates: Boolean = false) : AutoClos
 
     init {
         check(about["onward.portable"] == "2") { "this is not a portable step of version 2" }
-        val path = File(folder, "trained.bin").takeIf { it.exists() } ?: File(folder, "state.bin")
         file = path.readBytes()
         check(file.size >= 96 && checksum().contentEquals(file.copyOfRange(file.size - 32, file.size))) {
             "'$path' is damaged: its content does not match its checksum"
@@ -53,21 +53,20 @@ class Trainer(private val folder: File, accumulates: Boolean = false) : AutoClos
             Input(name, role, offset.toInt(), size.toInt(), step.inputInfo.getValue(name).info as TensorInfo)
         }
         for (input in inputs.filter { it.role != "batch" }) {
-            values[input.name] = input.tensor(if (input.role == "state") file else ByteArray(input.size), input.offset, input.size)
+            values[input.name] = input.tensor(if (input.offset > 0) file else ByteArray(input.size), input.offset, input.size)
         }
     }
 
-    /** How many batches this state has seen: the tensor before the last one of the state. */
-    val steps: Long get() = values.getValue(inputs.filter { it.role == "state" }.let { it[it.size - 2] }.name).longBuffer[0]
+    /** How many batches this state has seen. */
+    val steps: Long get() = values.getValue(inputs.first { it.role == "steps" }.name).longBuffer[0]
 
     /**
      * Trains on a batch and returns its loss. A trainer that accumulates multiplies the sum of the gradients by `update`,
      * 1/4 after four batches, say, and updates by it, where `update` is not 0; any other updates by each batch.
      */
     fun train(batch: Map<String, OnnxTensor>, rate: Float, update: Float = 1f): Float {
-        for ((role, scalar) in listOf("rate" to rate, "update" to update)) for (input in inputs.filter { it.role == role }) {
-            values.put(input.name, OnnxTensor.createTensor(env, floatArrayOf(scalar)))?.close()
-        }
+        val input = inputs.first { it.role == "rate" } // has one number, where it does not accumulate
+        values.put(input.name, OnnxTensor.createTensor(env, floatArrayOf(rate, update).copyOf(input.size / 4)))?.close()
         val outputs = run(step, batch)
         val loss = checkedLoss(outputs, results)
         for (i in 0 until results) outputs[i].close()
@@ -79,7 +78,10 @@ class Trainer(private val folder: File, accumulates: Boolean = false) : AutoClos
     fun evaluate(batch: Map<String, OnnxTensor>): Float =
         run(evaluation, batch).let { outputs -> checkedLoss(outputs, outputs.size()).also { outputs.close() } }
 
-    /** The outputs of the inference model for the first sample. As an .ort file that model takes the weights. */
+    /**
+     * The outputs of the inference model for the first sample. That model reads the weights that were saved; as an .ort file
+     * it takes them.
+     */
     fun answer(batch: Map<String, OnnxTensor>): FloatArray = open("inference_model").use { session ->
         run(session, batch).use { outputs ->
             val first = outputs[0] as OnnxTensor
@@ -87,12 +89,13 @@ class Trainer(private val folder: File, accumulates: Boolean = false) : AutoClos
         }
     }
 
-    /** Writes the state, and the weights of the inference model: the first bytes of the state. */
+    /** Writes all of the state or nothing: what was there stays until the new content is on the disk. */
     fun save() {
-        for (input in inputs.filter { it.role == "state" }) values.getValue(input.name).byteBuffer.get(file, input.offset, input.size)
+        for (input in inputs.filter { it.offset > 0 }) values.getValue(input.name).byteBuffer.get(file, input.offset, input.size)
         checksum().copyInto(file, file.size - 32)
-        write(File(folder, "trained.bin"), file.size)
-        write(File(folder, "inference_model.bin"), about.getValue("onward.weights_size").toInt())
+        val temporary = File("$path.tmp")
+        FileOutputStream(temporary).use { it.write(file); it.fd.sync() }
+        Files.move(temporary.toPath(), path.toPath(), StandardCopyOption.ATOMIC_MOVE)
     }
 
     override fun close() {
@@ -120,11 +123,4 @@ class Trainer(private val folder: File, accumulates: Boolean = false) : AutoClos
     }
 
     private fun checksum(): ByteArray = MessageDigest.getInstance("SHA-256").run { update(file, 0, file.size - 32); digest() }
-
-    /** All of the file or none: what was there stays until the new content is on the disk. */
-    private fun write(path: File, size: Int) {
-        val temporary = File("$path.tmp")
-        FileOutputStream(temporary).use { it.write(file, 0, size); it.fd.sync() }
-        Files.move(temporary.toPath(), path.toPath(), StandardCopyOption.ATOMIC_MOVE)
-    }
 }
