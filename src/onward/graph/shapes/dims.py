@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
-import onnx_ir as ir
+from onnx import TensorProto
 
 from onward.graph.compute import REARRANGED, rearrange
 
@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
 # A number, a name (or a product of names and a number, like "2*batch*sequence"), or unknown.
 Dim = int | str | None
+
+# By ONNX's numbers: programs that only train read names of sizes too, and onnx_ir takes a third of a second to load.
+_WHOLE = (TensorProto.INT64, TensorProto.INT32, TensorProto.BOOL)
 
 
 def dims_of(shape: ir.Shape) -> tuple[Dim, ...]:
@@ -221,7 +224,9 @@ class Symbols:
         merged = tuple(old if new is None or isinstance(old, int) else new for old, new in zip(current, dims))
         if output.shape is not None and merged == current:
             return False
-        output.shape = ir.Shape(merged)
+        from onnx_ir import Shape
+
+        output.shape = Shape(merged)
         return True
 
     def _compute(self, value: ir.Value) -> Elements | None:
@@ -242,7 +247,7 @@ def _constant(tensor: ir.TensorProtocol) -> Elements | None:
     if tensor.size > _LONGEST or len(tensor.shape) > 1:
         return None
     # Shapes computed in float (older exporters' Ceil of sizes) are left to constant folding.
-    if tensor.dtype not in (ir.DataType.INT64, ir.DataType.INT32, ir.DataType.BOOL):
+    if tensor.dtype not in _WHOLE:
         return None
     array = tensor.numpy()
     return array.ndim, tuple(int(item) for item in np.ravel(array))
@@ -262,8 +267,7 @@ def _size(_: Symbols, node: ir.Node) -> Elements | None:
 
 
 def _cast(symbols: Symbols, node: ir.Node) -> Elements | None:
-    kinds = (ir.DataType.INT64, ir.DataType.INT32, ir.DataType.BOOL)
-    return symbols.elements(node.inputs[0]) if node.attributes.get_int("to", 0) in kinds else None
+    return symbols.elements(node.inputs[0]) if node.attributes.get_int("to", 0) in _WHOLE else None
 
 
 def _moved(symbols: Symbols, node: ir.Node) -> Elements | None:
