@@ -124,21 +124,17 @@ class Output:
         from rich.table import Table
         from rich.text import Text
 
-        table = Table(
-            # Text, not str: rich would read "[red]" in a name as markup
-            title=Text(printable(title, keep="")) if title else None,
-            title_justify="left",
-            box=None,
-            pad_edge=False,
-            title_style="bold",
-            show_header=any(columns),
-        )
+        console = Console(highlight=False)
+        if title:
+            # Text, not str: rich would read "[red]" in a name as markup. A table's own title is folded to its width.
+            console.print(Text(printable(title, keep=""), style="bold"), soft_wrap=True)
+        table = Table(box=None, pad_edge=False, show_header=any(columns))
         for column in columns:
             # folded, not cut: the end of a name is often what tells it from the next
             table.add_column(Text(printable(column, keep="")), overflow="fold")
         for row in rows:
             table.add_row(*(Text(printable(str(cell))) for cell in row))
-        Console(highlight=False).print(table)
+        console.print(table)
 
     def sizes(self, title: str, sizes: Mapping[str, int]) -> None:
         """A table of files and how large they are."""
