@@ -31,7 +31,7 @@ import onward.export.torch.from_torch as front  # noqa: E402
 from export.architectures import ARCHITECTURES, Architecture  # noqa: E402
 from export.tiny_transformers import tiny_pair  # noqa: E402
 from onward.export import from_transformers  # noqa: E402
-from onward.export.huggingface import trace as tracing  # noqa: E402
+from onward.export.huggingface import from_transformers as tracing  # noqa: E402
 
 IMPOSSIBLE = {("dynamo", 14), ("dynamo", 17)}
 TASKS_NOTE = """Text goes through a tokenizer, alone and in a padded batch; a generator is compared with an
@@ -177,7 +177,7 @@ def lost(module: torch.nn.Module, model: onnx.ModelProto, *, but: tuple[str, ...
 def listening() -> Iterator[list[float]]:
     """The largest relative error of every comparison with torch, as they are made."""
     figures: list[float] = []
-    gates = [(front, "compare_with_torch"), (tracing, "check_parity")]
+    gates = [(front, "compare_with_torch"), (tracing, "_check_parity")]
     originals = [getattr(owner, name) for owner, name in gates]
 
     def heard(compare):

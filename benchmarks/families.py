@@ -42,8 +42,8 @@ TABLES = {
     "vision": "Pictures",
     "structures": "Graphs, sets, tables, experts and types of numbers",
     "learning": "Ways of learning",
+    "hugging_face": "Language models of transformers",
 }
-NEEDS = {"torchvision", "timm"}
 EXAMPLE, LATER = 4, 7
 RATE, STEPS, LONG = 0.01, 5, 20
 GRADIENT, CURVE = 1e-4, 1e-4

@@ -725,6 +725,44 @@ def _margin_labels(n):
     return torch.randn(n, 4), ordered, torch.randint(0, 2, (n, 5)).float(), torch.randint(0, 5, (n,))
 
 
+class Siamese(nn.Module):
+    """Two pictures through one network; near where they belong together, apart by a margin where not."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(
+            nn.Conv2d(1, 4, 3),
+            nn.BatchNorm2d(4),
+            nn.PReLU(),
+            nn.AdaptiveAvgPool2d(3),
+            nn.Flatten(),
+            nn.Linear(36, 5),
+        )
+
+    def forward(self, one, two, same):
+        distance = F.pairwise_distance(self.net(one), self.net(two))
+        return (same * distance**2 + (1 - same) * F.relu(1.5 - distance) ** 2).mean()
+
+
+class Margins(nn.Module):
+    """Losses with margins, one after another."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(4, 5)
+
+    def forward(self, x, label, sign):
+        scores = self.net(x)
+        return (
+            F.multi_margin_loss(scores, label, p=2, margin=0.7)
+            + F.multilabel_soft_margin_loss(scores, F.one_hot(label, 5).to(scores.dtype))
+            + F.hinge_embedding_loss(scores[:, 0], sign, margin=0.5)
+            + F.margin_ranking_loss(scores[:, 1], scores[:, 2], sign, margin=0.1)
+            + F.cosine_embedding_loss(scores, x.new_ones(x.size(0), 5), sign, margin=0.2)
+            + F.soft_margin_loss(scores[:, 3], sign)
+        )
+
+
 FAMILIES = {
     "vae": lambda: (Vae(), lambda n: (torch.randn(n, 6),)),
     "beta_vae": lambda: (BetaVae(), lambda n: (torch.randn(n, 6), torch.randn(n, 2))),
@@ -787,4 +825,10 @@ FAMILIES = {
     "lovasz_tversky": lambda: (Dice(), lambda n: (torch.randn(n, 2, 6, 6), torch.randint(0, 2, (n, 6, 6)).float())),
     "gaussian_process": lambda: (GaussianProcess(), lambda n: (torch.randn(n, 3), torch.randn(n))),
     "svd": lambda: (Whitened(), lambda n: (torch.randn(n + 4, 4),)),
+    "siamese": lambda: (
+        Siamese(), lambda n: (torch.randn(n, 1, 8, 8), torch.randn(n, 1, 8, 8), torch.randint(0, 2, (n,)).float())
+    ),
+    "margins": lambda: (
+        Margins(), lambda n: (torch.randn(n, 4), torch.randint(0, 5, (n,)), torch.randint(0, 2, (n,)).float() * 2 - 1)
+    ),
 }  # fmt: skip

@@ -475,6 +475,53 @@ def _crf(n):
     return torch.randn(n, 6, 5), torch.randint(0, 4, (n, 6)), torch.arange(6) < lengths[:, None]
 
 
+class Hyena(nn.Module):
+    """Long convolutions by Fourier transforms, with filters from a small network of positions, gated twice."""
+
+    def __init__(self, width=6):
+        super().__init__()
+        self.project = nn.Linear(width, 3 * width)
+        self.short = nn.Conv1d(3 * width, 3 * width, 3, padding=2, groups=3 * width)
+        self.filter = nn.Sequential(nn.Linear(3, 8), nn.SiLU(), nn.Linear(8, width))
+        self.decay, self.out = nn.Parameter(torch.linspace(0.1, 1.0, width)), nn.Linear(width, width)
+
+    def forward(self, x):
+        length = x.size(1)
+        gate, key, value = self.short(self.project(x).transpose(1, 2))[..., :length].chunk(3, 1)
+        t = torch.arange(length, dtype=x.dtype) / length
+        positions = torch.stack([t, torch.sin(2 * torch.pi * t), torch.cos(2 * torch.pi * t)], -1)
+        kernel = self.filter(positions).T * torch.exp(-self.decay[:, None] * t * 4)
+        signal = torch.fft.rfft(key * value, n=2 * length) * torch.fft.rfft(kernel, n=2 * length)
+        y = torch.fft.irfft(signal, n=2 * length)[..., :length]
+        return self.out((gate * y).transpose(1, 2))
+
+
+class RetNet(nn.Module):
+    """Retention: attention that decays with distance, and rotated by complex numbers."""
+
+    def __init__(self, width=8, heads=2):
+        super().__init__()
+        self.qkv, self.gate = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width)
+        self.norm, self.out = nn.GroupNorm(heads, width), nn.Linear(width, width)
+        self.heads = heads
+        self.register_buffer("decay", torch.log(1 - 2.0 ** (-3 - torch.arange(heads))))
+        self.register_buffer("angle", 10.0 ** -torch.linspace(0, 1, width // heads // 2))
+
+    def rotate(self, x, sign):
+        turn = torch.arange(x.size(2))[:, None] * self.angle * sign
+        z = torch.view_as_complex(x.reshape(*x.shape[:-1], -1, 2)) * torch.polar(torch.ones_like(turn), turn)
+        return torch.view_as_real(z).flatten(-2)
+
+    def forward(self, x):
+        n, length, width = x.shape
+        q, k, v = (part.view(n, length, self.heads, -1).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        apart = torch.arange(length)[:, None] - torch.arange(length)
+        weight = torch.exp(apart.clamp(min=0) * self.decay[:, None, None]) * (apart >= 0)
+        y = (self.rotate(q, 1) @ self.rotate(k, 1).transpose(-2, -1) * weight) @ v
+        y = self.norm(y.transpose(1, 2).reshape(n * length, width)).view(n, length, width)
+        return self.out(torch.nn.functional.silu(self.gate(x)) * y)
+
+
 FAMILIES = {
     "mlstm": lambda: (MatrixLstm(), lambda n: (torch.randn(n, 5, 6),)),
     "slstm": lambda: (ScalarLstm(), lambda n: (torch.randn(n, 5, 6),)),
@@ -506,4 +553,6 @@ FAMILIES = {
     "nbeats": lambda: (NBeats(), lambda n: (torch.randn(n, 8),)),
     "autoformer": lambda: (Autoformer(), lambda n: (torch.randn(n, 8, 4),)),
     "conformer": lambda: (Conformer(), lambda n: (torch.randn(n, 9, 8),)),
+    "hyena": lambda: (Hyena(), lambda n: (torch.randn(n, 2 * n, 6),)),
+    "retnet": lambda: (RetNet(), lambda n: (torch.randn(n, n + 2, 8),)),
 }

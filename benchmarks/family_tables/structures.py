@@ -568,6 +568,27 @@ def _clicks(n):
     )  # fmt: skip
 
 
+class Quaternions(nn.Module):
+    """Linear layers of quaternions: Hamilton products written as one matrix of four blocks."""
+
+    def __init__(self, one=2, two=3):
+        super().__init__()
+        self.weights = nn.ParameterList(torch.randn(two, one) * 0.4 for _ in range(4))
+        self.read = nn.Linear(4 * two, 2)
+
+    def forward(self, x):
+        r, i, j, k = self.weights
+        rows = [
+            torch.cat([r, -i, -j, -k], 1),
+            torch.cat([i, r, -k, j], 1),
+            torch.cat([j, k, r, -i], 1),
+            torch.cat([k, -j, i, r], 1),
+        ]
+        h = F.linear(x, torch.cat(rows, 0))
+        size = h.view(h.size(0), 4, -1).norm(dim=1, keepdim=True)
+        return self.read((h.view(h.size(0), 4, -1) / (1 + size)).flatten(1))
+
+
 FAMILIES = {
     "gcn": lambda: (GraphConv(), lambda n: _graph(n + 2, 3 * n)),
     "gat": lambda: (GraphAttention(), lambda n: _graph(n + 2, 3 * n)),
@@ -608,4 +629,5 @@ FAMILIES = {
     "float16": lambda: (Halves(torch.float16), lambda n: (torch.randn(n, 5, 4, dtype=torch.float16),)),
     "autocast": lambda: (Autocast(), lambda n: (torch.randn(n, 4),)),
     "fake_quantized": lambda: (FakeQuantized(), lambda n: (torch.randn(n, 4),)),
+    "quaternions": lambda: (Quaternions(), lambda n: (torch.randn(n, 8),)),
 }  # fmt: skip

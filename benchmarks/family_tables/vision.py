@@ -362,6 +362,33 @@ def _boxes(n):
     return torch.cat([rows[:, None].float(), start, start + 2 + torch.rand(n, 2) * 4], 1)
 
 
+class ConvMixer(nn.Module):
+    """Patches mixed by depthwise and pointwise convolutions, with residuals that are dropped at random."""
+
+    def __init__(self, width=8, depth=2, rate=0.5):
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, width, 2, 2), nn.GELU(), nn.BatchNorm2d(width))
+
+        def mix(size, groups):
+            conv = nn.Conv2d(width, width, size, padding="same", groups=groups)
+            return nn.Sequential(conv, nn.GELU(), nn.BatchNorm2d(width))
+
+        self.blocks = nn.ModuleList(nn.ModuleList([mix(5, width), mix(1, 1)]) for _ in range(depth))
+        self.head, self.rate = nn.Linear(width, 3), rate
+
+    def drop_path(self, x):
+        if not self.training or self.rate == 0.0:
+            return x
+        mask = x.new_empty(x.size(0), 1, 1, 1).bernoulli_(1 - self.rate)
+        return x * mask / (1 - self.rate)
+
+    def forward(self, x):
+        x = self.stem(x)
+        for space, channels in self.blocks:
+            x = channels(x + self.drop_path(space(x)))
+        return self.head(x.mean((2, 3)))
+
+
 FAMILIES = {
     "unet": lambda: (UNet(), lambda n: (torch.randn(n, 1, 8, 8),)),
     "unet_image_mask": lambda: (
@@ -395,4 +422,5 @@ FAMILIES = {
     "involution": lambda: (Involution(), lambda n: (torch.randn(n, 4, 6, 6),)),
     "blur_pool": lambda: (BlurPool(), lambda n: (torch.randn(n, 3, 9, 9),)),
     "video_2plus1d": lambda: (Video(), lambda n: (torch.randn(n, 1, 4, 6, 6),)),
+    "conv_mixer": lambda: (ConvMixer(rate=0.0), lambda n: (torch.randn(n, 3, 8, 8),)),
 }

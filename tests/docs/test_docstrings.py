@@ -55,6 +55,11 @@ def classifier_artifacts() -> None:
     artifacts_from_transformers("my-bert", "text-classification", "artifacts")
 
 
+def artifacts_of_both_kinds() -> None:
+    artifacts_and_a_model()
+    classifier_artifacts()
+
+
 def embedder() -> None:
     """`embedder`: a tiny sentence encoder as a folder for `onward.load`."""
     from onward.export import from_transformers
@@ -66,8 +71,7 @@ def embedder() -> None:
 PREPARE: dict[str, Callable[[], None]] = {
     "onward.distributed.runner": artifacts_and_a_model,
     "onward.export.huggingface.from_transformers": hub,
-    "onward.export.huggingface.save_pipeline": classifier_artifacts,
-    "onward.export.inference": artifacts_and_a_model,
+    "onward.export.inference": artifacts_of_both_kinds,
     "onward.export.quantize.quantizer": artifacts_and_a_model,
     "onward.pipeline.load": embedder,
     "onward.train.trainer": artifacts_and_a_model,

@@ -7,7 +7,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
-from onward.export.huggingface.trace import add_weights, serialized
+from onward.export.huggingface.from_transformers import add_weights, serialized
 
 WEIGHTS = {
     "matrix": np.arange(6, dtype=np.float32).reshape(2, 3),

@@ -16,7 +16,7 @@ from export.huggingface_types import PAIRS
 from export.tiny_transformers import VOCABULARY, tiny_model, tiny_pair, tiny_tokenizer
 from onward.errors import ExportError, ParityError
 from onward.export import HFOnnx, artifacts_from_transformers, from_transformers
-from onward.export.huggingface import trace as tracing
+from onward.export.huggingface import from_transformers as tracing
 from onward.export.huggingface.folder import METADATA_KEY
 from onward.export.huggingface.tasks import TASKS, detect
 from onward.export.huggingface.traceable import Traceable
@@ -277,7 +277,7 @@ def test_nothing_temporary_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_a_model_over_the_limit_of_one_file_goes_beside_its_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tracing, "ONE_FILE", 1000)
+    monkeypatch.setattr(tracing, "_ONE_FILE", 1000)
     pair = tiny_pair("bert", "pooling")
     with pytest.raises(ExportError, match="do not fit in bytes; pass path="):
         from_transformers(pair, "pooling")
@@ -293,7 +293,7 @@ def test_a_model_to_train_over_the_limit_goes_beside_its_weights(
     pair = tiny_pair("bert", "text-classification")
     whole = from_transformers(pair, "text-classification", training=True, opset=18)
     assert isinstance(whole, bytes)
-    monkeypatch.setattr(tracing, "ONE_FILE", 1000)
+    monkeypatch.setattr(tracing, "_ONE_FILE", 1000)
     with pytest.raises(ExportError, match="do not fit in bytes; pass path="):
         from_transformers(pair, "text-classification", training=True)
     from_transformers(pair, "text-classification", tmp_path / "m", opset=18, training=True)
@@ -316,7 +316,7 @@ def test_artifacts_of_a_model_over_the_limit_are_those_of_a_small_one(
 ) -> None:
     pair = tiny_pair("bert", "text-classification")
     small = artifacts_from_transformers(pair, "text-classification", tmp_path / "small")
-    monkeypatch.setattr(tracing, "ONE_FILE", 1000)
+    monkeypatch.setattr(tracing, "_ONE_FILE", 1000)
     large = artifacts_from_transformers(pair, "text-classification", tmp_path / "large")
     for name in ("training_model.onnx", "eval_model.onnx", "optimizer_model.onnx", "checkpoint"):
         assert (large / name).read_bytes() == (small / name).read_bytes()

@@ -32,7 +32,7 @@ ALLOWED: dict[str, dict[str, str]] = {
     "artifacts/write.py": {"create_session": "files that it has just written"},
     "autodiff/check.py": {"create_session": "bytes of a model that came through the gate"},
     "export/huggingface/trace.py": {"create_session": "bytes of what it made"},
-    "export/torch/torchscript.py": {"load_model_from_string": "what torch's exporter made in this process"},
+    "export/torch/tracers.py": {"load_model_from_string": "what torch's exporter made in this process"},
     "export/torch/check_outputs.py": {"create_session": "the model that it has just exported"},
 }
 

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
         artifacts_from_transformers as artifacts_from_transformers,
     )
     from onward.export.huggingface.from_transformers import from_transformers as from_transformers
-    from onward.export.huggingface.save_pipeline import save_pipeline as save_pipeline
     from onward.export.inference import for_inference as for_inference
+    from onward.export.inference import save_pipeline as save_pipeline
     from onward.export.parity import Report as Report
     from onward.export.parity import compare as compare
     from onward.export.torch.from_torch import artifacts_from_torch as artifacts_from_torch
@@ -35,7 +35,7 @@ _HOMES = {
     "assign_detections": "onward.export.huggingface.assign",
     "HFOnnx": "onward.export.huggingface.from_transformers",
     "for_inference": "onward.export.inference",
-    "save_pipeline": "onward.export.huggingface.save_pipeline",
+    "save_pipeline": "onward.export.inference",
     "Report": "onward.export.parity",
     "compare": "onward.export.parity",
 }

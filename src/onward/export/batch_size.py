@@ -61,6 +61,7 @@ def dynamic_batch(
             hint=f"train it with batches of {size}",
         ) from error
     opened_proto = ir.to_proto(opened)
+    # declared for the old batch, which the runtime would hold against the new one
     del opened_proto.graph.value_info[:]
     report = _compare(original, opened_proto, size, inputs, rtol=rtol, atol=atol)
     if not report.passed:
@@ -93,6 +94,7 @@ def _compare(
     """Two batches one by one through the model, and both at once, then one sample alone, through the copy."""
     before, after = open_session(ir.to_proto(original)), open_session(opened_proto)
     reads = [value.name for value in before.get_inputs()]  # older files list weights among the inputs as well
+    # two different batches: samples that look at one another show only beside others
     random = [sample_inputs(original, seed=seed) for seed in (0, 1)]
     feeds = [{name: batch[name] for name in reads} for batch in (inputs or random[0], random[1])]
     opened = {value.name for value in after.get_inputs() if value.shape[:1] == [BATCH]}
@@ -104,6 +106,7 @@ def _compare(
         name: np.concatenate([feed[name] for feed in feeds]) if name in opened else feeds[0][name]
         for name in feeds[0]
     }
+    # One alone: a size that was folded into a constant may fit multiples of the old batch and nothing else.
     single = {name: array[:1] if name in opened else array for name, array in joined.items()}
     both = dict(zip(names, (np.concatenate(pair) for pair in zip(*expected))))
     try:

@@ -1,26 +1,31 @@
-"""`for_inference`: exports a trained state for inference, checked against the evaluation model."""
+"""Exports a trained state for inference, as a file or a folder for `onward.load`, checked with the evaluation model."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import os
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
 import onnx_ir as ir
+import onnxruntime as ort
 
 from onward import contract
 from onward.api.state import CheckpointState
 from onward.checkpoint import store
 from onward.checkpoint.content import CheckpointData
 from onward.errors import ExportError, ParityError
+from onward.export.huggingface.folder import CARD, MAKE_FOLDER, MODEL, PIPELINE, read_card, staged, write_card
 from onward.export.parity import Report, compare
 from onward.export.quantize.candidates import refuse_worse
 from onward.export.quantize.quantizer import QuantizationReport, measure, quantize, scheme_name
 from onward.files import scratch_folder
+from onward.graph.gate import read_proto
 from onward.graph.load import load_model
 from onward.graph.prune import prune
 from onward.graph.save import write_model
@@ -29,7 +34,7 @@ from onward.runtime.devices import Device, DeviceLike, find_device
 from onward.runtime.inference_model import inference_model, place_files
 from onward.runtime.sessions import open_session
 
-__all__ = ["InferenceExport", "for_inference", "sample_inputs"]
+__all__ = ["InferenceExport", "for_inference", "sample_inputs", "save_pipeline"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,7 +142,13 @@ def for_inference(
             if expected is not None and is_folded:
                 integers = _compare_integers(expected, _run(str(path), feeds, chosen))
             elif expected is not None:
-                parity = compare(expected, _run(str(path), feeds, chosen), rtol=rtol, atol=atol)
+                answers = _run(str(path), feeds, chosen)
+                parity = compare(expected, answers, rtol=rtol, atol=atol)
+                if not parity.passed:
+                    # Constant weights let the runtime fold batch norms and fuse layers: a deep network rounds
+                    # otherwise then. How far the evaluation model's own roundings are apart says how far it may.
+                    plain = _reference(eval_model, data, names, feeds, user_inputs=False, optimized=False)
+                    parity = compare(expected, answers, rtol=rtol, atol=atol, plain=plain)
                 if not parity.passed:
                     raise ParityError(
                         f"the exported model differs from the evaluation model; not written:\n{parity}"
@@ -215,6 +226,7 @@ def sample_inputs(model: ir.Model, *, seed: int = 0, size: int = 4) -> dict[str,
         if value.dtype.is_floating_point():
             feeds[value.name or ""] = rng.standard_normal(dims).astype(dtype)
         else:
+            # zero and one are in every vocabulary and every set of classes
             feeds[value.name or ""] = rng.integers(0, 2, dims).astype(dtype)
     return feeds
 
@@ -232,6 +244,7 @@ def _reference(
     feeds: Mapping[str, np.ndarray],
     *,
     user_inputs: bool,
+    optimized: bool = True,
 ) -> dict[str, np.ndarray] | None:
     """The outputs of the evaluation graph itself, parameters fed; None where random inputs do not fit it."""
     model = prune(load_model(eval_model), list(names))
@@ -240,7 +253,7 @@ def _reference(
     reads = {value.name for value in model.graph.inputs}
     parameters = {name: np.asarray(array) for name, array in values.items() if name in reads}
     try:
-        return _run(ir.to_proto(model).SerializeToString(), {**feeds, **parameters})
+        return _run(ir.to_proto(model).SerializeToString(), {**feeds, **parameters}, optimized=optimized)
     except Exception as error:
         if user_inputs:
             raise ExportError(f"the evaluation model does not run on the given inputs: {error}") from error
@@ -248,9 +261,99 @@ def _reference(
 
 
 def _run(
-    model: bytes | str, feeds: Mapping[str, np.ndarray], device: Device | None = None
+    model: bytes | str,
+    feeds: Mapping[str, np.ndarray],
+    device: Device | None = None,
+    *,
+    optimized: bool = True,
 ) -> dict[str, np.ndarray]:
-    session = open_session(model, providers=(device or Device("cpu")).providers())
+    options = ort.SessionOptions()
+    if not optimized:
+        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    session = open_session(model, providers=(device or Device("cpu")).providers(), options=options)
     input_names = {value.name for value in session.get_inputs()}
     results = session.run(None, {name: array for name, array in feeds.items() if name in input_names})
     return {value.name: np.asarray(result) for value, result in zip(session.get_outputs(), results)}
+
+
+# ---- a folder of a Hugging Face model -----------------------------------------------------------------------
+
+
+def save_pipeline(
+    artifacts: str | os.PathLike[str],
+    state: CheckpointState | CheckpointData | str | os.PathLike[str],
+    directory: str | os.PathLike[str],
+    *,
+    quantize: bool | str = False,
+    inputs: Mapping[str, np.ndarray] | None = None,
+    rtol: float = 1e-4,
+    atol: float = 1e-5,
+) -> InferenceExport:
+    """Write a trained Hugging Face model as a folder for `onward.load`: model, tokenizer, `onward.json`.
+
+    `artifacts` is a directory that `artifacts_from_transformers` wrote, `state` what training has made of its
+    checkpoint. The model's outputs are compared with the evaluation model's, on `inputs` or on some sentences;
+    `quantize` makes it smaller afterwards, and what that costs is measured on the same and recorded. Neither torch
+    nor transformers is imported, so that it works where the model was trained.
+
+    >>> import onward
+    >>> trainer = onward.Trainer("artifacts")
+    >>> written = save_pipeline("artifacts", trainer.state, "classifier", quantize="int8")
+    >>> sorted(onward.load("classifier")("some text"))
+    ['label', 'score']
+    """
+    scheme = scheme_name(quantize)
+    source = Path(artifacts)
+    if not (source / PIPELINE / CARD).is_file():
+        raise ExportError(
+            f"'{source}': no {PIPELINE}/{CARD}; save_pipeline takes the directory of artifacts_from_transformers. "
+            "Other models: for_inference writes the file alone",
+            hint=MAKE_FOLDER,
+        )
+    card = read_card(source / PIPELINE)
+    sample = card.pop("sample", None)
+    feeds = inputs if inputs is not None else _arrays(sample)
+    with staged(Path(directory), single=False) as stage:
+        exported = for_inference(
+            _eval_model_of(source),
+            state,
+            list(card["outputs"]),
+            stage / MODEL,
+            quantize=scheme,
+            inputs=feeds,
+            rtol=rtol,
+            atol=atol,
+        )
+        # The tokenizer's files are copied as they are: whatever its library reads, it reads again.
+        for file in (source / PIPELINE).iterdir():
+            if file.name != CARD and file.is_file():
+                shutil.copyfile(file, stage / file.name)
+        write_card(_final_card(card, exported, scheme, stage / MODEL), stage)
+    return InferenceExport(Path(directory) / MODEL, exported.size, exported.parity, exported.quantization)
+
+
+def _eval_model_of(directory: Path) -> Path:
+    candidates = sorted(directory.glob("*eval_model.onnx"))
+    if len(candidates) != 1:
+        raise ExportError(f"'{directory}': expected one eval_model.onnx, found {len(candidates)}")
+    return candidates[0]
+
+
+def _arrays(sample: Mapping[str, Any] | None) -> dict[str, np.ndarray] | None:
+    return None if sample is None else {name: np.asarray(rows, np.int64) for name, rows in sample.items()}
+
+
+def _final_card(
+    card: Mapping[str, Any], exported: InferenceExport, scheme: str | None, path: Path
+) -> dict[str, Any]:
+    """The card of what was really written: inputs that the model ignores are gone from it."""
+    model = read_proto(path)
+    taken = {value.name for value in model.graph.input}
+    done = {**card, "inputs": {name: axes for name, axes in card["inputs"].items() if name in taken}}
+    opset = next(entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx"))
+    done |= {"opset": opset, "quantize": scheme}
+    if exported.parity is not None:
+        done["parity"] = exported.parity.to_dict()
+    if exported.quantization is not None:
+        done["quantization"] = exported.quantization.to_dict()
+    return done

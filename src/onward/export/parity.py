@@ -173,6 +173,7 @@ def _difference(
         return incomparable(f"dtype {got.dtype}, expected {reference.dtype}")
     if reference.size == 0:
         return Difference(name, 0.0, 0.0, True, reference.shape, "", case)
+    # subtracted in float64: halves would round the difference, and unsigned integers wrap
     wide = np.complex128 if _kind(reference) == "c" else np.float64
     a, b = reference.astype(wide), got.astype(wide)
     # The same NaN or infinity in the same place is agreement; anywhere else it is an infinite difference.
@@ -188,6 +189,7 @@ def _difference(
     scale = float(np.abs(a[finite]).max()) if finite.any() else 0.0
     relative = 0.0 if largest == 0.0 else (largest / scale if scale > 0.0 else np.inf)
     own = None if plain is None else _largest(plain, reference)
+    # Against the tensor's largest number: elements near zero are sums of larger ones that cancel.
     allowed = atol + rtol * scale + (MULTIPLE * own if own is not None and np.isfinite(own) else 0.0)
     return Difference(name, largest, relative, largest <= allowed, reference.shape, "", case, own)
 

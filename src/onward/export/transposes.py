@@ -15,6 +15,7 @@ def fold_transposes(model: ir.Model) -> None:
     """Transpose every initializer that all of its readers transpose alike, in place."""
     for name, value in list(model.graph.initializers.items()):
         perm = common_transposition(value)
+        # What is an input too may be fed by a caller, in the shape that it has.
         if perm is None or value.is_graph_input() or value.const_value is None:
             continue
         read_directly(value)

@@ -33,9 +33,11 @@ def assign_detections(
     [[2, 1]]
     """
     labels = np.full(boxes.shape[:2], classes, np.int64)
+    # a box in the middle where there is none: its terms are multiplied by zero, and must be finite for that
     targets = np.full(boxes.shape, 0.5, np.float32)
     for row, entry in enumerate(objects):
         ids = np.asarray(entry["class_labels"], np.int64).reshape(-1)
+        # a picture without objects may come as an empty list
         places = np.asarray(entry["boxes"], np.float64).reshape(-1, 4)
         if len(ids) != len(places):
             raise ValueError(f"picture {row}: {len(ids)} classes for {len(places)} boxes")
@@ -45,6 +47,7 @@ def assign_detections(
             continue
         if ids.min() < 0 or ids.max() >= classes:
             raise ValueError(f"picture {row}: class {int(ids.max())} is outside 0 to {classes - 1}")
+        # The costs of DETR's matcher: the loss without logarithms, so that classes weigh no more than boxes.
         cost = class_cost * _class_costs(logits[row].astype(np.float64), classes)[:, ids]
         predicted = boxes[row].astype(np.float64)
         cost += box_cost * np.abs(predicted[:, None] - places[None]).sum(-1)
@@ -93,6 +96,7 @@ def cheapest_pairs(cost: np.ndarray) -> list[tuple[int, int]]:
     if rows > columns:
         raise ValueError(f"{rows} objects cannot be shared out among {columns} boxes")
     row_price, column_price = np.zeros(rows + 1), np.zeros(columns + 1)
+    # Prices make the reduced costs of all pairs zero or more, so that each augmenting path is a shortest path.
     owner = np.zeros(columns + 1, int)  # the row that has each column, counted from 1; column 0 is a start
     for row in range(1, rows + 1):
         owner[0], current = row, 0

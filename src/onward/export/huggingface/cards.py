@@ -87,6 +87,7 @@ def _mark_other_pixels(processor: Any, settings: dict[str, Any]) -> None:
     """Mark settings whose pictures are not those of the processor itself: `onward.load` then takes arrays only."""
     if isinstance(processor, Mapping) or "image_mean" not in settings:
         return
+    # Not square, and noise: a swap of the sides or another filter would not show on a plain square.
     picture = np.random.default_rng(0).integers(0, 256, (90, 120, 3)).astype(np.uint8)
     try:
         expected = np.asarray(processor(picture, return_tensors="np")["pixel_values"][0])
@@ -95,6 +96,7 @@ def _mark_other_pixels(processor: Any, settings: dict[str, Any]) -> None:
     try:
         pixels = image(picture, settings)
     except ValueError:
+        # no shape of any picture, so that it is marked
         pixels = np.zeros(0)
     if pixels.shape != expected.shape or np.abs(pixels - expected).max() > _SAME_PIXELS:
         settings["unknown"] = type(processor).__name__
@@ -113,6 +115,7 @@ def _tokenizer(source: Source) -> dict[str, Any]:
     end = getattr(tokenizer, "eos_token_id", None)
     return {
         "special_ids": sorted(getattr(tokenizer, "all_special_ids", None) or ()),
+        # The attention mask hides padding, so that any id does where there is none.
         "pad_id": pad if pad is not None else end if end is not None else 0,
         "padding_side": _padding_side(source),
         "max_length": source.max_length,
@@ -192,6 +195,7 @@ def generation_settings(config: Any, settings: Any) -> dict[str, Any]:
 
 def _speech(settings: Any) -> dict[str, Any]:
     """Whisper's tokens for languages and tasks."""
+    # only Whisper's settings have it
     quiet = getattr(settings, "no_timestamps_token_id", None)
     if quiet is None:
         return {}

@@ -81,6 +81,7 @@ def read_part(folder: str, task: str) -> Any:
         raise ExportError(
             f"'{path / 'config.json'}' names {str(named)[:60]!r}, which diffusers does not have"
         )
+    # never the older .bin files, which are pickles
     return kind.from_pretrained(path, use_safetensors=True)  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -131,6 +132,7 @@ def denoiser(source: Source, model: Part) -> Traceable:
         },
         outputs={"out_sample": _PICTURE},
         example=case(2, side, side, 7),
+        # tall and wide, so that the two axes cannot be taken for one
         cases=[case(1, 2 * side, side, 5), case(3, side, 2 * side, 9)],
     )
 
@@ -153,6 +155,7 @@ def _conditions(settings: Mapping[str, Any], taken: Mapping[str, Any]) -> dict[s
             lambda rows, length, random: torch.randint(0, int(classes), (rows,), generator=random),
         )
     if settings.get("addition_embed_type") == "text_time":
+        # original size, crop and target size of the picture, two numbers each (SDXL)
         times = 6
         text = int(settings["projection_class_embeddings_input_dim"]) - times * int(
             settings["addition_time_embed_dim"]
@@ -187,9 +190,11 @@ def autoencoder(source: Source, model: Part) -> Traceable:
         if not encodes:
             return (network.decode(batch["latent_sample"], return_dict=False)[0],)
         coded = network.encode(batch["sample"], return_dict=False)[0]
+        # A distribution, whose means and log variances lie in one tensor: drawing from it is the caller's.
         return (getattr(coded, "parameters", coded),)
 
     name = "sample" if encodes else "latent_sample"
+    # Latents are smaller by all steps down: any small size divides.
     side = 2 * _side(settings) if encodes else 4
 
     def case(rows: int, height: int, width: int) -> dict[str, Tensor]:

@@ -95,7 +95,9 @@ def _tokens(model: Any, rows: int, width: int) -> Tensor:
         else model.config
     )
     ids = (getattr(model.config, "decoder_start_token_id", None), getattr(config, "bos_token_id", None))
+    # Some decoders begin with padding, some with their own first token: the configuration says which.
     start = next((value for value in ids if isinstance(value, int)), 0)
+    # from 6 on: the first few are special in most vocabularies, and an end token would hide what follows
     following = torch.arange(rows * (width - 1)).reshape(rows, width - 1) % max(2, config.vocab_size - 7) + 6
     return torch.cat([torch.full((rows, 1), start), following % config.vocab_size], dim=1).to(torch.int64)
 
@@ -119,6 +121,7 @@ def _parts(source: Source, model: Any, read: _Read) -> Mapping[str, Traceable]:
         # One decoder step, of which only the keys and values of the encoder's output are kept.
         rows = next(iter(batch.values())).shape[0]
         first = _tokens(model, 1, 1).expand(rows, 1)
+        # transformers computes keys and values for cross-attention in the decoder alone, at its first step.
         answer = model(**batch, decoder_input_ids=first, use_cache=True, return_dict=True)
         return flat_cache(answer["past_key_values"].cross_attention_cache)
 
@@ -160,6 +163,7 @@ def _decoder(
 
     def write(batch: dict[str, Tensor]) -> Sequence[Tensor]:
         keys = batch[next(iter(cache.crossed))]
+        # Never read, as the cache is full; transformers asks for its shape.
         hidden = torch.zeros(keys.shape[0], keys.shape[2], cache.width)
         answer = model(
             encoder_outputs=BaseModelOutput(last_hidden_state=hidden),  # type: ignore[arg-type]
@@ -195,6 +199,7 @@ def _decoder(
         module=Adapter(model, list(inputs), write),
         inputs=inputs,
         outputs={"logits": _WRITTEN, **{name: {0: "batch", 2: "total_sequence"} for name in present}},
+        # no size of one and no two alike, which a trace would take for constants or for each other
         example=step(0, 3, 2),
         cases=[step(1, 5, 0), step(0, 1, 6), step(2, 2, 3)],
     )

@@ -195,6 +195,7 @@ def _from_sentence_transformer(model: Any, task: str) -> Source:
         raise ExportError(
             f"{type(model).__name__}: its first module is no transformer, but {type(first).__name__}"
         )
+    # sentence-transformers' own default, where there is no pooling module
     modes, normalize, dense = ("mean",), False, []
     for module in list(model)[1:]:
         kind = type(module).__name__
@@ -230,6 +231,7 @@ def _from_folder(
     if not local and (folder.is_absolute() or origin.startswith((".", "~"))):
         raise ExportError(f"'{origin}': no such folder")
     modules = _modules(origin)
+    # Older folders keep the transformer in a folder of its own, newer ones at the top.
     inner = next((m["path"] for m in modules if m["type"].endswith(".Transformer")), "")
     where = fspath(folder / inner) if local and inner else origin
     extra: dict[str, Any] = {"subfolder": inner} if inner and not local else {}
@@ -264,6 +266,7 @@ def _load_model(where: str, task: Task, config: Any, extra: Mapping[str, Any]) -
     import torch
     import transformers
 
+    # A task may have several classes of models (speech to text by CTC or by a decoder): that which knows the type.
     loaders = [
         name
         for name in task.loaders
@@ -420,6 +423,7 @@ class _Classifier(nn.Module):
 
     def __init__(self, model: nn.Module, settings: Mapping[str, Any]) -> None:
         super().__init__()
+        # Shared rather than wrapped: names in the file are those of the timm model.
         self._parameters, self._buffers = model._parameters, model._buffers
         self._modules = model._modules
         self._non_persistent_buffers_set = model._non_persistent_buffers_set
@@ -475,6 +479,7 @@ def _from_timm(model: Any, task: str) -> Source:
 def _processor(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Resize the shorter side a little larger than the crop, crop the middle, normalize."""
     _, height, width = settings["input_size"]
+    # as timm's own evaluation transform computes it
     edge = math.floor(min(height, width) / float(settings.get("crop_pct") or 0.875))
     return {
         "do_resize": True,

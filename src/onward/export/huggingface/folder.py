@@ -80,6 +80,7 @@ class _Card(dict[str, Any]):
 
     def __init__(self, entries: Mapping[str, Any], where: str) -> None:
         tables = {key: _Card(value, where) for key, value in entries.items() if isinstance(value, dict)}
+        # Tables inside answer alike, however deep.
         super().__init__({**entries, **tables})
         self._where = where
 

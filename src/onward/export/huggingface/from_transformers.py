@@ -1,35 +1,43 @@
 """Exports Hugging Face models: to a file, to bytes, to a folder for `onward.load`, or for training.
 
-The public calls only. Loading is in `find_model`, calling a model in `wrappers`, the exporter and the comparison
-with torch in `trace`, quantization in `quantize`, and writing in `folder`.
+Loading is in `find_model`, calling a model in `wrappers`, quantization in `quantize`, and writing in `folder`; the
+exporter and the comparison with torch are below the public calls.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import tempfile
+import warnings
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from os import PathLike, fspath
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import onnx
+import onnx_ir as ir
+import torch
+from onnx import helper
 
 from onward import contract
 from onward.contract import EXPORT_OPSET
-from onward.errors import ExportError
-from onward.export.huggingface import trace
+from onward.errors import ExportError, ModelError
 from onward.export.huggingface.cards import describe
 from onward.export.huggingface.find_model import Source, load_source
 from onward.export.huggingface.folder import METADATA_KEY, MODEL, PIPELINE, staged, write_card
 from onward.export.huggingface.task_losses import with_loss
 from onward.export.huggingface.wrappers import adapt
-from onward.export.parity import Report, merge
+from onward.export.parity import Report, compare, merge
 from onward.export.quantize.quantizer import measure, scheme_name
 from onward.export.quantize.quantizer import quantize as quantize_model
+from onward.export.torch.replace import replaced
+from onward.export.torch.tracers import OPSETS, trace_torchscript
+from onward.export.transposes import common_transposition, read_directly
+from onward.graph.dialect.lower import lower
+from onward.graph.dialect.normalize import normalize
 from onward.graph.gate import read_proto
 from onward.info.metadata import info_from_card, info_to_metadata
 from onward.model_metadata import read_names
@@ -38,6 +46,10 @@ if TYPE_CHECKING:
     from onward.export.huggingface.traceable import Traceable
 
 __all__ = ["HFOnnx", "artifacts_from_transformers", "from_transformers"]
+
+
+_ONE_FILE = 2**31 - 2**24
+"""Bytes of weights that still fit in one protobuf message, with room for the graph."""
 
 
 def from_transformers(
@@ -71,7 +83,7 @@ def from_transformers(
     scheme = scheme_name(quantize)
     if training and scheme:
         raise ValueError("a model to train cannot be quantized: quantize its inference export instead")
-    trace.check_opset(opset)
+    _check_opset(opset)
     settings = _Settings(scheme, opset, check, rtol, atol)
     if path is None:
         source = load_source(model, task, pooling=pooling, normalize=normalize)
@@ -130,7 +142,7 @@ def artifacts_from_transformers(
     >>> artifacts_from_transformers("my-bert", "text-classification", "artifacts").name
     'artifacts'
     """
-    trace.check_opset(opset)
+    _check_opset(opset)
     from onward import artifacts
 
     source = load_source(
@@ -147,8 +159,8 @@ def artifacts_from_transformers(
             traceable = with_loss(source, traceable)
         with ExitStack() as stack:
             path = None
-            if trace.weight_bytes(traceable.module) > trace.ONE_FILE:
-                path = Path(stack.enter_context(TemporaryDirectory(prefix="onward-"))) / MODEL
+            if _weight_bytes(traceable.module) > _ONE_FILE:
+                path = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="onward-"))) / MODEL
             forward = _for_training(traceable, path, _Settings(None, opset, True, rtol, atol))
             recorded = _properties(_graph_of(forward))
             recorded_trainable = read_names(recorded, contract.REQUIRES_GRAD)
@@ -233,7 +245,7 @@ def _export(source: Source, settings: _Settings, path: Path | None = None, *, tr
             card["training"] = True
             if len(card.get("labels") or ()) == 1 and card["problem_type"] is None:
                 card["problem_type"] = "regression"  # what the model's own loss takes one label for
-            large = trace.weight_bytes(traceable.module) > trace.ONE_FILE
+            large = _weight_bytes(traceable.module) > _ONE_FILE
             if large and path is None:
                 raise _too_large(source)
             forward = _for_training(traceable, path if large else None, settings)
@@ -262,12 +274,12 @@ def _export_one(source: Source, traceable: Traceable, settings: _Settings) -> _E
     def metadata(used: Traceable) -> dict[str, str]:
         return _metadata(describe(source, used.inputs, used.outputs, opset=opset), settings.scheme)
 
-    model, traceable = trace.trace(traceable, opset=opset, metadata=metadata)
+    model, traceable = _trace(traceable, opset=opset, metadata=metadata)
     card = describe(source, traceable.inputs, traceable.outputs, opset=opset)
     subject = f"{source.origin} ({source.task.name}, opset {opset})"
     report = None
     if settings.check:
-        report = trace.check_parity(model, traceable, rtol=settings.rtol, atol=settings.atol)
+        report = _check_parity(model, traceable, rtol=settings.rtol, atol=settings.atol)
         report.raise_if_failed(subject)
     feeds = [{name: case[name].numpy() for name in traceable.inputs} for case in traceable.cases]
     return _Exported(model, card, report, feeds)
@@ -367,3 +379,248 @@ def _write_folder(exported: Mapping[str, _Exported], scheme: str | None, stage: 
     elif measured:
         card["quantization"] = {name: report.to_dict() for name, report in zip(exported, measured)}
     write_card(card, stage)
+
+
+# ---- the exporter, and the comparison with torch ------------------------------------------------------------
+
+
+def _check_opset(opset: int) -> None:
+    """Reject an opset that the exporter does not support."""
+    if opset not in OPSETS["torchscript"]:
+        opsets = OPSETS["torchscript"]
+        raise ValueError(f"unsupported opset {opset}: choose {opsets.start} to {opsets.stop - 1}")
+
+
+def _weight_bytes(module: torch.nn.Module) -> int:
+    """Bytes that the module's distinct tensors take; tied weights count once."""
+    tensors = {t.data_ptr(): t for t in (*module.parameters(), *module.buffers())}
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+
+
+def _trace(
+    traceable: Traceable, *, opset: int, metadata: Callable[[Traceable], Mapping[str, str]] | None = None
+) -> tuple[bytes | onnx.ModelProto, Traceable]:
+    """Export to ONNX: bytes, or for a model over 2 GB the model in memory, which no bytes can hold.
+
+    Returned with it is what was really exported: an input that the model accepts and ignores is left out, as
+    DeBERTa without segment embeddings ignores `token_type_ids`. `metadata` gives entries of the model for it.
+    """
+    model = _graph_at_opset(traceable, opset=opset)
+    graph_inputs = {value.name for value in model.graph.inputs}
+    used = replace(
+        traceable, inputs={name: axes for name, axes in traceable.inputs.items() if name in graph_inputs}
+    )
+    # Weights are put in last: until then the graph is small, and every step over it quick.
+    weights = _take_weights(model, traceable.module, inputs=used.inputs)
+    proto = ir.to_proto(model)
+    _fix_axes(proto, traceable)
+    if metadata is not None:
+        onnx.helper.set_model_props(proto, dict(metadata(used)))
+    if _weight_bytes(traceable.module) <= _ONE_FILE:
+        return serialized(proto, weights), used
+    add_weights(proto, weights)
+    return proto, used
+
+
+def _check_parity(
+    model: bytes | onnx.ModelProto, traceable: Traceable, *, rtol: float, atol: float
+) -> Report:
+    """Run torch and onnxruntime on the same inputs at several sizes and report how far apart they are."""
+    if not isinstance(model, bytes):
+        with tempfile.TemporaryDirectory(prefix="onward-parity-") as folder:
+            path = Path(folder) / "model.onnx"
+            # A copy: saving with the weights outside takes them out of the message that is saved.
+            clone = onnx.ModelProto()
+            clone.CopyFrom(model)
+            onnx.save(clone, path, save_as_external_data=True, location="model.onnx.data")
+            return _compare(fspath(path), traceable, rtol=rtol, atol=atol)
+    return _compare(model, traceable, rtol=rtol, atol=atol)
+
+
+def _compare(model: bytes | str, traceable: Traceable, *, rtol: float, atol: float) -> Report:
+    from onward.ort_session import create_session, quiet_options
+
+    # optimized, as users run it: a fusion that is wrong must show here
+    session = create_session(model, quiet_options(threads=torch.get_num_threads()))
+    names = list(traceable.outputs)
+    reports = []
+    for case in traceable.cases:
+        shapes = ", ".join(f"{name} {list(value.shape)}" for name, value in list(case.items())[:1])
+        with torch.no_grad():
+            reference = traceable.module(*case.values())
+        got = session.run(names, {name: case[name].numpy() for name in traceable.inputs})
+        expected = {name: value.numpy() for name, value in zip(names, reference)}
+        outputs = dict(zip(names, map(np.asarray, got)))
+        masks = {name: _unpadded_mask(traceable, case, name, expected[name], outputs[name]) for name in names}
+        left_out = {name: int(np.count_nonzero(~mask)) for name, mask in masks.items() if mask is not None}
+        notes = tuple(
+            f"{name} at {shapes}: {count} positions of padding not compared"
+            for name, count in left_out.items()
+            if count
+        )
+        report = compare(
+            {name: value if masks[name] is None else value[masks[name]] for name, value in expected.items()},
+            {name: value if masks[name] is None else value[masks[name]] for name, value in outputs.items()},
+            rtol=rtol,
+            atol=atol,
+            case=shapes,
+        )
+        reports.append(merge(report, notes=notes))
+    return merge(*reports)
+
+
+def _unpadded_mask(
+    traceable: Traceable, case: Mapping[str, torch.Tensor], name: str, theirs: np.ndarray, ours: np.ndarray
+) -> np.ndarray | None:
+    """The positions of an output to compare, [batch, sequence]; None where all are.
+
+    Padding is left out: nothing uses its values, and torch itself is ten times as far from float64 there as at real
+    tokens. A position where one of the two is non-finite is always compared.
+    """
+    axes, mask = traceable.inputs.get("attention_mask"), case.get("attention_mask")
+    if axes is None or mask is None or mask.ndim != 2 or ours.shape != theirs.shape:
+        return None
+    if any(traceable.outputs[name].get(axis) != axes.get(axis) for axis in (0, 1)):
+        return None
+    beyond = tuple(range(2, ours.ndim))
+    strange = ~(np.isfinite(ours) & np.isfinite(theirs))
+    return (mask.numpy() != 0) | (strange.any(axis=beyond) if beyond else strange)
+
+
+def _graph_at_opset(traceable: Traceable, *, opset: int) -> ir.Model:
+    """The graph at this opset; below 13 a newer one converted, for the tracer's own forms there are partly invalid."""
+    if opset >= 13:
+        return _traced(traceable, opset=opset)
+    try:
+        return lower(normalize(_traced(traceable, opset=EXPORT_OPSET)), opset)
+    except ModelError as lacking:
+        try:
+            return _traced(traceable, opset=opset)
+        except ExportError as error:
+            raise ExportError(f"{error}\nA newer export cannot be converted either: {lacking}") from None
+
+
+def _traced(traceable: Traceable, *, opset: int) -> ir.Model:
+    """The graph alone, with weights as inputs: carrying them through the exporter takes a third of its time."""
+    # The exporter would infer types twice more when every node is written: a quarter of an export, since the weights
+    # are serialized for it. Outputs have their traced shapes without it, and `_fix_axes` names the axes.
+    infer = (torch._C, "_jit_pass_onnx_graph_shape_type_inference", lambda *arguments: None)
+    with warnings.catch_warnings(), torch.no_grad(), replaced(infer):
+        # Tracer warnings about Python branches: the parity check at other sizes is what settles them.
+        warnings.simplefilter("ignore")
+        proto = trace_torchscript(
+            traceable.module,
+            tuple(traceable.example.values()),
+            inputs=dict(traceable.inputs),
+            outputs=dict(traceable.outputs),
+            opset=opset,
+        )
+    return ir.from_proto(proto)
+
+
+def _fix_axes(model: onnx.ModelProto, traceable: Traceable) -> None:
+    """Name every dynamic axis and give every other its size.
+
+    The exporter invents names such as "Divembeddings_dim_1" for sizes that it could not infer.
+    """
+    ports = {**traceable.inputs, **traceable.outputs}
+    wrong = [
+        (value.name, index, dim)
+        for value in (*model.graph.input, *model.graph.output)
+        for index, dim in enumerate(value.type.tensor_type.shape.dim)
+        if dim.dim_param != ports.get(value.name, {}).get(index, "")
+    ]
+    if not wrong:
+        return
+    with torch.no_grad():
+        answers = traceable.module(*traceable.example.values())
+    shapes = {name: value.shape for name, value in traceable.example.items()}
+    shapes |= {name: value.shape for name, value in zip(traceable.outputs, answers)}
+    for name, index, dim in wrong:
+        if index in ports[name]:
+            dim.dim_param = ports[name][index]
+        else:
+            dim.dim_value = shapes[name][index]
+
+
+# --- Put a torch module's weights into a graph that was exported without them, ready for inference.
+#
+# Knows ONNX protobufs and torch tensors. A matrix that is only ever read transposed, as every Linear's is, is
+# stored transposed: the transposition would cost time at every load and hide the matrix from quantizers. One
+# that is also read as it is, such as an output layer tied to its embedding, is stored once and transposed by
+# the graph.
+
+
+def _take_weights(
+    model: ir.Model, module: torch.nn.Module, *, inputs: Collection[str]
+) -> dict[str, np.ndarray]:
+    """Remove every graph input that is not among `inputs`; the module's tensors to be stored in their place."""
+    graph = model.graph
+    tensors = dict(module.named_parameters(remove_duplicate=False))
+    tensors |= dict(module.named_buffers(remove_duplicate=False))
+    values = [value for value in graph.inputs if value.name not in inputs]
+    unknown = [value.name or "" for value in values if value.name not in tensors]
+    if unknown:
+        raise ExportError(f"the exporter made inputs of its own: {', '.join(unknown)}")
+    weights: dict[str, np.ndarray] = {}
+    for value in values:
+        name = value.name or ""
+        array = tensors[name].detach().cpu().numpy()
+        graph.inputs.remove(value)
+        # A Linear's weight: transposed once here rather than at every load.
+        perm = common_transposition(value)
+        if perm is not None:
+            read_directly(value)
+            # Under another name: whoever looks for the parameter must not find its transpose.
+            name, array = f"{name}.transposed", array.transpose(perm)
+            value.name = name
+        weights[name] = array
+    return weights
+
+
+def add_weights(model: onnx.ModelProto, weights: Mapping[str, np.ndarray]) -> None:
+    """Store the weights in the model, in place."""
+    for name, value in weights.items():
+        # Filled in place: a tensor made elsewhere and appended would be copied twice more.
+        tensor = model.graph.initializer.add(**_header(name, value))
+        tensor.raw_data = _little_endian(value).tobytes()
+
+
+def serialized(model: onnx.ModelProto, weights: Mapping[str, np.ndarray]) -> bytes:
+    """The model's bytes with the weights in it, which are copied once and never held by the message.
+
+    Written in the wire format: a field is its key (number and type), its length, and its bytes.
+    """
+    parts: list[Any] = [model.graph.SerializeToString(deterministic=True)]
+    for name, value in weights.items():
+        data = np.ascontiguousarray(_little_endian(value)).reshape(-1).view(np.uint8)
+        header = onnx.TensorProto(**_header(name, value)).SerializeToString(deterministic=True)
+        header += _key(onnx.TensorProto, "raw_data") + _varint(len(data))
+        parts += [_key(onnx.GraphProto, "initializer") + _varint(len(header) + len(data)), header, data]
+    outer = onnx.ModelProto()
+    outer.CopyFrom(model)
+    outer.ClearField("graph")
+    before = outer.SerializeToString(deterministic=True) + _key(onnx.ModelProto, "graph")
+    return b"".join([before, _varint(sum(map(len, parts))), *parts])
+
+
+def _header(name: str, value: np.ndarray) -> dict[str, Any]:
+    return {"name": name, "data_type": helper.np_dtype_to_tensor_dtype(value.dtype), "dims": value.shape}
+
+
+def _little_endian(value: np.ndarray) -> np.ndarray:
+    return value.astype(value.dtype.newbyteorder("<"), copy=False)
+
+
+def _key(message: Any, field: str) -> bytes:
+    """The key of a field that has a length: its number, and 2 for "length-delimited"."""
+    return _varint(message.DESCRIPTOR.fields_by_name[field].number << 3 | 2)
+
+
+def _varint(value: int) -> bytes:
+    """Seven bits a byte, the lowest first; the high bit says that more follow."""
+    digits = bytearray()
+    while value > 0x7F:
+        digits.append(value & 0x7F | 0x80)
+        value >>= 7
+    return bytes([*digits, value])

@@ -48,6 +48,7 @@ def filled_cache(batch: Mapping[str, Tensor], past: Sequence[str], seen: Sequenc
         crossed.update(batch[seen[2 * index]], batch[seen[2 * index + 1]], index)
     both = EncoderDecoderCache(own, crossed)
     for index in range(len(seen) // 2):
+        # else the decoder would compute them anew from the encoder's states, which are not there
         both.is_updated[index] = True
     return both
 
@@ -60,6 +61,7 @@ def flat_cache(cache: Any) -> tuple[Tensor, ...]:
 def generation(source: Source, model: Any) -> Traceable:
     """Tokens, a mask over all tokens so far and their keys and values in; scores and the grown cache out."""
     parameters = inspect.signature(model.forward).parameters
+    # Only a run tells how many heads a cache has: configurations name them in many ways.
     probe = encode(source, ["Hello there, friend"], ("input_ids", "attention_mask"))
     with torch.no_grad():
         cache = model(**probe, use_cache=True, return_dict=True).get("past_key_values")
@@ -87,6 +89,7 @@ def generation(source: Source, model: Any) -> Traceable:
 
     def case(texts: Sequence[str | tuple[str, str]], width: int, seen: int) -> dict[str, Tensor]:
         batch = encode(source, texts, ("input_ids", "attention_mask"), side="left")
+        # the last ones, as padding is on the left
         batch = {name: value[:, -width:] for name, value in batch.items()}
         rows = len(texts)
         mask = torch.ones(rows, seen, dtype=torch.int64)

@@ -60,6 +60,7 @@ def audio(source: Source, model: Any) -> Traceable:
 def audio_example(source: Source, model: Any, main: str) -> tuple[Axes, Shapes]:
     """The axes of the sound, and shapes to try: that of the export, then others to compare at."""
     config = model.config
+    # configurations of sound name it in three ways; 80 is what most extractors make
     bins = int(getattr(config, "num_mel_bins", None) or getattr(config, "feature_projection_input_dim", 80))
     if main == "input_features" and config.model_type == "whisper":
         # Whisper's encoder takes exactly this many frames.
@@ -67,10 +68,12 @@ def audio_example(source: Source, model: Any, main: str) -> tuple[Axes, Shapes]:
         return {0: "batch"}, [(rows, *shape) for rows in (2, 1)]
     if main == "input_features":
         bins = int(getattr(config, "input_feat_per_channel", bins))
+        # multiples of four, by which the convolutions in front shorten it
         return {0: "batch", 1: "time"}, [(2, 48, bins), (1, 64, bins), (3, 36, bins)]
     if hasattr(config, "num_mel_bins") and hasattr(config, "max_length"):
         shape = (int(config.max_length), int(config.num_mel_bins))
         return {0: "batch"}, [(rows, *shape) for rows in (2, 1)]
+    # a few tenths of a second at 16 kHz: enough for the convolutions in front, which shorten it 320 times
     return {0: "batch", 1: "samples"}, [(2, 4800), (1, 6400), (3, 3600)]
 
 
@@ -211,6 +214,7 @@ def queries(source: Source, model: Any) -> Traceable:
 
     return Traceable(
         module=Adapter(model, [*words, "pixel_values"], call(source, model)),
+        # The queries belong to one picture: a batch of pictures would want as many lists of them.
         inputs={**{name: {0: "queries", 1: "sequence"} for name in words}, "pixel_values": {}},
         outputs={"logits": {2: "queries"}, "pred_boxes": {}},
         example=case(single[:2]),

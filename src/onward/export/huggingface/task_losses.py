@@ -69,6 +69,7 @@ def _classes(source: Source, traceable: Traceable) -> tuple[_Labels, _Loss]:
     kind = getattr(source.model.config, "problem_type", None)
     if kind is None:
         kind = "regression" if classes == 1 else "single_label_classification"
+    # The rule by which transformers itself chooses, where the configuration does not say.
     if kind == "single_label_classification":
         return {"labels": (_BATCH, torch.arange(rows) % classes)}, _single_label
     example = torch.linspace(0, 1, rows * classes).reshape(rows, classes)
@@ -142,8 +143,10 @@ def _ctc(source: Source, traceable: Traceable) -> tuple[_Labels, _Loss]:
 @torch.jit.script
 def _alignments(logs: Tensor, states: Tensor, skips: Tensor) -> Tensor:
     """log p of all alignments that end in each state, over all frames; a Loop in the exported graph."""
+    # Finite for log 0: -inf less -inf would be NaN in the gradient of logsumexp.
     alpha = torch.full_like(states, 0, dtype=logs.dtype) - 1e30
     alpha = torch.cat([torch.zeros_like(alpha[:, :1]), alpha[:, 1:]], dim=1)
+    # Scripted, as a trace would unroll the frames of the example.
     for frame in range(logs.shape[1]):
         emitted = logs[:, frame].gather(1, states)
         one = F.pad(alpha, [1, 0], value=-1e30)[:, :-1]
@@ -165,6 +168,7 @@ def ctc(logs: Tensor, labels: Tensor, *, blank: int, reduction: str, zero_infini
     last = alpha.gather(1, torch.cat([end, (end - 1).clamp(min=0)], dim=1))
     last = torch.where(torch.cat([end < 0, end == 0], dim=1), torch.full_like(last, -1e30), last)
     each = -torch.logsumexp(last, dim=1)
+    # more labels than frames have no alignment
     each = torch.where(each < 1e29, each, torch.full_like(each, 0.0 if zero_infinity else float("inf")))
     return (each / lengths.clamp(min=1)).mean() if reduction == "mean" else each.sum()
 
@@ -181,6 +185,7 @@ def _pixels(source: Source, traceable: Traceable) -> tuple[_Labels, _Loss]:
     example[:, 0, 0] = ignored
 
     def loss(outputs: _Outputs, batch: Mapping[str, Tensor]) -> Tensor:
+        # the scores, not the labels, are resized: classes have no values in between
         scores = F.interpolate(outputs["logits"], (height, width), mode="bilinear", align_corners=False)
         return F.cross_entropy(scores, batch["labels"], ignore_index=ignored)
 
@@ -194,6 +199,7 @@ def _depth(source: Source, traceable: Traceable) -> tuple[_Labels, _Loss]:
     def loss(outputs: _Outputs, batch: Mapping[str, Tensor]) -> Tensor:
         labels = batch["labels"]
         valid = (labels > 0).to(labels.dtype)
+        # the logarithm of a hole's zero would be infinite, and its product with the mask NaN
         depth = outputs["predicted_depth"].clamp(min=1e-6)
         off = (torch.log(labels.clamp(min=1e-6)) - torch.log(depth)) * valid
         count = valid.sum().clamp(min=1.0)
@@ -265,7 +271,9 @@ def _boxes(source: Source, traceable: Traceable) -> tuple[_Labels, _Loss]:
 
     def loss(outputs: _Outputs, batch: Mapping[str, Tensor]) -> Tensor:
         weight = torch.ones(classes + 1)
+        # Nearly all boxes find nothing: at full weight the model would learn to say so always.
         weight[-1] = config.eos_coefficient
+        # torch wants classes on the second axis
         scored = F.cross_entropy(outputs["logits"].transpose(1, 2), batch["class_labels"], weight)
         return scored + _box_terms(config, classes, outputs, batch)
 
@@ -281,6 +289,7 @@ def _focal_boxes(source: Source, traceable: Traceable) -> tuple[_Labels, _Loss]:
         target = F.one_hot(batch["class_labels"], classes + 1)[..., :-1].to(logits.dtype)
         p = torch.sigmoid(logits)
         missed = p * (1 - target) + (1 - p) * target
+        # focal loss with γ = 2, as all detectors of transformers have it
         each = F.binary_cross_entropy_with_logits(logits, target, reduction="none") * missed * missed
         each = each * (alpha * target + (1 - alpha) * (1 - target))
         return each.sum() / _objects(classes, batch) + _box_terms(config, classes, outputs, batch)
@@ -321,6 +330,7 @@ def _generalized_iou(a: Tensor, b: Tensor) -> Tensor:
     shared = (high - low).clamp(min=0).prod(-1)
     union = area(a) + area(b) - shared
     around = torch.maximum(a[..., 2:], b[..., 2:]) - torch.minimum(a[..., :2], b[..., :2])
+    # The box around both: where they do not touch, it alone has a gradient that brings them together.
     hull = around.clamp(min=0).prod(-1)
     return shared / union - (hull - union) / hull
 
@@ -350,6 +360,7 @@ def _masks(source: Source, traceable: Traceable) -> tuple[_Labels, _Loss]:
             F.binary_cross_entropy_with_logits(logits, target, reduction="none").mean(2) * matched
         ).sum()
         p = torch.sigmoid(logits)
+        # the ones keep an empty mask's share finite
         dice = 1 - (2 * (p * target).sum(2) + 1) / (p.sum(2) + target.sum(2) + 1)
         count = _objects(classes, batch)
         return (
@@ -374,6 +385,7 @@ def _contrast(source: Source, traceable: Traceable) -> tuple[_Labels, _Loss]:
 def _sigmoid_contrast(source: Source, traceable: Traceable) -> tuple[_Labels, _Loss]:
     def loss(outputs: _Outputs, batch: Mapping[str, Tensor]) -> Tensor:
         """−Σ log σ(±logit), + where image and text belong together, divided by how many pairs do"""
+        # one row a text, as transformers has it for this loss
         logits = outputs["logits_per_image"].t()
         index = torch.arange(logits.shape[0])
         signs = 2 * (index.unsqueeze(0) == index.unsqueeze(1)).to(logits.dtype) - 1

@@ -83,6 +83,7 @@ def encode(
     tokenizer = source.tokenizer
     if tokenizer is None:
         raise ExportError(f"{source.origin}: has no tokenizer; pass (model, tokenizer)")
+    # Without a limit a text that is too long indexes beyond the table of positions.
     limit = {"truncation": True, "max_length": source.max_length} if source.max_length else {}
     rows = [
         tokenizer(*(text if isinstance(text, tuple) else (text,)), return_attention_mask=True, **limit)
@@ -98,6 +99,7 @@ def encode(
         padded = []
         for row in rows:
             values = list(row.get(name) or [0] * len(row["input_ids"]))
+            # in the order that the tokenizer itself pads in
             filler = [fillers[name]] * (width - len(values))
             padded.append(filler + values if left else values + filler)
         batch[name] = torch.tensor(padded, dtype=torch.int64)
@@ -124,6 +126,7 @@ def image_size(source: Source, model: Any) -> tuple[int, int]:
     channels = int(setting(model, "num_channels", 3))
     try:
         with torch.no_grad():
+            # A processor may be another model's: the only proof that its size fits is a run.
             model(pixel_values=torch.zeros(1, channels, *processed))
     except Exception:  # positions of another size, or more inputs
         return own

@@ -64,6 +64,7 @@ def _prepared(source: Source, *, training: bool) -> Iterator[Any]:
         # A borrowed model must not move or change precision; this costs memory only in that rare case.
         model = copy.deepcopy(model).to(device="cpu", dtype=torch.float32)
     modes = {module: module.training for module in model.modules()}
+    # Fused attention is traced to operators that lose its dropout, and some of its forms have no export at all.
     attention = getattr(model.config, "_attn_implementation", None)
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()} if training else {}
     try:
@@ -89,6 +90,7 @@ class _Stacked(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         options = kwargs or {}
+        # torch builds it from Python numbers, which a traced size becomes there.
         if func in (torch.tensor, torch.as_tensor) and args and _has_tensor(args[0]):
             stacked = _stack(args[0])
             return stacked if options.get("dtype") is None else stacked.to(options["dtype"])
@@ -113,6 +115,7 @@ def _sizes_traced(model: Any) -> Iterator[None]:
     """Let a model's `int(…)` of a size leave it a tensor while traced: a number would be the example's."""
     from transformers.utils.generic import torch_int
 
+    # Only in the modules of the models: Python's own int elsewhere has to stay a number.
     names = {type(module).__module__ for module in model.modules()}
     sources = [sys.modules[name] for name in names if name.startswith("transformers.models.")]
     with replaced(*((source, "int", torch_int) for source in sources)), _Stacked():
@@ -134,6 +137,7 @@ def _text(source: Source, model: Any) -> Traceable:
     names = _text_inputs(source, model)
     adapter = Adapter(model, names, lambda batch: ())
     outputs = _outputs(source, adapter)
+    # a cache among the outputs would be dead weight in a graph that reads whole texts
     fixed = {"use_cache": False} if "use_cache" in _parameters(model) else {}
 
     def run(batch: dict[str, Tensor]) -> Sequence[Tensor]:
@@ -295,10 +299,12 @@ def _pool(mode: str, hidden: Tensor, mask: Tensor) -> Tensor:
         positions = torch.arange(1, 1 + mask.shape[1], dtype=torch.int32)
         return _pick(hidden, (mask.to(torch.int32) * positions).argmax(dim=1))
     if mode == "max":
+        # Added rather than chosen: one operator less, and padding is lowest in any case.
         return (hidden + (1.0 - weight) * torch.finfo(hidden.dtype).min).max(dim=1).values
     if mode == "weightedmean":
         weight = weight * torch.cumsum(weight, dim=1)
     total = (hidden * weight).sum(1)
+    # a row of padding alone gives zeros, as in sentence-transformers
     count = weight.sum(1).clamp(min=1e-9)
     return total / (count.sqrt() if mode == "mean_sqrt_len_tokens" else count)
 

@@ -77,7 +77,9 @@ def try_schemes(
         )
     ]
     for name, (scheme, options) in _WAYS.items():
-        path = folder / f"{len(candidates)}-{whole.name}"
+        # a folder for each: data beside a model is named after it, and the winner keeps its name
+        path = folder / str(len(candidates)) / whole.name
+        path.parent.mkdir()
         try:
             quantize(whole, scheme, path=path, calibration=feeds, **options)
         except OnwardError as error:
@@ -99,6 +101,7 @@ def judge(candidate: Candidate, whole: Candidate, *, allowed_loss: float) -> str
     """Why a candidate is no better than the float model; empty where it is."""
     if candidate.size >= whole.size:
         return "larger than float"
+    # A slower file is no gain even if smaller: whoever wants that asks for it by name.
     if candidate.speedup < 1 - _NOISE:
         return f"{1 / candidate.speedup:.1f} times as slow as float"
     if candidate.metric is not None and whole.metric is not None:
@@ -144,6 +147,7 @@ def quantize_sensitively(
         quantize(whole, scheme, path=target, calibration=feeds, exclude=layers[:count])
         return score(target) >= least
 
+    # Doubling and halving: each trial quantizes the whole model and runs the metric, so that few of them matter.
     enough, short = 0, -1
     while not is_enough(enough):
         short, enough = enough, max(1, 2 * enough)
@@ -189,5 +193,6 @@ def _same_nodes(path: Path, other: Path) -> bool:
 
 def _milliseconds(path: Path, feeds: Mapping[str, np.ndarray], repeats: int) -> float:
     session = create_session(path)
+    # The median: a pause of the machine is one long run, not a slower model.
     seconds = [run_seconds(session, feeds) for _ in range(repeats + 1)]
     return float(np.median(seconds[1:])) * 1e3  # the first one allocates

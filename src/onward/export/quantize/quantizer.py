@@ -257,6 +257,7 @@ _PER_CHANNEL = 13
 
 def _int8(model: ir.Model, settings: Quantization, samples: Samples | None) -> ir.Model:
     kernels, matrices = _weight_sizes(model)
+    # Convolutions have no quick kernel for ranges that are found at run time: they take samples or stay float.
     if kernels and (samples is not None or kernels > matrices):
         return _static(model, settings, samples)
     quantize_at_run_time(model, settings)
@@ -366,7 +367,11 @@ def _fp16(model: ir.Model, settings: Quantization, samples: Samples | None) -> i
 
     excluded = list(settings.exclude) or None
     half = convert_float_to_float16(
-        _to_proto(model), keep_io_types=True, disable_shape_infer=False, node_block_list=excluded
+        # float32 at the border, so that callers need not change
+        _to_proto(model),
+        keep_io_types=True,
+        disable_shape_infer=False,
+        node_block_list=excluded,
     )
     return ir.from_proto(half)
 
@@ -417,6 +422,7 @@ def _undisturbed() -> Iterator[None]:
     import onnxruntime
 
     path, level = list(sys.path), logging.root.manager.disable
+    # never less than the user's own setting
     logging.disable(max(level, logging.WARNING))
     sys.path.append(str(Path(onnxruntime.__file__).parent / "transformers"))
     try:

@@ -1,5 +1,5 @@
-"""Export PyTorch modules. Begin with `from_torch`: `probe` runs the module, `torchscript` or `dynamo` exports it,
-`assemble` finishes the graph and `check` compares it with torch. The only place in the core that imports torch is here.
+"""Export PyTorch modules. Begin with `from_torch`: `probe` runs the module, one of `tracers` exports it, `assemble`
+finishes the graph and `check_outputs` compares it with torch. The only place in the core that imports torch is here.
 """
 
 from __future__ import annotations

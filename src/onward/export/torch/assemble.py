@@ -73,6 +73,7 @@ def take_parameters(
     final = {prefix + raw: clean for raw, clean in names.items()}
     scope = f"/{prefix.rstrip('.')}/"
     nodes = [node for graph in graphs(model.graph) for node in graph.node]
+    # A shortened name may be one that the graph has already: then the long one stays.
     existing = {name for node in nodes for name in (node.name, *node.output)}
 
     def new_name(name: str) -> str:
@@ -82,6 +83,7 @@ def take_parameters(
         return name if shorter in existing else shorter
 
     rename(model, new_name)
+    # bodies of loops and branches read parameters too
     used = {name for graph in graphs(model.graph) for node in graph.node for name in node.input}
     used |= {output.name for output in model.graph.output}
     parameters = dict.fromkeys(names.values())
@@ -141,6 +143,7 @@ def active_dropouts(model: onnx.ModelProto) -> int:
     """How many Dropout nodes have a training_mode that is, or may be, true, or a mark that says so."""
     count = 0
     for graph in graphs(model.graph):
+        # A training_mode that is computed may be true: it counts, as the check is for dropouts that are lost.
         constants = _constants(graph)
         for node in graph.node:
             count += any((entry.key, entry.value) == (DROPOUT, ACTIVE) for entry in node.metadata_props)
@@ -171,6 +174,7 @@ def converted(model: onnx.ModelProto, weights: Mapping[str, torch.Tensor], opset
         raise ModelError(
             f"BatchNormalization in training mode has no form in opset {opset} that keeps its running statistics"
         )
+    # Conversion looks at weights (a Clip's limits, an Upsample's scales), and must not keep them.
     whole = onnx.ModelProto()
     whole.CopyFrom(model)
     attach(whole, weights)
@@ -211,6 +215,7 @@ def attach(model: onnx.ModelProto, weights: Mapping[str, torch.Tensor]) -> None:
         proto = model.graph.initializer.add()
         proto.name, proto.data_type = name, element_type(name, tensor)
         proto.dims.extend(tensor.shape)
+        # raw bytes: typed fields are several times as slow to fill and to parse
         proto.raw_data = _buffer(tensor).tobytes()
 
 
@@ -239,12 +244,14 @@ def save(
 ) -> None:
     """Save model and weights at `target`, at once or not at all; external weights go to a file named by its content."""
     try:
+        # A crash halfway leaves the old file and its data, or the new ones, and never a mix.
         with write_set(target.parent) as staging:
             path = staging / target.name
             if external:
                 _attach_external(model, weights, path.with_name(f"{path.name}.data"))
             else:
                 attach(model, weights)
+            # deterministic: two exports of one module give the same bytes
             path.write_bytes(model.SerializeToString(deterministic=True))
             name_data_by_content(path)
     except OSError as error:

@@ -83,6 +83,7 @@ def fresh_inputs(
     tokens, say); each column where columns are tables of their own; a vector in order stays in order. Masks (zeros
     and ones) are repeated.
     """
+    # A generator of its own: a check that fails fails again, and torch's random state stays the user's.
     generator = torch.Generator().manual_seed(seed)
     return [
         _fresh(leaf, {a: n for (i, a), n in sizes.items() if i == index}, generator, shuffle)
@@ -94,6 +95,7 @@ def _fresh(leaf: Leaf, sizes: Mapping[int, int], generator: torch.Generator, shu
     example = leaf.value
     tiled = example.detach()
     for axis, size in sizes.items():
+        # Rows of the example again rather than new numbers: tokens and classes stay those that the module takes.
         tiled = tiled.index_select(axis, torch.arange(size, device=tiled.device) % tiled.size(axis))
     tiled = tiled.clone()
     if tiled.is_meta:  # a shape alone
@@ -104,7 +106,9 @@ def _fresh(leaf: Leaf, sizes: Mapping[int, int], generator: torch.Generator, shu
     if tiled.numel() == 0 or not shuffle or bool(((example == 0) | (example == 1)).all()):
         return tiled
     if example.is_floating_point():
+        # Half precision would round mean and spread; float64 holds any type's.
         wide = example.detach().double()
+        # drawn on the CPU, where one seed gives the same numbers on every machine
         noise = torch.randn(tiled.shape, generator=generator, dtype=torch.float64).to(example.device)
         return _reflected(wide.mean() + noise * wide.std(correction=0), wide).to(example.dtype)
     if example.is_complex():
@@ -119,6 +123,7 @@ def _fresh(leaf: Leaf, sizes: Mapping[int, int], generator: torch.Generator, shu
 def _reflected(drawn: torch.Tensor, example: torch.Tensor) -> torch.Tensor:
     """Numbers beyond the example's range (logarithms take no negative ones, say) turned back at its ends."""
     finite = example[example.isfinite()]
+    # One value alone has no range: reflecting at both its ends would be the same number everywhere.
     if not finite.numel() or bool(finite.min() == finite.max()):
         return drawn
     low, width = finite.min(), finite.max() - finite.min()
@@ -173,6 +178,7 @@ def _related_names(
 ) -> tuple[list[AxisGroup], list[AxisGroup]]:
     """Names that vary only together, each in its proportion: the groups that they make, and what is left over."""
     related: list[AxisGroup] = []
+    # The smallest first: the others are its multiples, or larger by a difference.
     left = sorted(groups, key=lambda group: group.size)
     for base in list(left):
         if base not in left:
@@ -229,6 +235,8 @@ def find_groups(leaves: Sequence[Leaf], run: Run) -> list[AxisGroup]:
     size = {dim: leaves[dim[0]].value.size(dim[1]) for dim in dims}
     groups: list[AxisGroup] = []
     refused: list[_Dim] = []
+    # Same position and same size: batch with batch, sequence with sequence. Equal sizes across positions (as many
+    # features as rows) are mostly chance.
     for together in _partition(dims, key=lambda dim: (dim[1], size[dim])):
         for part, others in _separate(leaves, together, run):
             if others is None:
@@ -236,6 +244,7 @@ def find_groups(leaves: Sequence[Leaf], run: Run) -> list[AxisGroup]:
             else:
                 groups.append(AxisGroup("", tuple(part), size[part[0]], others))
     groups += _find_related(leaves, refused, run)
+    # After all others: a column of targets looks free until one sees that no output grows with it.
     groups = [group for group in groups if not _is_broadcast(leaves, group, run)]
     groups.sort(key=lambda group: min(group.dims))
     return _named(groups, leaves)
@@ -346,6 +355,7 @@ def _is_broadcast(leaves: Sequence[Leaf], group: AxisGroup, run: Run) -> bool:
     value = leaves[index].value
     if axis == 0 or (axis == 1 and (value.dim() == 3 or (value.dim() == 2 and is_integer(value)))):
         return False
+    # Where no output changes shape, the axis was spread over the other input's.
     base = run([leaf.value for leaf in leaves])
     size = group.others[0]
     varied = run(fresh_inputs(leaves, group.sizes(size), seed=size))
@@ -365,8 +375,11 @@ def _accepted(
     """Two sizes other than the example's that the module accepts for these axes, or None."""
     size = leaves[dims[0][0]].value.size(dims[0][1])
     works: list[int] = []
+    # Sums first, as they differ from the example in every factor; the half and multiples are for modules that pool
+    # or fold, which take even sizes alone.
     for other in dict.fromkeys((size + 1, size + 3, size - 1, size // 2, 2 * size, 3 * size)):
         sizes = _sizes(dims, relations, other)
+        # A size of one broadcasts, and zero makes means of nothing: neither shows that an axis is free.
         if other == size or min(sizes.values()) < 2:
             continue
         try:
@@ -393,6 +406,7 @@ def _named(groups: Sequence[AxisGroup], leaves: Sequence[Leaf]) -> list[AxisGrou
             choices.insert(0, "batch")
         elif axis == 1 and leaf.value.dim() <= 3:
             choices.insert(0, "sequence")
+        # Four axes are pictures as torch lays them out: [batch, channels, height, width].
         elif leaf.value.dim() == 4 and axis in (2, 3):
             choices.insert(0, "height" if axis == 2 else "width")
         name = next(choice for choice in choices if choice not in taken)
@@ -418,6 +432,7 @@ def output_axes(
         for name, before, after in zip(names, base, varied):
             for axis, (old, new) in enumerate(zip(before.shape, after.shape)):
                 if old != new:
+                    # The name says "as long as the input's axis"; one that depends on it otherwise gets its own.
                     follows = (old, new) == (group.size, size) and axis not in result[name]
                     result[name][axis] = group.name if follows else f"{name}_dim{axis}"
     for name, spec in (declared or {}).items():

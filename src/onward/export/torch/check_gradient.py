@@ -36,6 +36,7 @@ def check_gradient(
     plan: Plan, proto: onnx.ModelProto, weights: Mapping[str, torch.Tensor], *, subject: str
 ) -> str | None:
     """Raise `ParityError` where a parameter's gradient differs from torch's; why not compared, if it was not."""
+    # Float32 and its complex twin: a model in float64 is compared where it trains, and integers have no gradient.
     trained = {
         plan.names[raw]: parameter
         for raw, parameter in plan.adapter.model.named_parameters()
@@ -59,6 +60,7 @@ def check_gradient(
     except Exception as error:  # the module cannot be trained in torch either, or not in this form
         return f"torch itself gives no gradient ({str(error).splitlines()[0]})"
     if not _finite(reference):
+        # Fresh numbers may leave a function's domain (a logarithm's, an arccosine's); the user's own do not.
         check.tensors = [leaf.value for leaf in plan.leaves]
         reference = check.torch_gradients()
     if not _finite(reference):
@@ -90,6 +92,7 @@ class _Check:
     ) -> None:
         self.plan, self.weights, self.trained = plan, weights, trained
         self.tensors = axes.fresh_inputs(plan.leaves, {}, seed=0)
+        # Random cotangents: with ones, errors of opposite sign cancel, and a softmax's gradient is zero.
         generator = np.random.default_rng(0)
         self.cotangents = {
             name: generator.standard_normal(tuple(value.shape)).astype(np.float32)
@@ -99,6 +102,7 @@ class _Check:
 
     def torch_gradients(self, tensors: Sequence[torch.Tensor] | None = None) -> _Gradients:
         """Of Σ cotangent·output, for every trained parameter; zero where torch has none."""
+        # running forward has moved the statistics
         Original(self.plan, self.weights).reset()
         with torch.enable_grad(), neutral_dropout(self.plan.adapter.model):
             outputs = self.plan.adapter(*(self.tensors if tensors is None else tensors))
@@ -141,6 +145,7 @@ class _Check:
             {leaf.name: (tensor, {}) for leaf, tensor in zip(self.plan.leaves, self.tensors)},
             {name: (value, {}) for name, value in zip(self.plan.output_names, self.plan.outputs)},
         )
+        # What is not trained goes in as constants, which the differentiator then passes by.
         held = {name: tensor for name, tensor in self.weights.items() if name not in self.trained}
         assemble.attach(model, held)
         for name, parameter in self.trained.items():
@@ -168,6 +173,7 @@ class _Check:
             for name, exact in truth.items():
                 error, scale = _norm(got[name].reshape(exact.shape) - exact), _norm(exact)
                 rounding = max(noise.get(name, 0.0), share * scale)
+                # The floor: the gradient of a bias before a batch norm is zero in theory, and rounding in practice.
                 if error > _RELATIVE * scale + _FLOOR * largest + 2 * parity.MULTIPLE * rounding:
                     lines.append(
                         f"  {name}: off by {error:.2e} of {scale:.2e}"
@@ -182,6 +188,7 @@ class _Check:
         try:
             with in_float64(self.plan.adapter.model), warnings.catch_warnings():
                 exact = self.torch_gradients(widened(self.tensors))
+                # A parameter whose own samples happen to agree rounds as its neighbours do: hence the share.
                 total = np.sqrt(sum(_norm(array) ** 2 for array in exact.values()))
                 # float64 takes several times as long as float32: each further sample only if it may still matter
                 for sample in itertools.chain([reference], self._rounded_samples()):

@@ -53,6 +53,7 @@ def compare_with_torch(
     original = Original(plan, weights)
     exported = _Exported(plan, proto, weights)
     reports = []
+    # Float32 first: it settles nearly all exports, and float64 takes several times as long.
     for case, tensors, expected in _cases(original, plan.groups if groups is None else groups):
         try:
             got = exported.run(tensors)
@@ -66,6 +67,7 @@ def compare_with_torch(
             report = parity.compare(exact, got, rtol=rtol, atol=atol, case=case, plain=expected)
             if not report.passed:
                 samples = [expected, *original.run_rounded(tensors)]
+                # Float64 runs of rounded numbers: if torch itself may land that far off, so may we.
                 noisiest = {
                     name: max((s[name] for s in samples), key=_distance(array))
                     for name, array in exact.items()
@@ -98,12 +100,14 @@ def record_ranks(plan: Plan, proto: onnx.ModelProto, weights: Mapping[str, torch
     try:
         exported = _Exported(plan, proto, weights, more=names)
         for _, tensors, _ in _cases(Original(plan, weights), plan.groups):
+            # Every size counts: a branch that gives another rank at another size must stay undeclared.
             arrays.append(exported.run(tensors))
     except Exception:  # what is wrong with the model, the comparison says; sizes that fail show nothing
         pass
     declared = {value.name: value for value in proto.graph.value_info}
     for name in names:
         shown = [one[name] for one in arrays if isinstance(one[name], np.ndarray)]
+        # Sequences have none, and what differs between runs is no rank to rely on.
         ranks = {array.ndim for array in shown}
         if len(ranks) != 1:
             continue
@@ -170,6 +174,7 @@ class Original:
                     tensor.copy_(value)
 
     def _run(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        # The counts of this run: a norm that is called twice has no single batch to correct by.
         self._rows.clear()
         self.reset()
         hooks = [
@@ -182,6 +187,7 @@ class Original:
                 hook.remove()
 
     def _norms(self) -> list[tuple[str, Any]]:
+        # the private base of all batch norms, synchronized ones included
         kind = torch.nn.modules.batchnorm._BatchNorm
         norms = [(p, m) for p, m in self.plan.adapter.model.named_modules() if isinstance(m, kind)]
         return [(path, norm) for path, norm in norms if norm.running_mean is not None]
@@ -197,6 +203,7 @@ class Original:
         statistics: dict[str, np.ndarray] = {}
         for path, norm in self._norms():
             counts = self._rows.get(path, [])
+            # Without momentum the statistics are a mean over all batches, which `changed_state` carries as state.
             if len(counts) != 1 or counts[0] < 2 or not norm.momentum:
                 continue
             names = [
@@ -224,8 +231,10 @@ class _Exported:
         more: Sequence[str] = (),
     ) -> None:
         self.plan = plan
+        # Kernels for random numbers differ between torch and the runtime: no seed makes them agree.
         neutral = neutralised(proto)
         for name, tensor in weights.items():
+            # As inputs, not initializers: the session would copy and pack gigabytes for a run or two.
             kind = assemble.element_type(name, tensor)
             neutral.graph.input.append(onnx.helper.make_tensor_value_info(name, kind, list(tensor.shape)))
         self.outputs = _statistics(neutral, weights) | {name: name for name in [*plan.output_names, *more]}
@@ -302,6 +311,7 @@ def make_session(model: onnx.ModelProto, *, risky: bool = False) -> Any:
 
     if risky:
         _try_in_a_child(model)
+    # no more threads than the user lets torch have
     options = quiet_options(threads=torch.get_num_threads(), optimize=False)
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # torch computes in between
     try:
@@ -333,6 +343,7 @@ def _try_in_a_child(model: onnx.ModelProto) -> None:
             )
         except (OSError, subprocess.TimeoutExpired):  # no processes here, or a slow machine: go on without
             return
+    # A signal: negative from the system itself, above 128 through a shell or a container's init.
     if done.returncode < 0 or done.returncode > 128:
         raise ExportError(
             f"onnxruntime crashes on the exported model (exit code {done.returncode}): "
@@ -364,6 +375,7 @@ def _rounded(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     """A float64 tensor with each number off by what float32 rounds; others as they are."""
     if tensor.dtype != torch.float64:
         return tensor
+    # Rounding to nearest is off by half a step at most.
     step = torch.finfo(torch.float32).eps / 2
     return tensor * (1 + step * torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype))
 

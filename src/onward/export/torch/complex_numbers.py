@@ -187,6 +187,7 @@ def _div(a: Any, b: Any) -> Pair:
 
 def _abs(z: Pair) -> Any:
     """√(re² + im²), with a gradient of zero at zero, as torch has it."""
+    # √ has an infinite slope at zero, and inf · 0 would be NaN: a one stands there meanwhile.
     total = _squared(z)
     some = total > 0
     return torch.where(some, torch.where(some, total, torch.ones_like(total)).sqrt(), torch.zeros_like(total))
@@ -216,6 +217,7 @@ def _log(z: Pair) -> Pair:
 
 def _pow(z: Any, exponent: Any) -> Pair:
     """Whole powers by products, others by exp(n·log z)"""
+    # Products are exact, and right for zero, whose logarithm is not.
     if isinstance(exponent, int | float) and float(exponent).is_integer() and abs(exponent) <= 8:
         result = Pair(torch.ones_like(z.re), torch.zeros_like(z.re))
         for _ in range(abs(int(exponent))):
@@ -229,6 +231,7 @@ def _pow(z: Any, exponent: Any) -> Pair:
 
 def _tanh(z: Pair) -> Pair:
     """(sinh 2a + i·sin 2b)/(cosh 2a + cos 2b)"""
+    # one division of reals instead of that of two complex exponentials
     below = torch.cosh(2 * z.re) + torch.cos(2 * z.im)
     return Pair(torch.sinh(2 * z.re) / below, torch.sin(2 * z.im) / below)
 
@@ -266,6 +269,7 @@ def _transform(x: Any, axis: int, *, inverse: bool, onesided: bool = False) -> P
     signal = torch.stack([x.re, x.im], -1) if isinstance(x, Pair) else x.unsqueeze(-1)
     signal = signal.transpose(axis % rank, rank - 1)
     shape = list(signal.shape[:-2])
+    # ONNX's DFT wants [batch, length, 1 or 2].
     signal = signal.reshape(-1, signal.shape[-2], signal.shape[-1])
     result = torch.ops.onward.dft(signal, inverse, onesided)
     result = result.reshape(*shape, result.shape[-2], 2).transpose(axis % rank, rank - 1)
@@ -309,6 +313,7 @@ def _fft_c2r(x: Pair, axes: Any, normalization: int, length: Any) -> Any:
     x = _all_axes(x, others, normalization, inverse=True)
     axis = last % x.re.dim()
     places = torch.arange(length)
+    # ONNX's inverse transform has no one-sided form: the mirrored half is gathered, conjugated.
     below = places <= length // 2
     bins = torch.where(below, places, length - places)
     sign = torch.where(below, 1.0, -1.0).to(x.re.dtype).reshape(-1, *[1] * (x.re.dim() - 1 - axis))

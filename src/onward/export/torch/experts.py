@@ -40,6 +40,7 @@ def _experts(self: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tens
     for expert in range(self.num_experts):
         sent = chosen == expert
         share = (weights * sent.to(weights.dtype)).sum(-1)
+        # Only the tokens sent here: all tokens through all experts would cost as much as a dense model of their sum.
         rows = torch.nonzero(sent.any(-1)).squeeze(1)
         x = hidden.index_select(0, rows)
         x = _linear(self, x, "gate_up" if self.has_gate else "up", expert)

@@ -49,6 +49,7 @@ def bind_arguments(
 
     A mapping whose keys are all parameters of `forward` (a tokenizer's result, say) means keyword arguments.
     """
+    # of forward, not of the module: `__call__` takes anything
     signature = inspect.signature(model.forward)
     if isinstance(args, Mapping):
         if kwargs is None and _accepts_keywords(signature, args):
@@ -57,6 +58,7 @@ def bind_arguments(
             args = (args,)
     elif isinstance(args, list):
         args = tuple(args)
+    # A named tuple is one argument with parts, not the list of arguments.
     elif not isinstance(args, tuple) or hasattr(args, "_fields"):
         args = (args,)
     keywords = dict(kwargs or {})
@@ -178,6 +180,7 @@ def _with_items(mapping: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
         return items
     if type(mapping) is dict:
         return items
+    # Not the class called anew: batch encodings and model outputs take other arguments than a table of items.
     twin = copy.copy(mapping)
     for key, item in items.items():
         twin[key] = item  # type: ignore[index]
@@ -187,6 +190,7 @@ def _with_items(mapping: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
 def _with_fields(instance: Any, fields: dict[str, Any]) -> Any:
     twin = copy.copy(instance)
     for name, value in fields.items():
+        # frozen dataclasses refuse the ordinary way
         object.__setattr__(twin, name, value)
     return twin
 

@@ -20,6 +20,7 @@ class _Wide(TorchFunctionMode):
     """Whatever asks for float32 gets float64."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # A module that writes `.to(torch.float32)` would round in the middle of the reference.
         kwargs = {name: _wider(value) for name, value in (kwargs or {}).items()}
         if getattr(func, "__name__", "") == "float":
             return args[0].double()
@@ -44,6 +45,7 @@ def in_float64(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _stored_as(dtype: torch.dtype, narrow: tuple[torch.dtype, ...], model: nn.Module) -> Iterator[None]:
+    # by identity, for tied tensors must stay one
     tensors = {id(t): t for t in [*model.parameters(), *model.buffers()] if t.dtype in narrow}
     with replaced(*((tensor, "data", tensor.data.to(dtype)) for tensor in tensors.values())):
         yield
@@ -77,6 +79,7 @@ def halves_in_float32(model: nn.Module) -> Iterator[None]:
         (torch.Tensor, "to", to),
         (torch.Tensor, "half", lambda self: self.float()),
         (torch.Tensor, "bfloat16", lambda self: self.float()),
+        # autocast on the CPU means bfloat16, for which the runtime has hardly a kernel there
         (torch.autocast, "__enter__", lambda self: self),
         (torch.autocast, "__exit__", lambda self, *error: None),
     )

@@ -32,7 +32,7 @@ from onward.export.torch.flatten import Adapter, bind_arguments, real_parts
 from onward.export.torch.float64 import halves_in_float32, is_half
 from onward.export.torch.patches import plain_control_flow
 from onward.export.torch.probe import Plan, make_plan
-from onward.export.torch.torchscript import MissingOperator
+from onward.export.torch.tracers import MissingOperator
 
 if TYPE_CHECKING:
     from onward.export.torch.axes import DynamicAxes
@@ -89,6 +89,7 @@ def from_torch(
     bare = modules.unwrap(model)
     modules.refuse_unusable(bare, training=training)
     arguments = bind_arguments(bare, args, kwargs)
+    # before the work: a large model takes minutes until it would be refused
     external = _needs_external_data(bare, target, external_data)
     arguments, notes = _widen_halves(bare, arguments)
     with (
@@ -173,7 +174,7 @@ def _read_module(
 
 def _describe_limits(plan: Plan, exported: _Exported, notes: list[str]) -> Iterator[str]:
     """What the exported model does not do as the module does, to warn of."""
-    for location in plan.decisions:
+    for location in exported.decisions:
         yield (
             f"{type(plan.adapter.model).__name__} decides by the data {location}: the export always takes the branch "
             "that the example arguments took"
@@ -198,6 +199,7 @@ def _export_with(
     """
     if exporter != "auto":
         return _export(plan, values, settings, exporter=exporter, traced=settings.opset), []
+    # Newer opsets have more operators; what is converted down loses only those.
     newer = max(settings.opset, EXPORT_OPSET)
     reason: Exception | None = None
     notes: list[str] = []
@@ -219,7 +221,7 @@ def _export_with(
                 notes.append(f"{through.capitalize()}: {str(error).splitlines()[0]}")
             reason = reason or error
             if isinstance(error, MissingOperator) and name == "primitives":
-                from onward.export.torch.dynamo import has_form
+                from onward.export.torch.tracers import has_form
 
                 if not has_form(error.operator):
                     break  # torch.export would take a minute to say so
@@ -238,13 +240,17 @@ def _export_with(
 
 @dataclass(frozen=True)
 class _Exported:
-    """A graph, its weights, what is left of the plan, and why its gradient was not compared, if it was not."""
+    """A graph, its weights, what is left of the plan, and why its gradient was not compared, if it was not.
+
+    `decisions` are the lines whose branch the trace took once and for all.
+    """
 
     proto: onnx.ModelProto
     weights: dict[str, torch.Tensor]
     plan: Plan
     exporter: Exporter
     not_compared: str | None
+    decisions: tuple[str, ...]
 
 
 def _export(
@@ -273,25 +279,33 @@ def _export(
             raise
         plan, proto, weights = _export_with_fewer_axes(plan, export)
     not_compared = None
+    # Libraries that know of tracing decide by data in ordinary runs only, as transformers does to leave out masks.
+    decisions = (
+        tuple(filter(settings.heard.took_branch, plan.decisions))
+        if exporter == "torchscript"
+        else plan.decisions
+    )
     if settings.level:
         report = compare_with_torch(plan, proto, weights, rtol=rtol, atol=atol)
         if not report.passed and settings.auto_axes and plan.groups:
+            # Only now, as it costs a comparison for each axis: most exports follow at all sizes.
             follow = groups_that_follow(plan, proto, weights, rtol=rtol, atol=atol)
             plan = plan.keeping(follow)
             proto, weights = export(plan)
             report = compare_with_torch(plan, proto, weights, rtol=rtol, atol=atol)
         subject = f"{type(plan.adapter.model).__name__} at opset {opset} ({exporter})"
-        notes = (*settings.heard, *(f"it decides by the data {location}" for location in plan.decisions))
+        notes = (*settings.heard, *(f"it decides by the data {location}" for location in decisions))
         parity.merge(report, notes=notes).raise_if_failed(subject)
         if settings.level == "gradient":
             not_compared = check_gradient(plan, proto, weights, subject=subject)
     if settings.training:
         _require_dropout(plan, proto, opset)
-    return _Exported(proto, weights, plan, exporter, not_compared)
+    return _Exported(proto, weights, plan, exporter, not_compared, decisions)
 
 
 def _keep_state(proto: onnx.ModelProto, plan: Plan, weights: Mapping[str, torch.Tensor]) -> None:
     """Leave out the next values of buffers that no later step reads."""
+    # A counter that nothing reads (num_batches_tracked) would be an input and an output of every step.
     unread = {following for name, following in plan.state.items() if name not in weights}
     for output in [value for value in proto.graph.output if value.name in unread]:
         proto.graph.output.remove(output)
@@ -301,6 +315,7 @@ def _export_with_fewer_axes(
     plan: Plan, export: Callable[[Plan], tuple[onnx.ModelProto, dict[str, torch.Tensor]]]
 ) -> tuple[Plan, onnx.ModelProto, dict[str, torch.Tensor]]:
     """The batch alone free, or all but the batch (kernels made from the input, say), or none."""
+    # The batch is what training needs to vary most.
     batch = [group for group in plan.groups if group.name == "batch"]
     others = [group for group in plan.groups if group.name != "batch"]
     reason: ExportError | None = None
@@ -479,22 +494,23 @@ def _check_exporter(name: str, opset: int) -> None:
 
 
 def _opsets(exporter: str) -> range:
-    from onward.export.torch import dynamo, primitives, torchscript
+    from onward.export.torch import primitives, tracers
 
-    return {"torchscript": torchscript, "primitives": primitives, "dynamo": dynamo}[exporter].OPSETS
+    return primitives.OPSETS if exporter == "primitives" else tracers.OPSETS[exporter]
 
 
 def _tracer(exporter: str, *, fold: bool) -> Callable[..., onnx.ModelProto]:
-    from onward.export.torch import dynamo, primitives, torchscript
+    from onward.export.torch import primitives, tracers
 
     if exporter == "torchscript":
-        return partial(torchscript.trace, fold=fold)
-    return primitives.trace if exporter == "primitives" else dynamo.trace
+        return partial(tracers.trace_torchscript, fold=fold)
+    return primitives.trace if exporter == "primitives" else tracers.trace_dynamo
 
 
 @contextmanager
 def _collect_warnings() -> Iterator[_TracerWarnings]:
     """Collect what torch would print: it is of use only where the export fails."""
+    # They log by themselves at several levels, whatever the filter of warnings says.
     loggers = [logging.getLogger(name) for name in ("torch", "torch.onnx", "torch.export", "onnxscript")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
@@ -517,9 +533,17 @@ class _TracerWarnings:
         said = [str(w.message).splitlines()[0] for w in self.caught if "TracerWarning" in w.category.__name__]
         return iter(dict.fromkeys(said))
 
+    def took_branch(self, location: str) -> bool:
+        """Whether the tracer itself asked a tensor for a truth value at a line, as `calling_line` says it."""
+        return any(
+            "Python boolean" in str(w.message) and location.startswith(f"at {w.filename}:{w.lineno} ")
+            for w in self.caught
+        )
+
 
 def _require_dropout(plan: Plan, proto: onnx.ModelProto, opset: int) -> None:
     active = assemble.active_dropouts(proto)
+    # Counting nodes is enough otherwise: the tracer unrolls, so that each call of a dropout is a node.
     has_bodies = len(list(assemble.graphs(proto.graph))) > 1  # a loop's body stands for many
     if plan.dropouts > active and not has_bodies:
         raise ExportError(

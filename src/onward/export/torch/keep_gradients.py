@@ -46,6 +46,7 @@ def keeping_gradients(model: nn.Module) -> Iterator[None]:
         state = _backend._get_tracing_state()
         if state is not None:
             # a node that no pass removes: it tells where in the trace the mode changes
+            # The tracer knows nothing of modes; a print has side effects, so that it stays where it is.
             graph = state.graph()
             marker = graph.insertNode(graph.create("prim::Print", [], 0))
             marker.i_(_MODE, int(mode))
@@ -116,6 +117,7 @@ def _detach_regions(graph: Any) -> None:
         nodes.append(node)
     if not off:
         return
+    # Regions end where a value is read outside: a stop at each value inside would only make the graph longer.
     inside = {value.unique() for index in off for value in nodes[index].outputs()}
     # Values that a later node outside reads, in the order of the graph.
     stopped: dict[int, Any] = {}
@@ -136,6 +138,7 @@ def _is_real(value: Any) -> bool:
     kind = value.type()
     if kind.kind() != "TensorType":
         return False
+    # None is a type that the tracer has not worked out, and may be a float.
     return kind.scalarType() in (None, "Float", "Double", "Half", "BFloat16")
 
 
@@ -154,6 +157,7 @@ def stop_symbolics() -> dict[str, Callable[..., Any]]:
         if padding < 0:
             return rows
         # the same rows, but without a gradient where they are padding
+        # ONNX's Gather has no padding: without this the row that torch keeps would train.
         number = g.op("Constant", value_t=torch.tensor(padding, dtype=torch.int64))
         indices = g.op("Cast", indices, to_i=_INT64)
         is_padding = symbolic._unsqueeze_helper(g, g.op("Equal", indices, number), [-1])
@@ -214,6 +218,7 @@ def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         )
     out, context = _forward(cls, args)
     result = out.detach()
+    # A backward that scales what arrives gives its factors for ones.
     factors = cls.backward(context, torch.ones_like(result))
     factors = factors if isinstance(factors, tuple) else (factors,)
     for position, slope in slopes.items():
@@ -234,6 +239,7 @@ def _by_transpose(cls: Any, args: Sequence[Any]) -> Any:
     real = [position for position, o in enumerate(outs) if _is_float(o)]
     results = [o.detach() if _is_float(o) else o for o in outs]
     constants_before = _baked_constants()
+    # The transpose of a linear function is its vector-Jacobian product, which torch can take: twice is Bᵀ.
     with torch.enable_grad(), _SingleProducts():
         arriving = [torch.zeros_like(results[position]).requires_grad_() for position in real]
         cotangents = [
@@ -338,6 +344,7 @@ def _classify(cls: Any, args: Sequence[Any]) -> tuple[str, dict[int, float | Non
     real = [i for i, a in enumerate(args) if isinstance(a, torch.Tensor) and a.is_floating_point()]
     if not real:
         return "plain", {}
+    # Through torch's own machinery first: that is what the module trains with, whatever our stand-ins do.
     sample = fresh()
     out = _original_apply(cls, *sample)
     outs = [o for o in (out if isinstance(out, tuple) else (out,)) if isinstance(o, torch.Tensor)]
@@ -345,6 +352,7 @@ def _classify(cls: Any, args: Sequence[Any]) -> tuple[str, dict[int, float | Non
     if not outs:
         return "plain", {}
     generator = torch.Generator().manual_seed(0)
+    # Random rather than ones: a backward that sums, say, is right for ones by chance.
     arriving = [torch.randn(o.shape, generator=generator).to(o) for o in outs]
     leaves = [sample[i] for i in real]
     got = torch.autograd.grad(outs, leaves, arriving, allow_unused=True, retain_graph=True)
@@ -364,6 +372,7 @@ def _classify(cls: Any, args: Sequence[Any]) -> tuple[str, dict[int, float | Non
     linear = "linear" if _is_linear(cls, args, outs) else "other"
     if len(outs) > 1 or isinstance(out, tuple):
         return linear, {}
+    # Elementwise scaling is dy ↦ m·dy with one m: what ones give must explain what random numbers gave.
     ones = torch.autograd.grad(outs, leaves, [torch.ones_like(outs[0])], allow_unused=True)
     slopes: dict[int, float | None] = {}
     for position, gradient, factor in zip(real, got, ones):
@@ -409,6 +418,7 @@ def _close(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
     if a is None or b is None:
         other = b if a is None else a
         return other is None or not bool(other.any())
+    # Against the largest: single numbers near zero are sums of larger ones that cancel.
     scale = float(b.abs().max()) if b.numel() else 0.0
     return a.shape == b.shape and bool(((a - b).abs() <= 1e-4 * scale + 1e-6).all())
 
@@ -423,6 +433,7 @@ def _describe_function(cls: Any) -> str:
 def calling_line() -> str:
     """Where in the user's own code, or a library's, we are: the nearest line that is not torch's or ours."""
     own = (torch.__path__[0], str(Path(__file__).parent))
+    # From the inside out, so that a library's line is named and not the caller's of the whole model.
     for frame in reversed(traceback.extract_stack()):
         if not frame.filename.startswith(own):
             return f"at {frame.filename}:{frame.lineno} ({frame.line})"

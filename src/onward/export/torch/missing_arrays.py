@@ -5,13 +5,34 @@
 
 from __future__ import annotations
 
+import builtins
+import itertools
+import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn import functional as F
 
+from onward.errors import ExportError
+
+if TYPE_CHECKING:
+    from onward.export.torch.replace import Replacement
+
 _Axes = int | Sequence[int]
+_length = builtins.len
+
+
+def _followed_length(value: Any) -> Any:
+    """`len(x)` as `x.shape[0]`, which a trace follows: Python's own has to be a number."""
+    if isinstance(value, torch.Tensor) and value.dim():
+        size = value.shape[0]
+        if not isinstance(size, int):  # a symbol, or what stands for it in a trace
+            return size
+    return _length(value)
+
+
+FOLLOWED_LENGTHS: Replacement = (builtins, "len", _followed_length)
 
 
 def _moved_axes(self: torch.Tensor, source: _Axes, destination: _Axes) -> torch.Tensor:
@@ -19,6 +40,7 @@ def _moved_axes(self: torch.Tensor, source: _Axes, destination: _Axes) -> torch.
     sources, targets = (
         [axis % self.dim() for axis in ([axes] if isinstance(axes, int) else axes)] for axes in (source, destination)
     )  # fmt: skip
+    # Python numbers alone: a permutation is an attribute in ONNX.
     order = [axis for axis in range(self.dim()) if axis not in sources]
     for target, axis in sorted(zip(targets, sources)):
         order.insert(target, axis)
@@ -42,6 +64,7 @@ def _split(self: torch.Tensor, split_size: Any, dim: int = 0) -> Sequence[torch.
     """Pieces of a size that the trace follows; how many there are the export fixes."""
     if not isinstance(split_size, torch.Tensor):
         return _split_of_torch(self, split_size, dim)
+    # The last piece may be shorter: its end is left open.
     axis, count = dim % self.dim(), -(-int(self.shape[dim]) // int(split_size))
     before = (slice(None),) * axis
     return tuple(
@@ -52,6 +75,7 @@ def _split(self: torch.Tensor, split_size: Any, dim: int = 0) -> Sequence[torch.
 
 def _eye(n: Any, m: Any = None, *, dtype: torch.dtype | None = None, **unused: Any) -> torch.Tensor:
     """Ones on the diagonal, in types that onnxruntime's EyeLike lacks too."""
+    # compared rather than filled, so that sizes may be traced tensors
     rows, columns = torch.arange(n), torch.arange(n if m is None else m)
     return (rows.unsqueeze(1) == columns).to(torch.get_default_dtype() if dtype is None else dtype)
 
@@ -64,6 +88,7 @@ def _index_add(
         return self + alpha * source.sum()
     shape = [1] * self.dim()
     shape[dim] = -1
+    # ScatterElements wants an index for each element.
     rows = index.to(torch.int64).reshape(shape).expand_as(source)
     return self.scatter_add(dim, rows, source if alpha == 1 else alpha * source)
 
@@ -109,6 +134,7 @@ def _conv2d_by_example(
     sizes = tuple(int(length) for length in weight.shape[2:])
     images = input.reshape(input.size(0) * examples, -1, *input.shape[2:])
     kernels = weight.reshape(examples, -1, *weight.shape[1:]).flatten(2)
+    # One product over windows for the whole batch, instead of a loop over its examples.
     windows = F.unfold(images, sizes, spread, pads, steps)
     windows = windows.reshape(input.size(0), examples, *windows.shape[1:])
     height, width = (
@@ -132,20 +158,159 @@ def _one_by_one(name: str) -> Any:
 def _xlogy(self: Any, other: Any) -> torch.Tensor:
     """x·log y, and 0 where x is 0"""
     x, y = (value if isinstance(value, torch.Tensor) else torch.tensor(value) for value in (self, other))
+    # 0·log 0 would be NaN, and so would its gradient: the logarithm gets a one there.
     nothing = (x == 0) & ~y.isnan()
     return torch.where(
         nothing, torch.zeros_like(x * y), x * torch.where(nothing, torch.ones_like(y), y).log()
     )
 
 
+def _index_reduce(
+    self: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor, reduce: str, *, include_self: bool = True
+) -> torch.Tensor:  # fmt: skip
+    """Rows of the source reduced into those of `self` that the index names."""
+    shape = [1] * self.dim()
+    shape[dim] = -1
+    places = index.reshape(shape).expand_as(source)
+    return self.scatter_reduce(dim, places, source, reduce, include_self=include_self)
+
+
+def _diag_embed(self: torch.Tensor, offset: int = 0, dim1: int = -2, dim2: int = -1) -> torch.Tensor:
+    """Matrices that have the elements of the last axis on a diagonal, and zeros elsewhere."""
+    padded = F.pad(self, (0, abs(offset)))
+    index = torch.arange(self.shape[-1] + abs(offset))
+    # Above the main diagonal the row says which element it is, below it the column.
+    # Chosen by comparing places, as ONNX can pick a diagonal only with indices of a fixed size.
+    elements = padded.unsqueeze(-1 if offset >= 0 else -2)
+    matrices = torch.where(index - index.unsqueeze(-1) == offset, elements, torch.zeros_like(elements))
+    rank = self.dim() + 1
+    if (dim1, dim2) == (-2, -1):
+        return matrices
+    return matrices.movedim((rank - 2, rank - 1), (dim1 % rank, dim2 % rank))
+
+
+def _diag(self: torch.Tensor, diagonal: int = 0) -> torch.Tensor:
+    return self.diagonal(diagonal) if self.dim() == 2 else _diag_embed(self, diagonal)
+
+
+def _bincount(self: torch.Tensor, weights: torch.Tensor | None = None, minlength: int = 0) -> torch.Tensor:
+    """How often each number occurs; as many counts as the largest needs."""
+    # The result's size depends on the data, as torch's does.
+    largest = torch.cat([self.to(torch.int64), torch.tensor([minlength - 1])]).max()
+    ones = torch.ones_like(self, dtype=torch.int64) if weights is None else weights
+    numbers: Any = largest + 1  # a tensor, which `arange` takes in a trace and its types do not
+    counts = torch.zeros_like(torch.arange(numbers), dtype=ones.dtype)
+    return counts.scatter_add(0, self.to(torch.int64), ones)
+
+
+def _unflatten(self: torch.Tensor, dim: int, sizes: Any) -> torch.Tensor:
+    """One axis split into several by reshaping; the tracer would fix the sizes of all the others."""
+    if isinstance(dim, str):
+        raise ExportError("unflatten of a named dimension cannot be exported")
+    axis = dim % self.dim()
+    return self.reshape(*self.shape[:axis], *sizes, *self.shape[axis + 1 :])
+
+
+_repeat = torch.repeat_interleave
+
+
+def _repeat_interleave(self: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+    """Elements repeated along one axis, by a new axis that is then merged; the tracer's own loses the rank."""
+    repeats = args[0] if args else options.get("repeats")
+    dim = args[1] if len(args) > 1 else options.get("dim")
+    if not isinstance(repeats, int) or not isinstance(dim, int):
+        return _repeat(self, *args, **options)
+    axis = dim % self.dim()
+    # no copy until they are merged
+    wider = self.unsqueeze(axis + 1).expand(*self.shape[: axis + 1], repeats, *self.shape[axis + 1 :])
+    return wider.flatten(axis, axis + 1)
+
+
+def _unfold(self: torch.Tensor, dimension: int, size: int, step: int) -> torch.Tensor:
+    """Windows along one axis, their elements in a new last one; the tracer's own takes no negative axis."""
+    axis = dimension % self.dim()
+    count = (self.shape[axis] - size) // step + 1
+    # Gathered by index: overlapping windows are no view in ONNX.
+    places = (torch.arange(count, device=self.device) * step).unsqueeze(1) + torch.arange(
+        size, device=self.device
+    )
+    windows = self.index_select(axis, places.flatten())
+    windows = windows.reshape(*self.shape[:axis], -1, size, *self.shape[axis + 1 :])
+    return windows.movedim(axis + 1, -1)
+
+
+_strided = torch.as_strided
+
+
+def _as_strided(
+    self: torch.Tensor, size: Any, stride: Any, storage_offset: int | None = None
+) -> torch.Tensor:
+    """Elements by their places in memory; the tracer's own counts along the axes, whatever their order in memory.
+
+    Axes that stay as they are keep their size open. The others are merged, and picked from by constant places.
+    """
+    if not torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage]
+        return _strided(self, size, stride, storage_offset)
+    sizes, strides = [int(length) for length in size], [int(step) for step in stride]
+    lengths, steps = [int(length) for length in self.shape], list(self.stride())
+    left = list(range(self.dim()))
+    same: dict[int, int] = {}
+    for axis, layout in enumerate(zip(sizes, strides)):
+        source_axis = next((own for own in left if (lengths[own], steps[own]) == layout), None)
+        if source_axis is not None:
+            same[axis] = source_axis
+            left.remove(source_axis)
+    if storage_offset is not None and storage_offset != self.storage_offset():
+        same, left = {}, list(range(self.dim()))
+    # largest stride first is the order in memory
+    left.sort(key=lambda axis: -steps[axis])  # as they lie in memory
+    dense = all(steps[a] == steps[b] * lengths[b] for a, b in itertools.pairwise(left))
+    unit = steps[left[-1]] if left else 1
+    start = 0 if storage_offset is None else storage_offset - self.storage_offset()
+    places = torch.tensor(start)
+    picked = [axis for axis in range(len(sizes)) if axis not in same]
+    for axis in picked:
+        places = places.unsqueeze(-1) + torch.arange(sizes[axis]) * strides[axis]
+    total = math.prod(lengths[axis] for axis in left)
+    if (
+        not dense
+        or bool((places % unit != 0).any())
+        or not 0 <= int(places.min()) <= int(places.max()) // unit < total
+    ):
+        raise ExportError(
+            f"as_strided reads memory that its tensor of shape {lengths} and strides {steps} does not cover in one "
+            "piece: take it from the tensor that owns the memory, or write it with unfold or indexing"
+        )
+    open_axes = list(same.values())
+    merged = self.permute(*open_axes, *left).reshape(*(self.shape[axis] for axis in open_axes), -1)
+    elements = merged.index_select(-1, (places // unit).flatten())
+    elements = elements.reshape(*(self.shape[axis] for axis in open_axes), *(sizes[axis] for axis in picked))
+    order = [*same, *picked]
+    return elements.permute(*(order.index(axis) for axis in range(len(sizes))))
+
+
+# Functions that are methods of tensors too.
+_BOTH = {
+    "as_strided": _as_strided,
+    "bincount": _bincount,
+    "diag": _diag,
+    "diag_embed": _diag_embed,
+    "index_add": _index_add,
+    "index_reduce": _index_reduce,
+    "moveaxis": _moved_axes,
+    "movedim": _moved_axes,
+    "repeat_interleave": _repeat_interleave,
+    "rot90": _rot90,
+    "split": _split,
+    "unflatten": _unflatten,
+    "xlogy": _xlogy,
+}
 # where a function is looked up, its name, and what stands in for it
-MISSING: list[tuple[Any, str, Any]] = [
-    *((owner, name, _moved_axes) for owner in (torch, torch.Tensor) for name in ("movedim", "moveaxis")),
-    *((owner, "rot90", _rot90) for owner in (torch, torch.Tensor)),
-    *((owner, "split", _split) for owner in (torch, torch.Tensor)),
-    *((owner, "index_add", _index_add) for owner in (torch, torch.Tensor)),
-    *((owner, "xlogy", _xlogy) for owner in (torch, torch.Tensor, torch.special)),
+MISSING: list[Replacement] = [
+    *((owner, name, function) for owner in (torch, torch.Tensor) for name, function in _BOTH.items()),
+    (torch.special, "xlogy", _xlogy),
     (torch.Tensor, "index_add_", _index_add_in_place),
+    (torch.Tensor, "unfold", _unfold),
     *(
         (torch, f"_foreach_{name}", _one_by_one(name))
         for name in ("add_", "copy_", "div_", "lerp_", "mul_", "sub_")

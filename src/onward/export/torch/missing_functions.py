@@ -1,4 +1,4 @@
-"""Functions of tensors that exporters lack or write wrongly, in functions that they know.
+"""Functions of numbers and matrices that exporters lack or write wrongly, in functions that they know.
 
 `patches.traceable` puts them where modules look them up. Lengths along which they run step by step are fixed by the
 export; what follows notices and says so.
@@ -6,14 +6,16 @@ export; what follows notices and says so.
 
 from __future__ import annotations
 
-import itertools
 import math
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.nn import functional as F
 
 from onward.errors import ExportError
+
+if TYPE_CHECKING:
+    from onward.export.torch.replace import Replacement
 
 
 class _ValuesAndIndices(NamedTuple):
@@ -32,6 +34,7 @@ def _tensor(value: Any) -> torch.Tensor:
 
 def _cumprod(self: torch.Tensor, dim: int, *, dtype: torch.dtype | None = None) -> torch.Tensor:
     """Running product, by doubling: after k rounds each element holds the product of the last 2ᵏ."""
+    # Not exp of the sum of logarithms, as factors may be negative or zero.
     x = self if dtype is None else self.to(dtype)
     axis, length, shift = dim % max(self.dim(), 1), int(self.shape[dim]) if self.dim() else 1, 1
     while shift < length:
@@ -44,6 +47,7 @@ def _cumprod(self: torch.Tensor, dim: int, *, dtype: torch.dtype | None = None) 
 def _running_extreme(self: torch.Tensor, dim: int, largest: bool) -> _ValuesAndIndices:
     """Running maximum or minimum and its place, the last of equal ones, by doubling."""
     axis, length, shift = dim % self.dim(), int(self.shape[dim]), 1
+    # The places are found without a gradient; gathering from them has the right one.
     values = self.detach()
     shape = [1] * self.dim()
     shape[axis] = length
@@ -52,6 +56,7 @@ def _running_extreme(self: torch.Tensor, dim: int, largest: bool) -> _ValuesAndI
         left, right = values.narrow(axis, 0, length - shift), values.narrow(axis, shift, length - shift)
         at, own = places.narrow(axis, 0, length - shift), places.narrow(axis, shift, length - shift)
         later = (right >= left) if largest else (right <= left)
+        # torch's extremes are NaN from the first one on.
         later = later | right.isnan()
         later = later & ~(left.isnan() & ~right.isnan())
         head, first = values.narrow(axis, 0, shift), places.narrow(axis, 0, shift)
@@ -74,6 +79,7 @@ def _median(self: torch.Tensor, dim: int | None = None, keepdim: bool = False) -
     axis = 0 if dim is None else dim
     middle_element = _kthvalue(flat, (int(flat.shape[axis]) + 1) // 2, axis, keepdim)
     if flat.is_floating_point():
+        # ONNX does not say where TopK sorts NaN.
         unknown = flat.isnan().any(axis, keepdim)
         values = middle_element.values.masked_fill(unknown, torch.nan)
         middle_element = _ValuesAndIndices(values, middle_element.indices)
@@ -96,6 +102,7 @@ def _nanmedian(self: torch.Tensor, dim: int | None = None, keepdim: bool = False
 def _mode(self: torch.Tensor, dim: int = -1, keepdim: bool = False) -> _ValuesAndIndices:
     """The most frequent value, the smallest of equally frequent ones, and its last place."""
     x = self.transpose(dim, -1)
+    # All pairs: quadratic in the axis, and in operators that every opset has.
     count = (x.unsqueeze(-1) == x.unsqueeze(-2)).sum(-1)
     often = count == count.amax(-1, keepdim=True)
     x_values = x.detach()
@@ -158,6 +165,7 @@ def _digamma(self: torch.Tensor) -> torch.Tensor:
 def _erfinv(self: torch.Tensor) -> torch.Tensor:
     """x with erf(x) = y: polynomials in −log(1 − y²) (Giles 2010); the gradient is the inverse of erf's."""
     y = self.detach()
+    # (1 − y)(1 + y) rather than 1 − y²: near ±1 the square would lose all its digits.
     w = -((1 - y) * (1 + y)).log()
 
     def series(at: torch.Tensor, *numbers: float) -> torch.Tensor:
@@ -176,18 +184,9 @@ def _erfinv(self: torch.Tensor) -> torch.Tensor:
     )  # fmt: skip
     x = (torch.where(w < 5, near, far) * y).detach()
     x = torch.where(y.abs() == 1, y * torch.inf, x)
+    # The polynomials approximate values to float32's last digit, their derivatives do not.
     slope = (math.sqrt(math.pi) / 2 * (x * x).exp()).detach()
     return x + (self - y) * slope
-
-
-def _index_reduce(
-    self: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor, reduce: str, *, include_self: bool = True
-) -> torch.Tensor:  # fmt: skip
-    """Rows of the source reduced into those of `self` that the index names."""
-    shape = [1] * self.dim()
-    shape[dim] = -1
-    places = index.reshape(shape).expand_as(source)
-    return self.scatter_reduce(dim, places, source, reduce, include_self=include_self)
 
 
 def _searchsorted(
@@ -227,6 +226,7 @@ def _normal(mean: Any, std: Any = 1.0, size: Any = None, **unused: Any) -> torch
 
 def _randperm(n: int, **unused: Any) -> torch.Tensor:
     """An order drawn at random: that of random numbers."""
+    # Two equal numbers among 2²⁴ possible ones favour one order; no model notices.
     return torch.rand(n).argsort()
 
 
@@ -249,151 +249,216 @@ def _argsort(
     return _sort(self, dim, descending).indices
 
 
-def _diag_embed(self: torch.Tensor, offset: int = 0, dim1: int = -2, dim2: int = -1) -> torch.Tensor:
-    """Matrices that have the elements of the last axis on a diagonal, and zeros elsewhere."""
-    padded = F.pad(self, (0, abs(offset)))
-    index = torch.arange(self.shape[-1] + abs(offset))
-    # Above the main diagonal the row says which element it is, below it the column.
-    elements = padded.unsqueeze(-1 if offset >= 0 else -2)
-    matrices = torch.where(index - index.unsqueeze(-1) == offset, elements, torch.zeros_like(elements))
-    rank = self.dim() + 1
-    if (dim1, dim2) == (-2, -1):
-        return matrices
-    return matrices.movedim((rank - 2, rank - 1), (dim1 % rank, dim2 % rank))
+# Elimination is written out step by step.
+_LARGEST_MATRIX = 32
 
 
-def _diag(self: torch.Tensor, diagonal: int = 0) -> torch.Tensor:
-    return self.diagonal(diagonal) if self.dim() == 2 else _diag_embed(self, diagonal)
-
-
-def _bincount(self: torch.Tensor, weights: torch.Tensor | None = None, minlength: int = 0) -> torch.Tensor:
-    """How often each number occurs; as many counts as the largest needs."""
-    largest = torch.cat([self.to(torch.int64), torch.tensor([minlength - 1])]).max()
-    ones = torch.ones_like(self, dtype=torch.int64) if weights is None else weights
-    numbers: Any = largest + 1  # a tensor, which `arange` takes in a trace and its types do not
-    counts = torch.zeros_like(torch.arange(numbers), dtype=ones.dtype)
-    return counts.scatter_add(0, self.to(torch.int64), ones)
-
-
-def _unflatten(self: torch.Tensor, dim: int, sizes: Any) -> torch.Tensor:
-    """One axis split into several by reshaping; the tracer would fix the sizes of all the others."""
-    if isinstance(dim, str):
-        raise ExportError("unflatten of a named dimension cannot be exported")
-    axis = dim % self.dim()
-    return self.reshape(*self.shape[:axis], *sizes, *self.shape[axis + 1 :])
-
-
-_repeat = torch.repeat_interleave
-
-
-def _repeat_interleave(self: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
-    """Elements repeated along one axis, by a new axis that is then merged; the tracer's own loses the rank."""
-    repeats = args[0] if args else options.get("repeats")
-    dim = args[1] if len(args) > 1 else options.get("dim")
-    if not isinstance(repeats, int) or not isinstance(dim, int):
-        return _repeat(self, *args, **options)
-    axis = dim % self.dim()
-    wider = self.unsqueeze(axis + 1).expand(*self.shape[: axis + 1], repeats, *self.shape[axis + 1 :])
-    return wider.flatten(axis, axis + 1)
-
-
-def _unfold(self: torch.Tensor, dimension: int, size: int, step: int) -> torch.Tensor:
-    """Windows along one axis, their elements in a new last one; the tracer's own takes no negative axis."""
-    axis = dimension % self.dim()
-    count = (self.shape[axis] - size) // step + 1
-    places = (torch.arange(count, device=self.device) * step).unsqueeze(1) + torch.arange(
-        size, device=self.device
-    )
-    windows = self.index_select(axis, places.flatten())
-    windows = windows.reshape(*self.shape[:axis], -1, size, *self.shape[axis + 1 :])
-    return windows.movedim(axis + 1, -1)
-
-
-_strided = torch.as_strided
-
-
-def _as_strided(
-    self: torch.Tensor, size: Any, stride: Any, storage_offset: int | None = None
-) -> torch.Tensor:
-    """Elements by their places in memory; the tracer's own counts along the axes, whatever their order in memory.
-
-    Axes that stay as they are keep their size open. The others are merged, and picked from by constant places.
-    """
-    if not torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage]
-        return _strided(self, size, stride, storage_offset)
-    sizes, strides = [int(length) for length in size], [int(step) for step in stride]
-    lengths, steps = [int(length) for length in self.shape], list(self.stride())
-    left = list(range(self.dim()))
-    same: dict[int, int] = {}
-    for axis, layout in enumerate(zip(sizes, strides)):
-        source_axis = next((own for own in left if (lengths[own], steps[own]) == layout), None)
-        if source_axis is not None:
-            same[axis] = source_axis
-            left.remove(source_axis)
-    if storage_offset is not None and storage_offset != self.storage_offset():
-        same, left = {}, list(range(self.dim()))
-    left.sort(key=lambda axis: -steps[axis])  # as they lie in memory
-    dense = all(steps[a] == steps[b] * lengths[b] for a, b in itertools.pairwise(left))
-    unit = steps[left[-1]] if left else 1
-    start = 0 if storage_offset is None else storage_offset - self.storage_offset()
-    places = torch.tensor(start)
-    picked = [axis for axis in range(len(sizes)) if axis not in same]
-    for axis in picked:
-        places = places.unsqueeze(-1) + torch.arange(sizes[axis]) * strides[axis]
-    total = math.prod(lengths[axis] for axis in left)
-    if (
-        not dense
-        or bool((places % unit != 0).any())
-        or not 0 <= int(places.min()) <= int(places.max()) // unit < total
-    ):
+def _require_small(result: str, matrices: torch.Tensor) -> int:
+    size = int(matrices.shape[-1])
+    if size > _LARGEST_MATRIX:
         raise ExportError(
-            f"as_strided reads memory that its tensor of shape {lengths} and strides {steps} does not cover in one "
-            "piece: take it from the tensor that owns the memory, or write it with unfold or indexing"
+            f"{result} of {size} x {size} matrices cannot be exported: {_LARGEST_MATRIX} rows are the most"
         )
-    open_axes = list(same.values())
-    merged = self.permute(*open_axes, *left).reshape(*(self.shape[axis] for axis in open_axes), -1)
-    elements = merged.index_select(-1, (places // unit).flatten())
-    elements = elements.reshape(*(self.shape[axis] for axis in open_axes), *(sizes[axis] for axis in picked))
-    order = [*same, *picked]
-    return elements.permute(*(order.index(axis) for axis in range(len(sizes))))
+    return size
+
+
+_product = torch.matmul
+
+
+def _matmul(self: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """A matrix times a vector as a matrix of one column: onnxruntime errs on transposed matrices and vectors."""
+    if self.dim() > 1 and other.dim() == 1:
+        return _product(self, other.unsqueeze(-1)).squeeze(-1)
+    return _product(self, other)
+
+
+def _adjoint(self: torch.Tensor) -> torch.Tensor:
+    """The last two axes exchanged, and conjugated where there is something to conjugate."""
+    return self.transpose(-2, -1).conj() if self.is_complex() else self.transpose(-2, -1)
+
+
+def _transposed(self: torch.Tensor) -> torch.Tensor:
+    return self.transpose(-2, -1)
+
+
+def _vdot(input: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Σ x·y of two vectors."""
+    if input.is_complex():
+        raise ExportError("vdot of complex numbers cannot be exported")
+    return (input * other).sum()
+
+
+def _inv(A: torch.Tensor, **unused: Any) -> torch.Tensor:
+    """X with A·X = 1: elimination with pivots, then 2X − X·A·X, which has the inverse's own gradient.
+
+    The elimination passes no gradient: d(2X − X·A·X) = −X·dA·X is that of A⁻¹, and the step refines X besides. A second
+    step makes second derivatives right too.
+    """
+    if A.dim() == 2:
+        return _inv(A.unsqueeze(0)).squeeze(0)
+    size = _require_small("the inverse", A)
+    if A.shape[-2] != size:
+        raise ExportError(f"an inverse of matrices of shape {tuple(A.shape[-2:])} does not exist")
+    # Pivots are chosen by comparisons, and a choice has no useful gradient.
+    matrix = A.detach()
+    unit = torch.eye(size, dtype=A.dtype)
+    rows = torch.cat([matrix, torch.zeros_like(matrix) + unit], -1)
+    for column in range(size):
+        below = rows[..., column:, column].abs()
+        pick = torch.cat([torch.zeros_like(rows[..., :column, column]), below], -1).argmax(-1)
+        # Rows by products with ones and zeros: indexed assignment has no form that follows a batch.
+        chosen = F.one_hot(pick, size).to(A.dtype)
+        own = torch.zeros_like(chosen) + unit[column]
+        # exchange two rows: the chosen one, and the one in its place
+        pivot = (rows * chosen.unsqueeze(-1)).sum(-2, keepdim=True)
+        here = (rows * own.unsqueeze(-1)).sum(-2, keepdim=True)
+        rows = torch.where((chosen > 0).unsqueeze(-1), here, rows)
+        rows = torch.where((own > 0).unsqueeze(-1), pivot, rows)
+        scaled = pivot / pivot[..., column : column + 1]
+        factor = rows[..., column : column + 1] * (1 - own).unsqueeze(-1)
+        rows = torch.where((own > 0).unsqueeze(-1), scaled, rows - factor * scaled)
+    # A Newton step also doubles the digits that elimination in float32 has got right.
+    inverse = rows[..., size:].detach()
+    for _ in range(2):
+        inverse = 2 * inverse - inverse @ A @ inverse
+    return inverse
+
+
+def _solve(A: torch.Tensor, B: torch.Tensor, *, left: bool = True, **unused: Any) -> torch.Tensor:
+    """X with A·X = B"""
+    inverse = _inv(A)
+    if not left:
+        return B @ inverse
+    if B.dim() == A.dim() - 1 and B.shape == A.shape[:-1]:
+        return (inverse @ B.unsqueeze(-1)).squeeze(-1)
+    return inverse @ B
+
+
+def _cholesky(input: torch.Tensor, upper: bool = False, **unused: Any) -> torch.Tensor:
+    """L with L·Lᵀ = A, column by column."""
+    size = _require_small("the Cholesky factor", input)
+    columns: list[torch.Tensor] = []
+    for index in range(size):
+        remainder = input[..., index]
+        for column in columns:
+            remainder = remainder - column * column[..., index : index + 1]
+        # what lies above the diagonal is rounding, and would grow from column to column
+        below = (torch.arange(size) >= index).to(input.dtype)
+        columns.append(remainder * below / remainder[..., index : index + 1].sqrt())
+    factor = torch.stack(columns, -1)
+    return factor.transpose(-2, -1) if upper else factor
+
+
+def _cholesky_solve(B: torch.Tensor, L: torch.Tensor, upper: bool = False) -> torch.Tensor:
+    """X with L·Lᵀ·X = B"""
+    return _inv(L.transpose(-2, -1) @ L if upper else L @ L.transpose(-2, -1)) @ B
+
+
+def _slogdet(A: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    determinant = torch.det(A)
+    return determinant.sign(), determinant.abs().log()
+
+
+def _cov(
+    self: torch.Tensor, *, correction: int = 1, fweights: Any = None, aweights: Any = None
+) -> torch.Tensor:
+    """Covariances of the rows."""
+    if fweights is not None or aweights is not None:
+        raise ExportError("cov with weights cannot be exported: weight the rows before it")
+    x = self.unsqueeze(0) if self.dim() < 2 else self
+    # Centred first: the difference of two large sums would lose the digits.
+    centred = x - x.mean(1, keepdim=True)
+    covariance = centred @ centred.transpose(0, 1) / (x.shape[1] - correction)
+    return covariance.reshape(()) if self.dim() < 2 else covariance
+
+
+def _corrcoef(self: torch.Tensor) -> torch.Tensor:
+    """Covariances over the spreads of both rows, within −1 and 1."""
+    covariance = _cov(self)
+    spread = covariance.diagonal().sqrt()
+    return (covariance / spread.unsqueeze(1) / spread.unsqueeze(0)).clamp(-1, 1)
+
+
+def _vander(x: torch.Tensor, N: int | None = None, increasing: bool = False) -> torch.Tensor:
+    """Powers of the elements as columns."""
+    count = int(x.shape[-1]) if N is None else N
+    # a running product, as torch's is
+    powers = [torch.ones_like(x)]
+    for _ in range(count - 1):
+        powers.append(powers[-1] * x)
+    return torch.stack(powers[:count] if increasing else powers[:count][::-1], -1)
+
+
+def _cdist(
+    x1: torch.Tensor, x2: torch.Tensor, p: float = 2.0, compute_mode: str | None = None
+) -> torch.Tensor:
+    """Distances of all pairs of rows; the gradient of a distance of zero is zero, as torch's is."""
+    apart = x1.unsqueeze(-2) - x2.unsqueeze(-3)
+    if p == 0:
+        return (apart != 0).to(apart.dtype).sum(-1)
+    if p == 1:
+        return apart.abs().sum(-1)
+    if p == torch.inf:
+        return apart.abs().amax(-1)
+    total = (apart * apart if p == 2 else apart.abs().pow(p)).sum(-1)
+    # √ has an infinite slope at zero, and inf · 0 in the branch not taken would be NaN: hence two choices.
+    some = total > 0
+    return torch.where(
+        some, torch.where(some, total, torch.ones_like(total)).pow(1 / p), torch.zeros_like(total)
+    )
+
+
+def _pdist(input: torch.Tensor, p: float = 2.0) -> torch.Tensor:
+    """The distances of all pairs of different rows, in the order of the upper triangle."""
+    # the number of rows becomes that of the example, which the check at other sizes sees
+    rows, columns = torch.triu_indices(int(input.shape[0]), int(input.shape[0]), 1)
+    return _cdist(input, input, p)[rows, columns]
 
 
 # Functions that are methods of tensors too.
 _BOTH = {
     "argsort": _argsort,
-    "as_strided": _as_strided,
-    "bincount": _bincount,
     "copysign": _copysign,
     "cummax": lambda self, dim: _running_extreme(self, dim, largest=True),
     "cummin": lambda self, dim: _running_extreme(self, dim, largest=False),
     "cumprod": _cumprod,
-    "diag": _diag,
-    "diag_embed": _diag_embed,
     "digamma": _digamma,
     "erfinv": _erfinv,
     "fmax": _fmax,
     "fmin": _fmin,
     "hypot": _hypot,
-    "index_reduce": _index_reduce,
     "kthvalue": _kthvalue,
     "lgamma": _lgamma,
     "median": _median,
     "mode": _mode,
     "nanmedian": _nanmedian,
-    "repeat_interleave": _repeat_interleave,
     "sort": _sort,
-    "unflatten": _unflatten,
 }
 # where a function is looked up, its name, and what stands in for it
-MISSING: list[tuple[Any, str, Any]] = [
+MISSING: list[Replacement] = [
     *((owner, name, function) for owner in (torch, torch.Tensor) for name, function in _BOTH.items()),
     (torch.special, "gammaln", _lgamma),
     (torch.special, "digamma", _digamma),
     (torch.special, "erfinv", _erfinv),
-    (torch.Tensor, "unfold", _unfold),
     (torch, "normal", _normal),
     (torch, "randperm", _randperm),
     (torch, "searchsorted", _searchsorted),
     (torch, "bucketize", _bucketize),
     (torch, "isin", _isin),
+    *((owner, name, _matmul) for owner in (torch, torch.Tensor) for name in ("matmul", "mv")),
+    (torch.Tensor, "__matmul__", _matmul),
+    *((torch.Tensor, name, property(_adjoint)) for name in ("H", "mH")),
+    (torch.Tensor, "mT", property(_transposed)),
+    (torch, "vdot", _vdot),
+    *((owner, "inverse", _inv) for owner in (torch, torch.Tensor)),
+    (torch.linalg, "inv", _inv),
+    (torch.linalg, "solve", _solve),
+    *((owner, "cholesky", _cholesky) for owner in (torch, torch.Tensor, torch.linalg)),
+    *((owner, "cholesky_solve", _cholesky_solve) for owner in (torch, torch.Tensor)),
+    *((owner, "slogdet", _slogdet) for owner in (torch, torch.Tensor, torch.linalg)),
+    *((owner, "cov", _cov) for owner in (torch, torch.Tensor)),
+    *((owner, "corrcoef", _corrcoef) for owner in (torch, torch.Tensor)),
+    *((owner, "vander", _vander) for owner in (torch, torch.linalg)),
+    (torch, "cdist", _cdist),
+    *((owner, "pdist", _pdist) for owner in (torch, F)),
 ]

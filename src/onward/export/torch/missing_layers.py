@@ -1,4 +1,4 @@
-"""Pooling, norms and losses of `torch.nn.functional` that exporters lack or write wrongly, in functions that they know.
+"""Pooling, norms, losses and recurrent layers that exporters lack or write wrongly, in functions that they know.
 
 `patches.traceable` puts them where modules look them up.
 """
@@ -6,10 +6,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 from onward.errors import ExportError
@@ -32,6 +33,7 @@ def _adaptive(name: str, rank: int, reduce: Callable[[torch.Tensor, int], torch.
         if all(count == 1 for count in counts):
             return original(input, output_size)
         sizes = [int(size) for size in input.shape[-rank:]]
+        # None stands for "as it is" in a grid of two or three sizes.
         counts = tuple(size if count is None else int(count) for size, count in zip(sizes, counts))
         if all(size % count == 0 for size, count in zip(sizes, counts)):
             return original(input, output_size)
@@ -64,6 +66,7 @@ def _avg_pool(name: str, rank: int) -> _Function:
             raise ExportError(
                 f"{name} with both ceil_mode and divisor_override cannot be exported: pad the input instead"
             )
+        # count_include_pad, so that every window is divided by its whole area, which is known here.
         area = math.prod(_sizes(kernel_size, rank))
         return original(input, kernel_size, step, padding, False, True) * (area / divisor_override)
 
@@ -86,6 +89,7 @@ def _batch_norm(
     """Batch norm that keeps no statistics, in either mode: exporters need some to write the operator."""
     if running_mean is not None:
         return _batch_norm_of_torch(input, running_mean, running_var, weight, bias, training, momentum, eps)
+    # The two moments written out: the operator would want running statistics that this layer does not have.
     axes = [axis for axis in range(input.dim()) if axis != 1]
     centred = input - input.mean(axes, keepdim=True)
     normal = centred * torch.rsqrt((centred * centred).mean(axes, keepdim=True) + eps)
@@ -151,6 +155,7 @@ def _poisson_nll_loss(
     """eˣ − t·x of logarithms, x − t·log(x + ε) of rates; `full` adds Stirling's formula where t > 1"""
     loss = input.exp() - target * input if log_input else input - target * torch.log(input + eps)
     if full:
+        # Both branches of a choice have a gradient: the one not taken must be finite too.
         safe_target = torch.where(target > 1, target, torch.ones_like(target))
         stirling = safe_target * safe_target.log() - safe_target + 0.5 * torch.log(2 * math.pi * safe_target)
         loss = loss + torch.where(target > 1, stirling, torch.zeros_like(target))
@@ -162,6 +167,7 @@ def _gaussian_nll_loss(
 ) -> torch.Tensor:  # fmt: skip
     """½·(log v + (x − t)²/v), the variance at least ε; the gradient passes that limit, as torch's does"""
     var = torch.full_like(input, var) if isinstance(var, float | int) else var
+    # one variance for all columns of a row, as torch allows
     if var.dim() == input.dim() - 1 and var.shape != input.shape:
         var = var.unsqueeze(-1)
     var = var + (var.clamp(min=eps) - var).detach()
@@ -194,10 +200,12 @@ def _cross_entropy(
     weighted = logs if weight is None else logs * weight.reshape(shape)
     classes = int(input.shape[axis])
     if probabilities:
+        # Smoothing spreads over all classes, the right one included.
         target = target * (1 - label_smoothing) + label_smoothing / classes if label_smoothing else target
         loss = -(weighted * target).sum(axis)
         return loss.sum() / (loss.numel() or 1) if how == "mean" else _reduced(loss, how)
     counted = target != ignore_index
+    # -100 is no row of the scores: any that exists does, as it is left out below.
     places = torch.where(counted, target, torch.zeros_like(target)).unsqueeze(axis)
     hard = -weighted.gather(axis, places).squeeze(axis)
     loss = (1 - label_smoothing) * hard - label_smoothing / classes * weighted.sum(axis)
@@ -212,8 +220,10 @@ def _multilabel_margin_loss(
     input: torch.Tensor, target: torch.Tensor, size_average: Any = None, reduce: Any = None, reduction: str = "mean"
 ) -> torch.Tensor:  # fmt: skip
     """Σ max(0, 1 − (x_t − x_i)) / classes over labels t, which end at the first −1, and classes i that are none"""
+    # Numbers after the first negative one are no labels, whatever they are.
     is_label = (target < 0).to(torch.int64).cumsum(-1) == 0
     classes = torch.where(is_label, target, torch.zeros_like(target))
+    # Added, as the first class is also what unused places point at, with nothing to add.
     labels = torch.zeros_like(target).scatter_add(-1, classes, is_label.to(torch.int64)) > 0
     margins = (1 - input.gather(-1, classes).unsqueeze(-1) + input.unsqueeze(-2)).clamp(min=0)
     counted = is_label.unsqueeze(-1) & ~labels.unsqueeze(-2)
@@ -257,6 +267,7 @@ def _embedding_bag(
     counts = counts.to(rows.dtype).unsqueeze(-1)
     if offsets is None:  # a bag in each row
         if mode == "max":
+            # Finite: a bag of padding alone would be -inf times 0, which is NaN.
             lowest = torch.full_like(rows, torch.finfo(rows.dtype).min)
             rows, empty = torch.where(counts > 0, rows, lowest).amax(1), counts.sum(1) == 0
             return torch.where(empty, torch.zeros_like(rows), rows)
@@ -291,6 +302,7 @@ def _adaptive_log_probabilities(
     frequent = self.shortlist_size
     parts = [head[:, :frequent]]
     for index, cluster in enumerate(self.tail):
+        # every cluster for every row: more products than torch's, and no size that depends on the data
         parts.append(cluster(input).log_softmax(1) + head[:, frequent + index].unsqueeze(1))
     return torch.cat(parts, 1)
 
@@ -313,6 +325,7 @@ def _rms_norm(
 ) -> torch.Tensor:
     """x / √(mean x² + ε), times the weight."""
     axes = list(range(-len(normalized_shape), 0))
+    # torch's default, which depends on the type
     eps = torch.finfo(input.dtype).eps if eps is None else eps
     normal = input * torch.rsqrt((input * input).mean(axes, keepdim=True) + eps)
     return normal if weight is None else normal * weight
@@ -340,6 +353,7 @@ def _bilinear(
     input1: torch.Tensor, input2: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     """y_o = x·W_o·z + b_o"""
+    # the tracer has no form of torch's own operator
     product = torch.einsum("...i,oij,...j->...o", input1, weight, input2)
     return product if bias is None else product + bias
 
@@ -365,12 +379,15 @@ def _ctc_loss(
         )
     frames, own = torch.as_tensor(input_lengths), torch.as_tensor(target_lengths)
     targets = targets.to(torch.int64)
+    # Written as products and sums of what is traced: sizes read from Python would be the example's.
     blanks = torch.zeros_like(targets[:, :1]) + blank
     spread = torch.stack([torch.zeros_like(targets) + blank, targets], -1).flatten(1)
     labels = torch.cat([spread, blanks], 1)
     emitted = log_probs.gather(2, labels.unsqueeze(0).expand(log_probs.shape[0], -1, -1))
     other = labels[:, 2:] != labels[:, :-2]
+    # The first two states have no state two before them: compared with themselves, never.
     jumps = torch.cat([labels[:, :2] < labels[:, :2], other & (labels[:, 2:] != blank)], 1)
+    # log-space: products of hundreds of probabilities are below what float32 holds
     never = torch.zeros_like(emitted[0]) + _NEVER
     alpha = torch.cat([emitted[0, :, :2], never[:, 2:]], 1)
     for frame in range(1, int(log_probs.shape[0])):
@@ -379,8 +396,10 @@ def _ctc_loss(
         paths = torch.stack([alpha, one, torch.where(jumps, two, never)])
         alpha = torch.where((frames > frame).unsqueeze(1), paths.logsumexp(0) + emitted[frame], alpha)
     last = (2 * own).to(torch.int64).unsqueeze(1)
+    # An empty text has one state, the blank, and none before it.
     ends = torch.where(last > 0, alpha.gather(1, (last - 1).clamp(min=0)), never[:, :1])
     loss = -torch.stack([alpha.gather(1, last), ends]).logsumexp(0).squeeze(1)
+    # More labels than frames: torch gives inf there, or zero where it is told to.
     impossible = loss > -_NEVER / 2
     loss = loss.masked_fill(impossible, 0.0 if zero_infinity else torch.inf)
     if reduction == "none":
@@ -388,6 +407,77 @@ def _ctc_loss(
     if reduction == "sum":
         return loss.sum()
     return (loss / own.clamp(min=1)).mean()
+
+
+# ---- recurrent layers, one at a time: with dropout between them, or projections ----------------------------------
+
+_STEPS = {"LSTM": torch.lstm, "GRU": torch.gru, "RNN_TANH": torch.rnn_tanh, "RNN_RELU": torch.rnn_relu}
+
+
+def layer_by_layer(self: nn.RNNBase, input: torch.Tensor, hx: Any = None) -> Any:
+    """What LSTM, GRU and RNN compute: exporters take no dropout inside, and ONNX's LSTM has no projection."""
+    if isinstance(input, nn.utils.rnn.PackedSequence):
+        kind = "a recurrent layer with dropout" if not self.proj_size else "an LSTM with proj_size"
+        raise ExportError(f"{kind} takes a PackedSequence: export it over padded tensors")
+    batched = input.dim() == 3
+    batch_axis = 0 if self.batch_first else 1
+    x = input if batched else input.unsqueeze(batch_axis)
+    lstm = isinstance(self, nn.LSTM)
+    directions = 2 if self.bidirectional else 1
+    if hx is None:
+        depth, batch = self.num_layers * directions, x.size(batch_axis)
+        hidden = x.new_zeros(depth, batch, self.proj_size or self.hidden_size)
+        states = (hidden, x.new_zeros(depth, batch, self.hidden_size)) if lstm else (hidden,)
+    else:
+        states = tuple(hx) if lstm else (hx,)
+        states = states if batched else tuple(state.unsqueeze(1) for state in states)
+    ends: list[Sequence[torch.Tensor]] = []
+    for layer in range(self.num_layers):
+        rows = slice(layer * directions, (layer + 1) * directions)
+        x, *ended = _run_layer(self, x, [state[rows] for state in states], self.all_weights[rows])
+        ends.append(ended)
+        if layer + 1 < self.num_layers:
+            x = F.dropout(x, self.dropout, training=self.training)
+    final = tuple(torch.cat(parts) for parts in zip(*ends))
+    if not batched:
+        x, final = x.squeeze(batch_axis), tuple(state.squeeze(1) for state in final)
+    return x, final if lstm else final[0]
+
+
+def _run_layer(
+    self: nn.RNNBase, x: torch.Tensor, states: list[torch.Tensor], weights: Sequence[Sequence[torch.Tensor]]
+) -> tuple[torch.Tensor, ...]:
+    """The outputs of one layer, and its last states; `weights` and the states' rows are by direction."""
+    if self.proj_size:
+        return _project_steps(self, x, states, weights)
+    flat = [weight for group in weights for weight in group]
+    step = _STEPS[self.mode]
+    state = states if self.mode == "LSTM" else states[0]
+    return step(x, state, flat, self.bias, 1, 0.0, self.training, self.bidirectional, self.batch_first)
+
+
+def _project_steps(
+    self: nn.RNNBase, x: torch.Tensor, states: list[torch.Tensor], weights: Sequence[Sequence[torch.Tensor]]
+) -> tuple[torch.Tensor, ...]:
+    """An LSTM whose hidden state is projected, step by step."""
+    x = x.transpose(0, 1) if self.batch_first else x
+    outputs, ends = [], []
+    for direction, (w_in, w_hidden, *more) in enumerate(weights):
+        # the inputs' part of all steps in one product; only the state's part has to wait for the step before
+        gates = F.linear(x, w_in, more[0] + more[1] if self.bias else None)
+        h, c = (state[direction] for state in states)
+        # The number of steps becomes that of the example: the check at other lengths finds that and fixes the axis.
+        order = range(int(x.shape[0]))
+        steps = []
+        for step in reversed(order) if direction else order:
+            i, f, g, o = (gates[step] + F.linear(h, w_hidden)).chunk(4, -1)
+            c = f.sigmoid() * c + i.sigmoid() * g.tanh()
+            h = F.linear(o.sigmoid() * c.tanh(), more[-1])
+            steps.append(h)
+        outputs.append(torch.stack(steps[::-1] if direction else steps))
+        ends.append((h, c))
+    y = torch.cat(outputs, -1)
+    return (y.transpose(0, 1) if self.batch_first else y, *(torch.stack(part) for part in zip(*ends)))
 
 
 # where a function is looked up, its name, and what stands in for it

@@ -30,6 +30,7 @@ def _transparent_child(module: nn.Module) -> str | None:
     """The child through which a wrapper's names pass unchanged; None for ordinary modules."""
     if isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
         return "module"
+    # By name: importing torch._dynamo to ask for the class takes seconds.
     if "_orig_mod" in module._modules and type(module).__name__ == "OptimizedModule":
         return "_orig_mod"
     if type(module).__module__.partition(".")[0] == "peft":
@@ -44,6 +45,7 @@ def clean_names(model: nn.Module) -> dict[str, str]:
     Tied tensors share the first alias's name; wrappers inside the module leave no trace in names.
     """
     renamed: dict[str, str] = {}
+    # By identity: two tensors that hold equal numbers are two parameters.
     first: dict[int, str] = {}
     for raw, clean, module in _walk(model, "", ""):
         for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
@@ -140,6 +142,7 @@ class WriteObserver(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        # Only operators that write are looked at: the mode sees every operator of forward.
         if func._schema.is_mutable:
             written = [
                 value
@@ -171,12 +174,14 @@ def _memory(tensor: torch.Tensor) -> int:
 def borrowed(model: nn.Module) -> Iterator[WriteObserver]:
     """Restore parameters that `WriteObserver` saw change, buffers, flags and random states on leaving."""
     # An export runs forward, which moves batch norm's statistics; the moved ones would be in the file (off by 0.08).
+    # Buffers are small and are copied in any case; parameters only when something writes to them.
     observer = WriteObserver(model)
     parameters = dict(model.named_parameters())
     held = [(module, dict(module._buffers)) for module in model.modules()]
     values = {
         id(b): (b, b.detach().clone()) for _, buffers in held for b in buffers.values() if b is not None
     }
+    # Forward draws (dropout, random depth): whoever exports between two epochs must not get another second one.
     states = torch.get_rng_state(), random.getstate(), np.random.get_state()
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
     # the same flags, which are set again at the end
@@ -216,9 +221,12 @@ def prepared(model: nn.Module, *, training: bool) -> Iterator[None]:
         model.train()
     fast_path = torch.backends.mha.get_fastpath_enabled()
     with ExitStack() as stack:
+        # The fused encoder layer of inference has no form in ONNX.
         torch.backends.mha.set_fastpath_enabled(False)
         stack.callback(torch.backends.mha.set_fastpath_enabled, fast_path)
+        # a compiled part would be traced as one opaque call
         stack.enter_context(torch.compiler.set_stance("force_eager"))
+        # what forward keeps for a backward pass would be a second copy of its activations
         stack.enter_context(torch.no_grad())
         stack.enter_context(replaced(*_plain_transformers(model)))
         stack.enter_context(traceable_experts(model))
@@ -285,6 +293,7 @@ def _configs(model: nn.Module) -> list[Any]:
     def add(config: Any) -> None:
         if config is None or not hasattr(config, "to_dict") or id(config) in configs:
             return
+        # An outer configuration's setter sets the inner ones too: undone in another order, they would keep it.
         for name in getattr(config, "sub_configs", {}):
             add(getattr(config, name, None))
         configs[id(config)] = config

@@ -40,6 +40,7 @@ class Neutral(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
+        # Only torch's own functions pass here: sizes that are compared in Python decide nothing about data.
         if name == "__bool__":
             self.decisions[calling_line()] = None
         if name in _DROPOUTS:
@@ -63,6 +64,7 @@ class Neutral(TorchFunctionMode):
             self.active += bound.get("dropout_p", 0.0) > 0
             return func(*args[5:], **(bound | {"dropout_p": 0.0}))
         if name == "multi_head_attention_forward":
+            # by position, as torch's layer calls it: dropout_p is the eleventh
             args = list(args)
             on = kwargs.get("training", True)
             if len(args) > 10:
@@ -129,6 +131,7 @@ def neutral_dropout(model: nn.Module) -> Iterator[Neutral]:
     """Run torch without randomness, in its own kernels: the reference for the exported model."""
     recurrent = [m for m in model.modules() if isinstance(m, nn.RNNBase) and m.dropout > 0]
     mode = Neutral()
+    # Recurrent kernels drop inside, between layers, where no function mode sees it.
     mode.active += sum(m.num_layers - 1 for m in recurrent if m.training)
     with replaced(*((module, "dropout", 0.0) for module in recurrent)), mode:
         yield mode
@@ -152,6 +155,7 @@ def _neutral(node: onnx.NodeProto) -> list[onnx.NodeProto]:
         uniform = node.op_type.startswith("RandomUniform")
         low, high = attributes.get("low", 0.0), attributes.get("high", 1.0)
         number = low + (high - low) * UNIFORM if uniform else attributes.get("mean", 0.0)
+        # The shape is the node's input's, or an attribute: either way the result has fixed numbers of it.
         kind = attributes.get("dtype", TensorProto.FLOAT)
         value = helper.make_tensor("", kind, [1], [number])
         shape = out + ".shape"
@@ -165,6 +169,7 @@ def _neutral(node: onnx.NodeProto) -> list[onnx.NodeProto]:
         number = helper.make_tensor("", TensorProto.FLOAT, [], [UNIFORM])
         return [
             helper.make_node("Constant", [], [out + ".number"], value=number),
+            # the probabilities may be float64 or half
             helper.make_node("CastLike", [out + ".number", node.input[0]], [out + ".like"]),
             helper.make_node("Greater", [node.input[0], out + ".like"], [out + ".drawn"]),
             helper.make_node("Cast", [out + ".drawn"], [out], to=attributes.get("dtype", TensorProto.FLOAT)),

@@ -5,7 +5,6 @@ Recurrent layers with dropout, fused attention, and operations that change shape
 
 from __future__ import annotations
 
-import builtins
 import importlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -17,10 +16,10 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 from onward.errors import ExportError
-from onward.export.torch import missing_arrays, missing_functions, missing_layers, missing_linalg
+from onward.export.torch import missing_arrays, missing_functions, missing_layers
+from onward.export.torch.missing_layers import layer_by_layer
 from onward.export.torch.modules import replaced_forward
-from onward.export.torch.recurrent_layers import layer_by_layer
-from onward.export.torch.replace import Replacement, replaced
+from onward.export.torch.replace import replaced
 
 
 @contextmanager
@@ -30,13 +29,13 @@ def traceable(model: nn.Module) -> Iterator[None]:
     Functions are replaced where modules look them up, for as long as the trace takes. A torch function mode
     would be neater, but sizes that pass through one become constants in a trace.
     """
-    functions = [*missing_arrays.MISSING, *missing_functions.MISSING]
-    functions += [*missing_linalg.MISSING, *missing_layers.MISSING]
+    functions = [*missing_arrays.MISSING, *missing_functions.MISSING, *missing_layers.MISSING]
     if any(hasattr(module, "layerdrop") for module in model.modules()):
+        # only there: elsewhere a drawn number may be what the model computes with
         functions.append((torch, "rand", _rand))
     with ExitStack() as stack:
         stack.enter_context(one_dropout(F.dropout))
-        stack.enter_context(replaced(*functions, FOLLOWED_LENGTHS))
+        stack.enter_context(replaced(*functions, missing_arrays.FOLLOWED_LENGTHS))
         for module in model.modules():
             if isinstance(module, nn.RNNBase):
                 if module.proj_size or (module.dropout > 0 and module.training):
@@ -44,27 +43,6 @@ def traceable(model: nn.Module) -> Iterator[None]:
             elif hasattr(module, "fake_quant_enabled") and hasattr(module, "activation_post_process"):
                 stack.enter_context(replaced_forward(module, _fake_quantization(module)))
         yield
-
-
-_length = builtins.len
-
-
-def _followed_length(value: Any) -> Any:
-    """`len(x)` as `x.shape[0]`, which a trace follows: Python's own has to be a number."""
-    if isinstance(value, torch.Tensor) and value.dim():
-        size = value.shape[0]
-        if not isinstance(size, int):  # a symbol, or what stands for it in a trace
-            return size
-    return _length(value)
-
-
-FOLLOWED_LENGTHS: Replacement = (builtins, "len", _followed_length)
-# Functions whose primitive operators are kernels that nothing takes apart.
-_KERNELS = frozenset({"cdist", "pdist", "inverse", "inv", "solve", "cholesky", "slogdet", "ctc_loss"})
-# They are recorded as what they are composed of.
-COMPOSED: list[Replacement] = [
-    entry for entry in (*missing_linalg.MISSING, *missing_layers.MISSING) if entry[1] in _KERNELS
-]
 
 
 @contextmanager
@@ -84,7 +62,10 @@ def _cond(pred: Any, true_fn: Any, false_fn: Any, operands: Any = ()) -> Any:
     if not isinstance(pred, torch.Tensor):
         return true_fn(*operands) if pred else false_fn(*operands)
     return pytree.tree_map(
-        lambda a, b: torch.where(pred.reshape(()), a, b), true_fn(*operands), false_fn(*operands)
+        # Both are computed: bodies of If would hide ranks and gradients that a choice shows.
+        lambda a, b: torch.where(pred.reshape(()), a, b),
+        true_fn(*operands),
+        false_fn(*operands),
     )
 
 
@@ -139,6 +120,7 @@ def _channel_dropout(
     """Whole channels dropped: ordinary dropout of one number per channel, times the input."""
     if not training or p == 0:
         return input
+    # One number a channel that is spread out, as ONNX's Dropout draws one for each element.
     ones = input.new_ones(input.size(0), input.size(1), *[1] * (input.dim() - 2))
     return input * F.dropout(ones, p, training=True)
 
@@ -167,6 +149,7 @@ def _dropped_to_alpha(x: torch.Tensor, like: torch.Tensor, p: float) -> torch.Te
 
 def alpha_dropout_constants(p: float) -> tuple[float, float, float]:
     """Scale, shift and the value of a dropped element."""
+    # −scale·alpha of SELU
     alpha = -1.7580993408473766
     scale = ((1 - p) * (1 + p * alpha**2)) ** -0.5
     return scale, -scale * alpha * p, alpha
@@ -195,6 +178,7 @@ def _attention(
 ) -> torch.Tensor:
     """softmax(q·kᵀ·scale + mask)·v, with dropout on the weights; a row that may see nothing gives zeros."""
     if enable_gqa:
+        # grouped queries: each key serves several heads in a row
         key = key.repeat_interleave(query.size(-3) // key.size(-3), -3)
         value = value.repeat_interleave(query.size(-3) // value.size(-3), -3)
     factor = query.shape[-1] ** -0.5 if scale is None else scale
@@ -206,6 +190,7 @@ def _attention(
     if attn_mask is None:
         weights = scores.softmax(-1)
     elif attn_mask.dtype == torch.bool:
+        # The lowest finite number rather than -inf: a row that sees nothing would be NaN; zeros are put there after.
         hidden = attn_mask.logical_not()
         lowest = torch.finfo(scores.dtype).min
         weights = scores.masked_fill(hidden, lowest).softmax(-1).masked_fill(hidden, 0.0)

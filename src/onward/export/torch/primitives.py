@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -20,12 +21,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from onward.errors import ExportError
-from onward.export.torch import complex_numbers, torchscript
-from onward.export.torch.backward_passes import BACKWARD_PASSES
+from onward.export.torch import complex_numbers, missing_functions, missing_layers
 from onward.export.torch.complex_numbers import Pair
 from onward.export.torch.flatten import Adapter, NamedAxes, real_parts
-from onward.export.torch.patches import COMPOSED, FOLLOWED_LENGTHS, one_dropout
+from onward.export.torch.missing_arrays import FOLLOWED_LENGTHS
+from onward.export.torch.patches import one_dropout
 from onward.export.torch.replace import Replacement, replaced
+from onward.export.torch.tracers import trace_torchscript
 
 # The operator for Fourier transforms is of 17.
 OPSETS = range(17, 23)
@@ -56,10 +58,18 @@ def trace(
     complex_state = {name for name, tensor in _state(adapter).items() if tensor.is_complex()}
     with replaced(*_real_parameters(adapter.model)):
         recorded = _Recorded(adapter, graph, complex_state)
-        return torchscript.trace(recorded, tensors, inputs=inputs, outputs=outputs, opset=opset)
+        return trace_torchscript(recorded, tensors, inputs=inputs, outputs=outputs, opset=opset)
 
 
 # ---- recording ----------------------------------------------------------------------------------------
+
+
+# Functions whose primitive operators are kernels that nothing takes apart.
+_KERNELS = frozenset({"cdist", "pdist", "inverse", "inv", "solve", "cholesky", "slogdet", "ctc_loss"})
+# They are recorded as what they are composed of.
+_COMPOSED: list[Replacement] = [
+    entry for entry in (*missing_functions.MISSING, *missing_layers.MISSING) if entry[1] in _KERNELS
+]
 
 
 def _record(
@@ -88,18 +98,20 @@ def _record(
     table: dict[Any, Any] = {
         key: rule for key, rule in core_aten_decompositions().items() if key not in _AS_THEY_ARE
     }
-    table |= BACKWARD_PASSES
+    table |= _BACKWARD_PASSES
     # `torch.func.jvp`, `jacfwd` and `hessian` by reverse mode: torch's forward mode makes numbers of sizes
     transforms: Any = importlib.import_module("torch._functorch.eager_transforms")
-    patches = (*COMPOSED, FOLLOWED_LENGTHS, (transforms, "_jvp_with_argnums", _jvp))
+    patches = (*_COMPOSED, FOLLOWED_LENGTHS, (transforms, "_jvp_with_argnums", _jvp))
     with fake, torch.enable_grad(), one_dropout(_masked), replaced(*patches), _Stops():
         first = make_fx(call, tracing_mode="symbolic", decomposition_table=table)(weights, *examples)
     # in a second step, as torch does not differentiate writes into complex tensors once they are rewritten
     with fake, torch.no_grad():
         weights = {name: value.detach() for name, value in weights.items()}
         examples = [value.detach() for value in examples]
+        # Functional only now: writes become values, which a graph can hold.
         again = make_fx(torch.func.functionalize(first), tracing_mode="symbolic", decomposition_table=table)
         second = again(weights, *examples)
+    # what only the backward passes inside would have read
     second.graph.eliminate_dead_code()
     return second
 
@@ -119,6 +131,7 @@ def _jvp(
     results: Any = torch.func.vjp(of_varied, *(primals[p] for p in positions), has_aux=has_aux)
     output, pull_back = results[0], results[1]
     transposed: Any = torch.func.vjp(pull_back, pytree.tree_map(torch.zeros_like, output))
+    # The cotangent of the transposed function is where the tangent goes in.
     (moved,) = transposed[1](tangents if isinstance(tangents, tuple) else (tangents,))
     return output, moved, *results[2:]
 
@@ -160,6 +173,7 @@ class _Stops(TorchFunctionMode):
             out = {key: kwargs.pop(key) for key in ("out",) if key in kwargs}
             read, kwargs = pytree.tree_map_only(torch.Tensor, _stopped, (read, kwargs))
             return func(*target, *read, **kwargs, **out)
+        # Without create_graph the result is a constant to what follows: recorded like the rest, and stopped.
         if func is torch.autograd.grad and not kwargs.get("create_graph", False):
             gradients = func(*args, **(kwargs | {"create_graph": True}))
             return tuple(None if gradient is None else _stopped(gradient).detach() for gradient in gradients)
@@ -196,6 +210,150 @@ def _divide(x: torch.Tensor, sizes: Sequence[int], dim: int = 0) -> tuple[torch.
         return (x,)
     starts = itertools.accumulate(sizes, initial=0)
     return tuple(x.index_select(dim, torch.arange(start, start + size)) for start, size in zip(starts, sizes))
+
+
+# ---- backward passes of torch's layers, which torch computes in kernels that have no form in ONNX ----------
+
+
+def _convolution_backward(
+    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias_sizes: Any, stride: Any, padding: Any,
+    dilation: Any, transposed: bool, output_padding: Any, groups: int, mask: Sequence[bool],
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
+    """y = x ∗ w   ⇒   dx is the transposed convolution of dy with w, dw the convolution of x with dy
+
+    A transposed convolution is the backward pass of an ordinary one: x and dy exchange their parts.
+    """
+    rank = x.dim() - 2
+    dx = dw = db = None
+    stride, padding, dilation = (_each(value, rank) for value in (stride, padding, dilation))
+    if mask[0] and transposed:
+        dx = torch.convolution(dy, weight, None, stride, padding, dilation, False, [0] * rank, groups)
+    elif mask[0]:
+        reach = [dilation[a] * (weight.shape[a + 2] - 1) + 1 for a in range(rank)]
+        spare = _rows_without_window(x, dy, reach, stride, padding)
+        dx = torch.convolution(dy, weight, None, stride, padding, dilation, True, spare, groups)
+    if mask[1]:
+        pieces = []
+        read, written = (dy, x) if transposed else (x, dy)
+        for own, above in zip(read.chunk(groups, 1), written.chunk(groups, 1)):
+            own, above = own.transpose(0, 1), above.transpose(0, 1)
+            piece = torch.convolution(own, above, None, dilation, padding, stride, False, [0] * rank, 1)
+            for axis in range(rank):
+                piece = piece.narrow(axis + 2, 0, weight.shape[axis + 2])
+            pieces.append(piece.transpose(0, 1))
+        dw = torch.cat(pieces)
+    if mask[2]:
+        db = dy.sum([0, *range(2, rank + 2)])
+    return dx, dw, db
+
+
+def _each(value: Sequence[int], rank: int) -> list[int]:
+    return [*value] * (rank if len(value) == 1 else 1)
+
+
+def _rows_without_window(
+    x: torch.Tensor, dy: torch.Tensor, reach: Sequence[int], stride: Sequence[int], padding: Sequence[int]
+) -> list[int]:
+    """How many rows at the end of each axis no window begins in: a transposed convolution does not know of them."""
+    return [
+        int(x.shape[a + 2]) - ((dy.shape[a + 2] - 1) * stride[a] - 2 * padding[a] + reach[a])
+        if stride[a] > 1
+        else 0
+        for a in range(len(stride))
+    ]
+
+
+def _avg_pool_backward(
+    dy: torch.Tensor, x: torch.Tensor, kernel: Any, stride: Any, padding: Any, ceil_mode: bool,
+    count_include_pad: bool, divisor_override: int | None,
+) -> torch.Tensor:  # fmt: skip
+    """Each number goes to its window in equal shares."""
+    rank = x.dim() - 2 if x.dim() > 3 else x.dim() - 1
+    size = _each(kernel, rank)
+    step, pads = _each(stride or kernel, rank), _each(padding, rank)
+    if ceil_mode or (not count_include_pad and divisor_override is None):
+        share = dy / _counts(x, dy, size, step, pads, count_include_pad, divisor_override)
+    else:
+        share = dy / (divisor_override or math.prod(size))
+    flat = share.reshape(-1, 1, *share.shape[-rank:])
+    like = x.reshape(-1, 1, *x.shape[-rank:])
+    ends = [int(like.shape[a + 2]) + pads[a] - (flat.shape[a + 2] - 1) * step[a] for a in range(rank)]
+    ones = torch.ones(1, 1, *size, dtype=x.dtype)
+    full = torch.convolution(flat, ones, None, step, [0] * rank, [1] * rank, True, [0] * rank, 1)
+    edges = [(-pads[a], int(ends[a]) - size[a]) for a in range(rank)]  # cut or fill up to x
+    return F.pad(full, [n for pair in reversed(edges) for n in pair]).reshape(x.shape)
+
+
+def _counts(
+    x: torch.Tensor, dy: torch.Tensor, size: Sequence[int], step: Sequence[int], pads: Sequence[int],
+    count_include_pad: bool, divisor_override: int | None,
+) -> torch.Tensor:  # fmt: skip
+    """By how much each window's sum is divided, where that depends on how much of it lies inside."""
+    if divisor_override is not None:
+        return torch.full((), float(divisor_override))
+    rank = len(size)
+    counts = torch.ones((), dtype=x.dtype)
+    for axis in range(-rank, 0):
+        length, windows = x.shape[axis], dy.shape[axis]
+        begin = torch.arange(windows) * step[axis] - pads[axis]
+        end = torch.clamp(begin + size[axis], max=length + pads[axis])
+        if not count_include_pad:
+            begin, end = torch.clamp(begin, min=0), torch.clamp(end, max=length)
+        counts = counts.unsqueeze(-1) * (end - begin).to(x.dtype)
+    return counts
+
+
+def _max_pool_backward(rank: int) -> Callable[..., torch.Tensor]:
+    def backward(
+        dy: torch.Tensor, x: torch.Tensor, kernel: Any, stride: Any, padding: Any, dilation: Any, ceil_mode: bool,
+        indices: torch.Tensor,
+    ) -> torch.Tensor:  # fmt: skip
+        """Each number goes to the place that was the largest of its window."""
+        zeros = torch.zeros_like(x).flatten(-rank)
+        return zeros.scatter_add(-1, indices.flatten(-rank), dy.flatten(-rank)).reshape(x.shape)
+
+    return backward
+
+
+def _adaptive_avg_pool_backward(rank: int) -> Callable[..., torch.Tensor]:
+    def backward(dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """Axis by axis a product with the matrix that spreads each cell over its rows."""
+        for axis in range(-rank, 0):
+            size, cells = int(x.shape[axis]), int(dy.shape[axis])
+            spread = torch.zeros(cells, size)
+            for cell in range(cells):
+                begin, end = cell * size // cells, -((cell + 1) * size // -cells)
+                spread[cell, begin:end] = 1 / (end - begin)
+            dy = (dy.transpose(axis, -1) @ spread.to(x.dtype)).transpose(axis, -1)
+        return dy
+
+    return backward
+
+
+def _replication_pad_backward(dy: torch.Tensor, x: torch.Tensor, padding: Sequence[int]) -> torch.Tensor:
+    """What was copied from an edge is added to it."""
+    for index in range(len(padding) // 2):
+        axis, before = -1 - index, padding[2 * index]
+        size = x.shape[axis]
+        rows = (torch.arange(dy.shape[axis]) - before).clamp(min=0).clamp(max=size - 1)
+        shape = [*dy.shape]
+        shape[axis] = size
+        dy = torch.zeros(shape, dtype=dy.dtype).index_add(dy.dim() + axis, rows, dy)
+    return dy
+
+
+_BACKWARD_PASSES: dict[Any, Callable[..., Any]] = {
+    _aten.convolution_backward.default: _convolution_backward,
+    _aten.avg_pool2d_backward.default: _avg_pool_backward,
+    _aten.avg_pool3d_backward.default: _avg_pool_backward,
+    _aten.max_pool2d_with_indices_backward.default: _max_pool_backward(2),
+    _aten.max_pool3d_with_indices_backward.default: _max_pool_backward(3),
+    _aten._adaptive_avg_pool2d_backward.default: _adaptive_avg_pool_backward(2),
+    _aten._adaptive_avg_pool3d_backward.default: _adaptive_avg_pool_backward(3),
+    _aten.replication_pad1d_backward.default: _replication_pad_backward,
+    _aten.replication_pad2d_backward.default: _replication_pad_backward,
+    _aten.replication_pad3d_backward.default: _replication_pad_backward,
+}
 
 
 # ---- writing what was recorded -------------------------------------------------------------------------
@@ -248,6 +406,7 @@ class _Writer(Interpreter):
         def call(*args: Any, **kwargs: Any) -> Any:
             return self._call(name, args, kwargs)
 
+        # Sizes are never complex, and are asked for often: they take the short way.
         values = pytree.tree_leaves((args, kwargs))
         result = self._node.meta.get("val")
         if name in ("sym_size", "sym_numel"):
@@ -261,6 +420,7 @@ class _Writer(Interpreter):
     def _call(self, name: str, args: Any, kwargs: Any) -> Any:
         if name in _FUNCTIONS:
             return _FUNCTIONS[name](*args, **kwargs)
+        # By the functions that Python shows, as the tracer's stand-ins replace those: operators would pass them by.
         owners = [(torch, name), (torch.Tensor, name), (_backend._nn, name)]
         for owner, own_name in [*owners, (torch.linalg, name.removeprefix("linalg_"))]:
             function = getattr(owner, own_name, None)
@@ -333,6 +493,7 @@ def _index_put(x: Any, indices: Sequence[Any], values: Any, accumulate: bool = F
     if first == 0 and indexed == list(range(len(indexed))):
         places = [indices[axis] for axis in indexed]
         return _scatter_add(x, places, values) if accumulate else torch.index_put(x, tuple(places), values)
+    # torch moves such axes to the front, which ONNX's ScatterND cannot say.
     if indexed != list(range(first, first + len(indexed))):
         raise ExportError("an assignment with indices on axes that are not neighbours cannot be exported")
     places = torch.broadcast_tensors(*(indices[axis] for axis in indexed))
@@ -360,6 +521,7 @@ def _without_masks(indices: Sequence[Any]) -> list[Any]:
 
 def _scatter_add(x: Any, places: Sequence[Any], values: Any) -> Any:
     """Values added at places of the first axes, some of which may be the same: the tracer's own takes the last."""
+    # ScatterElements along one flat axis: repeated places add up there.
     row: Any = 0
     for axis, index in enumerate(places):
         row = row * x.size(axis) + torch.where(index < 0, index + x.size(axis), index)

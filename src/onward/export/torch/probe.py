@@ -76,6 +76,7 @@ def make_plan(
     adapter = Adapter(bare, args, kwargs)
     names = modules.clean_names(bare)
     inputs = _chosen_names("input", input_names, [leaf.name for leaf in adapter.inputs])
+    # Inputs, parameters and results share one namespace in a graph.
     inputs = [f"{name}_input" if name in names.values() else name for name in inputs]
     leaves = tuple(Leaf(name, leaf.value) for name, leaf in zip(inputs, adapter.inputs))
     if dynamic_axes is not None and dynamic_axes != "auto" and not isinstance(dynamic_axes, Mapping):
@@ -142,6 +143,7 @@ def make_plan(
 
 def _enlarged(group: AxisGroup, leaves: Sequence[Leaf]) -> dict[tuple[int, int], int]:
     """Sizes for axes of size 1: ones that no other axis of the example has, where there is a choice."""
+    # An axis that gets a size that another one has would be tied to it.
     taken = {size for leaf in leaves for size in leaf.value.shape}
     return group.sizes(next((size for size in group.others if size not in taken), group.others[0]))
 
@@ -162,6 +164,7 @@ def _groups(
         return find(leaves, run)
     with suppress(Exception):  # whatever it is, the module itself says it better below
         groups = find(_empty(leaves), shapes)
+        # Shapes alone do not tell what the module asserts about numbers: one run at each of both sizes does.
         for index in range(2):
             sizes = {dim: n for group in groups for dim, n in group.sizes(group.others[index]).items()}
             run(axes.fresh_inputs(leaves, sizes, seed=index))
@@ -181,11 +184,13 @@ def _shapes_only(
     if not all(value.is_floating_point() for value in values) or max(v.numel() for v in values) < _MANY:
         return None
     try:
+        # deepcopy takes what this table has for a tensor: the copy's parameters have no memory of their own.
         empty = {id(tensor): _without_numbers(tensor) for tensor in [*bare.parameters(), *bare.buffers()]}
         copied = copy.deepcopy(bare, empty)
         adapter = Adapter(copied, args, kwargs)
 
         def run(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+            # on the meta device: shapes follow torch's own rules, and nothing is computed
             with _ShapesOfNorms(), neutral_dropout(copied):
                 return adapter(*tensors)
 
@@ -235,8 +240,10 @@ def _usable_example(leaves: tuple[Leaf, ...], run: axes.Run, owner: str, *, resi
     except ExportError:
         raise
     except Exception as error:
+        # Exports run without gradients, in which `autograd.grad` inside forward is the one thing that fails.
         if not torch.is_grad_enabled() and _differentiates(leaves, run):
             return leaves
+        # Batch norm refuses to train on one value per channel, and an example of one row is what most people give.
         rows = {(i, 0): 2 for i, leaf in enumerate(leaves) if leaf.value.dim() and leaf.value.size(0) == 1}
         if rows and resize:
             values = axes.fresh_inputs(leaves, rows, seed=0)
@@ -256,6 +263,7 @@ def _refuse_lasting_changes(
     A model computes with the changed value f(W) and stores W. Updates d lead to the same where f(f(W) + d) = f(W + d),
     as it is for masks, and not for clipping.
     """
+    # Any two updates do: a function that passes for random ones and fails for others would be a strange forward.
     generator = torch.Generator().manual_seed(0)
     for name in before:
         parameter = bare.get_parameter(name)
@@ -281,6 +289,8 @@ def _refuse_lasting_changes(
 
 def _with_columns(leaves: tuple[Leaf, ...], run: axes.Run) -> tuple[Leaf, ...]:
     """The same leaves; those of whole numbers by column where the module fails on rows in reverse order."""
+    # One reversed run tells both kinds apart: tokens may stand anywhere, a category of one column is out of range
+    # in another's table.
     tables = [leaf.value.dim() > 1 and axes.is_integer(leaf.value) for leaf in leaves]
     if not any(tables):
         return leaves
