@@ -118,8 +118,10 @@ func (t *Trainer) Steps() int { return int(binary.LittleEndian.Uint64(t.file[t.s
 func (t *Trainer) Train(batch Values, rate, update float32) float32 {
 	var numbers bytes.Buffer
 	check(binary.Write(&numbers, binary.LittleEndian, []float32{rate, update}))
-	copy(t.rate, numbers.Bytes()) // the first alone, where it does not accumulate
-	outputs := make([]ort.Value, integer(t.about["onward.results"])) // which the runtime makes
+	// the first alone, where it does not accumulate
+	copy(t.rate, numbers.Bytes())
+	// what the runtime makes, then the other copy of the state
+	outputs := make([]ort.Value, integer(t.about["onward.results"]))
 	results := len(outputs)
 	for _, in := range t.Inputs[len(t.Inputs)+results-len(t.step.outputs):] { // frozen tensors come first and stay
 		outputs = append(outputs, t.next[in.name])
