@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,18 +16,13 @@ import onnxruntime
 import pytest
 
 from checkpoint.samples import encoded, sample
-from onward.api import CheckpointState, Module, Optimizer
+from onward.api import CheckpointState, Module
 from onward.artifacts import LossType, generate_artifacts
 from onward.graph import save
-from onward.language.finetune import write_language_artifacts
+from web import decoder
 from web.browser import MODULES
 from web.models import MODELS, OPTIMIZERS, make_data
 from web.test_training import RATE, python_curve
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-
-import language_model
-import ready_made
 
 WEB = MODULES.parent
 Node = Callable[..., Any]
@@ -226,32 +220,18 @@ def test_constants_in_a_second_file_are_read(
 
 @pytest.mark.parametrize("runtime", ["wasm", "node"])
 def test_adapters_of_a_4_bit_decoder_train(node: Node, tmp_path: Path, runtime: str) -> None:
-    sizes = {
-        "vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
-    }  # fmt: skip
-    ready_made.write_base(tmp_path / "base", sizes, language_model.words(96))
     folder = tmp_path / "artifacts"
-    files = write_language_artifacts(tmp_path / "base", folder, slices=4)
+    files = decoder.write_decoder(tmp_path / "base", folder)
     assert {path.name for path in files} == {
         "training_model.onnx", "eval_model.onnx", "optimizer_model.onnx", "checkpoint", "constants.data",
     }  # fmt: skip
     # every number once, however many products and slices read it
     stored = sum(path.stat().st_size for path in (tmp_path / "base").glob("model.onnx*"))
     assert (folder / "constants.data").stat().st_size < stored
-    rows = np.random.default_rng(0).integers(0, 90, (5, 12))
-    state = CheckpointState.load_checkpoint(folder / "checkpoint")
-    module = Module(folder / "training_model.onnx", state)
-    optimizer = Optimizer(folder / "optimizer_model.onnx", module)
-    optimizer.set_learning_rate(0.05)
-    expected = []
-    for row in rows[:, None]:
-        given = {"input_ids": row, "labels": row, "attention_mask": np.ones_like(row)}
-        expected.append(float(np.asarray(module(*(given[name] for name in module.input_names())))))
-        optimizer.step()
-        module.lazy_reset_grad()
-    found = node("language", folder=str(folder), rows=rows.tolist(), rate=0.05, runtime=runtime)
-    np.testing.assert_allclose(found, expected, rtol=1e-4)
+    found = node(
+        "language", folder=str(folder), rows=decoder.ROWS.tolist(), rate=decoder.RATE, runtime=runtime
+    )
+    np.testing.assert_allclose(found, decoder.decoder_losses(folder), rtol=1e-4)
 
 
 def test_norms_whose_gradients_accumulate_as_one_vector(tmp_path: Path) -> None:

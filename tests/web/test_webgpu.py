@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 
 from onward.api import CheckpointState, Module, Optimizer
+from web import decoder
+from web.conftest import for_webgpu
 from web.models import make_data
 from web.test_training import RATE, python_curve
 
@@ -88,6 +90,24 @@ def test_follows_python_with_its_state_on_the_gpu(
         assert up <= batch + 4096 and down <= 1024, answer["perStep"]
     assert answer["stale"][0] == "OnwardError" and "await state.sync() first" in answer["stale"][1]
     assert answer["fresh"] > 0
+
+
+def test_adapters_of_a_4_bit_decoder_train(harness: Browser, tmp_path: Path) -> None:
+    """LoRA beside a language model, with the base and the adapters on the GPU."""
+    folder = tmp_path / "artifacts"
+    names = [path.name for path in decoder.write_decoder(tmp_path / "base", folder)]
+    files = {
+        name: base64.b64encode(
+            for_webgpu(folder / name) if name.endswith(".onnx") else (folder / name).read_bytes()
+        ).decode()
+        for name in names
+    }
+    given = {"files": files, "rows": decoder.ROWS.tolist(), "rate": decoder.RATE, "provider": "webgpu"}
+    answer = harness.evaluate("harness.language", given)
+    assert (answer["provider"], answer["fallback"]) == ("webgpu", None)
+    np.testing.assert_allclose(answer["losses"], decoder.decoder_losses(folder), rtol=1e-4)
+    up, down = answer["perStep"]
+    assert up + down < (folder / "constants.data").stat().st_size / 2, answer
 
 
 def test_what_webgpu_cannot_run_runs_on_webassembly_with_a_note(

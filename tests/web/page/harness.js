@@ -226,6 +226,31 @@ window.harness = {
     };
   },
 
+  /** The losses of a language model's steps, each on one row of tokens, and the bytes that crossed in the last one. */
+  async language({ files, rows, rate, provider }) {
+    const bytes = (name) => Uint8Array.from(atob(files[name]), (char) => char.charCodeAt(0));
+    const runtime = await onward.Runtime.load({ provider });
+    const state = await CheckpointState.load(bytes("checkpoint"));
+    const externalData = { "constants.data": bytes("constants.data") };
+    const module = await Module.create(bytes("training_model.onnx"), state, null, { runtime, externalData });
+    const optimizer = await Optimizer.create(bytes("optimizer_model.onnx"), module);
+    optimizer.setLearningRate(rate);
+    const losses = [];
+    let before = { ...copied };
+    for (const row of rows) {
+      before = { ...copied };
+      const dims = [1, row.length];
+      const ids = { data: BigInt64Array.from(row, BigInt), dims };
+      const given = { input_ids: ids, labels: ids, attention_mask: { data: new BigInt64Array(row.length).fill(1n), dims } };
+      losses.push((await module.run(...module.inputNames().map((name) => given[name]))).loss);
+      await optimizer.step();
+      module.lazyResetGrad();
+    }
+    const perStep = [copied.up - before.up, copied.down - before.down];
+    await module.release();
+    return { losses, perStep, provider: runtime.provider, fallback: runtime.fallback ?? null, notes: runtime.notes };
+  },
+
   /** A run in a worker: its history, its checkpoint, and the longest time in which the page did nothing else. */
   async worker({ name, options, samples, ...given }) {
     const files = artifactsOf(name);
