@@ -64,7 +64,7 @@ def _section(name: str, command: Any) -> str:
 def _tasks() -> Iterator[str]:
     """The options of each task, which refuses the others."""
     from onward.tasks import TASKS
-    from onward.tasks.options import fields_of
+    from onward.tasks.check_options import fields_of
 
     yield "A task takes the options below and refuses the others; `onward finetune --task TASK --help` explains them."
     yield ""
