@@ -114,10 +114,12 @@ def _best_spans(
         weighed = inside | (np.asarray(window.ids) == cls_id)
         if not inside.any():
             continue
-        # as transformers: the question is out of the race, the first token stays in for "no answer"
+        # As transformers: the question is out of the race. The token that begins a text stays in: in front of all for
+        # "no answer", and where a pair has it inside, as Llama's, spans may begin or end with it.
         first, last = (softmax(np.where(weighed, scores, -10000.0)) for scores in (start, end))
         none = min(none, float(first[0] * last[0]))
-        joint = np.tril(np.triu(np.outer(first * inside, last * inside)), longest - 1)
+        weighed[0] = inside[0]
+        joint = np.tril(np.triu(np.outer(first * weighed, last * weighed)), longest - 1)
         # more than asked for: several may be the same words
         count = 2 * top_k + 10 if whole_words else top_k
         for cell in np.argsort(-joint, axis=None, kind="stable")[:count]:
