@@ -42,6 +42,16 @@ def make_client(folder: Path, content: bytes | None) -> PrivateClient:
     return PrivateClient(state, module, optimizer, PRIVACY)
 
 
+def write_artifacts(folder: Path) -> None:
+    artifacts.generate_artifacts(
+        classifier(),
+        requires_grad=["fc1_weight", "fc1_bias", "fc2_weight", "fc2_bias"],
+        loss=artifacts.LossType.CrossEntropyLoss,
+        optimizer=artifacts.OptimType.AdamW,
+        artifact_directory=folder,
+    )
+
+
 def main(rounds: int = ROUNDS) -> dict[str, float]:
     """Train in rounds; return the accuracy on digits that no client has, and the largest epsilon of a client."""
     from flwr.client import ClientApp
@@ -51,15 +61,9 @@ def main(rounds: int = ROUNDS) -> dict[str, float]:
     images, labels = read_digits()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        artifacts.generate_artifacts(
-            classifier(),
-            requires_grad=["fc1_weight", "fc1_bias", "fc2_weight", "fc2_bias"],
-            loss=artifacts.LossType.CrossEntropyLoss,
-            optimizer=artifacts.OptimType.AdamW,
-            artifact_directory=folder,
-        )
+        write_artifacts(folder)
         server = Server(make_client(folder, None).parameters())
-        found: dict[str, float] = {}
+        result: dict[str, float] = {}
 
         def client_fn(context: Any) -> Any:
             mine = slice(600 * int(context.node_config["partition-id"]), None)
@@ -73,20 +77,20 @@ def main(rounds: int = ROUNDS) -> dict[str, float]:
             return client.to_client()
 
         def evaluate(number: int, parameters: Any, config: Any) -> tuple[float, dict[str, float]]:
-            found["accuracy"] = accuracy(server, folder, (images[1200:], labels[1200:]))
-            return 0.0, {"accuracy": found["accuracy"]}
+            result["accuracy"] = accuracy(server, folder, (images[1200:], labels[1200:]))
+            return 0.0, {"accuracy": result["accuracy"]}
 
         def server_fn(context: Any) -> Any:
             strategy = flower_strategy(server, evaluate_fn=evaluate)
             return ServerAppComponents(strategy=strategy, config=ServerConfig(num_rounds=rounds))
 
         run_simulation(ServerApp(server_fn=server_fn), ClientApp(client_fn=client_fn), num_supernodes=2)
-    found["epsilon"] = PRIVACY.epsilon(rounds * STEPS)
-    found["rounds"] = server.rounds
+    result["epsilon"] = PRIVACY.epsilon(rounds * STEPS)
+    result["rounds"] = server.rounds
     print(
-        f"held-out accuracy: {found['accuracy']:.1%} after {server.rounds} rounds, epsilon {found['epsilon']:.2f}"
+        f"held-out accuracy: {result['accuracy']:.1%} after {server.rounds} rounds, epsilon {result['epsilon']:.2f}"
     )
-    return found
+    return result
 
 
 if __name__ == "__main__":

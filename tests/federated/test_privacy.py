@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import math
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +13,7 @@ import pytest
 from onward.api import CheckpointState, Module, Optimizer
 from onward.artifacts import LossType, OptimType, generate_artifacts
 from onward.errors import OnwardError
-from onward.federated import Client, Privacy, PrivacyBudgetError, PrivateClient
+from onward.federated import Client, Privacy, PrivacyBudgetError, PrivateClient, Server
 from small_models import CLASSIFIER, NORMALIZED, batch, classifier, normalized, one_thread
 
 NO_NOISE = 1e-12
@@ -198,3 +200,31 @@ def test_the_accountant_knows_the_published_numbers() -> None:
     few, many = Privacy(1.0, sample_rate=0.01), Privacy(2.0, sample_rate=0.01)
     together = few._epsilon({(0.01, 1.0): 500, (0.01, 2.0): 500})
     assert many.epsilon(1000) < together < few.epsilon(1000)
+
+
+def test_the_settings_of_the_example_learn_digits_within_their_budget(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The clients of the example in one process: its simulation, Flower's, is a test of its own."""
+    pytest.importorskip("dp_accounting", reason="an extra: pip install onward[privacy]")
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "examples"))
+    monkeypatch.delitem(sys.modules, "federated_private", raising=False)
+    example, digits = (importlib.import_module(name) for name in ("federated_private", "federated_digits"))
+    example.write_artifacts(tmp_path)
+    images, labels = example.read_digits()
+    clients = {str(index): example.make_client(tmp_path, None) for index in range(2)}
+    server = Server(clients["0"].parameters())
+    for _ in range(6):
+        server.average(
+            {
+                name: client.train(
+                    server.parameters,
+                    (images[600 * int(name) :][:600], labels[600 * int(name) :][:600]),
+                    steps=example.STEPS,
+                )
+                for name, client in clients.items()
+            }
+        )
+    # a guess is right for one digit of ten; the noise differs from run to run
+    assert digits.accuracy(server, tmp_path, (images[1200:], labels[1200:])) > 0.5
+    assert 1 < clients["0"].epsilon < 2

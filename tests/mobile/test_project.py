@@ -107,6 +107,7 @@ def test_both_projects_are_whole_and_say_first_that_they_were_not_compiled(tmp_p
     parts = {"not compiled": "Not compiled here", "compiled": "Compiled "}
     for path, first in {
         android / "settings.gradle.kts": parts["not compiled"],
+        android / "app" / "build.gradle.kts": parts["not compiled"],
         android / "app" / "src" / "main" / "java" / "MainActivity.kt": parts["compiled"],
         ios / "TrainingApp.swift": parts["not compiled"],
         ios / "Training.swift": parts["compiled"],
@@ -121,6 +122,7 @@ def test_both_projects_are_whole_and_say_first_that_they_were_not_compiled(tmp_p
         "data",
         "models",
     }
+    assert (android / "gradle" / "wrapper" / "gradle-wrapper.properties").is_file()
     steps = {"train_step.ort", "accumulate_step.ort", "eval_step.ort", "inference_model.ort", "state.bin"}
     assert {path.name for path in (android / "app/src/main/assets/models").iterdir()} == steps
     assert {path.name for path in (ios / "models").iterdir()} == steps | {

@@ -24,6 +24,7 @@ android {
 }
 
 dependencies {
-    // or the archive of a reduced build: implementation(files("libs/onnxruntime-release.aar"))
-    implementation("com.microsoft.onnxruntime:onnxruntime-android:1.20.0")
+    // The newest, because it must not be older than the onnxruntime that wrote the .ort files. Or the archive of a reduced
+    // build: implementation(files("libs/onnxruntime-release.aar"))
+    implementation("com.microsoft.onnxruntime:onnxruntime-android:1.+")
 }
