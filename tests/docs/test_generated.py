@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -81,3 +82,9 @@ def test_the_notebooks_are_the_start_pages() -> None:
         codes = ["".join(cell["source"]) for cell in document["cells"] if cell["cell_type"] == "code"]
         page = (ROOT / "docs" / f"{path.stem}.md").read_text(encoding="utf-8")
         assert codes and all(code.strip() in page for code in codes)
+
+
+def test_the_citation_names_this_version() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    assert f"\nversion: {project['version']}\n" in citation
