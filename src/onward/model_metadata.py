@@ -1,13 +1,22 @@
-"""What artifacts say about themselves, read from a model's metadata: JSON that anyone may have written."""
+"""What artifacts say about themselves: who made them, and a model's metadata, JSON that anyone may have written."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib import metadata
 from typing import Any
 
 from onward import contract
 from onward.errors import MAKE_ARTIFACTS, LimitError, ModelError
 from onward.reading import names_of, parse_json
+
+
+def producer() -> tuple[str, str]:
+    """The name and version that Onward writes into what it makes."""
+    try:
+        return "onward", metadata.version("onward")
+    except metadata.PackageNotFoundError:  # running from a source tree that is not installed
+        return "onward", "0"
 
 
 def read_names(about: Mapping[str, str], key: str) -> list[str]:

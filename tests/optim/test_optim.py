@@ -18,7 +18,7 @@ from onward import onnxblock, optim
 from onward.graph.save import write_model
 from onward.optim.optimizer_model import Clipping, ParameterGroup, optimizer_model
 from onward.runtime.memory import FlatBuffer
-from onward.runtime.optimizers import make_updater
+from onward.runtime.optimizers.vector import make_updater
 
 if TYPE_CHECKING:
     from onward.optim.update_rules import Optimizer

@@ -19,8 +19,8 @@ from onward.onnxblock import optim
 from onward.optim import adamw as AdamW
 from onward.optim.optimizer_model import ParameterGroup, optimizer_model
 from onward.runtime.memory import FlatBuffer
-from onward.runtime.optimizers import make_updater
 from onward.runtime.optimizers import vector as host_update
+from onward.runtime.optimizers.vector import make_updater
 from small_models import batch, start, write_classifier
 
 SHAPES = {"a": (7, 9), "b": (5,), "c": (40, 3), "d": (1,)}

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from onward.checkpoint.content import CheckpointData, OptimizerGroup
-from onward.runtime.optimizers import group_order, make_updater
+from onward.runtime.optimizers.vector import group_order, make_updater
 
 if TYPE_CHECKING:
     from onward.api.module import Module

@@ -21,7 +21,7 @@ from onward import contract, losses
 from onward.artifacts.choose import Choice, choose, constant_vectors, resolve
 from onward.artifacts.names import LOSSES, LossType, OptimType, loss_type, optimizer_type
 from onward.artifacts.teacher import Distillation, add_distillation, kind_of, load_teacher
-from onward.artifacts.training_graph import TrainingGraphs, build_training_graphs, plain_outputs, producer
+from onward.artifacts.training_graph import TrainingGraphs, build_training_graphs, plain_outputs
 from onward.artifacts.write import write_artifacts, write_portable
 from onward.checkpoint.content import CheckpointData, NominalTensor
 from onward.contract import OPSET
@@ -37,7 +37,7 @@ from onward.graph.passes.precision import PRECISIONS, Precision
 from onward.graph.proto.conservative_forms import in_portable_forms
 from onward.graph.prune import find_value, values_of
 from onward.losses.functions import LossFunction, target_inputs
-from onward.model_metadata import read_names, read_table
+from onward.model_metadata import producer, read_names, read_table
 from onward.optim import update_rules
 from onward.optim.optimizer_model import ParameterGroup, optimizer_model
 from onward.optim.update_rules import Optimizer

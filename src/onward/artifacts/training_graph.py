@@ -13,7 +13,6 @@ import hashlib
 import json
 import warnings
 from collections.abc import Sequence
-from importlib import metadata
 
 import numpy as np
 import onnx_ir as ir
@@ -31,7 +30,7 @@ from onward.graph.passes.finish import finish, order_gradients
 from onward.graph.passes.inference_mode import to_inference
 from onward.graph.passes.precision import Precision, lower_precision
 from onward.graph.prune import find_value, values_of
-from onward.model_metadata import read_names
+from onward.model_metadata import producer, read_names
 
 
 @dataclasses.dataclass
@@ -171,14 +170,6 @@ def _identity(model: ir.Model) -> str:
         )
         digest.update(f"{node.domain} {node.op_type} {reads} {makes} {attributes}\n".encode())
     return digest.hexdigest()[:16]
-
-
-def producer() -> tuple[str, str]:
-    """The name and version that Onward writes into what it makes."""
-    try:
-        return "onward", metadata.version("onward")
-    except metadata.PackageNotFoundError:  # running from a source tree that is not installed
-        return "onward", "0"
 
 
 def _build_step(

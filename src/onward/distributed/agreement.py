@@ -26,6 +26,7 @@ from onward.distributed.errors import DistributedError, OtherStageFailed
 from onward.errors import CheckpointError, ExportError, ModelError, NonFiniteError, OnwardError
 from onward.graph.external import external_range, external_tensors
 from onward.graph.gate import read_proto
+from onward.model_metadata import producer
 
 if TYPE_CHECKING:
     from onward.checkpoint.content import CheckpointData
@@ -187,8 +188,6 @@ _SHOWN = 5
 
 def describe_job(settings: RunnerSettings) -> dict[str, str]:
     """What must be the same on all ranks, by item: versions, models and settings."""
-    from onward.artifacts.training_graph import producer
-
     # other versions may round otherwise, or draw other random numbers: the ranks would drift apart
     about = {"onward": producer()[1], "onnxruntime": ort.__version__, "numpy": np.__version__}
     for name in _MODELS:

@@ -18,7 +18,7 @@ from onward.checkpoint.content import CheckpointData, OptimizerGroup
 from onward.distributed.errors import DistributedError
 from onward.distributed.rank_engine import RankEngine, reconcile, weight_of
 from onward.runtime.memory import FlatBuffer
-from onward.runtime.optimizers import make_updater
+from onward.runtime.optimizers.vector import make_updater
 from onward.runtime.optimizers.updater import ElementwiseUpdater
 from onward.train.batches import ArrayBatches
 from onward.train.engines import LocalEngine
