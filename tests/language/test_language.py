@@ -116,11 +116,10 @@ def test_the_loss_in_slices_and_its_gradients_are_those_of_torch(
         gradients = torch.autograd.grad(expected, list(reference.values.values()))
         loss = trainer.module(*[batch[name] for name in [*opened.inputs, "labels"]])
         assert float(np.asarray(loss)) == pytest.approx(float(expected.detach()), rel=1e-5)
-        for (name, _), gradient in zip(reference.values.items(), gradients):
-            found = trainer.state.parameters[name].grad
-            assert found is not None
-            scale = float(gradient.abs().max())
-            np.testing.assert_allclose(found, gradient.numpy(), atol=1e-4 * scale + 1e-8, err_msg=name)
+        scale = max(float(gradient.abs().max()) for gradient in gradients)
+        for name, gradient in zip(reference.values, gradients):
+            own = trainer.state.parameters[name].grad
+            np.testing.assert_allclose(own, gradient.numpy(), atol=1e-5 * scale, err_msg=name)
         trainer.module.lazy_reset_grad()
 
 
@@ -200,7 +199,7 @@ def test_positions_without_a_label_are_not_multiplied_with_the_output_layer(base
     assert all(not np.any(parameter.grad) for _, parameter in trainer.state.parameters)
 
 
-def test_fifty_steps_end_where_torch_ends(base: Any) -> None:
+def test_fifty_steps_follow_torch(base: Any) -> None:
     folder, model, _ = base
     opened, data = batches(folder)
     trainer = Trainer(
@@ -208,7 +207,7 @@ def test_fifty_steps_end_where_torch_ends(base: Any) -> None:
     )
     start = {name: np.array(value) for name, value in trainer.state.to_data().trainable.items()}
     reference = Torch(model, start, LORA)
-    optimizer = torch.optim.AdamW(reference.values.values(), lr=1e-2, weight_decay=0.01)
+    optimizer = torch.optim.AdamW(reference.values.values(), lr=1e-2, weight_decay=0.0)
     losses = []
     for _ in range(25):
         for batch in by_name(data, [*opened.inputs, "labels"]):
@@ -218,10 +217,9 @@ def test_fifty_steps_end_where_torch_ends(base: Any) -> None:
             optimizer.step()
             losses.append(float(loss.detach()))
     history = trainer.fit(data, epochs=25)
-    found = [row["loss"] for row in history.steps]
-    assert len(found) == len(losses) == 50
+    assert len(losses) == 50
     assert losses[-1] < 0.7 * losses[0]
-    assert math.exp(found[-1]) == pytest.approx(math.exp(losses[-1]), rel=0.01)
+    np.testing.assert_allclose([row["loss"] for row in history.steps], losses, rtol=1e-3)
 
 
 def test_a_trained_model_writes_with_its_cache_what_torch_writes(base: Any, tmp_path: Path) -> None:
