@@ -1,15 +1,18 @@
 """Every command that writes, killed at every event of the file system: the old result or the new one, whole.
 
-    python benchmarks/kill_points.py                      all commands, all events, three failures
+    python benchmarks/kill_points.py                      all commands, all events
     python benchmarks/kill_points.py --only deploy        commands whose name holds this
-    python benchmarks/kill_points.py --every 5            each fifth event
-    python benchmarks/kill_points.py --few                one event of each quick command, as the tests do
+    python benchmarks/kill_points.py --every 1            disks that fail at each event, not at each tenth
+    python benchmarks/kill_points.py --few                a state of each quick command, as the tests do
 
-A command replaces the result of an earlier one. Each case is a fork of this process that ends at one event (a file
-created, flushed, renamed or removed inside of the folder), or to which the disk is full, or read-only, from that
-event on. Then: what stock onnxruntime reads, and what `onward inspect` reads, is the old result or the new one;
-the same command then succeeds, gives the new one, and leaves no other file. `tests/cli/test_kill_points.py` runs a
-few of the cases.
+A command replaces the result of an earlier one. An event is a file created, emptied, copied, flushed, renamed or
+removed inside of the folder. A process that is killed there leaves what is on the disk before it: one run looks at
+the folder before every event, and each state that it has not seen is judged. States that differ in nothing but what is
+half written aside, before anything is committed, are one. Forks that end at an event show that a look and a kill leave
+the same; other forks find the disk full, or read-only, from an event on.
+
+Judged is: what stock onnxruntime reads, and what `onward inspect` reads, is the old result or the new one; the same
+command then succeeds, gives the new one, and leaves no other file. `tests/cli/test_kill_points.py` runs a few cases.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ import importlib
 import json
 import os
 import pkgutil
+import re
 import shutil
 import sys
 import tempfile
@@ -36,15 +40,18 @@ import numpy as np  # noqa: E402
 import onnx  # noqa: E402
 import onnxruntime  # noqa: E402
 import pytest  # noqa: E402
+from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
 from typer.testing import CliRunner  # noqa: E402
 
 import onward  # noqa: E402
 from cli.newcomer import make_data, make_model  # noqa: E402  # pyright: ignore[reportMissingImports]
 from cli.npm import write_packages  # noqa: E402  # pyright: ignore[reportMissingImports]
+from cli.test_finetune import published  # noqa: E402  # pyright: ignore[reportMissingImports]
 from file_events import Events  # noqa: E402  # pyright: ignore[reportMissingImports]
 
-FAILURES = ["exit", "full disk", "read-only"]
+FAILURES = ["full disk", "read-only"]
 # Files whose bytes tell when they were written, or how long it took.
+_RANDOM = re.compile(rb"(?<=\.onward-)[0-9a-f]{16}|(?<=\.)[0-9a-f]{16}(?=\.onward-tmp)")
 _CHANGING = ("run.json", "log.txt", "history.json", "report.html", ".holder")
 
 
@@ -57,30 +64,44 @@ class Case:
     read: str | None = None
     # a model that stock onnxruntime opens, before anything of ours has
     model: str | None = None
-    # some seconds a case: the short campaign takes fewer
-    is_slow: bool = False
+    # whether the short campaign takes it too
+    is_quick: bool = False
 
 
 CASES = {
-    "artifacts": Case("artifacts model{n}.onnx -l cross-entropy -o out/set --overwrite", "out/set"),
+    "artifacts": Case("artifacts model{n}.onnx -l cross-entropy -o out/set --overwrite", "out/set", is_quick=True),
     "portable": Case("artifacts model{n}.onnx -l cross-entropy --portable -o out/set --overwrite", "out/set"),
     "deploy": Case(
-        "deploy run{n} out/m.onnx --external-data --overwrite", "out/m.onnx", "out/m.onnx"
+        "deploy run{n} out/m.onnx --external-data --overwrite", "out/m.onnx", "out/m.onnx", is_quick=True
     ),
     "quantize": Case(
         "deploy run{n} out/m.onnx --quantize int8 --force --external-data --overwrite", "out/m.onnx", "out/m.onnx"
     ),
+    "quantize, measured": Case(
+        "deploy run{n} out/m.onnx --quantize int8 --keep-accuracy 50 --external-data --overwrite",
+        "out/m.onnx", "out/m.onnx",
+    ),
+    "deploy, texts": Case("deploy reads{n} out/m.onnx --external-data --overwrite", "out/m.onnx", is_quick=True),
+    "artifacts, texts": Case("artifacts words{n}/model.onnx --classes a,b -o out/set --overwrite", "out/set"),
+    "lora inject": Case("lora inject model{n}.onnx out/m.onnx --rank 2 --overwrite", "out/m.onnx", "out/m.onnx"),
     "lora merge": Case("lora merge adapted{n}.onnx out/m.onnx --overwrite", "out/m.onnx", "out/m.onnx"),
     "lora extract": Case("lora extract adapting{n}/checkpoint out/a.safetensors --overwrite"),
-    "convert": Case("convert run{n}/best out/w.safetensors --overwrite"),
-    "web": Case("web artifacts{n} out/site --packages node_modules"),
+    "convert": Case("convert run{n}/best out/w.safetensors --overwrite", is_quick=True),
+    "convert to a checkpoint": Case("convert weights{n}.safetensors out/c --overwrite", "out/c"),
+    "convert to a state": Case("convert run{n}/best out/s.bin --into portable{n}/state.bin --overwrite", "out/s.bin"),
+    "web": Case("web artifacts{n} out/site --packages node_modules", is_quick=True),
+    "answers": Case("infer model{n}.onnx -d data.npz --map x=x -o out/answers.csv --overwrite"),
     "report": Case("inspect model{n}.onnx --html out/page.html --overwrite"),
-    "export": Case("export nets:build{n} -o out/m.onnx --overwrite", "out/m.onnx", "out/m.onnx", is_slow=True),
+    "export": Case("export nets:build{n} -o out/m.onnx --overwrite", "out/m.onnx", "out/m.onnx"),
     "finetune": Case(
         "finetune model{n}.onnx -d data.csv --label label -e 1 --seed {n} -o out/m.onnx --overwrite",
-        "out/m.onnx", "out/m.onnx", is_slow=True,
+        "out/m.onnx", "out/m.onnx",
     ),
-    "train": Case("train artifacts{n} -d data.npz -e 2 --hold-out 0.25 -o out/run --overwrite", is_slow=True),
+    "finetune a folder": Case(
+        "finetune words{n} -d texts.csv --label label -e 1 --seed {n} -o out/m --overwrite",
+        "out/m",
+    ),
+    "train": Case("train artifacts{n} -d data.npz -e 2 --hold-out 0.25 -o out/run --overwrite"),
 }  # fmt: skip
 
 
@@ -115,14 +136,20 @@ def fork(work: Callable[[], dict[str, Any]]) -> Ended:
     return Ended(**json.loads(content)) if content else Ended(code)
 
 
-def call(line: str, number: int = 10**9, failure: str = "exit", folder: Path | None = None) -> Ended:
+def call(
+    line: str,
+    number: int = 10**9,
+    failure: str = "exit",
+    folder: Path | None = None,
+    look: Callable[[int, str], object] | None = None,
+) -> Ended:
     """Run a command of which one event inside of a folder fails; without a folder none does."""
 
     def work() -> dict[str, Any]:
         from onward.cli.app import app
 
         with pytest.MonkeyPatch.context() as patch:
-            watched = Events(patch, number, failure, inside=folder) if folder else None
+            watched = Events(patch, number, failure, inside=folder, look=look) if folder else None
             result = CliRunner().invoke(app, line.split())
         is_clear = result.exit_code in (0, 1, 2) and "Traceback" not in result.stderr
         said = result.stderr if is_clear else f"Traceback of {result.exception!r}: {result.stderr}"
@@ -155,6 +182,8 @@ def build_world(folder: Path) -> None:
             for x, label in zip(data["x"], data["labels"], strict=True)
         ]
         Path("data.csv").write_text("\n".join(["a,b,c,d,label", *rows, ""]), "utf-8")
+        texts = [f"w{n % 30} w{n * 7 % 30},{'ab'[n % 2]}" for n in range(24)]
+        Path("texts.csv").write_text("\n".join(["text,label", *texts, ""]), "utf-8")
         write_packages(Path("node_modules"))
         text = (
             "import torch\ndef build{n}():\n    torch.manual_seed({n})\n"
@@ -173,6 +202,26 @@ def build_world(folder: Path) -> None:
             must(f"train artifacts{n} -d data.npz -e 1 --hold-out 0.25 -o run{n}")
             must(f"lora inject model{n}.onnx adapted{n}.onnx --rank 2")
             must(f"artifacts model{n}.onnx -l cross-entropy --lora {n + 1} -o adapting{n}")
+            must(f"artifacts model{n}.onnx -l cross-entropy --portable -o portable{n}")
+            must(f"convert run{n}/best weights{n}.safetensors")
+            write_reader(Path(f"words{n}"), n)
+            must(f"artifacts words{n}/model.onnx --classes a,b -o reading{n}")
+            must(f"train reading{n} -d texts.csv --label label -e 1 -o reads{n}")
+
+
+def write_reader(folder: Path, number: int) -> None:
+    """A classifier of texts with its tokenizer; of another number both are others, and belong together."""
+    folder.mkdir()
+    model, rng = published("text"), np.random.default_rng(number)
+    for weight in model.graph.initializer:
+        if weight.name == "w":
+            array = rng.normal(0, 0.1, tuple(weight.dims)).astype(np.float32)
+            weight.CopyFrom(onnx.numpy_helper.from_array(array, weight.name))
+    onnx.save(model, folder / "model.onnx")
+    words = ["[UNK]", "[PAD]", *(f"w{(word + number) % 30}" for word in range(30))]
+    reader = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
+    reader.pre_tokenizer = pre_tokenizers.Whitespace()  # pyright: ignore[reportAttributeAccessIssue]
+    reader.save(str(folder / "tokenizer.json"))
 
 
 def digests(folder: Path) -> dict[str, str]:
@@ -189,6 +238,39 @@ def digests(folder: Path) -> dict[str, str]:
 def visible(listed: dict[str, str]) -> dict[str, str]:
     """Without what begins with a dot: what a writer holds aside, and what the next one removes."""
     return {name: digest for name, digest in listed.items() if not name.startswith(".") and "/." not in name}
+
+
+def key_of(folder: Path) -> tuple[object, ...]:
+    """What tells one state of a folder from another, whatever random names writers have in it."""
+    hidden, is_committed = [], False
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder).as_posix()
+        if not name.startswith(".") and "/." not in name:
+            continue
+        content = path.read_bytes() if path.is_file() and not path.is_symlink() else b""
+        if path.name == ".onward-commit":
+            is_committed |= bool(content)
+            content = _RANDOM.sub(b"#", re.sub(rb"^[0-9a-f]{64} ", b"", content, flags=re.MULTILINE))
+        hidden.append((_RANDOM.sub(b"#", name.encode()).decode(), path.is_dir(), content))
+    if not is_committed:
+        # what is aside is swept as a whole: which of its folders are there is all that matters
+        hidden = [(name, is_folder, b"") for name, is_folder, _ in hidden if "/files/" not in name]
+    listed = [(name, is_folder, hashlib.sha256(content).hexdigest()) for name, is_folder, content in hidden]
+    return tuple(sorted(visible(digests(folder)).items())), tuple(sorted(listed))
+
+
+class Witness:
+    """Keeps a copy of a folder before each event that finds it in a state which was not seen before."""
+
+    def __init__(self, folder: Path, states: Path) -> None:
+        self._folder, self._states = folder, states
+        self._seen: set[tuple[object, ...]] = set()
+
+    def __call__(self, number: int, name: str) -> None:
+        key = key_of(self._folder)
+        if key not in self._seen:
+            self._seen.add(key)
+            shutil.copytree(self._folder, self._states / f"{number} ({name})", symlinks=True)
 
 
 def infer(path: Path) -> str | None:
@@ -214,32 +296,55 @@ class Campaign:
 
     world: Path
 
-    def run(self, name: str, failures: list[str], choose: Callable[[list[str]], list[int]]) -> Iterator[str]:
+    def run(self, name: str, *, few: bool, every: int) -> Iterator[str]:
         """Problems of one command; yields "" for each case without one."""
-        case = CASES[name]
+        case, out = CASES[name], self.world / "out"
         lines = [case.line.format(n=n) for n in (1, 2)]
         with contextlib.chdir(self.world):
-            shutil.rmtree("out", ignore_errors=True)
-            Path("out").mkdir()
+            shutil.rmtree(out, ignore_errors=True)
+            out.mkdir()
             must(lines[0])
-            old = visible(digests(Path("out")))
+            old = visible(digests(out))
             answers = {infer(Path(case.model))} if case.model else set()
-            shutil.rmtree("old", ignore_errors=True)
-            shutil.copytree("out", "old", symlinks=True)
-            whole = call(lines[1], folder=self.world / "out")
+            for folder in ("old", "states"):
+                shutil.rmtree(folder, ignore_errors=True)
+            shutil.copytree(out, "old", symlinks=True)
+            whole = call(lines[1], folder=out, look=Witness(out, self.world / "states"))
             assert whole.exit_code == 0, whole.stderr
-            events = list(whole.events)
-            new = digests(Path("out"))
+            new = digests(out)
             answers |= {infer(Path(case.model))} if case.model else set()
             assert old != visible(new) or name == "train", f"{name}: both versions are equal"
-            for failure in failures:
-                for number in choose(events):
-                    shutil.rmtree("out")
-                    shutil.copytree("old", "out", symlinks=True)
-                    ended = call(lines[1], number, failure, self.world / "out")
-                    label = f"{name}, {failure} at event {number} of {len(events)} ({events[number - 1]})"
-                    problems = self._judge(case, lines[1], ended, failure, old, new, answers)
-                    yield f"{label}: {'; '.join(problems)}" if problems else ""
+
+            def judge(label: str, ended: Ended, failure: str) -> str:
+                problems = self._judge(case, lines[1], ended, failure, old, new, answers)
+                return f"{name}, {label}: {'; '.join(problems)}" if problems else ""
+
+            states = sorted(Path("states").iterdir(), key=lambda path: int(path.name.partition(" ")[0]))
+            halfway = [state for state in states if visible(digests(state)) not in (old, visible(new))]
+            for state in [*halfway, states[-1]][:1] if few else states:
+                self._put_back(state)
+                yield judge(f"killed before event {state.name} of {len(whole.events)}", Ended(9), "exit")
+            # the states that were judged are those that a kill leaves
+            events = after_first_commit(whole.events)
+            keys = {key_of(state) for state in states}
+            for number in [] if few else [*events, len(whole.events)]:
+                self._put_back(Path("old"))
+                ended = call(lines[1], number, "exit", out)
+                is_known = ended.exit_code == 9 and key_of(out) in keys
+                yield "" if is_known else f"{name}: a kill at event {number} leaves a state that was not seen"
+            for failure in FAILURES:
+                self._put_back(Path("old"))
+                events = call(lines[1], 10**9, failure, out).events
+                for number in after_first_commit(events) if few else range(1, len(events) + 1, every):
+                    self._put_back(Path("old"))
+                    ended = call(lines[1], number, failure, out)
+                    yield judge(f"{failure} from event {number} of {len(events)} on", ended, failure)
+                if few:
+                    return
+
+    def _put_back(self, state: Path) -> None:
+        shutil.rmtree(self.world / "out")
+        shutil.copytree(state, self.world / "out", symlinks=True)
 
     def _judge(
         self,
@@ -284,7 +389,7 @@ class Campaign:
         return [f"resume: {result.stderr.strip()[:200]}"] if result.exit_code else []
 
 
-def after_first_commit(events: list[str]) -> list[int]:
+def after_first_commit(events: Sequence[str]) -> list[int]:
     """The event after the first that changed the result: there sets that are not written as one are mixed."""
     commits = ("replace", "rename", "exchange", "ftruncate")
     first = next(number for number, name in enumerate(events, 1) if name in commits)
@@ -295,24 +400,18 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the chosen cases; print problems and how many cases there were."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--only", default="")
-    parser.add_argument("--every", type=int, default=1)
-    parser.add_argument(
-        "--few", action="store_true", help="of quick commands the event after the first commit"
-    )
+    parser.add_argument("--every", type=int, default=10)
+    parser.add_argument("--few", action="store_true", help="of quick commands the last state")
     options = parser.parse_args(arguments)
     problems = count = 0
-    names = [name for name in CASES if options.only in name and not (options.few and CASES[name].is_slow)]
-    choose = (
-        after_first_commit if options.few else lambda events: list(range(1, len(events) + 1, options.every))
-    )
+    names = [name for name in CASES if options.only in name and (CASES[name].is_quick or not options.few)]
     with tempfile.TemporaryDirectory() as folder:
         import_everything()
         build_world(Path(folder))
         campaign = Campaign(Path(folder).resolve())
-        for index, name in enumerate(names):
+        for name in names:
             before = count, problems
-            failures = [FAILURES[index % 3], "exit"][: 1 + (index % 3 > 0)] if options.few else FAILURES
-            for problem in campaign.run(name, failures, choose):
+            for problem in campaign.run(name, few=options.few, every=options.every):
                 count += 1
                 problems += bool(problem)
                 if problem:

@@ -3,6 +3,7 @@
     python tests/fuzz/campaign.py                     everything: some thousand cases
     python tests/fuzz/campaign.py --every 40          each fortieth
     python tests/fuzz/campaign.py --few               one for each place
+    python tests/fuzz/campaign.py --once              each hostile tokenizer, template, picture, sound and table once
     python tests/fuzz/campaign.py --only infer:cycle  cases whose name holds this
 
 A case is a copy of a small world (a model, artifacts, a run, data, settings, states), one file of it replaced, and
@@ -805,11 +806,28 @@ def few(listed: list[Case]) -> list[Case]:
     return [found[1009 * index % len(found)] for index, found in enumerate(by_place.values(), 1)]
 
 
+def once(listed: list[Case]) -> list[Case]:
+    """Each hostile tokenizer, template, picture, sound and table, read by one of those that read it."""
+    kinds = (
+        "language/tokenizer.json",
+        "language/chat_template.jinja",
+        "pictures/red/1.png",
+        "sound.wav",
+        "data.csv",
+    )
+    readers: dict[tuple[str, str], list[Case]] = {}
+    for case in listed:
+        if case.place in kinds:
+            readers.setdefault((case.place, case.hostile), []).append(case)
+    return [found[index % len(found)] for index, found in enumerate(readers.values())]
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--every", type=int, default=1, help="take each so many-th case")
     parser.add_argument("--first", type=int, default=0, help="begin with this one")
     parser.add_argument("--few", action="store_true", help="one case for each place where a file is read")
+    parser.add_argument("--once", action="store_true", help="each of five kinds of hostile files once")
     parser.add_argument("--only", default="", help="cases whose name holds this")
     parser.add_argument("--world", type=Path, help="keep the world here, or take the one that is there")
     chosen = parser.parse_args(arguments)
@@ -835,6 +853,8 @@ def main(arguments: list[str] | None = None) -> int:
         listed = [case for case in cases() if chosen.only in case.name]
         if chosen.few:
             listed = few(listed)
+        if chosen.once:
+            listed = once(listed)
         for case in listed[chosen.first :: chosen.every]:
             count += 1
             for problem in run_case(case, world):

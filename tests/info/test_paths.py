@@ -41,14 +41,16 @@ def write_pictures(folder: Path) -> Path:
     return folder
 
 
-def write_model(path: Path, metadata: dict[str, str]) -> None:
-    """A model that knows red, green and blue as its first, second and third class."""
+def write_model(path: Path, metadata: dict[str, str], classes: int = 3) -> None:
+    """A model that knows red, green and blue as its first, second and third class, and white as its fourth."""
     proto = onnx.parser.parse_model(
-        """<ir_version: 10, opset_import: ["": 21]> net (float[N, 3, 8, 8] pixel_values) => (float[N, 3] logits)
-        <float[3, 3] w, float[3] b> { mean = GlobalAveragePool(pixel_values) flat = Flatten(mean)
-        logits = Gemm(flat, w, b) }"""
+        f"""<ir_version: 10, opset_import: ["": 21]>
+        net (float[N, 3, 8, 8] pixel_values) => (float[N, {classes}] logits)
+        <float[3, {classes}] w, float[{classes}] b> {{ mean = GlobalAveragePool(pixel_values) flat = Flatten(mean)
+        logits = Gemm(flat, w, b) }}"""
     )
-    for name, array in {"w": 5 * np.eye(3, dtype=np.float32), "b": np.zeros(3, np.float32)}.items():
+    weights = np.concatenate([5 * np.eye(3), np.full((3, 1), 2)], axis=1, dtype=np.float32)[:, :classes]
+    for name, array in {"w": weights, "b": np.zeros(classes, np.float32)}.items():
         proto.graph.initializer.append(onnx.numpy_helper.from_array(array, name))
     onnx.helper.set_model_props(proto, metadata)
     onnx.save(proto, path)
@@ -202,3 +204,27 @@ def test_a_deployed_file_says_where_it_came_from(folder: Path) -> None:
     assert origin.settings["learning_rate"] == 1e-12
     assert "onnxruntime" in origin.versions
     assert str(folder) not in json.dumps(vars(origin))
+
+
+def test_labels_that_are_numbers_are_neither_sorted_nor_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Angles of a published model: as texts they sort as 0, 180, 270, 90, and as classes they are 0 to 3."""
+    angles = {"0": (250, 10, 10), "90": (10, 250, 10), "180": (10, 10, 250), "270": (250, 250, 250)}
+    monkeypatch.chdir(tmp_path)
+    for angle, colour in angles.items():
+        (tmp_path / "pictures" / angle).mkdir(parents=True)
+        for number in range(3):
+            Image.new("RGB", (8, 8), colour).save(tmp_path / "pictures" / angle / f"{number}.png")
+    write_model(tmp_path / "model.onnx", {"character": "\n".join(angles)}, classes=4)
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
+    call("artifacts", "model.onnx", "--loss", "cross-entropy")
+    call("train", "artifacts", "--data", "pictures", "--lr", 1e-12)
+    call("deploy", "run", "deployed.onnx")
+    for place in ("model.onnx", "run", "deployed.onnx"):
+        assert call("evaluate", place, "-d", "pictures", "-m", "accuracy", "--json").json["accuracy"] == 1.0
+        answers = call("infer", place, "--data", "pictures", "--json").json
+        named = {
+            Path(file).parent.name: label["label"] for file, label in zip(answers["files"], answers["labels"])
+        }
+        assert named == {angle: angle for angle in angles}

@@ -19,6 +19,7 @@ from onward import contract
 from onward.artifacts.write import write_artifacts
 from onward.checkpoint.portable import WEIGHTS, StateLayout, read_layout
 from onward.errors import ModelError, OnwardError
+from onward.files import new_directories, replace_folder
 from onward.graph.load import load_model
 from onward.graph.passes.finish import finish
 from onward.whole_step.boundary import lift_scalars
@@ -58,11 +59,13 @@ def write_app(artifacts: Path, target: Path, *, prefix: str = "", data: Path | N
         if data is not None:
             _check_data(data, inputs)
         operators = models / _OPERATORS
-        target.mkdir(parents=True, exist_ok=True)
-        operators.replace(target / _OPERATORS)
-        sizes = {path.name: path.stat().st_size for path in sorted(models.iterdir())}
-        _write_projects(models, target, data, [name for name, *_ in inputs])
-    (target / "README.md").write_text(_readme(sizes, inputs, with_data=data is not None), encoding="utf-8")
+        with new_directories(target.absolute().parent), replace_folder(target) as projects:
+            shutil.copyfile(operators, projects / _OPERATORS)
+            operators.unlink()
+            sizes = {path.name: path.stat().st_size for path in sorted(models.iterdir())}
+            _write_projects(models, projects, data, [name for name, *_ in inputs])
+            text = _readme(sizes, inputs, with_data=data is not None)
+            (projects / "README.md").write_text(text, encoding="utf-8")
     return sizes
 
 

@@ -30,7 +30,7 @@ from onward.data.splits import own_split, split
 from onward.errors import NonFiniteError, OnwardError
 from onward.export.batch_size import open_if_fixed
 from onward.export.inference import InferenceExport, for_inference
-from onward.files import scratch_folder, write_bytes
+from onward.files import scratch_folder, write_set
 from onward.hub.origin import origin_of
 from onward.hub.read_info import read_info
 from onward.info.metadata import info_to_metadata
@@ -102,19 +102,20 @@ class FineTuned:
         A path that does not end in .onnx is a folder, which gets a model.onnx. The tokenizer of a model that reads
         texts goes beside it, as NAME.tokenizer.json.
         """
-        target = Path(path)
+        target, files = Path(path), {}
         if target.suffix != ".onnx":  # a folder, as the models of the Hugging Face world are
-            for name, content in self._files.items():
-                write_bytes(target / name, content)
-            target.mkdir(parents=True, exist_ok=True)
-            target = target / "model.onnx"
-        exported = for_inference(
-            ir.to_proto(self._artifacts.evaluation), self.state, self._outputs, target,
-            quantize=quantize, metadata=info_to_metadata(self.info), inputs=self._samples,
-        )  # fmt: skip
+            target, files = target / "model.onnx", dict(self._files)
         if self._tokenizer is not None:
-            write_bytes(target.with_name(f"{target.stem}.tokenizer.json"), self._tokenizer.read_bytes())
-        return exported
+            files[f"{target.stem}.tokenizer.json"] = self._tokenizer.read_bytes()
+        # one set: a model beside the tokenizer or the settings of an older one answers wrongly without a word
+        with write_set(target.parent) as aside:
+            exported = for_inference(
+                ir.to_proto(self._artifacts.evaluation), self.state, self._outputs, aside / target.name,
+                quantize=quantize, metadata=info_to_metadata(self.info), inputs=self._samples,
+            )  # fmt: skip
+            for name, content in files.items():
+                (aside / name).write_bytes(content)
+        return dataclasses.replace(exported, path=target)
 
     @functools.cached_property
     def _predictor(self) -> Any:

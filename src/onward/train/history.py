@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import io
 import json
 import os
 from pathlib import Path
@@ -81,10 +82,11 @@ class History:
     def write_csv(self, path: str | os.PathLike[str]) -> None:
         """Write the epochs as a CSV file."""
         columns = list(dict.fromkeys(key for row in self.epochs for key in row))
-        with open(path, "w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, columns)
-            writer.writerow({name: csv_cell(name) for name in columns})
-            writer.writerows({name: csv_cell(cell) for name, cell in row.items()} for row in self.epochs)
+        text = io.StringIO(newline="")
+        writer = csv.DictWriter(text, columns)
+        writer.writerow({name: csv_cell(name) for name in columns})
+        writer.writerows({name: csv_cell(cell) for name, cell in row.items()} for row in self.epochs)
+        write_bytes(path, text.getvalue().encode())
 
     def save(self, path: Path) -> None:
         """Write all rows as JSON; an older file is replaced whole."""
