@@ -143,24 +143,26 @@ def shim() -> Path:
 
 
 def build_c() -> Program:
-    def build(folder: Path) -> None:
-        compile_with(
-            which("cc", "C compiler"), "-std=c11", *SANITIZERS, *WARNINGS, "-isystem", headers(),
-            EXAMPLES / "c" / "train.c", "-o", folder / "train", library(), "-lm", f"-Wl,-rpath,{library().parent}",
-        )  # fmt: skip
-
-    return Program([built("c", [EXAMPLES / "c"], build, of=[library()]) / "train"], ASAN)
+    return _build_with_cmake("c", "C", [EXAMPLES / "c"])
 
 
 def build_cpp() -> Program:
+    return _build_with_cmake("cpp", "CXX", [EXAMPLES / "c", EXAMPLES / "cpp"])
+
+
+def _build_with_cmake(name: str, language: str, sources: Sequence[Path]) -> Program:
+    cmake = which("cmake", "CMake")
+    which("c++" if language == "CXX" else "cc", "compiler")
+    flags = " ".join((*SANITIZERS, *WARNINGS))
+
     def build(folder: Path) -> None:
         compile_with(
-            which("c++", "C++ compiler"), "-std=c++17", *SANITIZERS, *WARNINGS, "-isystem", headers(),
-            "-I", EXAMPLES / "c", EXAMPLES / "cpp" / "train.cpp", "-o", folder / "train", library(),
-            f"-Wl,-rpath,{library().parent}",
+            cmake, "-S", EXAMPLES / name, "-B", folder, f"-DCMAKE_{language}_FLAGS={flags}",
+            f"-DONNXRUNTIME_INCLUDE_DIR={headers()}", f"-DONNXRUNTIME_LIBRARY={library()}",
         )  # fmt: skip
+        compile_with(cmake, "--build", folder)
 
-    return Program([built("cpp", [EXAMPLES / "c", EXAMPLES / "cpp"], build, of=[library()]) / "train"], ASAN)
+    return Program([built(name, sources, build, of=[library(), flags]) / "train"], ASAN)
 
 
 # without a small quarantine the sanitizer itself takes more memory with each step

@@ -11,6 +11,7 @@ import numpy as np
 import onnxruntime as ort
 import pytest
 
+from languages.matrix import DOCS, write_table
 from languages.programs import LANGUAGES, MissingError, compile_with, fetched, find_swift
 from onward.artifacts import LossType, OptimType, generate_artifacts
 from onward.errors import ModelError, OnwardError
@@ -101,7 +102,7 @@ def test_the_class_of_the_android_project_trains_from_its_files_on_the_java_virt
 
 
 def test_both_projects_are_whole_and_say_first_that_they_were_not_compiled(tmp_path: Path) -> None:
-    write_app(artifacts(tmp_path / "artifacts"), tmp_path / "app", data=samples(tmp_path / "data"))
+    sizes = write_app(artifacts(tmp_path / "artifacts"), tmp_path / "app", data=samples(tmp_path / "data"))
     app = tmp_path / "app"
     android, ios = app / "android", app / "ios" / "Digits.swiftpm"
     parts = {"not compiled": "Not compiled here", "compiled": "Compiled "}
@@ -133,6 +134,10 @@ def test_both_projects_are_whole_and_say_first_that_they_were_not_compiled(tmp_p
     readme = (app / "README.md").read_text()
     assert f"| `state.bin` | {(tmp_path / 'artifacts' / 'state.bin').stat().st_size:,} |" in readme
     assert "ai.onnx;" in (app / "required_operators_and_types.config").read_text()
+    # of the models and the state: the metadata of the steps are texts of two kilobytes
+    rows = [f"| `{name}` | {size:,} |\n" for name, size in sizes.items() if not name.endswith(".json")]
+    heading = "| file, of a perceptron of 67 numbers | bytes |\n| --- | --- |\n"
+    write_table(DOCS / "mobile.md", heading + "".join(rows))
 
 
 def test_the_android_app_compiles_against_androids_classes(tmp_path: Path) -> None:
