@@ -22,9 +22,12 @@ import onnx_ir as ir
 import pytest
 from typer.testing import CliRunner
 
+from cli.newcomer import make_data
+from cli.npm import write_packages
+from cli.test_chat import SIZES, language_model, ready_made
 from onward import limits
 from onward.cli import run_folder
-from onward.cli.app import app
+from onward.cli.app import COMMANDS, app
 from onward.cli.commands.check import _bytes
 from onward.cli.errors import CommandError
 
@@ -341,14 +344,88 @@ def listening(root: int) -> dict[tuple[str, int], str]:
 LOOPBACK = {"0100007F", "0" * 24 + "01000000"}
 
 
+def watch(*command: str, **options: Any) -> subprocess.Popen[str]:
+    """A process that is watched, it and those that it starts."""
+    Path("watch").mkdir(exist_ok=True)
+    Path("watch/sitecustomize.py").write_text(WATCH, encoding="utf-8")
+    environment = {**os.environ, "PYTHONPATH": "watch", "WATCHED": str(Path("watched").absolute())}
+    return subprocess.Popen([sys.executable, *command], env=environment, text=True, **options)
+
+
+COMMANDS_RUN = """
+import json, sys
+from typer.testing import CliRunner
+from onward.cli.app import app
+for line in json.loads(sys.argv[1]):
+    result = CliRunner().invoke(app, line.split(), input="w1 w2\\n")
+    assert result.exit_code == 0, f"{line}: {result.output} {result.stderr} {result.exception!r}"
+"""
+# each command once; `distributed` is in the test of ranks, `web --serve` in one of its own
+EACH_COMMAND = [
+    "export nets:build -o net.onnx", "artifacts model.onnx -l cross-entropy --portable -o new", "check model.onnx",
+    "train new -d data.npz -e 1 -o again", "finetune model.onnx -d data.csv --label label -e 1 -o mine.onnx",
+    "chat talker", "evaluate run -d data.npz", "infer model.onnx -d data.npz --map x=x", "deploy run out.onnx",
+    "inspect run", "bench artifacts --steps 1 --warmup 0", "gradcheck model.onnx", "convert run/best w.safetensors",
+    "lora inject model.onnx lora.onnx --rank 2", "lora merge lora.onnx merged.onnx", "mobile new -o app", "doctor",
+    "lora extract adapting/checkpoint lora.safetensors", "web artifacts site --packages node_modules",
+    "conform --only Relu",
+]  # fmt: skip
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_no_command_listens_or_unpickles(workshop: Path) -> None:
+    write_packages(Path("node_modules"))
+    Path("nets.py").write_text(
+        "import torch\ndef build():\n    return torch.nn.Linear(4, 3), (torch.ones(2, 4),)\n",
+        encoding="utf-8",
+    )
+    rows = [",".join([*map(str, x), f"kind {label}"]) for x, label in zip(*make_data().values(), strict=True)]
+    Path("data.csv").write_text("\n".join(["a,b,c,d,label", *rows, ""]), encoding="utf-8")
+    ready_made.write_base(Path("talker"), SIZES, language_model.words(96))
+    Path("talker/chat_template.jinja").write_text("{{ messages[-1].content }}", encoding="utf-8")
+    assert {line.split()[0] for line in EACH_COMMAND} | {"distributed"} == set(COMMANDS)
+    process = watch("-c", COMMANDS_RUN, json.dumps(EACH_COMMAND), stderr=subprocess.PIPE)
+    sockets: dict[tuple[str, int], str] = {}
+    while process.poll() is None:
+        sockets |= listening(process.pid)
+        time.sleep(0.1)
+    assert process.returncode == 0, process.stderr and process.stderr.read()
+    assert not sockets
+    assert not Path("watched").exists(), Path("watched").read_text()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_site_is_served_on_loopback_only(workshop: Path) -> None:
+    write_packages(Path("node_modules"))
+    line = [
+        "-m",
+        "onward",
+        "web",
+        "artifacts",
+        "site",
+        "--packages",
+        "node_modules",
+        "--serve",
+        "--port",
+        "0",
+    ]
+    process = watch(*line, stdout=subprocess.DEVNULL)
+    try:
+        end, sockets = time.monotonic() + 60, {}
+        while not sockets and time.monotonic() < end and process.poll() is None:
+            sockets = listening(process.pid)
+            time.sleep(0.05)
+    finally:
+        process.terminate()
+        process.wait()
+    assert set(sockets.values()) <= LOOPBACK and len(sockets) == 1
+    assert not Path("watched").exists(), Path("watched").read_text()
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_ranks_listen_on_loopback_only_and_unpickle_nothing(artifacts: Path) -> None:
-    Path("watch").mkdir()
-    Path("watch/sitecustomize.py").write_text(WATCH, encoding="utf-8")
-    line = [sys.executable, "-m", "onward", "train", "artifacts", "-d", "data.npz"]
-    line += ["-e", "20", "-p", "2", "-o", "two", "--quiet"]
-    environment = {**os.environ, "PYTHONPATH": "watch", "WATCHED": str(Path("watched").absolute())}
-    command = subprocess.Popen(line, env=environment, stderr=subprocess.PIPE, text=True)
+    line = "-m onward distributed artifacts -d data.npz -e 20 -p 2 -o two --quiet"
+    command = watch(*line.split(), stderr=subprocess.PIPE)
     sockets: dict[tuple[str, int], str] = {}
     while command.poll() is None:
         sockets |= listening(command.pid)
@@ -380,6 +457,49 @@ def test_texts_in_a_model_have_no_known_size() -> None:
     )
 
 
+def test_npm_runs_no_script_of_a_package(monkeypatch: pytest.MonkeyPatch, place: Path) -> None:
+    from onward.errors import OnwardError
+    from onward.web import site
+
+    commands: list[list[str]] = []
+
+    def npm(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        commands.append(command)
+        return subprocess.CompletedProcess(command, 1, "", "no network")
+
+    monkeypatch.setattr(site.shutil, "which", lambda name: name)
+    monkeypatch.setattr(site.subprocess, "run", npm)
+    monkeypatch.setattr(site, "library", lambda: place)
+    Path("package.json").write_text('{"dependencies": {"nothing": "1.0.0"}}', encoding="utf-8")
+    with pytest.raises(OnwardError, match="npm could not fetch"), site.node_modules():
+        pass
+    assert [command[:3] for command in commands] == [["npm", "install", "--ignore-scripts"]]
+
+
+def test_the_command_imports_nothing_from_the_current_folder(place: Path) -> None:
+    script = Path(sys.executable).with_name("onward")
+    if not script.is_file():
+        pytest.skip("Onward is not installed as a command here")
+    for name in ("onnx", "typer", "numpy"):
+        Path(f"{name}.py").write_text(EVIL, encoding="utf-8")
+    subprocess.run([script, "inspect", "model.onnx"], check=True, capture_output=True)
+    assert not Path("ran").exists()
+
+
+def test_no_file_names_a_library_of_operators(trained: Path, run: Any) -> None:
+    """No option does, so that no settings and no run can; what a model says of itself is not asked for one."""
+    model = onnx.load("model.onnx")
+    model.metadata_props.add(key="onward.custom_op_library", value="evil.so")
+    model.metadata_props.add(key="custom_op_library", value="evil.so")
+    onnx.save(model, "model.onnx")
+    run("artifacts", "model.onnx", "-l", "cross-entropy", "-o", "again")
+    change(trained, custom_op_library="evil.so")
+    run("evaluate", "run", "-d", "data.npz")
+    Path("onward.toml").write_text('[train]\ncustom-op-library = "evil.so"\n', encoding="utf-8")
+    said = run("train", "artifacts", "--config", "onward.toml", code=2).stderr
+    assert "unknown option 'custom-op-library'" in said
+
+
 def test_the_security_page_names_tests_that_are_there() -> None:
     root = Path(__file__).parents[2]
     page = (root / "docs" / "security.md").read_text("utf-8")
@@ -388,5 +508,12 @@ def test_the_security_page_names_tests_that_are_there() -> None:
         assert f"def {name}(" in (root / file).read_text("utf-8") or not name, f"{file}::{name}"
     promises = page.partition("## What is promised")[2].partition("## Limits")[0]
     rows = [line for line in promises.splitlines() if line.startswith("|") and "---" not in line]
-    assert [row for row in rows if not re.search(r"tests/|the same \||test \|$", row)] == []
+    assert [row for row in rows if not re.search(r"`tests/|test \|$", row)] == []
     assert len(rows) > 30
+    # what these load is the user's own
+    own = ("**Your own functions**", "**Torch and transformers**")
+    runs = re.split(r"^- ", page.partition("## What runs code")[2].partition("\n## ")[0], flags=re.MULTILINE)[
+        1:
+    ]
+    assert [text for text in runs if not text.startswith(own) and "`tests/" not in text] == []
+    assert len(runs) > 6
