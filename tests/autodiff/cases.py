@@ -34,6 +34,16 @@ def distinct(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
     return ((rng.permutation(count) - count / 2 + 0.3) * 0.37).reshape(shape).astype(np.float32)
 
 
+def between(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    """Like `distinct`, and equal to none of those numbers."""
+    return (distinct(rng, shape) + 0.13).astype(np.float32)
+
+
+def beyond(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    """Like `distinct`, and equal to none of those numbers, nor of those between."""
+    return (distinct(rng, shape) + 0.25).astype(np.float32)
+
+
 @dataclasses.dataclass
 class Case:
     """One operator with its attributes at given shapes; or a whole model by `model_text`.

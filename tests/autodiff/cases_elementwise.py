@@ -1,7 +1,7 @@
 """Cases of arithmetic, mathematical functions and activations."""
 
 import numpy as np
-from cases import Case, distinct, normal, positive, unit
+from cases import Case, between, beyond, distinct, normal, positive, unit
 
 F32 = np.float32
 
@@ -124,7 +124,7 @@ CASES = [
         label="zero-base-exponent",
     ),
     *(
-        Case(op, shapes=shapes, sample=distinct, symbolic=symbolic)
+        Case(op, shapes=shapes, sample=[distinct, between, beyond][: len(shapes)], symbolic=symbolic)
         for op in ("Max", "Min")
         for shapes, symbolic in [
             ([(3, 4)], False),

@@ -11,6 +11,7 @@ import onnx_ir as ir
 
 from onward.autodiff.registry import gradient_rule
 from onward.errors import ModelError
+from onward.graph.shapes.dims import dims_of
 
 
 @gradient_rule("Gemm", broadcasts=True)
@@ -142,12 +143,11 @@ class Contraction:
     """The labels of each operand and of the result, an ellipsis written out as labels of its own.
 
     >>> Contraction.parse("...ij,jk", [3, 2])
-    Contraction(operands=('Aij', 'jk'), result='Aik', broadcast=frozenset({'A'}))
+    Contraction(operands=('Aij', 'jk'), result='Aik')
     """
 
     operands: tuple[str, ...]
     result: str
-    broadcast: frozenset[str]
 
     @staticmethod
     def parse(equation: str, ranks: Sequence[int]) -> Contraction:
@@ -168,7 +168,7 @@ class Contraction:
         if not arrow:
             letters = left.replace("...", "").replace(",", "")
             right = "..." + "".join(sorted(c for c in set(letters) if letters.count(c) == 1))
-        return Contraction(spelled, right.replace("...", ellipsis), frozenset(ellipsis))
+        return Contraction(spelled, right.replace("...", ellipsis))
 
     def gradient(self, op, index: int, operands: list[ir.Value], dy: ir.Value) -> ir.Value:
         """The gradient of one operand."""
@@ -183,12 +183,12 @@ class Contraction:
         if len(terms) > 1 or terms[0] != shared:
             dx = op.Einsum(*values, equation=f"{','.join(terms)}->{shared}")
         if labels == shared:
-            return op.sum_to(dx, x) if self._may_broadcast(op, index, operands) else dx
+            return op.sum_to(dx, x) if self._may_broadcast(op, index, operands, dy) else dx
         # Labels summed away in x alone come back as axes of size 1, spread over x's own shape; of a label
         # that x repeats, only the diagonal is not zero.
         axes = [axis for axis, c in enumerate(labels) if c not in shared or c in labels[:axis]]
         dx = op.Unsqueeze(dx, axes) if axes else dx
-        if self._may_broadcast(op, index, operands):
+        if self._may_broadcast(op, index, operands, dy):
             dx = self._sum_broadcast(op, dx, x)
         dx = op.Expand(dx, op.shape(x))
         for axis, c in enumerate(labels):
@@ -197,14 +197,24 @@ class Contraction:
                 dx = op.Where(_diagonal(op, x, first, axis), dx, op.constant_like(0.0, x))
         return dx
 
-    def _may_broadcast(self, op, index: int, operands: list[ir.Value]) -> bool:
-        """Whether an axis of x may be 1 where the others' is not: under an ellipsis, or as shapes show."""
-        labels = self.operands[index]
-        return any(
-            (c in self.broadcast and op.static_dim(operands[index], axis) in (None, 1))
-            or op.static_dim(operands[index], axis) == 1
-            for axis, c in enumerate(labels)
-        )
+    def _may_broadcast(self, op, index: int, operands: list[ir.Value], dy: ir.Value) -> bool:
+        """Whether an axis of x may be 1 where another operand's is not, as far as shapes tell."""
+        x, labels = operands[index], self.operands[index]
+        others = [(value, term) for i, (value, term) in enumerate(zip(operands, self.operands)) if i != index]
+        others.append((dy, self.result))
+        for axis, label in enumerate(labels):
+            own = None if x.shape is None else dims_of(x.shape)[axis]
+            if own == 1:
+                return True
+            if isinstance(own, int):
+                continue
+            # an open size may be 1 when it runs, unless every size of this letter has its name
+            for value, term in others:
+                if label in term:
+                    other = None if value.shape is None else dims_of(value.shape)[term.index(label)]
+                    if own is None or other != own:
+                        return True
+        return False
 
     def _sum_broadcast(self, op, dx: ir.Value, x: ir.Value) -> ir.Value:
         """Sum over the axes where x has size 1 and the gradient has more."""

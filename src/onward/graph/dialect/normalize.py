@@ -29,7 +29,13 @@ from onward.graph.fold import constant_array, constant_names, evaluate, fold_con
 from onward.graph.load import ModelSource, load_model
 from onward.graph.nodes import subgraphs_of
 from onward.graph.shapes.dims import forget_invented
-from onward.graph.shapes.model import drop_contradictions, infer_shapes, sharpen, unknown_ranks
+from onward.graph.shapes.model import (
+    drop_contradictions,
+    infer_shapes,
+    settle_symbols,
+    sharpen,
+    unknown_ranks,
+)
 from onward.limits import require
 
 
@@ -166,6 +172,7 @@ def _normalize(model: ir.Model) -> ir.Model:
     ):
         passes.NameFixPass()(model)
         infer_shapes(model)
+    settle_symbols(model)
     _require_moderate(model)
     sharpen(model)
     if target > OPSET:

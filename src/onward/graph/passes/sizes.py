@@ -20,19 +20,15 @@ from onward.graph.cleanup import remove_unused, share_subexpressions, simplify
 from onward.graph.fold import fold_constants
 from onward.graph.nodes import captured_values, optional_input, producer_of, subgraphs_of
 from onward.graph.shapes.dims import Dim, dims_of, forget_invented
-from onward.graph.shapes.model import infer_shapes, sharpen
+from onward.graph.shapes.model import infer_shapes, rename_dimensions, sharpen
 
 _END = 2**31 - 1
 
 
 def rename_sizes(model: ir.Model, names: Mapping[str, str]) -> None:
     """Say that symbolic sizes are others: `{"total_sequence": "sequence"}`; shapes are inferred again."""
-    graph = model.graph
-    for value in graph.inputs:
-        if value.shape is not None:
-            dims = dims_of(value.shape)
-            value.shape = ir.Shape([names.get(dim, dim) if isinstance(dim, str) else dim for dim in dims])
-    _infer(model)
+    rename_dimensions(model, names)
+    sharpen(model)
 
 
 def settle_sizes(model: ir.Model) -> ir.Model:

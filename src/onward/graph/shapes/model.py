@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import onnx
 import onnx_ir as ir
@@ -65,6 +65,52 @@ def drop_contradictions(model: ir.Model) -> None:
         "the model declares shapes that contradict its weights; they are dropped: %s%s",
         "; ".join(wrong[:3]), more,
     )  # fmt: skip
+
+
+def settle_symbols(model: ir.Model) -> bool:
+    """Give open sizes of inputs the numbers that the operators require; whether there were any.
+
+    A recurrent layer whose initial state is fixed to a batch of one takes no other, whatever the file declares.
+    """
+    open_sizes = {dim for value in model.graph.inputs for dim in _dims(value) or () if isinstance(dim, str)}
+    required: dict[str, int] = {}
+    for node in model.graph:
+        for one, other in _equal_sizes(node):
+            name, number = (one, other) if isinstance(one, str) else (other, one)
+            if isinstance(name, str) and isinstance(number, int) and name in open_sizes:
+                if name not in required:
+                    _log.warning(
+                        "%s '%s' requires '%s' to be %d, though the model declares it open",
+                        node.op_type, node.name, name, number,
+                    )  # fmt: skip
+                required.setdefault(name, number)
+    if required:
+        rename_dimensions(model, required)
+    return bool(required)
+
+
+def rename_dimensions(model: ir.Model, names: Mapping[str, Dim]) -> None:
+    """Say that sizes of the inputs are others, and infer all other shapes anew."""
+    for value in model.graph.inputs:
+        if value.shape is not None:
+            dims = [names.get(dim, dim) if isinstance(dim, str) else dim for dim in dims_of(value.shape)]
+            value.shape = ir.Shape(dims)
+    for node in model.graph:
+        for value in node.outputs:
+            dims = _dims(value) if value.is_graph_output() else None
+            value.shape = None if dims is None else ir.Shape([None if dim in names else dim for dim in dims])
+    infer_shapes(model)
+
+
+def _equal_sizes(node: ir.Node) -> Iterator[tuple[Dim, Dim]]:
+    """Pairs of sizes that must be equal for the operator to run, where one of them is not broadcast."""
+    if node.domain not in ("", "ai.onnx") or node.op_type not in ("RNN", "GRU", "LSTM"):
+        return
+    source, *states = (None if v is None else _dims(v) for v in (node.inputs[0], *node.inputs[5:7]))
+    by_batch = node.attributes.get_int("layout", 0)
+    for state in states:
+        if source is not None and state is not None and len(source) == len(state) == 3:
+            yield source[0 if by_batch else 1], state[0 if by_batch else 1]
 
 
 def _agree(one: ir.Shape, other: ir.Shape) -> bool:
