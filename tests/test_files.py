@@ -16,7 +16,8 @@ import onnxruntime
 import pytest
 
 from file_events import Events, Killed
-from onward import files
+from onward import checkpoint, files
+from onward.checkpoint.content import CheckpointData
 from onward.errors import OnwardError
 from onward.lora import LoRA, load_peft, save_peft
 from onward.reading import read_bytes
@@ -92,12 +93,47 @@ def read_adapters(folder: Path) -> int:
     return int(lora.alpha)
 
 
+def write_exported(folder: Path, value: int) -> None:
+    torch = pytest.importorskip("torch")
+    from onward.export.torch import assemble
+
+    model = ir.to_proto(_model(value))
+    model.graph.initializer.pop()
+    weights = {"w": torch.full((1024,), float(value))}
+    assemble.save(model, weights, folder / "model.onnx", external=True)
+
+
+def write_checkpoint(folder: Path, value: int) -> None:
+    data = CheckpointData(trainable={"w": np.full(64, value, np.float32)}, properties={"value": value})
+    checkpoint.save(data, folder / "checkpoint")
+
+
+def read_checkpoint(folder: Path) -> int:
+    data = checkpoint.load(folder / "checkpoint")
+    assert set(np.asarray(data.trainable["w"]).tolist()) == {data.properties["value"]}
+    return int(data.properties["value"])
+
+
+def write_safetensors(folder: Path, value: int) -> None:
+    arrays = {name: np.full(64, value, np.float32) for name in ("w", "v")}
+    checkpoint.to_safetensors(CheckpointData(trainable=arrays), folder / "weights.safetensors")
+
+
+def read_safetensors(folder: Path) -> int:
+    data = checkpoint.from_safetensors(folder / "weights.safetensors")
+    (value,) = {float(x) for array in data.trainable.values() for x in np.asarray(array)}
+    return int(value)
+
+
 SETS = {
     "set": (write_plain, read_plain),
     "file": (write_one, read_one),
     "site": (write_site, read_site),
     "deployed": (write_deployed, read_deployed),
+    "exported": (write_exported, read_deployed),
     "adapters": (write_adapters, read_adapters),
+    "checkpoint": (write_checkpoint, read_checkpoint),
+    "safetensors": (write_safetensors, read_safetensors),
 }
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,12 +14,13 @@ from onward import contract
 from onward.cli.errors import CommandError
 from onward.cli.paths import read_metadata, read_model
 from onward.cli.python_entry import import_entry, is_entry
-from onward.cli.shared_options import parse_pairs
+from onward.cli.shared_options import parse_pairs, refuse_unused
 from onward.contract import SEED
 from onward.data.labels import numbered_classes
 from onward.data.match_inputs import InputSpec, specs_of
 from onward.data.read import FORMATS, Data, DataOptions, check_labels, prepare, read_data
 from onward.data.splits import own_split, split
+from onward.files import write_bytes
 from onward.hub.read_info import read_info
 from onward.info.preprocessing import image_settings
 from onward.limits import require
@@ -59,6 +59,14 @@ def load_training_data(
     info = read_info(artifacts, prefix=options.prefix)
     reading = _training_options(artifacts, directory, options, about, info)
     whole = load_data(options.data or (), inputs, reading)
+    refuse_unused(
+        {
+            "--tokenizer is for texts, and the data has none that the model takes": options.tokenizer
+            and whole.tokenizer is None,
+            "--label is for tables and folders, and the data is arrays": options.label
+            and all(Path(source).suffix in (".npz", ".npy", ".safetensors") for source in options.data or ()),
+        }
+    )
     check_labels(whole, read_table(about, contract.LABELS))
     # a head that was made for a number of classes has no names: the report numbers them
     if whole.arrays and whole.classes is None and contract.HEAD in about:
@@ -113,7 +121,7 @@ def keep_tokenizer(data: Data, folder: Path) -> None:
     # the run goes on where its artifacts are gone, and deploy looks here first
     target = folder / "tokenizer.json"
     if data.tokenizer is not None and data.tokenizer.resolve() != target.resolve():
-        shutil.copyfile(data.tokenizer, target)
+        write_bytes(target, data.tokenizer.read_bytes())
 
 
 def input_specs(model: Path, names: Sequence[str] | None = None) -> list[InputSpec]:

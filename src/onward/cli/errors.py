@@ -53,9 +53,14 @@ _EXTRAS = {
 }
 
 
+# where sets of files are written before they take their names (`onward.files`): users know the folder above
+_ASIDE = re.compile(r"/?\.onward-[0-9a-f]{16}[/\\]files(?=[/\\'\": ]|$)")
+
+
 def explain(error: BaseException) -> tuple[str, str]:
     """What to print about an error: a line, and what to do, with the page that says more."""
     line, hint = _line_and_hint(error)
+    line = _ASIDE.sub("", line)
     page = page_of(error)
     return line, f"{hint}; see {page}" if page else hint
 

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -131,6 +131,14 @@ def known_names() -> Iterator[None]:
                 f"--freeze {unknown.name}: {unknown.name} is not found among the parameters{unknown.hint}",
                 SEE_NAMES,
             ) from None
+
+
+def refuse_unused(unused: Mapping[str, Any]) -> None:
+    """Refuse options that would do nothing here, each in words that end with what it is for."""
+    # one that is ignored looks as if it had been followed
+    for message, is_given in unused.items():
+        if is_given:
+            raise CommandError(message, "leave it away")
 
 
 def require_finite(options: object, *names: str) -> None:

@@ -13,10 +13,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from onward.cli.choices import ScheduleChoice
 from onward.cli.errors import CommandError
 from onward.cli.paths import require_folder_target
 from onward.cli.python_entry import names_code
 from onward.cli.run_folder import begun_run
+from onward.cli.shared_options import refuse_unused
 from onward.files import scratch_folder
 from onward.limits import current
 
@@ -224,6 +226,16 @@ def run_training(
     from onward.train.history import History
 
     processes = options.processes if world is None else world.size
+    refuse_unused(
+        {
+            "--shard-optimizer is for several processes": options.shard_optimizer and processes == 1,
+            "--hold-out is for data without an evaluation part, and --eval-data is one": options.hold_out
+            is not None
+            and options.eval_data,
+            "--warmup is for schedules without one of their own, and one-cycle has one": options.warmup
+            and options.schedule is ScheduleChoice.ONE_CYCLE,
+        }
+    )
     # here, not in the ranks: each of them would say so
     if processes % options.stages:
         raise CommandError(

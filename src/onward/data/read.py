@@ -138,18 +138,15 @@ def _refuse_unused(
     options: DataOptions, sources: Sequence[tuple[str | None, Path]], inputs: Sequence[InputSpec]
 ) -> None:
     """Refuse options of another kind of data: one that does nothing would look as if it had been followed."""
-    suffixes = {path.suffix.lower() for _, path in sources if not path.is_dir()}
-    folders = any(path.is_dir() or path.suffix.lower() in YAML for _, path in sources)
-    tables = folders or bool(suffixes & TABLES)
+    kinds = set().union(*(_kinds_of(path) for _, path in sources))
+    texts = "table" in kinds and takes_tokens(inputs)
     unused = {
-        "--normalize, --resize and --crop are for images": options.image
-        and not (folders or suffixes & PICTURES),
-        "--sampling-rate is for sounds": options.sampling_rate and not (folders or suffixes & SOUNDS),
-        "--skip-bad is for images and sounds": options.skip_bad
-        and not (folders or suffixes & (PICTURES | SOUNDS)),
-        "--drop is for tables": options.drop and not tables,
-        "--text-column is for texts": options.text_column and not (tables and takes_tokens(inputs)),
-        "--max-length is for texts": options.max_length and not (tables and takes_tokens(inputs)),
+        "--normalize, --resize and --crop are for images": options.image and "image" not in kinds,
+        "--sampling-rate is for sounds": options.sampling_rate and "sound" not in kinds,
+        "--skip-bad is for images and sounds": options.skip_bad and not kinds & {"image", "sound"},
+        "--drop is for tables": options.drop and "table" not in kinds,
+        "--text-column is for texts": options.text_column and not texts,
+        "--max-length is for texts": options.max_length and not texts,
     }
     for message, refused in unused.items():
         if refused:
@@ -157,12 +154,27 @@ def _refuse_unused(
             raise DataError(f"{message}, and {paths} has none that the model takes", "leave it away")
 
 
+def _kinds_of(path: Path) -> set[str]:
+    """What a source holds: images, sounds, a table, or arrays."""
+    suffixes = _suffixes_of(path)
+    # as a folder is read: files that lie beside pictures, such as a table of their labels, are no data of their own
+    for kind, endings in (("image", PICTURES), ("sound", SOUNDS)):
+        if suffixes & endings:
+            return {kind}
+    if path.is_dir():  # of a published dataset, whose files may hold any of them
+        return {"image", "sound", "table"}
+    return {"table"} if suffixes & TABLES else {"array"}
+
+
+def _suffixes_of(path: Path) -> set[str]:
+    if path.suffix.lower() in YAML:
+        path = path.parent
+    files = path.rglob("*") if path.is_dir() else (path,)
+    return {file.suffix.lower() for file in files if not file.is_dir()}
+
+
 def _read_folder(path: Path, name: str | None, reading: _Reading) -> None:
-    suffixes = {path.suffix.lower()}
-    if path.is_dir():
-        suffixes = {file.suffix.lower() for file in path.rglob("*") if file.is_file()}
-    elif path.suffix.lower() in YAML:
-        suffixes = {file.suffix.lower() for file in path.parent.rglob("*") if file.is_file()}
+    suffixes = _suffixes_of(path)
     pictures = bool(suffixes & PICTURES)
     parts = {} if pictures or suffixes & SOUNDS else dataset_files(path)
     if parts:

@@ -22,6 +22,7 @@ from onward.cli.command import Output, command
 from onward.cli.errors import CommandError
 from onward.cli.paths import OverwriteOption, folder_target, plain_prefix, read_model, refuse_strangers
 from onward.cli.shared_options import FreezeOption, OptimizerOption, TrainOption, advise_on_loss, known_names
+from onward.files import write_set
 
 if TYPE_CHECKING:
     from onward.info.model_info import ModelInfo
@@ -167,6 +168,10 @@ def artifacts(output: Output, options: Options) -> None:
     if remark:
         output.note(remark)
     adapters = _choose_adapters(options, targets="*")
+    if options.batch_norm is not None and not _has_batch_norm(options.model):
+        raise CommandError(
+            "--batch-norm is for models with batch norm, and this one has none", "leave it away"
+        )
     source, info = _replace_head(options, loss)
     calibration = _read_samples(options)
     if not options.keep_batch:
@@ -176,7 +181,13 @@ def artifacts(output: Output, options: Options) -> None:
         if note:
             output.note(note)
     trainable = list(options.train or ())
-    with folder_target(options.directory), output.working("differentiating"), known_names():
+    # the tokenizer is one of the set: a new one beside old models would read other tokens
+    with (
+        folder_target(options.directory),
+        output.working("differentiating"),
+        known_names(),
+        write_set(options.directory) as aside,
+    ):
         generate_artifacts(
             source,
             # beside adapters trains what was named, and by default nothing
@@ -187,7 +198,7 @@ def artifacts(output: Output, options: Options) -> None:
             optimizer=optimizer_of(
                 options.optimizer, weight_decay=options.weight_decay, momentum=options.momentum
             ),
-            artifact_directory=options.directory,
+            artifact_directory=aside,
             prefix=options.prefix,
             ort_format=options.ort_format,
             additional_output_names=_choose_outputs(options) or None,
@@ -203,7 +214,7 @@ def artifacts(output: Output, options: Options) -> None:
             calibration=calibration,
             teacher=None if options.teacher is None else str(options.teacher),
         )
-        _copy_tokenizer(options.model, options.directory)
+        _copy_tokenizer(options.model, aside)
     _report(output, options, str(loss or "distillation"), remark)
 
 
@@ -332,6 +343,12 @@ def _require_two(text: str, classes: int | list[str], loss: LossChoice | None) -
         f"--classes {text} is one class, and {loss} tells two or more apart",
         "give more; for one number, such as a price or yes and no, add --loss mse or --loss bce-with-logits",
     )
+
+
+def _has_batch_norm(path: Path) -> bool:
+    model = read_model(path)
+    graphs = (model.graph, *model.functions)
+    return any(node.op_type == "BatchNormalization" for graph in graphs for node in graph.node)
 
 
 def _copy_tokenizer(model: Path, directory: Path) -> None:

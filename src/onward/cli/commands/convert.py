@@ -12,7 +12,7 @@ from onward.cli.command import Output, command, human_size
 from onward.cli.errors import CommandError
 from onward.cli.paths import OverwriteOption, file_target, folder_target, plain_prefix, read_model
 from onward.cli.run_folder import read_run
-from onward.cli.shared_options import PrefixOption
+from onward.cli.shared_options import PrefixOption, refuse_unused
 
 
 @command(
@@ -55,6 +55,7 @@ def convert(
         with folder_target(target), output.working("converting"):
             summary = _convert_artifacts(output, source, target, plain_prefix(prefix))
     else:
+        refuse_unused({"--prefix is for folders of artifacts": prefix})
         with file_target(target, overwrite=overwrite):
             summary = _convert_checkpoint(source, target, into=into, freeze=freeze)
     output.line(f"{target}: {summary['text']}")

@@ -16,13 +16,13 @@ from onward.cli.command import Output, command, human_size
 from onward.cli.errors import CommandError
 from onward.cli.paths import (
     OverwriteOption,
-    file_target,
+    new_file,
     plain_prefix,
     read_model,
     require_new,
 )
 from onward.cli.run_folder import RunFiles, find_run, forward_outputs
-from onward.cli.shared_options import CheckpointOption, MapOption, PrefixOption, parse_pairs
+from onward.cli.shared_options import CheckpointOption, MapOption, PrefixOption, parse_pairs, refuse_unused
 from onward.errors import DataError, OnwardError
 from onward.escape import first_of
 
@@ -101,6 +101,13 @@ def deploy(output: Output, options: Options) -> None:
         )
     if options.keep_accuracy is not None and quantize not in (DeployChoice.INT8, DeployChoice.AUTO):
         raise CommandError("--keep-accuracy goes with --quantize int8 or auto", "add it")
+    refuse_unused(
+        {
+            "--force is for --quantize": options.force and quantize is None,
+            "--samples is for --data": options.samples != Options.samples and not options.data,
+            "--map is for --data": options.mapping and not options.data,
+        }
+    )
     data, inputs = _choose_inputs(options, trained, eval_model, names)
     tokenizer = _find_tokenizer(trained)
     beside = model.with_name(f"{model.stem}.tokenizer.json")
@@ -112,19 +119,21 @@ def deploy(output: Output, options: Options) -> None:
         "metadata": info_to_metadata(trained.info), "device": options.device,
     }  # fmt: skip
     measurement: dict[str, Any] = {}
-    with file_target(model, overwrite=options.overwrite), output.working("exporting and comparing"):
+    with new_file(model, overwrite=options.overwrite) as aside, output.working("exporting and comparing"):
         if quantize is DeployChoice.AUTO or options.keep_accuracy is not None:
             score = _make_score(options, trained, data)
-            exported, measurement = _export_measured(options, trained, eval_model, names, settings, score)
+            exported, measurement = _export_measured(
+                options, trained, eval_model, names, settings, score, aside
+            )
         else:
             exported = for_inference(
-                str(eval_model), trained.checkpoint, names, model,
+                str(eval_model), trained.checkpoint, names, aside,
                 quantize=None if quantize is None else str(quantize), force=options.force, **settings,
             )  # fmt: skip
         if tokenizer is not None:
-            shutil.copyfile(tokenizer, beside)
+            shutil.copyfile(tokenizer, aside.with_name(beside.name))
     output.line(
-        f"{exported.path}: {human_size(exported.size)}, outputs {', '.join(names)}, weights of {trained.checkpoint}"
+        f"{model}: {human_size(exported.size)}, outputs {', '.join(names)}, weights of {trained.checkpoint}"
     )
     if trained.info.labels:
         output.line(f"classes: {first_of(trained.info.labels, 40)}")
@@ -139,7 +148,7 @@ def deploy(output: Output, options: Options) -> None:
     _show_measurement(output, measurement)
     output.result(
         {
-            "path": exported.path,
+            "path": model,
             "bytes": exported.size,
             "outputs": names,
             "classes": trained.info.labels,
@@ -164,6 +173,7 @@ def _export_measured(
     names: list[str],
     settings: dict[str, Any],
     score: Score,
+    target: Path,
 ) -> tuple[InferenceExport, dict[str, Any]]:
     """Export the float model, quantize and measure it, and write the winner; what is to be said of it."""
     from onward.export import for_inference
@@ -171,7 +181,7 @@ def _export_measured(
     from onward.files import scratch_folder
 
     # half a hundredth: less than a metric of a few hundred samples can tell
-    target, allowed_loss = options.model, 0.005
+    allowed_loss = 0.005
     if options.keep_accuracy is not None:
         allowed_loss = options.keep_accuracy / 100
     with scratch_folder() as folder:
@@ -192,7 +202,8 @@ def _export_measured(
         else:
             if measured is None:
                 raise CommandError(_NO_LABELS, "name it with --data")
-            path = folder / f"small-{target.name}"
+            path = folder / "small" / target.name
+            path.parent.mkdir()
             layers = candidates.quantize_sensitively(
                 whole, path, settings["inputs"], score=score, allowed_loss=allowed_loss
             )

@@ -14,6 +14,7 @@ from onward.cli.command import Output, command
 from onward.cli.errors import CommandError
 from onward.cli.paths import OverwriteOption, file_target, folder_target, refuse_strangers
 from onward.cli.python_entry import import_entry, is_entry
+from onward.cli.shared_options import refuse_unused
 
 
 @command(
@@ -67,6 +68,17 @@ def export(
             "--quantize and --artifacts are for Hugging Face models",
             "for torch: onward artifacts on the exported file, onward deploy --quantize after training",
         )
+    refuse_unused(
+        {
+            "--task is for Hugging Face models": is_entry(source) and task != "auto",
+            "--pooling is for Hugging Face models": is_entry(source) and pooling is not None,
+            "--quantize is for a model, and --artifacts are to be trained": artifacts
+            and quantize is not None,
+            "--training is for a model, and --artifacts are always of one that trains": artifacts
+            and training is not None,
+            "--no-check is for a model without --artifacts": artifacts and not check,
+        }
+    )
     # the bars of other libraries would run through ours, and through pipes
     os.environ.setdefault("TQDM_DISABLE", "1")
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")

@@ -23,6 +23,7 @@ from onward.cli.shared_options import (
     LabelOption,
     MapOption,
     parse_pairs,
+    refuse_unused,
 )
 from onward.escape import csv_cell, printable
 from onward.files import scratch_folder, write_set
@@ -89,6 +90,7 @@ def infer(output: Output, options: Options, generation: Generation) -> None:
             raise CommandError(
                 "--prompt goes without --text, --data and --output", "ask for one after the other"
             )
+        _refuse_data_options(options, "data, and --prompt is none")
         _continue_prompts(output, options, options.prompt, generation)
         return
     if generation != Generation():
@@ -102,9 +104,20 @@ def infer(output: Output, options: Options, generation: Generation) -> None:
             raise CommandError(
                 "--text runs on the CPU", "leave --device away, or give the tokens with --data"
             )
+        _refuse_data_options(options, "data, and --text is none")
+        refuse_unused({"--top-k is for --data and --prompt": options.top_k})
         _answer_texts(output, model, options.text)
         return
     if answers is None and options.outputs is None and _answers_on_pictures(model):
+        refuse_unused(
+            {
+                "--map is for arrays, and this model answers pictures": options.mapping,
+                "--label is for tables, and this model answers pictures": options.label,
+                "--top-k is for classes, and this model finds things in pictures": options.top_k,
+                "--batch-size is for arrays, and this model takes picture by picture": options.batch_size
+                != Options.batch_size,
+            }
+        )
         _answer_pictures(output, model, options.data, options.save, overwrite=options.overwrite)
         return
     if options.save is not None:
@@ -118,6 +131,19 @@ def infer(output: Output, options: Options, generation: Generation) -> None:
         if file is not None:
             _write_answers(file, result)
     _report(output, options, result)
+
+
+def _refuse_data_options(options: Options, why: str) -> None:
+    refuse_unused(
+        {
+            f"--outputs is for {why}": options.outputs,
+            f"--map is for {why}": options.mapping,
+            f"--label is for {why}": options.label,
+            f"--batch-size is for {why}": options.batch_size != Options.batch_size,
+            "--save draws boxes and masks on pictures": options.save,
+            "--overwrite is for --output and --save": options.overwrite,
+        }
+    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,8 +13,9 @@ import typer
 from onward.cli.command import Output, command, human_size
 from onward.cli.errors import CommandError
 from onward.cli.paths import OverwriteOption, new_file
-from onward.cli.shared_options import PrefixOption
+from onward.cli.shared_options import PrefixOption, refuse_unused
 
+_BATCH = 8
 # a title, columns and rows
 Section = tuple[str, list[str], list[list[Any]]]
 
@@ -38,12 +39,21 @@ def inspect(
         str | None,
         typer.Option("--device", metavar="NAME", help="List the nodes that this device leaves to the CPU."),
     ] = None,
-    batch_size: Annotated[int, typer.Option("--batch-size", "-b", min=1, help="With --device.")] = 8,
+    batch_size: Annotated[int, typer.Option("--batch-size", "-b", min=1, help="With --device.")] = _BATCH,
     overwrite: OverwriteOption = False,
 ) -> None:
     """Show what a file or folder holds; checkpoints are verified on the way."""
     from onward.cli.file_contents import describe
 
+    refuse_unused(
+        {
+            "--batch-size is for --device": device is None and batch_size != _BATCH,
+            "--html is for contents, and --device lists nodes": device is not None and html is not None,
+            "--all is for contents, and --device lists nodes": device is not None and all_parameters,
+            "--overwrite is for --html": overwrite and html is None,
+            "--prefix is for a folder": prefix and path.is_file(),
+        }
+    )
     if device is not None:
         _show_host_nodes(output, path, prefix, device, batch_size)
         return

@@ -12,7 +12,9 @@ from onward.cli.command import Output, command, human_size
 from onward.cli.errors import CommandError
 from onward.cli.paths import folder_target, plain_prefix
 from onward.cli.run_folder import find_run
-from onward.cli.shared_options import PrefixOption
+from onward.cli.shared_options import PrefixOption, refuse_unused
+
+_PORT = 8000
 
 
 @command(
@@ -39,11 +41,12 @@ def web(
         ),
     ] = None,
     serve: Annotated[bool, typer.Option("--serve", help="Then serve it on this machine.")] = False,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Where to serve; 0 takes a free one.")] = 8000,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Where to serve; 0 takes a free one.")] = _PORT,
 ) -> None:
     """Write a site that trains these artifacts in the browser, on stock onnxruntime-web."""
     from onward.web.site import write_site
 
+    refuse_unused({"--port is for --serve": port != _PORT and not serve})
     run = find_run(artifacts, prefix=plain_prefix(prefix))
     if packages is not None and not packages.is_dir():
         raise CommandError(f"no folder '{packages}'", "name the node_modules folder that npm made")
