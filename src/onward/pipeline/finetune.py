@@ -114,6 +114,7 @@ class FineTuned:
                 quantize=quantize, metadata=info_to_metadata(self.info), inputs=self._samples,
             )  # fmt: skip
             for name, content in files.items():
+                (aside / name).parent.mkdir(parents=True, exist_ok=True)
                 (aside / name).write_bytes(content)
         return dataclasses.replace(exported, path=target)
 
