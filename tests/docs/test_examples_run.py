@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from onward.errors import DeviceError
+from onward.errors import DeviceError, OnwardError
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -116,8 +116,9 @@ def execute(statement: CodeType, namespace: dict[str, Any]) -> None:
         exec(statement, namespace)
     except DeviceError:
         pass
-    except ModuleNotFoundError as error:
-        if error.name not in _NOT_INSTALLED:
+    except (ModuleNotFoundError, OnwardError) as error:
+        missing = error if isinstance(error, ModuleNotFoundError) else error.__cause__
+        if getattr(missing, "name", None) not in _NOT_INSTALLED:
             raise
 
 
