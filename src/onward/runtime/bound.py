@@ -157,8 +157,9 @@ class HostBound(Bound):
                 return self._run_copying(feeds)
             else:
                 self._bind_own(index, name, value)
-        for name, value in self._zeros(feeds).items():
-            self.binding.bind_cpu_input(name, value)
+        if self._empty:
+            for name, value in self._zeros(feeds).items():
+                self.binding.bind_cpu_input(name, value)
         for name in self._fresh:
             self.binding.bind_output(name, "cpu")
         try:

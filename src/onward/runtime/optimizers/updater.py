@@ -113,10 +113,13 @@ class ElementwiseUpdater(Updater):
         self._program, plain = split_scalars(rule.model, SCALARS)
         # Mostly nothing is clipped: a product with 1 would be a pass over all gradients.
         self._models = {True: plain, False: without_scaling(plain)}
-        self._settings = settings_of(rule.options)
+        # what a float32 model reads is a float32: the program must compute with the same number
+        self._round = to_single if parameters.whole.dtype == np.float32 else float
+        self._settings = [(factor, self._round(decay)) for factor, decay in settings_of(rule.options)]
         self._scalars = self._new_scalars()
         self._slots = {
-            name: FlatBuffer(parameters.shapes, device=parameters.device) for name in rule.options["slots"]
+            name: FlatBuffer(parameters.shapes, device=parameters.device, dtype=parameters.whole.dtype)
+            for name in rule.options["slots"]
         }
 
     @property
@@ -125,7 +128,7 @@ class ElementwiseUpdater(Updater):
 
     def _new_scalars(self) -> list[np.ndarray]:
         """Memory for the scalars of an update: a row for each group of parameters."""
-        return [np.zeros(len(self._scalar_names), np.float32) for _ in self._settings]
+        return [np.zeros(len(self._scalar_names), self._parameters.whole.dtype) for _ in self._settings]
 
     def _scalar_views(self, setting: int) -> dict[str, np.ndarray]:
         """The memory of a group's scalars, by the names of the model's inputs."""
@@ -135,7 +138,7 @@ class ElementwiseUpdater(Updater):
     def _scalar_values(self, setting: int, rate: float, step: int, scale: float) -> list[float]:
         """What a group's update reads: the rate, the scale, the decay, and what the program computes of them."""
         factor, decay = self._settings[setting]
-        rate, decay = to_single(rate * factor), to_single(decay)
+        rate = self._round(rate * factor)
         return [rate, scale, decay, *self._program.run(rate, step, scale, decay)]
 
     def _set_scalars(self) -> bool:
