@@ -71,7 +71,7 @@ def test_an_error_on_a_rank_is_one_line_here(artifacts: Path, run: Any) -> None:
 def test_a_terminal_shows_how_far_the_ranks_are(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from onward.cli.command import Output
+    from onward.cli.output import Output
 
     monkeypatch.setenv("FORCE_COLOR", "1")  # rich then takes stderr for a terminal
     with Output().counting("training", 10) as show:

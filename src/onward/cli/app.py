@@ -12,7 +12,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
-from onward.cli.command import Output
+from onward.cli.output import Output
 
 # --- Formats usage errors as one line and a hint, like every other error; as JSON with --json.
 #

@@ -23,7 +23,7 @@ from onward.files import scratch_folder
 from onward.limits import current
 
 if TYPE_CHECKING:
-    from onward.cli.command import Output
+    from onward.cli.output import Output
     from onward.cli.run_options import RunOptions
     from onward.data.match_inputs import InputSpec
     from onward.data.read import Data

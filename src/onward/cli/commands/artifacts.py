@@ -18,8 +18,9 @@ from onward.cli.choices import (
     loss_of,
     optimizer_of,
 )
-from onward.cli.command import Output, command
+from onward.cli.command import command
 from onward.cli.errors import CommandError
+from onward.cli.output import Output
 from onward.cli.paths import OverwriteOption, folder_target, plain_prefix, read_model, refuse_strangers
 from onward.cli.shared_options import FreezeOption, OptimizerOption, TrainOption, advise_on_loss, known_names
 from onward.files import write_set

@@ -10,7 +10,8 @@ from typing import Annotated, Any
 import typer
 
 from onward.cli.choices import DeviceOption
-from onward.cli.command import Output, command
+from onward.cli.command import command
+from onward.cli.output import Output
 from onward.cli.paths import plain_prefix, read_metadata
 from onward.cli.run_folder import find_run
 from onward.cli.shared_options import BatchSizeOption, PrefixOption

@@ -9,7 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
-from onward.cli.command import Output, command
+from onward.cli.command import command
+from onward.cli.output import Output
 from onward.cli.shared_options import Generation
 from onward.escape import printable
 

@@ -15,8 +15,9 @@ import typer
 
 from onward import contract
 from onward.cli.choices import DeviceOption, LossChoice, OptimizerChoice, loss_of, optimizer_of
-from onward.cli.command import Output, command, human_size
+from onward.cli.command import command
 from onward.cli.errors import CommandError
+from onward.cli.output import Output, human_size
 from onward.cli.paths import read_model
 from onward.cli.shared_options import FreezeOption, OptimizerOption, TrainOption, advise_on_loss, known_names
 from onward.model_metadata import read_table

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from onward.cli.choices import DeviceOption
-from onward.cli.command import Output, command
+from onward.cli.command import command
 from onward.cli.errors import CommandError
+from onward.cli.output import Output
 from onward.cli.paths import OverwriteOption, new_file
 
 if TYPE_CHECKING:

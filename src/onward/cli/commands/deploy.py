@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from onward.cli.choices import DeployChoice, DeviceOption
-from onward.cli.command import Output, command, human_size
+from onward.cli.command import command
 from onward.cli.errors import CommandError
+from onward.cli.output import Output, human_size
 from onward.cli.paths import (
     OverwriteOption,
     new_file,
@@ -130,6 +131,8 @@ def deploy(output: Output, options: Options) -> None:
                 str(eval_model), trained.checkpoint, names, aside,
                 quantize=None if quantize is None else str(quantize), force=options.force, **settings,
             )  # fmt: skip
+            if exported.quantization is not None and data:
+                measurement = _score_both(options, trained, eval_model, names, settings, data, aside)
         if tokenizer is not None:
             shutil.copyfile(tokenizer, aside.with_name(beside.name))
     output.line(
@@ -214,11 +217,34 @@ def _export_measured(
     return dataclasses.replace(exported, path=target, size=target.stat().st_size), result
 
 
+def _score_both(
+    options: Options,
+    trained: RunFiles,
+    eval_model: Path,
+    names: list[str],
+    settings: dict[str, Any],
+    data: list[str],
+    small: Path,
+) -> dict[str, Any]:
+    """The metric of a quantized file and of the float one that it was made of; nothing for data without labels."""
+    from onward.export import for_inference
+    from onward.files import scratch_folder
+
+    score = _make_score(options, trained, data)
+    with contextlib.suppress(OnwardError), scratch_folder() as folder:
+        metric = score(small)  # first: data without labels fails here, before anything else is made
+        whole = folder / small.name
+        for_inference(str(eval_model), trained.checkpoint, names, whole, **settings)
+        return {"metric": metric, "metric_before": score(whole)}
+    return {}
+
+
 def _make_score(options: Options, trained: RunFiles, data: list[str]) -> Score:
     """A function that computes the task's metric of a file; it fails where the data has no labels for it."""
     from onward import evaluate_model
     from onward.cli.data import load_data
     from onward.data.read import DataOptions
+    from onward.train.callbacks import improves
 
     reading = DataOptions(mapping=parse_pairs(options.mapping or [], "--map"), label=trained.options.label)
     if not data:
@@ -229,8 +255,10 @@ def _make_score(options: Options, trained: RunFiles, data: list[str]) -> Score:
         evaluation = evaluate_model(
             path, source, lambda inputs, reading: load_data(data, inputs, reading), options=reading
         )
-        # the first figure is the task's main one
-        return next(iter(evaluation.figures.values()))
+        # the first figure is the task's main one; of an error rate, a larger one would win, so the next counts
+        figures = evaluation.figures
+        rising = next((name for name in figures if improves(name) > 0), None)
+        return figures[rising] if rising is not None else -next(iter(figures.values()))
 
     return score
 
@@ -251,11 +279,10 @@ def _show_measurement(output: Output, result: dict[str, Any]) -> None:
         output.table("--quantize auto", ["", "size", "time", "cosine", "metric", ""], rows)
         if result["chosen"] == "float":
             output.note("the float model was written: nothing smaller is as fast and as good")
-    elif "float_layers" in result:
-        layers = first_of(result["float_layers"], 40) if result["float_layers"] else "none"
-        output.line(
-            f"metric {result['metric']:.4f}, {result['metric_before']:.4f} before; layers left float: {layers}"
-        )
+    elif "metric" in result:
+        layers = first_of(result["float_layers"], 40) if result.get("float_layers") else "none"
+        behind = f"; layers left float: {layers}" if "float_layers" in result else ""
+        output.line(f"metric {result['metric']:.4f}, {result['metric_before']:.4f} before{behind}")
 
 
 # --- What the outputs are compared on.

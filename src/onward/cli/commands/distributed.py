@@ -7,8 +7,9 @@ from typing import Annotated
 
 import typer
 
-from onward.cli.command import Output, command
+from onward.cli.command import command
 from onward.cli.errors import CommandError
+from onward.cli.output import Output
 from onward.cli.paths import plain_prefix
 from onward.cli.run_folder import refuse_earlier_run
 from onward.cli.run_options import OverwriteRunOption, ResumeOption, RunFolderOption, RunOptions

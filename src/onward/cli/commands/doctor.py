@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 from onward.cli.choices import only_our_errors
-from onward.cli.command import Output, command
+from onward.cli.command import command
+from onward.cli.output import Output
 
 _MARKS = {"ok": "ok", "absent": "–", "wrong": "WRONG"}
 

@@ -9,8 +9,9 @@ from typing import Annotated
 import typer
 
 from onward.cli.choices import DeviceOption, MetricChoice
-from onward.cli.command import Output, command, human_size
+from onward.cli.command import command
 from onward.cli.errors import CommandError
+from onward.cli.output import Output, human_size
 from onward.cli.paths import read_model
 from onward.cli.run_folder import RunFiles, export_run, find_run
 from onward.cli.shared_options import (

@@ -10,8 +10,9 @@ from typing import Annotated, Any
 import typer
 
 from onward.cli.choices import QuantizeChoice
-from onward.cli.command import Output, command
+from onward.cli.command import command
 from onward.cli.errors import CommandError
+from onward.cli.output import Output
 from onward.cli.paths import OverwriteOption, file_target, folder_target, refuse_strangers
 from onward.cli.python_entry import import_entry, is_entry
 from onward.cli.shared_options import refuse_unused
@@ -68,16 +69,14 @@ def export(
             "--quantize and --artifacts are for Hugging Face models",
             "for torch: onward artifacts on the exported file, onward deploy --quantize after training",
         )
-    refuse_unused(
-        {
-            "--task is for Hugging Face models": is_entry(source) and task != "auto",
-            "--pooling is for Hugging Face models": is_entry(source) and pooling is not None,
-            "--quantize is for a model, and --artifacts are to be trained": artifacts
-            and quantize is not None,
-            "--training is for a model, and --artifacts are always of one that trains": artifacts
-            and training is not None,
-            "--no-check is for a model without --artifacts": artifacts and not check,
-        }
+    _refuse_options_of_others(
+        is_entry(source),
+        artifacts,
+        task=task,
+        pooling=pooling,
+        quantize=quantize,
+        training=training,
+        check=check,
     )
     # the bars of other libraries would run through ours, and through pipes
     os.environ.setdefault("TQDM_DISABLE", "1")
@@ -108,6 +107,36 @@ def export(
     sizes = {file.name: file.stat().st_size for file in files if file.is_file()}
     output.sizes(str(target), sizes)
     output.result({"path": target, "files": sizes})
+
+
+def _refuse_options_of_others(
+    is_torch: bool,
+    artifacts: bool,
+    *,
+    task: str,
+    pooling: str | None,
+    quantize: QuantizeChoice | None,
+    training: bool | None,
+    check: bool,
+) -> None:
+    """Refuse options of Hugging Face models for torch modules, and those of models for artifacts."""
+    if is_torch:
+        refuse_unused(
+            {
+                "--task is for Hugging Face models": task != "auto",
+                "--pooling is for Hugging Face models": pooling is not None,
+            }
+        )
+    if artifacts:
+        # the files that train are float, have no other form, and are compared when they are made
+        refuse_unused(
+            {
+                "--quantize is for a model, and --artifacts are to be trained": quantize is not None,
+                "--training is for a model, and --artifacts are always of one that trains": training
+                is not None,
+                "--no-check is for a model without --artifacts": not check,
+            }
+        )
 
 
 def _require_folder(source: str) -> None:

@@ -14,8 +14,9 @@ import typer
 from typer.core import TyperCommand
 
 from onward.cli.choices import QuantizeChoice, TrainedChoice, only_our_errors
-from onward.cli.command import Output, command
+from onward.cli.command import command
 from onward.cli.errors import CommandError
+from onward.cli.output import Output
 from onward.cli.paths import file_target, folder_target, read_model, require_folder_target, require_new
 from onward.cli.shared_options import TaskOption, parse_rate
 from onward.escape import first_of

@@ -9,8 +9,9 @@ from typing import Annotated, Any
 import typer
 
 from onward.cli.choices import DeviceOption
-from onward.cli.command import Output, command
+from onward.cli.command import command
 from onward.cli.errors import CommandError
+from onward.cli.output import Output
 from onward.cli.paths import read_model
 
 # operators that give other results at each call; dropout does in training mode only

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from onward.cli.choices import DeviceOption
-from onward.cli.command import Output, command
+from onward.cli.command import command
 from onward.cli.errors import CommandError
+from onward.cli.output import Output
 from onward.cli.paths import OverwriteOption, folder_target, new_file, read_model, require_new
 from onward.cli.run_folder import export_run, find_run
 from onward.cli.shared_options import (

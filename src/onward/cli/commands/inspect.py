@@ -10,8 +10,9 @@ from typing import Annotated, Any
 
 import typer
 
-from onward.cli.command import Output, command, human_size
+from onward.cli.command import command
 from onward.cli.errors import CommandError
+from onward.cli.output import Output, human_size
 from onward.cli.paths import OverwriteOption, new_file
 from onward.cli.shared_options import PrefixOption, refuse_unused
 

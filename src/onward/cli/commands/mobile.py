@@ -7,8 +7,9 @@ from typing import Annotated
 
 import typer
 
-from onward.cli.command import Output, command
+from onward.cli.command import command
 from onward.cli.errors import CommandError
+from onward.cli.output import Output
 from onward.cli.paths import folder_target, plain_prefix
 from onward.cli.shared_options import PrefixOption
 
