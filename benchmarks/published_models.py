@@ -198,14 +198,15 @@ def train(folder: Path, feeds: dict[str, np.ndarray], target: np.ndarray) -> dic
         1e-6,
         1e-7,
     ):  # of the loss, about, by which it changes
-        move = share * first / square
+        move = share * first / square if square else 0.0  # no gradient at all: nothing moves
         up, down = answer_at(move), answer_at(-move)
         if np.array_equal(up, down):
             break
         # the difference of two losses, without what float32 loses in their sums
         slopes.append(float(np.mean((up - down) * (up + down - 2.0 * target))) / (2 * move * square))
     # large moves bend, small ones drown in rounding: in between, two of them agree
-    apart, slope = min((abs(one - two), (one + two) / 2) for one, two in itertools.pairwise(slopes))
+    pairs = [(abs(one - two), (one + two) / 2) for one, two in itertools.pairwise(slopes)]
+    apart, slope = min(pairs, default=(math.inf, math.nan))
     if apart > 0.02:
         slope = math.nan
     answer_at(0.0)
@@ -259,8 +260,8 @@ def page(outcomes: list[Outcome]) -> str:
             f"ONNX models as they are published in Python packages, none of them made for training: {len(good)} of",
             f"{len(outcomes)} train as they are. Artifacts are made with default settings: every floating weight that",
             "is no constant trains. `slope` is how much the loss really changes along the gradient, over how much the",
-            "gradient says (`unsteady` where no two sizes of a move agree about it: the output hardly moves on the noise that",
-            "the model is given, or jumps); `loss` is the squared distance from a random target before and after ten",
+            "gradient says (`unsteady` where no two sizes of a move agree about it: the output hardly moves on the",
+            "noise that the model is given, or jumps; `scores`: without its last activation); `loss` is the squared distance from a random target before and after ten",
             "small steps of AdamW; `seconds` is the time that `generate_artifacts` took.",
             "",
             "| package | model | opset | nodes | parameters | seconds | slope | loss |",

@@ -248,13 +248,15 @@ def test_a_model_without_weights_has_artifacts_that_compute_the_loss(
 
 
 HELD_BACK: dict[str, tuple[str, dict[str, np.ndarray], dict[str, Any], str]] = {
-    "double weights": (
-        "(double[N, 3] x) => (double y) { z = MatMul(x, w)  y = ReduceMean<keepdims=0>(z) }",
-        {"w": np.ones((3, 2))}, {}, r"'w' is DOUBLE, and .* must be float32; .*model.float\(\) before its export",
+    "half weights": (
+        "(float16[N, 3] x) => (float16 y) { z = MatMul(x, w)  y = ReduceMean<keepdims=0>(z) }",
+        {"w": np.ones((3, 2), np.float16)}, {},
+        r"'w' is FLOAT16, and .* must be float32; .*model.float\(\) before its export",
     ),
-    "a double weight by its name": (
-        "(double[N, 3] x) => (double y) { z = MatMul(x, w)  y = ReduceMean<keepdims=0>(z) }",
-        {"w": np.ones((3, 2))}, {"requires_grad": ["w"]}, r"'w' is DOUBLE: .*call model.float\(\) before the export",
+    "a half weight by its name": (
+        "(float16[N, 3] x) => (float16 y) { z = MatMul(x, w)  y = ReduceMean<keepdims=0>(z) }",
+        {"w": np.ones((3, 2), np.float16)}, {"requires_grad": ["w"]},
+        r"'w' is FLOAT16: .*call model.float\(\) before the export",
     ),
     "weights in 8 bits": (
         """(float[N, 3] x) => (float y) { w = DequantizeLinear(q, s)  z = MatMul(x, w)

@@ -163,6 +163,8 @@ class ManySteps:
             # Results land in numpy memory without a copy only there.
             memory.device.memory == "host"
             and memory.parameters.on_host
+            # the joined graph's scalars are float32
+            and memory.parameters.whole.dtype == np.float32
             and 0 < memory.parameters.vector.size <= _MOST
             # its scale is adapted between steps, by what their gradients were
             and signature.loss_scale is None

@@ -1,7 +1,7 @@
 """Chooses the trainable parameters: by names and patterns, else by the model's metadata, else every weight.
 
-A weight is a float32 initializer with more than one element that is read as data and reaches the loss: running
-statistics, bounds, rates and other settings are not weights.
+A weight is a float32 initializer (float64 where there is none) with more than one element that is read as data and
+reaches the loss: running statistics, bounds, rates and other settings are not weights.
 """
 
 from __future__ import annotations
@@ -36,6 +36,10 @@ _SETTINGS = {
 }
 # Types of indices, sizes and masks: an initializer of another type is a weight, or part of one.
 _DATA = (ir.DataType.INT64, ir.DataType.INT32, ir.DataType.BOOL, ir.DataType.STRING)
+
+
+# Types that parameters may have.
+_TRAINABLE = (ir.DataType.FLOAT, ir.DataType.DOUBLE)
 
 
 class UnknownParameterWarning(UserWarning):
@@ -100,7 +104,7 @@ def choose(
     # an input is trained where it is named, never by a pattern; nor are whole numbers
     inputs = [value.name or "" for value in graph.inputs]
     # `*` must not train token ids or the inputs of a quantized layer
-    hidden = {*inputs, *(name for name in base if graph.initializers[name].dtype != ir.DataType.FLOAT)}
+    hidden = {*inputs, *(name for name in base if graph.initializers[name].dtype not in _TRAINABLE)}
     chosen = resolve(requires_grad, [*base, *inputs], "requires_grad", by_name_only=hidden)
     # adapters first: they are what a checkpoint of adapters alone has
     trainable = [*adapters, *chosen]
@@ -111,13 +115,16 @@ def choose(
             hint="leave it out of --train, or out of --freeze",
         )
     types = {value.name: value.dtype for value in [*graph.initializers.values(), *graph.inputs]}
+    kinds = {types[name] for name in trainable}
     for name in trainable:
-        if (dtype := types[name]) != ir.DataType.FLOAT:
+        # one type for all: the optimizer updates one vector
+        if (dtype := types[name]) != ir.DataType.FLOAT and kinds != {ir.DataType.DOUBLE}:
             convert = (
                 "call model.float() before the export, or " if dtype and dtype.is_floating_point() else ""
             )
             raise ModelError(
-                f"'{name}' is {dtype}: trainable parameters must be float32; {convert}freeze it (frozen_params=…)"
+                f"'{name}' is {dtype}: trainable parameters must be float32, or all of them float64; {convert}"
+                "freeze it (frozen_params=…)"
             )
     return Choice(trainable, frozen, by_default, notes)
 
@@ -136,7 +143,7 @@ def _explain_nothing_to_train(
         v for n in base if (v := graph.initializers[n]).const_value is not None and v.const_value.size > 1
     ]
     for value in arrays:
-        if value in needed and value.dtype not in (ir.DataType.FLOAT, *_DATA):
+        if value in needed and value.dtype not in (*_TRAINABLE, *_DATA):
             raise ModelError(
                 f"the model has no weight to train: '{value.name}' is {value.dtype}, and trainable parameters must be "
                 "float32; begin with the model in float32 (model.float() before its export)"
@@ -246,17 +253,20 @@ def _weights(graph: ir.Graph, loss: str, base: Sequence[str], vectors: Collectio
     }
     # what does not reach the loss would have a gradient of zero, and cost memory
     needed = _needed(graph, loss)
-    return [
+    weights = [
         name
         for name in base
         if (value := graph.initializers[name]) in needed
         and value not in settings
         and name not in vectors
-        and value.dtype == ir.DataType.FLOAT
+        and value.dtype in _TRAINABLE
         and value.const_value is not None
         # A single number is a scale, an epsilon or a bound far more often than a weight.
         and value.const_value.size > 1
     ]
+    # of a float32 model, float64 tensors are tables of constants
+    single = [name for name in weights if graph.initializers[name].dtype == ir.DataType.FLOAT]
+    return single or weights
 
 
 # What computes a spectrogram of a wave, up to the root or logarithm of its power.

@@ -412,7 +412,10 @@ def _optimizer_model(
     groups = _resolve_groups(groups, list(graphs.trainable))
     if isinstance(rule, Optimizer):
         shapes = {name: tuple(tensor.shape.numpy()) for name, tensor in graphs.trainable.items()}
-        model = optimizer_model(rule, shapes, groups=groups)
+        kinds = {tensor.dtype for tensor in graphs.trainable.values()}
+        model = optimizer_model(
+            rule, shapes, groups=groups, dtype=kinds.pop() if kinds else ir.DataType.FLOAT
+        )
     else:
         model = rule.optimizer_model(graphs.trainable, groups)
     model.producer_name, model.producer_version = producer()

@@ -149,7 +149,9 @@ class OptimizerBlock(Block):
                 f"clip_grad must be a ClipGradNorm or ClipGradValue, got {type(self.clip_grad).__name__}"
             )
         shapes = {name: tuple(tensor.shape.numpy()) for name, tensor in parameters.items()}
-        return optimizer_model(self.rule, shapes, clipping=clipping, groups=groups)
+        kinds = {tensor.dtype for tensor in parameters.values()}
+        dtype = kinds.pop() if kinds else ir.DataType.FLOAT
+        return optimizer_model(self.rule, shapes, clipping=clipping, groups=groups, dtype=dtype)
 
     def _update(
         self, op: Builder, rate: ir.Value, step: ir.Value, params: ir.Value, grads: ir.Value, *slots: ir.Value

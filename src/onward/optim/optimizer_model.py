@@ -16,6 +16,7 @@ import onnx_ir as ir
 
 from onward import contract
 from onward.contract import OPSET
+from onward.errors import ModelError
 from onward.graph.builder import Builder
 from onward.graph.passes.finish import finish
 from onward.optim.update_rules import Optimizer, Scalars
@@ -46,14 +47,22 @@ def optimizer_model(
     *,
     clipping: Clipping | None = None,
     groups: Sequence[ParameterGroup] = (),
+    dtype: ir.DataType = ir.DataType.FLOAT,
 ) -> ir.Model:
-    """Build the optimizer model of a rule for parameters of these names and shapes.
+    """Build the optimizer model of a rule for parameters of these names and shapes, all of one type.
+
+    State and scalars are of that type too: an update of float64 parameters is one of float64 throughout.
 
     >>> from onward.optim import adamw
     >>> [value.name for value in optimizer_model(adamw(), {"w": (3, 4)}).graph.inputs][:4]
     ['parameter', 'gradient', 'momentum0', 'momentum1']
     """
     clipping = clipping or Clipping()
+    if dtype != ir.DataType.FLOAT and not rule.elementwise:
+        raise ModelError(
+            f"{rule.name} updates float32 parameters only, and these are {dtype}",
+            hint="choose an elementwise rule, such as AdamW or SGD, or call model.float() before the export",
+        )
     graph = ir.Graph([], [], nodes=[], opset_imports={"": OPSET}, name=f"{rule.name} optimizer")
     op = Builder(graph)
     if rule.elementwise:
@@ -64,12 +73,12 @@ def optimizer_model(
         tensors = {
             name: _Tensor(name, f"{name}_grad", f"{name}.", list(shape)) for name, shape in parameters.items()
         }
-    values = {name: _inputs(op, rule, tensor) for name, tensor in tensors.items()}
-    rate = op.input("learning_rate", ir.DataType.FLOAT, [1])
+    values = {name: _inputs(op, rule, tensor, dtype) for name, tensor in tensors.items()}
+    rate = op.input("learning_rate", dtype, [1])
     step = op.input("step", ir.DataType.INT64, [1])
-    scale = op.input("gradient_scale", ir.DataType.FLOAT, [1])
-    decay = op.input("weight_decay", ir.DataType.FLOAT, [1])
-    count = op.Cast(step, to=ir.DataType.FLOAT)
+    scale = op.input("gradient_scale", dtype, [1])
+    decay = op.input("weight_decay", dtype, [1])
+    count = op.Cast(step, to=dtype)
     of_parameter = {name: group for group in groups for name in group.parameters}
     # Without decay anywhere the graph has no node for it: an update reads all parameters once less.
     decays = bool(rule.weight_decay) or any(group.weight_decay for group in groups)
@@ -114,15 +123,17 @@ class _Tensor:
     dims: list[int | str]
 
 
-def _inputs(op: Builder, rule: Optimizer, tensor: _Tensor) -> tuple[ir.Value, ir.Value, dict[str, ir.Value]]:
-    parameter = op.input(tensor.parameter, ir.DataType.FLOAT, tensor.dims)
-    gradient = op.input(tensor.gradient, ir.DataType.FLOAT, tensor.dims)
+def _inputs(
+    op: Builder, rule: Optimizer, tensor: _Tensor, dtype: ir.DataType
+) -> tuple[ir.Value, ir.Value, dict[str, ir.Value]]:
+    parameter = op.input(tensor.parameter, dtype, tensor.dims)
+    gradient = op.input(tensor.gradient, dtype, tensor.dims)
     state = {}
     for slot in rule.slots:
         dims: list[int | str] = tensor.dims
         if rule.slot_shapes is not None:
             dims = list(rule.slot_shapes(slot, tuple(int(dim) for dim in tensor.dims)))
-        state[slot] = op.input(f"{tensor.prefix}{slot}", ir.DataType.FLOAT, dims)
+        state[slot] = op.input(f"{tensor.prefix}{slot}", dtype, dims)
     return parameter, gradient, state
 
 
@@ -131,7 +142,7 @@ def _scalars_of(op: Builder, scalars: Scalars, group: ParameterGroup) -> Scalars
     if group.learning_rate_scale != 1.0:
         rate = op.Mul(rate, group.learning_rate_scale)
     if group.weight_decay is not None:
-        decay = op.constant(np.asarray([group.weight_decay], np.float32), name="weight_decay")
+        decay = op.constant(np.asarray([group.weight_decay], op.dtype(rate).numpy()), name="weight_decay")
     return Scalars(rate, scalars.step, decay)
 
 

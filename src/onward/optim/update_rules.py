@@ -107,8 +107,9 @@ def _adam_step(
     step = op.Cast(s.step, to=ir.DataType.DOUBLE)
     first = op.Sub(1.0, op.Pow(np.asarray([betas[0]]), step))
     root = op.Sqrt(op.Sub(1.0, op.Pow(np.asarray([betas[1]]), step)))
-    second = op.Cast(root, to=ir.DataType.FLOAT)
-    rate = op.Mul(s.learning_rate, op.Cast(op.Div(root, first), to=ir.DataType.FLOAT))
+    kind = op.dtype(s.learning_rate)
+    second = op.Cast(root, to=kind)
+    rate = op.Mul(s.learning_rate, op.Cast(op.Div(root, first), to=kind))
     small = op.Mul(second, eps) if scaled_eps else eps
     return op.Mul(op.Div(m, op.Add(op.Sqrt(v), small)), rate)
 

@@ -144,8 +144,10 @@ class ModelMemory:
             for n in signature.statistics
             if n in signature.parameters
         }
-        self.parameters = FlatBuffer(trainable, parts=parts, device=device)
-        self.gradients = FlatBuffer(trainable, parts=parts, device=device)
+        # one type for all that trains: the updates run over one vector
+        kind = next((signature.dtypes[name] for name in trainable), np.dtype(np.float32))
+        self.parameters = FlatBuffer(trainable, parts=parts, device=device, dtype=kind)
+        self.gradients = FlatBuffer(trainable, parts=parts, device=device, dtype=kind)
         kinds = dict.fromkeys(dtype for _, dtype in statistics.values())
 
         def flat() -> list[FlatBuffer]:
@@ -218,7 +220,8 @@ class ModelMemory:
         buffers = []
         for old in (self.parameters, self.gradients):
             shapes = old.shapes
-            new = FlatBuffer({name: shapes[name] for name in order}, parts=self._parts, device=self.device)
+            named = {name: shapes[name] for name in order}
+            new = FlatBuffer(named, parts=self._parts, device=self.device, dtype=old.whole.dtype)
             new.write(old.arrays())
             buffers.append(new)
         self.parameters, self.gradients = buffers  # both or, where there is too little memory, neither

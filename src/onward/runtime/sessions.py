@@ -191,7 +191,11 @@ def _advice(model: onnx.ModelProto | bytes | str, device: Device, error: Excepti
         return ""
     precision = {entry.key: entry.value for entry in model.metadata_props}.get(contract.PRECISION, "fp32")
     if precision == "fp32":
-        return ""
+        double = any(v.type.tensor_type.elem_type == onnx.TensorProto.DOUBLE for v in model.graph.input)
+        lacks = f". {device.provider} lacks this operator in float64"
+        return (
+            f"{lacks}: call model.float() before the export, and make the artifacts again" if double else ""
+        )
     other = "precision='fp16' or 'fp32'" if precision == "bf16" else "precision='fp32'"
     return (
         f". The model is in {precision}, for which {device.provider} lacks this operator: train on a device that has "

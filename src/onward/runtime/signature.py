@@ -107,7 +107,10 @@ def _require_parameters(model: onnx.ModelProto, path: str, trainable: list[str],
     for name in trainable:
         dims = list(inputs[name].shape.dim)
         # The file may be anyone's: what it claims decides how much memory is taken.
-        if inputs[name].elem_type != onnx.TensorProto.FLOAT or any(dim.dim_value < 0 for dim in dims):
+        kinds = {inputs[trained].elem_type for trained in trainable if trained in inputs}
+        if not (kinds == {onnx.TensorProto.FLOAT} or kinds == {onnx.TensorProto.DOUBLE}) or any(
+            dim.dim_value < 0 for dim in dims
+        ):
             raise ModelError(f"'{path}': the parameter '{name}' is not a float tensor of a known shape")
         if f"{name}{BUFFER}" not in inputs or f"{name}{OUT}" not in outputs:
             raise ModelError(

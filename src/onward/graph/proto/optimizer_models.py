@@ -112,9 +112,16 @@ def split_scalars(model: onnx.ModelProto, scalars: Sequence[str]) -> tuple[Scala
     for tensor in [tensor for tensor in graph.initializer if tensor.name not in read]:
         graph.initializer.remove(tensor)
     graph.input.extend(
-        onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [1]) for name in results
+        onnx.helper.make_tensor_value_info(name, kinds.get(name, onnx.TensorProto.FLOAT), [1])
+        for name in results
     )
     return ScalarProgram(list(constants.values()), steps, {name: slots[name] for name in results}), slim
+
+
+def number_type(model: onnx.ModelProto) -> int:
+    """The element type of the parameter that a model updates, and so of its gradient, state and scalars."""
+    kinds = {value.name: value.type.tensor_type.elem_type for value in model.graph.input}
+    return kinds.get("parameter", onnx.TensorProto.FLOAT)
 
 
 def without_scaling(model: onnx.ModelProto) -> onnx.ModelProto:
@@ -141,20 +148,21 @@ def leaves_alone(
     inputs: Collection[str],
     state: Sequence[str],
     shape: tuple[int, ...],
+    dtype: np.dtype,
 ) -> bool:
     """Whether a rule keeps a parameter with zero gradient, state and weight decay exactly as it is, at any step.
 
     `run` computes the next values of `state` (the parameter and its slots) for those of the rule's inputs.
     """
-    zeros = np.zeros(shape, np.float32)
-    parameter = np.linspace(-2, 2, zeros.size, dtype=np.float32).reshape(shape)
+    zeros = np.zeros(shape, dtype)
+    parameter = np.linspace(-2, 2, zeros.size, dtype=dtype).reshape(shape)
     before = {name: parameter if name == "parameter" else zeros for name in state}
     feeds = {
         **before,
         "gradient": zeros,
-        "learning_rate": np.full(1, 0.1, np.float32),
-        "gradient_scale": np.ones(1, np.float32),
-        "weight_decay": np.zeros(1, np.float32),
+        "learning_rate": np.full(1, 0.1, dtype),
+        "gradient_scale": np.ones(1, dtype),
+        "weight_decay": np.zeros(1, dtype),
     }
     for step in (1, 2, 1000):
         # Bias correction depends on the step: what holds at the first may not later.
@@ -189,6 +197,7 @@ def fuse_multiply_add(
     graph = fused.graph
     constants = {t.name: t for t in graph.initializer if np.prod(t.dims, dtype=np.int64) == 1}
     computed = {**{name: index for index, name in enumerate(scalars)}, **program.slots}
+    kind = number_type(model)
     steps, slots = list(program.steps), dict(program.slots)
     size = len(scalars) + len(program.constants) + len(steps)
     outputs = {value.name for value in graph.output}
@@ -222,7 +231,7 @@ def fuse_multiply_add(
                 slots[name] = size
                 size += 1
             if not any(value.name == name for value in graph.input):
-                graph.input.append(onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [1, 1]))
+                graph.input.append(onnx.helper.make_tensor_value_info(name, kind, [1, 1]))
         else:
             name = scalar
         user.op_type = "Gemm"

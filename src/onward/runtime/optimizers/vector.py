@@ -18,7 +18,7 @@ import onnxruntime as ort
 from onward import contract
 from onward.contract import SCALARS
 from onward.errors import MAKE_ARTIFACTS, ModelError
-from onward.graph.proto.optimizer_models import as_rows, fuse_multiply_add, leaves_alone, repeat
+from onward.graph.proto.optimizer_models import as_rows, fuse_multiply_add, leaves_alone, number_type, repeat
 from onward.model_metadata import read_table
 from onward.ort_session import quiet_options
 from onward.runtime.bound import RecordingError, inputs_on_host, make_recording, warn_unrecorded
@@ -54,7 +54,8 @@ class _Block:
     def __init__(self, start: int, stop: int, setting: int, gradient: np.ndarray, *, rests: bool) -> None:
         self.start, self.stop, self.setting = start, stop, setting
         # a zero may be negative, which as bits is not zero: that piece is moved, to no effect
-        self._bits = gradient.view(np.uint32).reshape(-1, min(_PIECE, stop - start)) if rests else None
+        bits = gradient.view(np.uint32 if gradient.itemsize == 4 else np.uint64) if rests else None
+        self._bits = None if bits is None else bits.reshape(-1, min(_PIECE, stop - start))
         self._awake = np.zeros(0 if self._bits is None else len(self._bits), bool)
 
     @property
@@ -220,7 +221,7 @@ class HostUpdater(ElementwiseUpdater):
             target = vector[part]
             # The output is the input's own memory: elementwise, each number is read before it is written.
             binding.bind_output(
-                f"{name}{contract.NEXT}", "cpu", 0, np.float32, [1, target.size], target.ctypes.data
+                f"{name}{contract.NEXT}", "cpu", 0, target.dtype, [1, target.size], target.ctypes.data
             )
         return binding
 
@@ -235,7 +236,8 @@ def _rests(rule: Rule) -> bool:
     state = ["parameter", *rule.options["slots"]]
     names = [f"{name}{contract.NEXT}" for name in state]
     inputs = {value.name for value in session.get_inputs()}
-    return leaves_alone(lambda feeds: session.run(names, feeds), inputs, state, (9,))
+    kind = onnx.helper.tensor_dtype_to_np_dtype(number_type(rule.model))
+    return leaves_alone(lambda feeds: session.run(names, feeds), inputs, state, (9,), kind)
 
 
 def _single_threaded(data: bytes) -> ort.InferenceSession:
