@@ -39,6 +39,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 import onward
 from onward.data.read import Data, DataOptions
+from onward.train.callbacks import Callback
 
 SHAPES = ("box", "ball", "wedge")
 NEW_LETTERS = "БГДЖЗИЙЛПФЦЧШЩЪЫЬЭЮЯ"
@@ -47,12 +48,26 @@ LATIN = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 COMMON = [bytes((0xB0 + number // 94, 0xA1 + number % 94)).decode("gb2312") for number in range(3755)]
 
 
-def train(model: Path, data: Path, folder: Path, **options: Any) -> Any:
-    """Fine-tune in `folder`, or go on there."""
+class Deadline(Callback):
+    """Stops a run after the epoch in which its time is over."""
+
+    def __init__(self, minutes: float) -> None:
+        self.end = time.perf_counter() + 60 * minutes
+
+    def on_epoch(self, trainer: Any, row: dict[str, Any]) -> bool:
+        print(json.dumps(row), flush=True)
+        return time.perf_counter() > self.end
+
+
+def train(arguments: argparse.Namespace, data: Path, model: Path | None = None, **options: Any) -> Any:
+    """Fine-tune in the demonstration's folder, or go on there."""
     begin = time.perf_counter()
-    run = folder / "run"
+    run = arguments.folder / "run"
     resume = any(run.glob("checkpoint-*"))
-    result = onward.finetune(model, data, output_directory=run, resume=resume, progress=False, **options)
+    result = onward.finetune(
+        model or arguments.model, data, output_directory=run, resume=resume, progress=False,
+        callbacks=[Deadline(arguments.minutes)], device=arguments.device, **options,
+    )  # fmt: skip
     minutes = round((time.perf_counter() - begin) / 60, 2)
     return result, {"resumed": resume, "minutes": minutes, "epochs": len(result.history.epochs)}
 
@@ -99,7 +114,7 @@ def detector(arguments: argparse.Namespace) -> dict[str, Any]:
         )
     )
     result, figures = train(
-        arguments.model, data, folder, eval_data=test, epochs=arguments.epochs or 20, device=arguments.device,
+        arguments, data, eval_data=test, epochs=arguments.epochs or 20,
         batch_size=arguments.batch_size or 8, size=_open_side(arguments), learning_rate=arguments.learning_rate,
         best_metric="mAP50", augment=arguments.augment,
     )  # fmt: skip
@@ -179,7 +194,7 @@ def segmenter(arguments: argparse.Namespace) -> dict[str, Any]:
         )
     )
     result, figures = train(
-        arguments.model, data, folder, eval_data=test, epochs=arguments.epochs or 10, device=arguments.device,
+        arguments, data, eval_data=test, epochs=arguments.epochs or 10,
         batch_size=arguments.batch_size or 8, size=_open_side(arguments), learning_rate=arguments.learning_rate,
         best_metric="miou", augment=arguments.augment,
     )  # fmt: skip
@@ -200,8 +215,8 @@ def reader(arguments: argparse.Namespace) -> dict[str, Any]:
     old = draw_lines(folder / "old", fonts, new=0, old=tests, seed=3)
     before = evaluate(arguments.model, old, ("cer", "exact_match"), batch_size=8)
     result, figures = train(
-        arguments.model, data, folder, eval_data=check, epochs=arguments.epochs or 6, best_metric="eval_loss",
-        batch_size=arguments.batch_size or 16, learning_rate=arguments.learning_rate, device=arguments.device,
+        arguments, data, eval_data=check, epochs=arguments.epochs or 6, best_metric="eval_loss",
+        batch_size=arguments.batch_size or 16, learning_rate=arguments.learning_rate,
     )  # fmt: skip
     figures["by epoch"] = [round(epoch["cer"], 4) for epoch in result.history.epochs]
     files = {
@@ -265,14 +280,14 @@ def embedder(arguments: argparse.Namespace) -> dict[str, Any]:
     data = write_pairs(folder / "training.csv", [pairs[row] for row in order[tests : tests + samples]])
     names = ("recall@1", "recall@10", "mrr")
     options: dict[str, Any] = {
-        "eval_data": test, "batch_size": arguments.batch_size or 32, "max_length": 64, "device": arguments.device,
+        "eval_data": test, "batch_size": arguments.batch_size or 32, "max_length": 64,
         "learning_rate": arguments.learning_rate or 5e-5,
     }  # fmt: skip
     # a step too small to change anything: what the published vectors are worth on these pairs
     few = write_pairs(folder / "few.csv", [pairs[row] for row in order[-32:]])
     still = onward.finetune(model, few, progress=False, epochs=1, **{**options, "learning_rate": 1e-12})
     result, figures = train(
-        model, data, folder, epochs=arguments.epochs or 2, best_metric="recall@1", **options
+        arguments, data, model, epochs=arguments.epochs or 2, best_metric="recall@1", **options
     )
     figures["by epoch"] = [round(epoch["recall@1"], 4) for epoch in result.history.epochs]
     figures["before"] = {name: round(still.metrics[name], 4) for name in names}
@@ -358,7 +373,7 @@ def tagger(arguments: argparse.Namespace) -> dict[str, Any]:
         "epochs": arguments.epochs or 2, "batch_size": arguments.batch_size or 16, "warmup": 0, "clip_norm": 1.0,
         "learning_rate": arguments.learning_rate or 5e-5, "schedule": "constant",
     }  # fmt: skip
-    result, figures = train(exported, data, folder, eval_data=test, best_metric="f1", **options)
+    result, figures = train(arguments, data, exported, eval_data=test, best_metric="f1", **options)
     figures["by epoch"] = [round(epoch["f1"], 4) for epoch in result.history.epochs]
     begin = time.perf_counter()
     figures["torch by epoch"] = train_in_torch(model, exported, data, test, options)
@@ -477,6 +492,18 @@ def write_conll(path: Path, lines: Sequence[Sequence[tuple[str, str]]]) -> Path:
 DEMONSTRATIONS = {function.__name__: function for function in (detector, segmenter, reader, embedder, tagger)}
 
 
+def limit_threads(count: int) -> None:
+    """Every session from now on has so many threads: by default it takes all cores, whatever `taskset` says."""
+    create = onnxruntime.InferenceSession.__init__
+
+    def create_limited(self: Any, model: Any, sess_options: Any = None, *args: Any, **options: Any) -> None:
+        sess_options = sess_options or onnxruntime.SessionOptions()
+        sess_options.intra_op_num_threads = sess_options.intra_op_num_threads or count
+        create(self, model, sess_options, *args, **options)
+
+    onnxruntime.InferenceSession.__init__ = create_limited  # type: ignore[method-assign, assignment]
+
+
 def main() -> None:
     """Run one demonstration, and print its figures as JSON."""
     parser = argparse.ArgumentParser(
@@ -491,10 +518,16 @@ def main() -> None:
     parser.add_argument("--epochs", type=int)
     parser.add_argument("--batch-size", type=int)
     parser.add_argument("--learning-rate", type=float)
+    parser.add_argument("--threads", type=int, default=0, help="of each session; default: onnxruntime's")
     parser.add_argument("--side", type=int, default=320, help="of pictures with shapes")
     parser.add_argument("--augment", action="append", default=[], help="for detector")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument(
+        "--minutes", type=float, default=60.0, help="of training; the epoch that has begun is finished"
+    )
     arguments = parser.parse_args()
+    if arguments.threads:
+        limit_threads(arguments.threads)
     arguments.folder.mkdir(parents=True, exist_ok=True)
     figures = DEMONSTRATIONS[arguments.name](arguments)
     figures["peak memory GB"] = round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 2)

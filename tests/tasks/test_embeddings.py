@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,13 @@ from onward import losses
 from onward.api import CheckpointState, Module, Optimizer
 from onward.artifacts import OptimType, generate_artifacts
 from onward.errors import DataError, ModelError, OnwardError
+from onward.export import from_transformers
 from onward.onnxblock import loss as blocks
 from onward.tasks import find_task
 from onward.tasks.scores import rank_pairs, retrieval_figures, spearman
 from small_models import with_weights
-from tasks.encoders import THINGS, encoder, pairs, write_encoder, write_table
+from tasks.encoders import THINGS, WORDS, encoder, pairs, write_encoder, write_table
+from tasks.stopped_runs import same_weights_when_resumed
 
 
 @pytest.fixture
@@ -292,16 +295,57 @@ def test_a_line_without_a_partner_is_named(folder: Path, tmp_path: Path) -> None
 
 
 def test_a_run_that_was_stopped_ends_in_the_same_weights(folder: Path, tmp_path: Path) -> None:
-    whole = teach(folder, epochs=4, output_directory=tmp_path / "whole")
-    options = {"epochs": 4, "output_directory": tmp_path / "parts"}
+    same_weights_when_resumed(teach, folder, None, tmp_path)
 
-    class Stop(onward.train.callbacks.Callback):
-        def on_epoch(self, trainer: Any, row: dict[str, Any]) -> None:
-            if row["epoch"] >= 2:
-                raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt):
-        teach(folder, callbacks=[Stop()], **options)
-    resumed = teach(folder, resume=True, **options)
-    for name, array in whole.state.trainable.items():
-        assert np.array_equal(array, resumed.state.trainable[name]), name
+def test_fastembed_and_sentence_transformers_load_the_folder_as_it_is(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    words = write_encoder(tmp_path / "words")  # its tokenizer: BERT's own would want a vocabulary
+    config = transformers.BertConfig(
+        vocab_size=len(WORDS),
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=16,
+    )
+    transformers.BertModel(config).eval().save_pretrained(tmp_path / "bert")
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(words / "tokenizer.json"),
+        pad_token="[PAD]",
+        unk_token="[UNK]",
+        model_max_length=32,
+    )
+    tokenizer.save_pretrained(tmp_path / "bert")
+    from_transformers(tmp_path / "bert", "feature-extraction", tmp_path / "bert")
+    data = write_table(tmp_path / "pairs.csv", ("anchor", "positive"), pairs())
+    folder = tmp_path / "mine"
+    teach(tmp_path / "bert", data, epochs=1).export(folder)
+    texts = ["history of the volcano", "a tea"]
+    vectors = onward.load(folder)(texts)
+    others = {name: read(folder, texts) for name, read in READERS.items() if find_spec(name) is not None}
+    if not others:
+        pytest.skip("neither fastembed nor optimum is installed")
+    for name, answers in others.items():
+        np.testing.assert_allclose(answers, vectors, atol=1e-6, err_msg=name)
+
+
+def read_with_fastembed(folder: Path, texts: list[str]) -> np.ndarray:
+    from fastembed import TextEmbedding
+    from fastembed.common.model_description import ModelSource, PoolingType
+
+    source = ModelSource(hf="mine/mine")  # which is not read: the path below is
+    TextEmbedding.add_custom_model(
+        model="mine", pooling=PoolingType.MEAN, normalization=True, sources=source, dim=16, model_file="model.onnx"
+    )  # fmt: skip
+    loaded = TextEmbedding("mine", specific_model_path=str(folder), local_files_only=True)
+    return np.stack(list(loaded.embed(texts)))
+
+
+def read_with_sentence_transformers(folder: Path, texts: list[str]) -> np.ndarray:
+    from sentence_transformers import SentenceTransformer
+
+    return SentenceTransformer(str(folder), backend="onnx", device="cpu").encode(texts)
+
+
+# by the package without which neither works
+READERS = {"fastembed": read_with_fastembed, "optimum": read_with_sentence_transformers}

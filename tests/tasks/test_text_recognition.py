@@ -21,6 +21,7 @@ from onward.errors import DataError, ModelError
 from onward.pipeline.evaluate import evaluate_model
 from onward.tasks.text_recognition import edit_distance, join_characters, text_figures
 from small_models import with_weights
+from tasks.stopped_runs import same_weights_when_resumed
 
 # each character is a block of eight columns: which of its four rows are dark
 GLYPHS = {"a": 0b0001, "b": 0b0110, "c": 0b1010, "d": 0b1111, "e": 0b0100, " ": 0b0000}
@@ -215,3 +216,8 @@ def test_edits_are_levenshteins(one: str, other: str, edits: int) -> None:
 def test_error_rates_count_over_all_texts() -> None:
     figures = text_figures(["abcd", "x y"], ["abcx", "x y"])
     assert figures == pytest.approx({"cer": 1 / 7, "wer": 1 / 3, "exact_match": 0.5})
+
+
+def test_a_run_that_was_stopped_ends_in_the_same_weights(tmp_path: Path) -> None:
+    path, lines = save(reader(), tmp_path / "reader.onnx"), write_lines(tmp_path / "lines", "abcd", count=20)
+    same_weights_when_resumed(teach, path, lines, tmp_path)

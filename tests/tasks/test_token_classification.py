@@ -16,6 +16,7 @@ from onward.errors import DataError
 from onward.tasks.scores import entities_of, score_entities
 from small_models import with_weights
 from tasks.encoders import THINGS, WORDS, write_encoder, write_tokenizer
+from tasks.stopped_runs import same_weights_when_resumed
 
 PLACES = THINGS[:5]
 
@@ -235,3 +236,8 @@ def test_a_model_without_a_tokenizer_says_what_to_name(tmp_path: Path) -> None:
     write_tokenizer(folder).unlink()
     with pytest.raises(DataError, match=r"no tokenizer\.json beside it"):
         teach(folder, sentences(8), task="token-classification")
+
+
+def test_a_run_that_was_stopped_ends_in_the_same_weights(tmp_path: Path) -> None:
+    data = write_conll(tmp_path / "train.conll", sentences(20))
+    same_weights_when_resumed(teach, contextual(tmp_path / "encoder"), data, tmp_path)

@@ -173,7 +173,7 @@ class LogFile(Callback):
 
 def improves(metric: str) -> float:
     """−1 for a metric that should fall, 1 for one that should rise."""
-    falling = ("loss", "mse", "mae", "perplexity", "error")
+    falling = ("loss", "mse", "mae", "perplexity", "error", "cer", "wer")
     return -1.0 if metric.endswith(falling) else 1.0
 
 

@@ -93,7 +93,9 @@ def _judge(
     inputs = {n: arrays[n] for n in [*(n for n in signature.inputs if n not in labels), *labels]}
     ignored = {signature.inputs[i]: label for i, _, label in signature.labels if label is not None}
     if details is not None and len(labels) == 1 and outputs:
-        counted = {n: np.where(a == ignored[n], -1, a) if n in ignored else a for n, a in inputs.items()}
+        counted = {
+            n: np.where(a == ignored[n], np.int64(-1), a) if n in ignored else a for n, a in inputs.items()
+        }
         with contextlib.suppress(ValueError):  # scores and labels of other shapes have none
             details.confusion = confusion(outputs, counted)
     if details is not None and details.show is not None:

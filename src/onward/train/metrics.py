@@ -48,7 +48,8 @@ def compute(
 ) -> dict[str, float]:
     """Every metric's value; those that are built in do not see labels that the loss ignores."""
     seen = {
-        name: np.where(array == ignored[name], -1, array) if name in ignored else array
+        # not -1: numpy 2.5 refuses it beside bytes
+        name: np.where(array == ignored[name], np.int64(-1), array) if name in ignored else array
         for name, array in inputs.items()
     }
     own = set(METRICS.values())
