@@ -1,7 +1,7 @@
 """Every command that writes, killed at every event of the file system: the old result or the new one, whole.
 
     python benchmarks/kill_points.py                      all commands, all events
-    python benchmarks/kill_points.py --only deploy        commands whose name holds this
+    python benchmarks/kill_points.py --only deploy        commands whose name holds this pattern
     python benchmarks/kill_points.py --every 1            disks that fail at each event, not at each tenth
     python benchmarks/kill_points.py --few                a state of each quick command, as the tests do
 
@@ -404,7 +404,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--few", action="store_true", help="of quick commands the last state")
     options = parser.parse_args(arguments)
     problems = count = 0
-    names = [name for name in CASES if options.only in name and (CASES[name].is_quick or not options.few)]
+    names = [
+        name for name in CASES if re.search(options.only, name) and (CASES[name].is_quick or not options.few)
+    ]
     with tempfile.TemporaryDirectory() as folder:
         import_everything()
         build_world(Path(folder))
