@@ -172,7 +172,7 @@ def rests(optimizer: ir.Model) -> bool:
     evaluator: Any = ReferenceEvaluator(ir.to_proto(optimizer))
     inputs = {value.name or "" for value in optimizer.graph.inputs}
     state = [(value.name or "").removesuffix(contract.NEXT) for value in optimizer.graph.outputs]
-    return leaves_alone(lambda feeds: evaluator.run(None, feeds), inputs, state, (1, 9))
+    return leaves_alone(lambda feeds: evaluator.run(None, feeds), inputs, state, (1, 9), np.dtype(np.float32))
 
 
 def update_pieces(
