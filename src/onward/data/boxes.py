@@ -107,6 +107,7 @@ def find_boxed_pictures(path: Path, classes: Sequence[str] | None) -> BoxedPictu
         )
     names = list(classes) if classes is not None else layout.classes or _names_of(layout.pictures)
     where = layout.where if classes is None else "the classes"
+    # all at once: a broken picture would end the run after an hour
     require_readable([picture.file for picture in layout.pictures])
     return BoxedPictures([_check(picture, names, where) for picture in layout.pictures], names)
 
@@ -175,6 +176,7 @@ def upright_size(file: Path) -> tuple[int, int]:
     from PIL import Image
 
     with Image.open(file) as picture:
+        # the EXIF orientations that swap height and width
         turned = picture.getexif().get(0x0112) in (5, 6, 7, 8)
         return (picture.width, picture.height) if turned else (picture.height, picture.width)
 
@@ -202,6 +204,7 @@ def _read_yolo(path: Path) -> _Layout:
 def _label_file(picture: Path) -> Path | None:
     """The text file of a picture: images/ becomes labels/ in its path; none means that there is nothing in it."""
     parts = list(picture.parts)
+    # from behind, as Ultralytics does: folders above may be called images too
     for index in range(len(parts) - 2, -1, -1):
         if parts[index] == "images":
             labels = Path(*parts[:index], "labels", *parts[index + 1 :]).with_suffix(".txt")
@@ -246,6 +249,7 @@ def _coco_files(path: Path) -> list[Path]:
 
 def _looks_like_coco(file: Path) -> bool:
     """Whether the begin or the end of a file has a key of COCO's: large files are not read for that."""
+    # COCO's keys may stand at either end, and its files have hundreds of megabytes
     with open(file, "rb") as stream:
         ends = stream.read(_END)
         stream.seek(max(0, file.stat().st_size - _END))
@@ -261,6 +265,7 @@ def _read_coco(path: Path) -> _Layout:
         split = _split_of(file) if len(files) > 1 else None
         document = _read_table(file)
         numbers = {entry["id"]: entry["name"] for entry in document["categories"]}
+        # COCO's ids have gaps: classes are numbered in their order
         own = [numbers[number] for number in sorted(numbers)]
         if names is not None and own != names:
             raise DataError(f"'{file}' has the classes {first_of(own)}, another file {first_of(names)}")
@@ -316,6 +321,7 @@ def _coco_pictures(
     for index, entry in enumerate(document["images"]):
         name = str(entry["file_name"])
         picture = next((folder / name for folder in folders if (folder / name).is_file()), None)
+        # a JSON file from elsewhere must not name files outside its folder
         if picture is None or ".." in Path(name).parts or Path(name).is_absolute():
             raise DataError(
                 f"'{file}', images[{index}]: no file '{name}'", "images lie beside the JSON, or in images/"

@@ -128,6 +128,7 @@ def scaled_width(width: int, height: int, settings: Mapping[str, Any]) -> int:
     """The width of a picture at the model's height; no wider than the model takes."""
     size = settings["size"]
     own = max(1, -(-int(size["shortest_edge" if "shortest_edge" in size else "height"]) * width // height))
+    # a picture of one row of pixels would become endlessly wide
     return min(own, size["width"]) if "width" in size else min(own, 1 << 13)
 
 
@@ -138,6 +139,7 @@ def read_batch(pictures: Sequence[Any], settings: Mapping[str, Any]) -> np.ndarr
     planes = [_read_line(picture, height, settings) for picture in pictures]
     widest = max(plane.shape[2] for plane in planes)
     width = size["width"] if "width" in size else -(-widest // STEP) * STEP
+    # zeros behind a line are grey, as PaddleOCR pads
     batch = np.zeros((len(planes), planes[0].shape[0], height, width), np.float32)
     for row, plane in enumerate(planes):
         batch[row, :, :, : plane.shape[2]] = plane
@@ -147,6 +149,7 @@ def read_batch(pictures: Sequence[Any], settings: Mapping[str, Any]) -> np.ndarr
 def _read_line(source: Any, height: int, settings: Mapping[str, Any]) -> np.ndarray:
     picture = read_picture(source, channels=settings.get("channels", 3))
     width = scaled_width(picture.width, picture.height, settings)
+    # 2 is bilinear, as OpenCV resizes for PaddleOCR
     pixels = np.asarray(picture.resize((width, height), 2), np.float32)
     pixels = pixels[..., None] if pixels.ndim == 2 else pixels
     if settings.get("do_flip_channel_order"):

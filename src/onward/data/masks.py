@@ -45,12 +45,14 @@ class Masks(Rows):
         return Masks([self.files[row] for row in rows], self.size, binary=self.binary)
 
     def _read(self, file: Path) -> np.ndarray:
+        # decoded once: masks of class numbers are small, and every epoch reads them all
         mask = self._decoded.get(file)
         if mask is None:
             numbers = read_numbers(file)
             settings = {
                 "size": self.size,
                 "channels": 1,
+                # nearest: between two classes lies no third
                 "resample": 0,
                 "do_rescale": False,
                 "do_normalize": False,

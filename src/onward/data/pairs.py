@@ -54,6 +54,7 @@ def read_pairs(
     if name is None:
         numbers = [one for one in table if one not in names and table[one].dtype.kind in "iuf"]
         name = numbers[0] if len(numbers) == 1 else None
+    # triplets need no score: numbers beside them are something else
     if name is None or (score is None and len(names) > 2):
         return views, None, where
     return views, _scores(table, name, where), where
@@ -129,6 +130,7 @@ def _texts(column: np.ndarray, name: str, where: str) -> list[str]:
     if column.ndim != 1:
         raise DataError(f"'{where}': column '{name}' has lists, and not texts", _HINT)
     texts = ["" if cell is None else str(cell) for cell in column.tolist()]
+    # 'nan' is what a missing cell of numbers becomes as text
     hole = next((row for row, text in enumerate(texts) if not text.strip() or text == "nan"), None)
     if hole is not None:
         raise DataError(

@@ -106,6 +106,7 @@ class Window:
         if self == Window():
             return planes
         sides = planes.shape[-2:]
+        # a pixel is an area: its centre lies half a pixel in
         rows = (self.top + (np.arange(sides[0]) + 0.5) / sides[0] * self.height) * sides[0] - 0.5
         columns = (self.left + (np.arange(sides[1]) + 0.5) / sides[1] * self.width) * sides[1] - 0.5
         if self.mirrored:

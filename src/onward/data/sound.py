@@ -119,12 +119,14 @@ def _chunks(content: bytes) -> tuple[int, int, int, int, bytes]:
             if sound_format is None:
                 break
             return (*sound_format, body)
+        # chunks begin at even bytes
         offset += 8 + size + size % 2
     raise ValueError("it has no sound in it, or is cut off")
 
 
 def _samples(data: bytes, kind: int, bits: int) -> np.ndarray:
     whole = data[: len(data) // max(bits // 8, 1) * max(bits // 8, 1)]
+    # WAV's 8 bits have no sign, all others have
     if (kind, bits) == (1, 8):
         return (np.frombuffer(whole, np.uint8).astype(np.float32) - 128) / 128
     if (kind, bits) == (1, 16):

@@ -80,6 +80,7 @@ def _read_conll(lines: Sequence[str], path: Path) -> list[Tagged]:
                 sequences.append(Tagged(words, tags, start))
             words, tags = [], []
             continue
+        # CoNLL-U's comments stand before a sentence; inside one, # is a word
         if line.startswith("# ") and not words:
             continue
         if len(cells) < 2 or not cells[-1].strip():

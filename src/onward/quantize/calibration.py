@@ -46,6 +46,7 @@ def round_model(
     and folded first.
     """
     graph = model.graph
+    # statistics that still move would change the folded weights under their scales
     freeze_statistics(model)
     fold_batch_norms(model)
     if settings.equalize:
@@ -85,6 +86,7 @@ def find_range(numbers: np.ndarray, method: str) -> Range:
     if method == "percentile":
         low, high = (float(number) for number in np.percentile(numbers, [_TAIL, 100 - _TAIL]))
     if method == "error":
+        # from the whole range down: of equal errors the widest range wins
         share = min(_SHARES[::-1], key=lambda part: _rounding_error(numbers, low * part, high * part))
         low, high = low * float(share), high * float(share)
     return low, high
@@ -151,6 +153,7 @@ def _observe(
     copy.graph.outputs.extend(values[name] for name in computed if name not in outputs)
     parts: dict[str, list[np.ndarray]] = {name: [] for name in names}
     batches = list(_batches(copy, feeds))
+    # the same share of every batch: memory is bounded however many there are
     most = max(_NUMBERS // len(batches), 256)
     session = _session(copy)
     for batch in batches:
@@ -162,6 +165,7 @@ def _observe(
                     f"calibration: '{name}' is not finite on the samples, so it has no range",
                     hint="look at the data, or exclude the layer",
                 )
+            # a stride may miss both ends, which minmax is made of
             chosen = numbers[:: max(1, numbers.size // most)]
             parts[name] += [chosen, numbers.min(initial=0.0)[None], numbers.max(initial=0.0)[None]]
     return {name: np.concatenate(arrays) for name, arrays in parts.items()}
@@ -176,6 +180,7 @@ def _choose_method(
 ) -> str:
     """The method whose rounded model answers most like the float model."""
     source = _inference_copy(model)
+    # a few rows rank three methods, and each method costs a run over them
     batches = list(_batches(source, feeds))[:8]
     float_session = _session(source)
     expected = [float_session.run(None, batch) for batch in batches]
@@ -200,6 +205,7 @@ def layer_errors(model: ir.Model, settings: Quantization, samples: Samples) -> d
     plan = plan_quantization(source, settings)
     labels = [product.label for product in plan.products]
     observed = _observe(source, plan.observed, feeds)
+    # choosing anew for every layer would triple the runs, and errors are compared with one another only
     method = "error" if settings.calibration == "auto" else settings.calibration
     ranges = {name: find_range(numbers, method) for name, numbers in observed.items()}
     batch = next(_batches(source, feeds))
@@ -252,6 +258,7 @@ def fold_batch_norms(model: ir.Model) -> int:
         if node.op_type != "BatchNormalization" or attribute(node, "training_mode", 0) or node.domain != "":
             continue
         conv = None if node.inputs[0] is None else node.inputs[0].producer()
+        # whoever else reads the convolution would see the folded numbers
         if conv is None or conv.op_type != "Conv" or not _is_own(conv.outputs[0]):
             continue
         weight, bias = _array(conv.inputs[1]), _array(optional_input(conv, 2))
@@ -260,6 +267,7 @@ def fold_batch_norms(model: ir.Model) -> int:
             continue
         if optional_input(conv, 2) is not None and bias is None:
             continue
+        # in float64: rounding here would be in every weight
         gamma, beta, mean, variance = (array.astype(np.float64) for array in numbers if array is not None)
         factor = gamma / np.sqrt(variance + attribute(node, "epsilon", 1e-5))
         shifted = ((0 if bias is None else bias) - mean) * factor + beta

@@ -104,6 +104,7 @@ def _quantize_matrix(product: Product, *, pairs: bool) -> dict[str, np.ndarray]:
     assert product.weight.const_value is not None
     matrix = product.weight.const_value.numpy()
     matrix = matrix if product.axis == 1 else matrix.T
+    # symmetric: with a zero point each product would need a correction for its input's sum
     sizes = np.abs(matrix)
     if pairs:
         sizes = np.concatenate([sizes, np.zeros_like(sizes[: len(sizes) % 2])])
@@ -275,6 +276,7 @@ class _Writer:
 
         def compute() -> dict[str, np.ndarray]:
             levels, scales = _levels(node, self.arrays, mark.bits)
+            # without zero points MatMulNBits takes the middle of unsigned levels for 0
             blocks = (levels + 2 ** (mark.bits - 1)).astype(np.uint8).reshape(mark.rows, -1, mark.block)
             packed = blocks if mark.bits == 8 else blocks[:, :, 0::2] | (blocks[:, :, 1::2] << 4)
             return {"blocks": packed, "scales": scales}

@@ -52,7 +52,9 @@ class Quantization:
     """
 
     scheme: str = "int8"
+    # CPUs without VNNI add pairs of products in 16 bits, and saturate there
     reduce_range: bool = True
+    # small enough that an outlier costs its own block only
     block_size: int = 32
     exclude: tuple[str, ...] = ()
     calibration: str = "auto"
@@ -62,6 +64,7 @@ class Quantization:
         if self.scheme not in TRAINABLE_SCHEMES:
             names = ", ".join(TRAINABLE_SCHEMES)
             raise ValueError(f"quantize is {self.scheme!r}: what can be trained is one of {names}")
+        # MatMulNBits has kernels for these alone
         if self.block_size < 16 or self.block_size & (self.block_size - 1):
             raise ValueError(f"block_size is {self.block_size}: it must be a power of two, 16 or more")
 
@@ -174,6 +177,7 @@ def plan_quantization(
             continue
         x = node.inputs[0]
         assert x is not None
+        # an integer convolution has the range of its input in the file: it cannot be found at run time
         if node.op_type == "Conv" and not calibrated:
             continue
         if node.op_type == "Conv" or settings.scheme == "int8-static" or x in plan.activations:
@@ -201,8 +205,10 @@ def find_product(node: ir.Node, settings: Quantization) -> Product | None:
         return None
     if node.op_type == "Gemm":
         plain = attribute(node, "alpha", 1.0) == 1.0 and attribute(node, "beta", 1.0) == 1.0
+        # the integer forms have no place for these factors
         if not plain or attribute(node, "transA", 0):
             return None
+    # exporters leave a Transpose behind the stored matrix, which the runtime folds away
     transposed = operand is not weight
     axis = 0 if bool(attribute(node, "transB", 0)) != transposed else 1
     return Product(node, weight, axis, "dynamic")
@@ -316,6 +322,7 @@ def find_lookups(graph: ir.Graph, settings: Quantization) -> list[ir.Node]:
         if table is None or not table.is_initializer() or table.is_graph_input() or table.const_value is None:
             continue
         shape = table.const_value.shape.numpy()
+        # a scale for each row needs rows: other axes and ranks are no tables of words
         wide = len(shape) == 2 and shape[0] >= _TABLE_ROWS and attribute(node, "axis", 0) == 0
         if wide and table.dtype == ir.DataType.FLOAT and not _is_excluded(node, table, settings.exclude):
             lookups.append(node)

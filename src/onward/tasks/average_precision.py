@@ -65,6 +65,7 @@ def _matches(boxes: np.ndarray, truth: np.ndarray) -> np.ndarray:
         free = np.where(taken, -1.0, ious[None])
         # of equal ones the last, as pycocotools has it
         best = len(truth) - 1 - free[:, ::-1].argmax(axis=1)
+        # pycocotools' own slack: a box that covers its object exactly passes 1.0
         enough = free[np.arange(len(OVERLAPS)), best] >= np.minimum(OVERLAPS, 1 - 1e-10)
         hits[row] = enough
         taken[enough, best[enough]] = True
@@ -75,6 +76,7 @@ def _area(hits: np.ndarray, count: int) -> np.ndarray:
     right = np.cumsum(hits, axis=0, dtype=np.float64)
     wrong = np.cumsum(~hits, axis=0, dtype=np.float64)
     recall = right / count
+    # pycocotools' own guard against 0/0
     precision = right / np.maximum(right + wrong, np.spacing(1.0))
     # the highest precision at this recall or any later one
     precision = np.maximum.accumulate(precision[::-1], axis=0)[::-1]

@@ -60,6 +60,7 @@ def make_options(task: str, options: type, values: Mapping[str, Any], tasks: Map
     for name in values:
         if name not in own:
             owners = [other for other, fields in tasks.items() if name in fields_of(fields)]
+            # an option of another task is no misspelling of one of this task
             near = get_close_matches(name, own, n=1)
             meant = f"did you mean {near[0]}? " if near and not owners else ""
             whose = f"it is one of {', '.join(owners)}; " if owners else ""

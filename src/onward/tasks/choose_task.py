@@ -43,6 +43,7 @@ def choose_task(
 ) -> tuple[Task, str]:
     """The task of a model with this info and these inputs, for this data and these options; and the reason."""
     name = _OTHER_NAMES.get(info.task or "", info.task or "")
+    # these read data of their own kind, so that data could not say otherwise
     if name in TASKS and TASKS[name].kind in ("lines", "scene", "pairs", "tagged", "lettering"):
         return TASKS[name], f"{info.source('task')} says so"
     if info.task is not None and name not in (*TASKS, *ENCODERS):

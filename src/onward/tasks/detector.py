@@ -63,6 +63,7 @@ def _decode_yolox(outputs: Outputs, size: Size) -> tuple[np.ndarray, np.ndarray]
     anchors = Anchors.of(size, find_strides(size, output.shape[1]))
     corner = anchors.centres.T - anchors.strides[:, None] / 2
     centres = output[..., :2] * anchors.strides[:, None] + corner
+    # the bound of the loss: an untrained layer's numbers would overflow
     sides = np.exp(np.minimum(output[..., 2:4], 10.0)) * anchors.strides[:, None]
     return _corners(centres, sides), output[..., 5:] * output[..., 4:5]
 
@@ -157,6 +158,7 @@ def find_strides(size: Size, count: int) -> tuple[int, ...]:
     >>> find_strides((320, 320), 2100)
     (8, 16, 32)
     """
+    # the usual strides first: small pictures have counts that several sets explain
     for first, levels in itertools.product((8, 4, 16, 2, 32), range(1, 6)):
         strides = tuple(first << level for level in range(levels))
         if sum(-(-size[0] // stride) * -(-size[1] // stride) for stride in strides) == count:
@@ -234,6 +236,7 @@ def _suppress(corners: np.ndarray, scores: np.ndarray, threshold: float, overlap
     order = np.argsort(-values, kind="stable")[:_CANDIDATES]
     anchors, classes, values = anchors[order], classes[order], values[order]
     boxes = corners[anchors]
+    # one matrix for all classes, in which boxes of other classes are no rivals
     rivals = (overlaps(boxes, boxes) > overlap) & (classes[:, None] == classes[None])
     stays = np.ones(len(order), bool)
     for index in range(len(order)):
@@ -255,6 +258,7 @@ def draw_boxes(pixels: np.ndarray, boxes: np.ndarray, labels: Sequence[str] | No
         x1, y1, x2, y2 = (round(edge) for edge in corners)
         colour = COLOURS[int(number) % len(COLOURS)]
         for rows, columns in (
+            # a negative index would count from the other side
             (slice(max(y1, 0), max(y1 + thick, 0)), slice(max(x1, 0), max(x2, 0))),
             (slice(max(y2 - thick, 0), max(y2, 0)), slice(max(x1, 0), max(x2, 0))),
             (slice(max(y1, 0), max(y2, 0)), slice(max(x1, 0), max(x1 + thick, 0))),
@@ -273,6 +277,7 @@ def _write_names(drawn: np.ndarray, boxes: np.ndarray, labels: Sequence[str]) ->
     pen = ImageDraw.Draw(picture)
     for number, x1, y1, *_ in boxes:
         if int(number) < len(labels):
+            # Pillow's own font has these letters only
             text = labels[int(number)].encode("latin-1", "replace").decode("latin-1")
             colour = tuple(int(part) for part in COLOURS[int(number) % len(COLOURS)])
             pen.text((max(x1, 0) + 2, max(y1 - 11, 0)), text, fill=colour)

@@ -160,6 +160,7 @@ def _states(model: ir.Model, pooling: Pooling | None, stated: str | None) -> tup
         value for value in model.graph.outputs if value.dtype is None or value.dtype.is_floating_point()
     ]
     ranks = {value: 0 if value.shape is None else value.shape.rank() for value in values}
+    # a published file may have states and vectors: by default the vectors are what it was trained for
     named = next((value for value in values if value.name in POOLED and ranks[value] != 3), None)
     pooled = named or next((value for value in values if ranks[value] == 2 and len(values) == 1), None)
     if pooled is not None and pooling is None:
@@ -202,6 +203,7 @@ def loss(options: Embeddings, data: Data, adapted: Adapted) -> LossWithTargets:
             return functions.cosine_mse(op, first, second, *targets)
         if name == "triplet":
             return losses.triplet_margin(op, first, second, *others, margin=options.margin)
+        # hard negatives stand behind all positives, so that the right answer keeps its row
         candidates = op.Concat(second, *others, axis=0) if others else second
         return losses.multiple_negatives(op, first, candidates, scale=options.scale)
 
@@ -244,6 +246,7 @@ def batches(
 
     def collate(rows: np.ndarray) -> list[Any]:
         views = [array[rows] for array in arrays.values()]
+        # tokenized together: one width for all views, and one run of the encoder
         mixed = np.stack(views, axis=1).reshape(-1, *views[0].shape[1:])
         if tokenizer is None or done is None:
             inputs = {names[0]: mixed}

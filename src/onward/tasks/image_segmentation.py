@@ -155,6 +155,7 @@ def adapt(source: Source, data: Data, options: Options) -> Adapted:
 
 def _run_once(source: Source, name: str, picture: np.ndarray) -> np.ndarray:
     """The model's output for one picture, which shows how large it is; an error where it is no scores of pixels."""
+    # published networks seldom state the size of their output
     session = open_session(source.model)
     names = [value.name for value in session.get_inputs()]
     if names != [name]:
@@ -179,6 +180,7 @@ def loss(options: Options, data: Data, adapted: Adapted) -> LossWithTargets:
     """Cross-entropy over the pixels, and Dice over the classes."""
     binary = adapted.labels is not None and len(adapted.labels) == 2
     compute = functools.partial(segmentation_loss, dice=options.dice, binary=binary)
+    # bytes: whole numbers of 64 bits for each pixel would be larger than the pictures
     return LossWithTargets(compute, [(TARGET_NAME, ir.DataType.UINT8, [None, "mask_height", "mask_width"])])
 
 
@@ -196,6 +198,7 @@ def segmentation_loss(
     if single:
         targets = op.Unsqueeze(op.Cast(op.Equal(numbers, 1), to=kind), [1])
         each = bce_with_logits(op, scores, targets, reduction="none")
+        # a batch may have no pixel that counts
         number = op.Max(op.ReduceSum(counted, keepdims=0), 1.0)
         total = op.Div(op.ReduceSum(op.Mul(each, counted), keepdims=0), number)
         shares = op.Sigmoid(scores)
@@ -286,6 +289,7 @@ def scores(outputs: Arrays, data: Data, info: ModelInfo) -> Scores:
 def _score(classes: np.ndarray, masks: np.ndarray, labels: Sequence[str]) -> Scores:
     counted = masks != IGNORED
     truth, answers = masks[counted].astype(np.int64), classes[counted].astype(np.int64)
+    # a model may give classes that its list has no names for
     count = max(len(labels), int(truth.max(initial=0)) + 1, int(answers.max(initial=0)) + 1)
     pairs = np.bincount(truth * count + answers, minlength=count * count).reshape(count, count)
     hits, present, called = np.diag(pairs), pairs.sum(axis=1), pairs.sum(axis=0)

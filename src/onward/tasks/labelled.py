@@ -46,6 +46,7 @@ def read_labelled(
     """
     inputs = [*source.inputs, target]
     reading = _data_options(source, options, classes)
+    # columns too: a table to evaluate on may lack a class, or have its columns in another order
     if like is not None:
         reading = dataclasses.replace(reading, classes=like.classes, features=like.features, drop=())
     if isinstance(data, str | os.PathLike):

@@ -63,6 +63,7 @@ def read(data: Any, source: Source, options: Options, *, like: Data | None = Non
     boxed = find_boxed_pictures(Path(data), classes)
     if isinstance(names, int) and names != len(boxed.classes):
         raise DataError(f"--classes {names}: '{data}' has {len(boxed.classes)}: {first_of(boxed.classes)}")
+    # by reference: the graph shows the family, and weights may be large
     family = detector_family(load_model(source.model, by_reference=True))
     preprocessing = like.preprocessing if like is not None else None
     if preprocessing is None:
@@ -115,12 +116,14 @@ def adapt(source: Source, data: Data, options: Options) -> Adapted:
     loaded = load_model(source.model)
     ir.external_data.load_to_model(loaded)
     prepared, frozen = open_graph(loaded)
+    # the order counts: rows of the class layers are numbers
     keeps_head = own == labels
     if options.classes is None and not keeps_head:
         raise ModelError(f"the model's classes are {first_of(own)}, and the data's {first_of(labels)}")
     head = open_detector(prepared, None if keeps_head else labels, seed=options.seed)
     note = f"{head.note}: {first_of(labels)}"
     size = _size_of(data)
+    # strides are stated nowhere: the number of anchors at this size tells them
     anchors = Anchors.of(size, find_strides(size, _anchor_count(source, data, head.family)))
     return Adapted(
         ir.to_proto(prepared), labels, note, loss_inputs=head.values, outputs=head.outputs, judged=head.outputs,
@@ -138,6 +141,7 @@ def _size_of(data: Data) -> tuple[int, int]:
 
 def _anchor_count(source: Source, data: Data, family: str) -> int:
     """How many anchors the model has for the pictures' size: it is run once."""
+    # shapes in published files are often open where anchors are counted
     session = open_session(source.model)
     assert data.preprocessing is not None
     name = data.preprocessing.input
@@ -149,6 +153,7 @@ def loss(options: Options, data: Data, adapted: Adapted) -> LossWithTargets:
     """CIoU, binary cross-entropy and, where boxes come from distributions, the distribution loss."""
     family = FAMILIES[adapted.details["family"]]
     compute = functools.partial(family.loss, anchors=adapted.details["anchors"])
+    # as many rows as the fullest picture of a batch has: one shape, so that targets are assigned in the graph
     return LossWithTargets(compute, [(TARGET_NAME, ir.DataType.FLOAT, [None, "objects_most", 5])])
 
 
@@ -158,6 +163,7 @@ def metrics(options: Options, adapted: Adapted) -> dict[str, Callable[[Arrays, A
     def judge(outputs: Arrays, inputs: Arrays) -> dict[str, float]:
         return _score(_detections(outputs, adapted), inputs[TARGET_NAME], adapted.labels or [])[0]
 
+    # both come of one matching, which is the slow part
     return joint_metrics(("mAP50", "mAP50_95"), judge)
 
 
@@ -183,6 +189,7 @@ def move_boxes(objects: np.ndarray, window: Window, *, size: tuple[int, int]) ->
     y = (objects[:, [2, 4]] / height - window.top) / window.height
     if window.mirrored:
         x = 1 - x[:, ::-1]
+    # rows of class −1 have no area
     whole = np.maximum((x[:, 1] - x[:, 0]) * (y[:, 1] - y[:, 0]), 1e-12)
     x, y = np.clip(x, 0, 1), np.clip(y, 0, 1)
     left = (x[:, 1] - x[:, 0]) * (y[:, 1] - y[:, 0]) / whole
@@ -223,6 +230,7 @@ def scores(outputs: Arrays, data: Data, info: ModelInfo) -> Scores:
     family, arrays = family_of(outputs, info), list(outputs.values())
     rows = select_boxes(arrays, family, _size_of(data), threshold=_LEAST_SCORE, overlap=_OVERLAP)
     objects = np.array(data.arrays[TARGET_NAME])
+    # data may number the classes in another order than the model
     order = order_of_labels(data.classes or (), info.labels)
     if order is not None:
         there = objects[..., 0] >= 0
@@ -260,6 +268,7 @@ class Mosaic:
                 mixed.append(pictures[own])
                 mixed_objects.append(objects[own])
                 continue
+            # of the same batch: others would have to be decoded for it
             others = [own, *rng.integers(0, len(pictures), 3)]
             split = rng.uniform(0.3, 0.7, 2)
             picture, rows = self._join([pictures[i] for i in others], [objects[i] for i in others], split)

@@ -130,6 +130,7 @@ class Predictor:
     def run(self, feed: Mapping[str, np.ndarray]) -> np.ndarray:
         """The model's first output, for arrays that become the types it takes."""
         types = {value.name: _TYPES.get(value.type) for value in self.session.get_inputs()}
+        # callers give numbers as Python has them, and sessions take their own types only
         typed = {
             name: array.astype(types.get(name) or array.dtype, copy=False) for name, array in feed.items()
         }

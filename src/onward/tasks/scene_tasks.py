@@ -37,6 +37,7 @@ def open_graph(model: ir.Model) -> tuple[ir.Model, list[str]]:
     if model.graph.opset_imports.get("", 0) >= _OLDEST:
         infer_shapes(model)
         return model, []
+    # before the conversion, after which a setting looks like a weight
     settings = constant_vectors(model)
     prepared = normalize(model)
     values = prepared.graph.initializers.items()

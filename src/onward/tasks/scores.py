@@ -23,6 +23,7 @@ def softmax(logits: np.ndarray) -> np.ndarray:
     >>> softmax(np.zeros(2)).tolist()
     [0.5, 0.5]
     """
+    # e to the power of a large logit overflows
     shifted = np.exp(np.asarray(logits, np.float64) - np.max(logits, axis=-1, keepdims=True))
     return shifted / shifted.sum(axis=-1, keepdims=True)
 
@@ -68,6 +69,7 @@ def resized(planes: np.ndarray, size: tuple[int, int], *, cubic: bool = False) -
     for axis, new in zip((-2, -1), size):
         old = planes.shape[axis]
         positions = (np.arange(new) + 0.5) * old / new - 0.5
+        # as torch: linear interpolation clamps positions, cubic the indices of its neighbours
         positions = positions if cubic else np.clip(positions, 0, old - 1)
         low = np.floor(positions).astype(int)
         share = positions - low
@@ -108,6 +110,7 @@ def rank_pairs(
     samples = len(anchors)
     own = np.arange(samples) * (views - 1)  # the row of each anchor's positive
     queries = np.arange(samples)
+    # a text that answers several questions is one row to find, not a rival of itself
     if keys is not None:
         flat = keys.reshape(samples, views, -1)
         _, first, own_of = np.unique(
@@ -142,6 +145,7 @@ def retrieval_figures(ranks: np.ndarray, counts: np.ndarray) -> dict[str, float]
     (0.5, 1.0, 0.625)
     """
     gains = np.where(ranks < _TOP, 1.0 / np.log2(ranks + 2.0), 0.0).sum(axis=1)
+    # the gain of an order in which all right answers come first
     ideal = np.cumsum(1.0 / np.log2(np.arange(_TOP) + 2.0))[np.minimum(counts, _TOP) - 1]
     return {
         "recall@1": float(np.mean((ranks < 1).sum(axis=1) / counts)),
@@ -153,6 +157,7 @@ def retrieval_figures(ranks: np.ndarray, counts: np.ndarray) -> dict[str, float]
 
 def unit_rows(vectors: np.ndarray) -> np.ndarray:
     """Vectors of length 1."""
+    # float32 would make ties of close answers, and a tie counts against the model
     exact = np.asarray(vectors, np.float64)
     return exact / np.maximum(np.linalg.norm(exact, axis=-1, keepdims=True), 1e-12)
 
@@ -195,6 +200,7 @@ def entities_of(tags: Sequence[str]) -> list[Entity]:
     """
     entities: list[Entity] = []
     start, previous, kind = 0, "O", ""
+    # the O behind the end closes a name that reaches it
     for index, tag in enumerate([*tags, "O"]):
         mark, own = _parts(tag)
         if _ends(previous, mark, kind, own):

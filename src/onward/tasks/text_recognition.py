@@ -93,6 +93,7 @@ def alphabet_of(source: Source, options: TextRecognition) -> list[str]:
 
 def _choose_alphabet(own: Sequence[str], lines: Sequence[Line], choice: str) -> list[str]:
     """The classes after training; what is last stays last (PaddleOCR's readers add the space themselves)."""
+    # sorted: the same data gives the same rows
     used = dict.fromkeys(sorted({character for line in lines for character in line.text}))
     if choice == "keep":
         return list(own)
@@ -137,6 +138,7 @@ def adapt(source: Source, data: Data, options: TextRecognition) -> Adapted:
     outputs = [value.name or "" for value in model.graph.outputs]
     reader = open_reader(model)
     own, alphabet = alphabet_of(source, options), data.classes or []
+    # now, and not in the error rate: a list that is off by one would teach every character to its neighbour
     if reader.size != len(own):
         raise ModelError(
             f"the model has {reader.size} classes, and the list has {len(own)} with the blank",
@@ -165,10 +167,12 @@ def loss(options: TextRecognition, data: Data, adapted: Adapted) -> LossWithTarg
     blank = int(adapted.details["blank"])
 
     def compute(op: Any, scores: ir.Value, targets: ir.Value) -> ir.Value:
+        # steps come first, as in torch's ctc_loss
         logs = op.Transpose(op.LogSoftmax(scores, axis=2), perm=[1, 0, 2])
         there = op.GreaterOrEqual(targets, np.int64(0))
         lengths = op.ReduceSum(op.Cast(there, to=ir.DataType.INT64), [1], keepdims=0)
         steps = op.Expand(op.Squeeze(op.dim(scores, 1), [0]), op.dim(scores, 0))
+        # −1 is no class that could be looked up
         classes = op.Where(there, targets, np.int64(blank))
         return losses.ctc(op, logs, classes, steps, lengths, blank=blank, zero_infinity=True)
 
@@ -272,6 +276,7 @@ def show(outputs: Arrays, inputs: Arrays, data: Data, adapted: Adapted) -> list[
     for row in np.argsort(-np.asarray(shares), kind="stable")[:WORST]:
         if not shares[row]:
             break
+        # the picture's own pixels, and not what the model sees
         plain = {**done.settings, "image_mean": [0.0], "image_std": [1 / 255], "do_flip_channel_order": False}
         pixels = (
             read_batch([lines[row].file], plain)[0].transpose(1, 2, 0).astype(np.uint8)[:, : 3 * LARGEST_SIDE]
@@ -290,6 +295,7 @@ def evaluate(data: Any, source: Source, options: TextRecognition) -> tuple[dict[
     info = source.info.replace(labels=labels, inputs=(loaded.preprocessing,), source="the data")
     reader = Reader(open_session(source.model), info)
     lines = loaded.arrays["lines"]
+    # lines of like width together, so that little of a batch is padding
     order = np.argsort([line.width for line in lines], kind="stable")
     texts: list[str] = [""] * len(lines)
     for start in range(0, len(order), options.batch_size):
@@ -321,6 +327,7 @@ def _best(output: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The best class of each step and its probability, of probabilities, scores or the classes themselves."""
     if output.ndim == 2:
         return output.astype(np.int64), np.ones(output.shape, np.float32)
+    # published files end in a softmax, in scores or in an arg-max, and none says in which
     sums = output.sum(axis=-1, keepdims=True)
     chances = output if np.allclose(sums, 1, atol=1e-3) and output.min() >= 0 else softmax(output)
     return chances.argmax(axis=-1), chances.max(axis=-1)

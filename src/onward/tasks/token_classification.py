@@ -47,6 +47,7 @@ _LABELS = "labels"
 def read(data: Any, source: Source, options: TokenClassification, *, like: Data | None = None) -> Data:
     """Sequences of words, and the names of their tags in the order of the model's, or of other data's."""
     sequences, where = read_tagged(data)
+    # sorted: the same data gives the same rows of the head
     tags = sorted({tag for sequence in sequences for tag in sequence.tags})
     own = list(source.info.class_names or ())
     labels = (
@@ -196,6 +197,7 @@ def show(outputs: Arrays, inputs: Arrays, data: Data, adapted: Adapted) -> list[
     if len(numbers) != len(sequences):
         return []
     _, rows = _judge(logits, numbers, labels)
+    # shorter batches are padded with NaN where all are joined
     best = np.nan_to_num(logits, nan=-np.inf).argmax(axis=-1)
     wrong = ((best != numbers) & (numbers >= 0)).sum(axis=1)
     lines = []
