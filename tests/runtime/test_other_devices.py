@@ -19,7 +19,7 @@ _CHROMIUM = Path("/usr/lib/chromium")
 _ALL = ["MLP", "CNN with batch norm", "encoder with dropout", "LSTM", "LoRA", "generator"]
 _SHORT = {
     "webgpu": ["MLP", "CNN with batch norm", "LoRA"],
-    "openvino": ["MLP", "encoder with dropout", "LSTM"],
+    "openvino": ["MLP", "encoder with dropout", "LSTM", "LoRA"],
 }
 
 
@@ -70,4 +70,4 @@ def test_openvino_is_right_or_refused_with_a_reason(tmp_path: Path) -> None:
             assert "device='openvino'" in result["refused"] and "onward conform" in result["refused"], name
         else:
             assert result["loss"] < 1e-4 and result["weights"] < 1e-4, f"{name}: {result}"
-    assert "refused" not in results["MLP"]
+    assert not [name for name, result in results.items() if "refused" in result and name != "LSTM"]

@@ -81,6 +81,18 @@ def test_sizes_are_computed_and_what_changes_nothing_goes() -> None:
     assert left == {"Mul": 1, "Slice": 1, "Identity": 1}  # the first gives an output
 
 
+def test_a_size_takes_the_type_of_another_value() -> None:
+    """As the mean of a loss divides by the number of its samples: nothing but the type of `like` is read."""
+    model = onnx.parser.parse_model(
+        HEAD
+        + """(float[batch, 4] x) => (float y) <float one = {1}> {
+        count = Size (x)  like = Tanh (x)  number = CastLike (count, like)  share = Div (one, number)
+        total = ReduceSum <keepdims=0> (like)  y = Mul (total, share) }"""
+    )
+    x = np.random.default_rng(0).normal(size=(3, 4)).astype(np.float32)
+    assert check_same(model, {"x": x}, ["x"]) == {"Tanh": 1, "ReduceSum": 1, "Mul": 1}
+
+
 def test_a_body_reads_what_was_computed_outside() -> None:
     x = np.ones((2, 4), np.float32)
     left = check_same(onnx.parser.parse_model(LOOP), {"x": x}, ["x"])

@@ -44,7 +44,9 @@ def specialize_shapes(model: onnx.ModelProto, shapes: Mapping[str, Sequence[int]
     for _ in range(_ROUNDS):
         if all(name in dims for node in graph.node for name in node.output if name):
             break
-        dims.update(_infer(model))
+        inferred = _infer(model)
+        dims.update(_static_shapes(inferred))
+        constants.learn_types(inferred)
         if not _fold(graph, dims, constants):
             break
     # Before unchanging ones go: of two reshapes the second may then be one that changes nothing.
@@ -127,6 +129,19 @@ class _Constants:
             and math.prod(tensor.dims) <= _SMALL
         }
         self._arrays: dict[str, np.ndarray] = {}
+        self._types: dict[str, np.dtype] = {}
+        self.learn_types(graph)
+
+    def learn_types(self, graph: onnx.GraphProto) -> None:
+        """Take over what a graph says of its values' types."""
+        for value in [*graph.value_info, *graph.input]:
+            kind = value.type.tensor_type.elem_type
+            if kind:
+                self._types[value.name] = onnx.helper.tensor_dtype_to_np_dtype(kind)
+
+    def example(self, name: str) -> np.ndarray | None:
+        """An empty array of a value's type, for what reads nothing else of it; None where the type is not known."""
+        return np.empty(0, self._types[name]) if name in self._types else None
 
     def __contains__(self, name: str) -> bool:
         return name in self._arrays or name in self._tensors
@@ -140,8 +155,8 @@ class _Constants:
         self._arrays[name] = array
 
 
-def _infer(model: onnx.ModelProto) -> dict[str, _Dims]:
-    """The shapes that are known, by name; large constants are no more than a type to inference."""
+def _infer(model: onnx.ModelProto) -> onnx.GraphProto:
+    """The graph with what inference says of its values; large constants are no more than a type to it."""
     graph = model.graph
     skeleton = onnx.ModelProto(ir_version=model.ir_version, functions=model.functions)
     skeleton.opset_import.extend(model.opset_import)
@@ -161,9 +176,9 @@ def _infer(model: onnx.ModelProto) -> dict[str, _Dims]:
                 onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, list(tensor.dims))
             )
     try:
-        return _static_shapes(onnx.shape_inference.infer_shapes(skeleton).graph)
+        return onnx.shape_inference.infer_shapes(skeleton).graph
     except Exception:  # what the file says is what is known; the runtime finds what is wrong
-        return {}
+        return onnx.GraphProto()
 
 
 def _static_shapes(graph: onnx.GraphProto) -> dict[str, _Dims]:
@@ -211,6 +226,10 @@ def _outputs(
             return None
         sizes = measure(node.op_type, shape, options.get("start"), options.get("end"))
         return None if sizes is None else [sizes]
+    if node.op_type == "CastLike" and node.input[0] in constants:
+        # OpenVINO fails at a graph ("Output names mismatch") where a constant reaches it by way of the CPU's CastLike.
+        like = constants.example(node.input[1])
+        return None if like is None else compute(node.op_type, {}, [constants[node.input[0]], like])
     if node.op_type not in COMPUTABLE or any(name and name not in constants for name in node.input):
         return None
     if any(math.prod(dims.get(name, ())) > _SMALL for name in node.output):
