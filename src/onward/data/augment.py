@@ -75,6 +75,7 @@ class Augmentation:
             other = rng.permutation(len(pixels))
             labels = np.asarray(arrays[self.label])
             pixels = share[:, None, None, None] * pixels + (1 - share)[:, None, None, None] * pixels[other]
+            # drawn, not mixed: a class index has no value between two
             own = rng.random(len(labels)) < share
             arrays[self.label] = np.where(own.reshape(-1, *(1,) * (labels.ndim - 1)), labels, labels[other])
         arrays[self.picture] = np.ascontiguousarray(
@@ -86,6 +87,7 @@ class Augmentation:
         """Brightness, contrast and colour, in units of the picture before it was normalised."""
         mean = np.asarray(self.mean or (0.0,), np.float32)[:, None, None]
         spread = np.asarray(self.spread or (1.0,), np.float32)[:, None, None]
+        # brightness is a factor of light: it means nothing on pixels around 0
         plain = pixels * spread + mean
         low, high = 1 - self.colour, 1 + self.colour
         brightness, contrast, saturation = (
@@ -148,6 +150,7 @@ def parse_augmentations(
             strength = float(number) if equals else defaults[name]
         except ValueError:
             strength = -1.0
+        # mixup's is the α of a Beta distribution, flip's and mosaic's a share; of others 1 would leave nothing
         most = 10.0 if name == "mixup" else 1.0 if name in ("flip", "mosaic") else 0.9
         if not 0 <= strength <= most:
             raise DataError(
@@ -217,6 +220,7 @@ class NoiseMix:
         noise = np.take(recording, np.arange(start, start + len(wave)), mode="wrap").astype(np.float64)
         ratio = 10 ** (-rng.uniform(LOUDEST, FAINTEST) / 20)
         loudness, noise_loudness = (float(np.sqrt(np.mean(np.square(part)))) for part in (wave, noise))
+        # a stretch of silence in a recording has no loudness to be brought to another
         if noise_loudness == 0:
             return wave
         mixed = wave + noise * (ratio * (loudness or noise_loudness) / noise_loudness)

@@ -58,6 +58,7 @@ def image(picture: Any, settings: Mapping[str, Any] | None) -> np.ndarray:
         pixels = pixels[..., ::-1]
     if settings.get("do_rescale", True):
         pixels = pixels * np.float32(settings.get("rescale_factor", 1 / 255))
+    # processors of transformers normalize unless they say otherwise
     if settings.get("do_normalize", True) and settings.get("image_mean"):
         mean, spread = (np.asarray(settings[key], np.float32) for key in ("image_mean", "image_std"))
         pixels = (pixels - mean) / spread
@@ -150,6 +151,7 @@ def sound(wave: Any, settings: Mapping[str, Any] | None) -> np.ndarray:
     if kind in ("ASTFeatureExtractor", "Speech2TextFeatureExtractor", "SeamlessM4TFeatureExtractor"):
         return _kaldi(samples, settings, kind)
     if settings.get("do_normalize", False):
+        # transformers' own epsilon, within the root
         return ((samples - samples.mean()) / np.sqrt(samples.var() + 1e-7)).astype(np.float32)
     return samples
 
@@ -165,6 +167,7 @@ def _whisper(samples: np.ndarray, settings: Mapping[str, Any]) -> np.ndarray:
     # periodic, as torch.hann_window makes it: numpy's own window ends where it began
     window = np.hanning(size + 1)[:-1]
     power = _power(padded, window, size, hop)[:-1]
+    # Whisper's filters end at 8,000 Hz whatever the rate
     filters = _mel_filters(size // 2 + 1, int(settings["feature_size"]), 0.0, 8000.0, rate, slaney=True)
     logs = np.log10(np.maximum(power @ filters, 1e-10))
     # what is 80 decibels below the loudest is silence to Whisper
@@ -194,6 +197,7 @@ def _kaldi(samples: np.ndarray, settings: Mapping[str, Any], kind: str) -> np.nd
     if kind == "Speech2TextFeatureExtractor":
         logs = logs - logs.mean(axis=0)
         return (logs / np.maximum(logs.std(axis=0), 1e-10)).astype(np.float32)
+    # SeamlessM4T takes the sample's variance, Speech2Text the population's
     logs = (logs - logs.mean(axis=0)) / np.sqrt(logs.var(axis=0, ddof=1) + 1e-7)
     if len(logs) % 2:
         logs = np.concatenate([logs, np.full((1, bins), settings.get("padding_value") or 0.0)])
@@ -319,12 +323,14 @@ def _resize(pixels: np.ndarray, size: tuple[int, int], resample: int) -> np.ndar
     """Resize both axes; shrinking widens the filter, so that no pixel is skipped. Results are whole."""
     if tuple(pixels.shape[:2]) == size:
         return pixels
+    # 0, the nearest pixel, and filters that processors do not save
     if resample not in _FILTERS:
         rows = ((np.arange(size[0]) + 0.5) * pixels.shape[0] / size[0]).astype(int)
         columns = ((np.arange(size[1]) + 0.5) * pixels.shape[1] / size[1]).astype(int)
         return pixels[rows][:, columns]
     across = _weights(pixels.shape[1], size[1], *_FILTERS[resample])
     down = _weights(pixels.shape[0], size[0], *_FILTERS[resample])
+    # sums of whole numbers times 2²² are exact in float64, and Pillow's are integers
     exact = pixels.astype(np.float64)
     # Across first, unless that makes more pixels and the other fewer: the order that Pillow has.
     if size[1] > pixels.shape[1] and size[0] < pixels.shape[0]:

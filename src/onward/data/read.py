@@ -127,6 +127,7 @@ def read_data(
         reading.arrays, inputs, mapping=options.mapping, where=", ".join(str(path) for _, path in sources)
     )
     data.notes += notes
+    # a deployed model's classes have an order, and the alphabet's would be a guess
     if data.classes is not None and options.classes is None and not options.data_names_classes:
         ModelInfo().number(data.classes, ", ".join(str(path) for _, path in sources))
     if data.classes is None and options.classes is not None:
@@ -211,6 +212,7 @@ def _use_files(samples: Samples, where: str, what: str, name: str | None, readin
     else:
         settings |= {"sampling_rate": options.sampling_rate} if options.sampling_rate else {}
         read, why_unreadable = read_sounds, why_unreadable_sound
+    # before training: a broken file would end the run in the middle of an epoch
     samples, notes = check_files(samples, why_unreadable, what, skip_bad=options.skip_bad)
     arrays, data.preprocessing = read(samples.files, inputs, name, settings)
     reading.arrays |= arrays
@@ -264,6 +266,7 @@ def _read_dataset(folder: Path, parts: Mapping[str, list[Path]], name: str | Non
         return
     if len(dataset.files) > 1:
         raise DataError(f"'{folder}' has files in {', '.join(dataset.files)}", "keep one of these columns")
+    # the table does not say what its bytes are
     what = "sound" if any(content[:4] == b"RIFF" for content in _first_bytes(dataset)) else "image"
     label = label or ("label" if "label" in dataset.columns else None)
     samples = Samples(
@@ -438,8 +441,10 @@ def _read_npy(file: IO[bytes], size: int) -> np.ndarray:
     first = version == (1, 0)
     read_header = np.lib.format.read_array_header_1_0 if first else np.lib.format.read_array_header_2_0
     shape, _, dtype = read_header(file)
+    # numpy would unpickle them, which runs what the file says
     if dtype.hasobject:
         raise ValueError("holds Python objects, which are not loaded")
+    # a header of a few bytes may claim more memory than there is
     needed, there = math.prod(shape) * dtype.itemsize, size - file.tell()
     if min(shape, default=0) < 0 or needed > there:
         raise ValueError(

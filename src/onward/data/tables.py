@@ -160,12 +160,14 @@ def _add_features(
 
 def _categories(name: str, column: np.ndarray, where: str) -> list[str]:
     """The different words of a column; an error for one that has numbers, or too many of them."""
+    # sorted: the same rows in another order make the same features
     words = sorted({str(word) for word in column} - {""})
     if not words:
         raise DataError(f"'{where}': column '{name}' is empty", DROP)
     numeric = np.asarray([is_number(word) for word in column])
     filled = np.asarray([bool(word) for word in column])
     words_at = np.flatnonzero(filled & ~numeric)
+    # a single typing error would otherwise turn a column of numbers into categories
     if len(words_at) and numeric.sum() * 2 > filled.sum():
         row = int(words_at[0])
         raise DataError(
@@ -245,6 +247,7 @@ def fit_table(
         for i in np.flatnonzero(missing)
     ]
     if standardize:
+        # a constant column has deviation 0, and stays as it is
         settings |= {"mean": settings["fill"], "scale": [float(x) if x > 0 else 1.0 for x in spread]}
         notes.append(
             f"{int(is_number.sum())} columns of numbers are brought to mean 0 and deviation 1, as in the training rows"
@@ -259,12 +262,14 @@ def fit_table(
 
 def apply_table(array: np.ndarray, settings: Mapping[str, Any]) -> np.ndarray:
     """Features with their gaps filled, standardised where training did."""
+    # large numbers, such as years in seconds, lose their differences in float32
     values = np.asarray(array, np.float64)
     if values.ndim != 2 or values.shape[1] != len(settings["fill"]):
         raise DataError(f"features of shape {list(values.shape)}: {len(settings['fill'])} columns are needed")
     values = np.where(np.isnan(values), np.asarray(settings["fill"]), values)
     if settings.get("mean"):
         values = (values - np.asarray(settings["mean"])) / np.asarray(settings["scale"])
+    # float32 would hold it as infinity, and the loss would be NaN somewhere else
     largest = float(np.abs(values).max(initial=0.0))
     if largest > float(np.finfo(np.float32).max):
         column = Features("", settings["columns"], settings.get("categories", {})).names[

@@ -46,6 +46,7 @@ def choose_task(
     # these read data of their own kind, so that data could not say otherwise
     if name in TASKS and TASKS[name].kind in ("lines", "scene", "pairs", "tagged", "lettering"):
         return TASKS[name], f"{info.source('task')} says so"
+    # now: the data of such a model may look like that of another task
     if info.task is not None and name not in (*TASKS, *ENCODERS):
         raise ModelError(
             f"the model's task is {info.task} ({info.source('task')}), which cannot be trained from here",
@@ -56,6 +57,7 @@ def choose_task(
         return TASKS["text-recognition"], why
     if isinstance(data, str | os.PathLike) and is_tagged(Path(data)):
         return TASKS["token-classification"], f"'{data}' has tagged words"
+    # a classifier's table may have two columns of text as well
     if info.task in (None, *ENCODERS) and (why := _are_pairs(info, data, values)):
         return TASKS["embeddings"], why
     if isinstance(data, str | os.PathLike) and has_masks(Path(data)):

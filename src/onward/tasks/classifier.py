@@ -52,6 +52,7 @@ class Classifier(Predictor):
 
     def __call__(self, inputs: Any, *, top_k: int | None = 1, batch_size: int = 32) -> Any:
         """Run one input, or each of a list."""
+        # a list of numbers is one row of a table, and a list of rows is many
         many = isinstance(inputs, list) and not self._is_row(inputs)
         items = inputs if many else [inputs]
         answers: list[Any] = []
@@ -141,6 +142,7 @@ def answer_labels(scores: np.ndarray, info: ModelInfo, *, top_k: int | None) -> 
     if labels is None or info.is_regression or scores.ndim != 2 or scores.shape[1] != len(labels):
         return list(scores)
     function = "sigmoid" if info.is_multi_label else "softmax"
+    # a file with its softmax left on: a second one would flatten its answers
     if "probabilities" in info.outputs.values():
         function = "none"
     ranked = [label_scores(row, labels, function, top_k=top_k) for row in scores]
@@ -234,6 +236,7 @@ def _score_function(pipeline: Pipeline) -> str:
     problem, kind = pipeline.card["problem_type"], task_named(pipeline.task).kind
     if kind == "audio":
         return "softmax"
+    # only transformers' text pipeline leaves a regression's number as it is
     if problem == "regression" and kind == "text":
         return "none"
     alone = problem == "multi_label_classification" or len(pipeline.card["labels"]) == 1
@@ -280,8 +283,10 @@ def _rank_by_entailment(
 ) -> list[dict[str, Any]]:
     """Candidates by how far the text entails them; `logits` has one row for each."""
     lowered = [label.lower() for label in labels]
+    # labels of such models are lowercase or not, and entailment is last where none says so
     entailment = next((i for i, label in enumerate(lowered) if label.startswith("entail")), len(labels) - 1)
     if multi_label or len(candidates) == 1:
+        # as transformers: the neutral class takes no part where labels are independent
         contradiction = -1 if entailment == 0 else 0
         scores = softmax(logits[:, [contradiction, entailment]])[:, 1]
     else:

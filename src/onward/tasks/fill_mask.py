@@ -45,6 +45,7 @@ def _target_ids(pipeline: Pipeline, targets: str | Sequence[str]) -> list[int]:
     words = [targets] if isinstance(targets, str) else targets
     ids: dict[int, None] = {}
     for word in words:
+        # a word that is in the vocabulary is one token, whatever the tokenizer would make of it alone
         whole = pipeline.tokenizer.token_to_id(word)
         tokens = (
             [whole] if whole is not None else pipeline.tokenizer.encode(word, add_special_tokens=False).ids

@@ -193,6 +193,7 @@ def segmentation_loss(
     """
     numbers = op.Cast(masks, to=ir.DataType.INT64)
     kind = op.dtype(scores)
+    # Dice has no weight for pixels that nobody named: they are multiplied away
     counted = op.Unsqueeze(op.Cast(op.Not(op.Equal(numbers, IGNORED)), to=kind), [1])
     single = binary and op.static_dim(scores, 1) == 1
     if single:
@@ -279,6 +280,7 @@ def summarize(outputs: Arrays, data: Data) -> Arrays:
 def scores(outputs: Arrays, data: Data, info: ModelInfo) -> Scores:
     """Mean IoU and the share of pixels that are right, and a row for each class."""
     masks = np.array(data.arrays[TARGET_NAME])
+    # data may number the classes in another order than the model
     order = order_of_labels(data.classes or (), info.labels)
     if order is not None:
         counted = masks != IGNORED

@@ -107,6 +107,7 @@ def _take_arrays(data: Any, inputs: Sequence[InputSpec], options: DataOptions) -
 
 def find_text_settings(source: Source, options: Any) -> tuple[Path, dict[str, Any]]:
     """The tokenizer that the options name or the model has, and its settings: the model's own, where it states some."""
+    # a model in memory has no folder to look into
     near = [] if source.path is None else [source.path]
     tokenizer = options.tokenizer or source.info.tokenizer or find_tokenizer(*near)
     if tokenizer is None:

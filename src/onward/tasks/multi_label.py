@@ -196,5 +196,6 @@ def average_precision(scores: np.ndarray, truths: np.ndarray) -> float:
         return float("nan")
     order = np.argsort(-scores, kind="stable")
     hits = np.cumsum(truths[order])
+    # equal scores are one step of the curve: their order would be chance
     ends = np.append(np.flatnonzero(np.diff(scores[order])), len(scores) - 1)
     return float(np.sum(np.diff(hits[ends], prepend=0) * hits[ends] / (ends + 1)) / hits[-1])

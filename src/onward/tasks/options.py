@@ -29,6 +29,7 @@ Normalization = Annotated[
     Option("Images: bring pixels to this mean and deviation.", metavar="imagenet|half|none|MEAN,STD"),
 ]
 TextColumn = Annotated[str | None, Option("The column of a table that has texts.", metavar="COLUMN")]
+# a new head has learned nothing, and the other weights a lot
 Rate = Annotated[
     float | Literal["auto"] | None,
     Option(
@@ -88,6 +89,7 @@ class Adapters:
         """The adapters' settings, or None where none train; `targets` are the default ones."""
         from onward.lora import LoRA
 
+        # Python passes settings of its own, the command line a flag
         if not self.lora or isinstance(self.lora, LoRA):
             return self.lora or None
         return LoRA(rank=self.rank, alpha=self.alpha, targets=self.targets or targets, seed=seed)

@@ -134,6 +134,7 @@ class Predictor:
         typed = {
             name: array.astype(types.get(name) or array.dtype, copy=False) for name, array in feed.items()
         }
+        # the first alone: others may be states as large as the input
         return np.asarray(self.session.run([self.session.get_outputs()[0].name], typed)[0])
 
     def require_preprocessing(self) -> Preprocessing:

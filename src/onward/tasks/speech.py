@@ -124,6 +124,7 @@ def _merge(parts: Sequence[Sequence[int]]) -> list[int]:
             a, b = max(0, len(left) - shift), min(len(left), len(left) + len(right) - shift)
             c, d = max(0, shift - len(left)), min(len(right), shift)
             matches = int((left[a:b] == right[c:d]).sum())
+            # transformers' own weight, which lets the longer of two equal shares win
             share = matches / shift + shift / 10000.0
             if matches > 1 and share > best:
                 best, cut, begin = share, (a + b) // 2, (c + d) // 2
@@ -202,6 +203,7 @@ def _spoken_start(
         if language is None:
             encoder, decoder = pipeline.sessions.values()
             scores = EncoderDecoder(encoder, decoder, feed, start).step(None, None)[0]
+            # as Whisper: the language token that the decoder finds likeliest after the start
             start.append(max(languages.values(), key=lambda token: scores[token]))
         elif f"<|{language}|>" in languages:
             start.append(languages[f"<|{language}|>"])
@@ -225,6 +227,7 @@ def spell(pipeline: Pipeline, inputs: Any) -> Any:
 def _join_frames(logits: np.ndarray, spelling: Mapping[str, Any]) -> str:
     """The text of a recogniser's frames: the best class of each, repetitions and blanks left out."""
     best = np.asarray(logits).argmax(axis=-1)
+    # CTC: a character lasts several frames, and a blank stands between two equal ones
     changed = np.concatenate([[True], best[1:] != best[:-1]])
     ids = best[changed & (best != spelling["blank_id"])].tolist()
     tokens = spelling["tokens"]

@@ -316,6 +316,7 @@ def _begins_word(pipeline: Pipeline, text: str, encoding: Any, index: int) -> bo
     start, end = encoding.offsets[index]
     if encoding.ids[index] == pipeline.card["tokenizer"].get("unk_id"):
         return True
+    # WordPiece marks the later pieces of a word; other tokenizers mark nothing, or the space
     if getattr(pipeline.tokenizer.model, "continuing_subword_prefix", None):
         return len(encoding.tokens[index]) == end - start
     return start == 0 or " " in text[start - 1 : start + 1]
