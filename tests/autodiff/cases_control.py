@@ -25,6 +25,25 @@ _TWO_BRANCHES = """(bool p, float[N] a, float[N] b) => (float[N] y) {
 }"""
 
 CASES = [
+    _case(
+        "Loop",
+        "a_branch_that_returns_its_own_initializer",
+        """(float[3] x) => (float[3] y)
+            <int64 trips = {3}, int64 zero = {0}> {
+            y = Loop (trips, , x) <
+                body = turn (int64 i, bool going, float[3] state) => (bool on, float[3] next) {
+                    first = Equal(i, zero)
+                    factor = If (first) <
+                        then_branch = then () => (float[3] own) <float[3] own = {2, 3, 4}> { },
+                        else_branch = otherwise () => (float[3] same) { same = Identity(state) }
+                    >
+                    next = Mul(factor, x)
+                    on = Identity(going)
+                }
+            >
+        }""",
+        **_floats(x=(3,)),
+    ),
     _case("If", "then", _TWO_BRANCHES, p=np.array(True), **_floats(a=(3,), b=(3,))),
     _case("If", "else", _TWO_BRANCHES, p=np.array(False), **_floats(a=(3,), b=(3,))),
     _case(

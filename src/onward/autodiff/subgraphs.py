@@ -305,7 +305,17 @@ def _copy_graph(op: DifferentiableBuilder, graph: ir.Graph, outer: dict[ir.Value
         inputs.append(copy)
     copies.update(_copy_constants(op, graph))
     nodes = [_copy_node(op, node, copies) for node in graph]
-    outputs = [copies.get(value, value) for value in graph.outputs]
+    outputs = []
+    for value in graph.outputs:
+        result = copies.get(value, value)
+        if result.producer() not in nodes:
+            # a branch may return its own initializer, which two copies of it would share
+            node = ir.Node("", "Identity", [result], num_outputs=1, name=op.namer(f"{value.name}/copy"))
+            node.outputs[0].name = op.namer(value.name or "out")
+            describe(node.outputs[0], value.type, value.shape)
+            nodes.append(node)
+            result = node.outputs[0]
+        outputs.append(result)
     return ir.Graph(
         inputs,
         outputs,
