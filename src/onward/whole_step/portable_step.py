@@ -17,6 +17,7 @@ import onnx_ir as ir
 from onward import contract
 from onward.checkpoint.portable import StateLayout, table_line
 from onward.contract import BUFFER, OUT, RESET, SEED
+from onward.errors import ModelError
 from onward.graph.builder import Builder
 from onward.graph.cleanup import remove_unused, share_subexpressions
 from onward.graph.nodes import ancestors
@@ -56,6 +57,13 @@ def portable_step(
     training: ir.Model, optimizer: ir.Model, checkpoint: CheckpointData
 ) -> tuple[ir.Model, StateLayout]:
     """One graph that trains: batch, learning rate and state in; loss, outputs and next state out."""
+    for name, array in checkpoint.trainable.items():
+        if (dtype := np.asarray(array).dtype) != np.float32:
+            # bindings make float32 tensors of rates and sums: another type would be another program in each language
+            raise ModelError(
+                f"'{name}' is {dtype}: portable steps train float32",
+                hint="convert the model to float32, or train it with Module and Optimizer",
+            )
     parts = _StepParts(training, optimizer, checkpoint)
     op, state, rule = parts.op, parts.state, parts.rule
     # Packed gradients are judged as one: a reduction for each parameter would be as many nodes as the update.
