@@ -440,6 +440,8 @@ def test_int8_of_convolutions_takes_ranges_from_the_data_of_the_run(shop: Path, 
     run("deploy", "run")
     report = run("deploy", "run", "small.onnx", "--quantize", "int8", "--json").json
     assert report["quantization"]["cosine_min"] > 0.98
+    scored = run("evaluate", "trained.onnx", "small.onnx", "-d", "pictures", "--json").json["models"]
+    assert [report["metric_before"], report["metric"]] == [one["accuracy"] for one in scored]
     operators = {node.op_type for node in onnx.load("small.onnx").graph.node}
     assert {"QuantizeLinear", "DequantizeLinear"} <= operators
     assert metadata("small.onnx") == metadata("trained.onnx")

@@ -160,3 +160,10 @@ def test_the_figures_of_scikit_learn() -> None:
     assert METRICS["r2"]({"y": scores[:, :1]}, {"t": target[:, 0]}) == pytest.approx(
         reference.r2_score(target[:, 0], scores[:, 0])
     )
+
+
+@pytest.mark.parametrize("kind", [np.uint8, np.int64])
+def test_labels_that_the_loss_ignores_are_in_no_metric_of_bytes_either(kind: type) -> None:
+    outputs = {"scores": np.eye(2, dtype=np.float32)[[0, 1, 1]]}
+    labels = {"labels": np.asarray([0, 1, 255], kind)}
+    assert compute(find_metrics(["accuracy"]), outputs, labels, ignored={"labels": 255}) == {"accuracy": 1.0}

@@ -440,8 +440,8 @@ def test_early_stopping_waits_for_its_patience(artifacts: Path) -> None:
 
 
 def test_the_direction_of_a_metric() -> None:
-    assert [improves(name) for name in ("loss", "eval_loss", "mse", "perplexity", "accuracy", "f1")] == [
-        -1, -1, -1, -1, 1, 1,
+    assert [improves(name) for name in ("loss", "eval_loss", "mse", "perplexity", "cer", "wer", "accuracy", "f1")] == [
+        -1, -1, -1, -1, -1, -1, 1, 1,
     ]  # fmt: skip
 
 
