@@ -165,8 +165,8 @@ def detection(work: Path) -> None:
     if not boxes.exists():
         shutil.rmtree(work / "shapes", ignore_errors=True)
         onward = str(Path(sys.executable).with_name("onward"))
-        data = draw(work / "shapes", 100, 320, 0)
-        options = ["--epochs", "10", "--batch-size", "4", "--lr", "1e-3"]
+        data = draw(work / "shapes", 60, 320, 0)
+        options = ["--epochs", "8", "--batch-size", "4", "--lr", "1e-3"]
         subprocess.run(
             [onward, "finetune", str(model), "--data", str(data), "--output", str(boxes), *options],
             check=True,
