@@ -18,8 +18,8 @@ from onward.checkpoint.content import CheckpointData, OptimizerGroup
 from onward.distributed.errors import DistributedError
 from onward.distributed.rank_engine import RankEngine, reconcile, weight_of
 from onward.runtime.memory import FlatBuffer
-from onward.runtime.optimizers.vector import make_updater
 from onward.runtime.optimizers.updater import ElementwiseUpdater
+from onward.runtime.optimizers.vector import make_updater
 from onward.train.batches import ArrayBatches
 from onward.train.engines import LocalEngine
 
@@ -157,8 +157,9 @@ class ShardedOptimizer(Optimizer):
         """The whole state, on rank 0 (None elsewhere); collective."""
         updater = self._updater
         assert isinstance(updater, ElementwiseUpdater)
-        shapes = self._module.memory.parameters.shapes
-        whole = {slot: FlatBuffer(shapes, parts=self._comm.world) for slot in updater.slot_vectors()}
+        parameters, world = self._module.memory.parameters, self._comm.world
+        shapes, kind = parameters.shapes, parameters.whole.dtype
+        whole = {slot: FlatBuffer(shapes, parts=world, dtype=kind) for slot in updater.slot_vectors()}
         for slot, own in updater.slot_vectors().items():
             for source in range(self._comm.world):
                 # part by part: rank 0 never holds two copies of the state

@@ -188,6 +188,11 @@ class StageStep:
 
     def attach(self, memory: ModelMemory) -> None:
         """Give the stage its memory."""
+        if memory.parameters.whole.dtype != np.float32:
+            raise DistributedError(
+                "pipeline stages hand on float32, and the parameters are float64: call model.float() before the "
+                "export, or train without stages"
+            )
         self._memory = memory
         # where one micro-batch's gradients land, and the statistics after it
         self._gradients = FlatBuffer(memory.gradients.shapes, device=self.device)
