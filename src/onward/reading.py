@@ -52,6 +52,18 @@ def read_json(path: str | os.PathLike[str], kind: type[Kind] = dict) -> Kind:
     return parse_json(read_text(path), kind)
 
 
+# what a file has is called by JSON's words, which its writer knows, not by Python's
+_KINDS = {
+    dict: "table",
+    list: "list",
+    str: "text",
+    int: "number",
+    float: "number",
+    bool: "truth value",
+    type(None): "null",
+}
+
+
 def parse_json(text: str, kind: type[Kind] = dict) -> Kind:
     """An untrusted JSON document; a `ValueError` where it is none, too deep, or of another kind.
 
@@ -59,7 +71,7 @@ def parse_json(text: str, kind: type[Kind] = dict) -> Kind:
     {'epochs': 3}
     >>> parse_json("[1, 2]")
     Traceback (most recent call last):
-    ValueError: this is JSON, but a list, where a dict is needed
+    ValueError: this is JSON, but a list, where a table is needed
     """
     require_shallow(text)
     try:
@@ -67,7 +79,8 @@ def parse_json(text: str, kind: type[Kind] = dict) -> Kind:
     except RecursionError:
         raise ValueError("this JSON is nested too deep") from None
     if not isinstance(document, kind):
-        raise ValueError(f"this is JSON, but a {type(document).__name__}, where a {kind.__name__} is needed")
+        wrong, right = (_KINDS.get(one, one.__name__) for one in (type(document), kind))
+        raise ValueError(f"this is JSON, but a {wrong}, where a {right} is needed")
     return document
 
 

@@ -139,6 +139,7 @@ DOCUMENTS = {
     "no options": '{"artifacts": "artifacts"}',
     "options are null": '{"artifacts": "artifacts", "options": null}',
     "artifacts are a number": '{"artifacts": 3, "options": {}}',
+    "classes are numbers": '{"artifacts": "artifacts", "options": {}, "classes": [1, 2]}',
     "deep": '{"artifacts": "artifacts", "options": ' + '{"a": ' * 5000 + "1" + "}" * 5001,
     "deep lists": "[" * 200_000,
     "not UTF-8": "\udcff",
@@ -151,6 +152,8 @@ def test_documents_that_are_no_run(trained: Path, run: Any) -> None:
         for line in ("train run --resume", "evaluate run -d data.npz", "deploy run new.onnx"):
             result = run(*line.split(), code=1)
             assert "run.json' is damaged" in result.stderr, name
+            # in our words, not in Python's
+            assert not re.search("operand|object|class '|indices|subscript", result.stderr), result.stderr
             assert len(result.stderr.strip().splitlines()) == 2
 
 

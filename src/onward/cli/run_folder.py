@@ -19,7 +19,7 @@ from onward import contract
 from onward.cli.errors import CommandError
 from onward.cli.paths import folder_target, plain_prefix, read_metadata, read_model
 from onward.cli.python_entry import names_code
-from onward.cli.run_options import RunOptions, read_options, read_value
+from onward.cli.run_options import RunOptions, read_options
 from onward.files import write_bytes
 from onward.model_metadata import read_names
 from onward.reading import read_json
@@ -109,9 +109,15 @@ def read_run(folder: Path) -> EarlierRun | None:
         options = read_options(document["options"])
         # it becomes part of paths: "../" would lead out of the artifacts
         plain_prefix(options.prefix)
+        if not isinstance(document["artifacts"], str):
+            raise ValueError("the place of its artifacts is no text")
         artifacts = (folder / document["artifacts"]).resolve()
         classes = document.get("classes")
-        return EarlierRun(artifacts, options, None if classes is None else read_value(classes, list[str]))
+        if classes is not None and not (
+            isinstance(classes, list) and all(isinstance(name, str) for name in classes)
+        ):
+            raise ValueError("its classes are no list of names")
+        return EarlierRun(artifacts, options, classes)
     except (ValueError, KeyError, TypeError, OSError, RuntimeError) as error:
         problem = f"it has no {error}" if isinstance(error, KeyError) else error
         raise CommandError(
