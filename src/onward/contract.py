@@ -72,7 +72,7 @@ QUANTIZATION = "onward.quantization"
 QUANTIZED = "onward.quantized"  # on a node of it: how its weight is rounded
 TRAINED = "onward.trained"  # of an inference model: that its weights come from training
 
-# ---- metadata of the portable step: see docs/portable.md --------------------------------------------------
+# ---- metadata of the portable step: see docs/portable-format.md --------------------------------------------
 
 PORTABLE = "onward.portable"
 BATCH_INPUTS = "onward.batch_inputs"

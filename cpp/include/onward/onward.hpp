@@ -1,7 +1,7 @@
 // Onward: train ONNX models in C++17, over onnxruntime's own C++ API and nothing else.
 //
 // Works on the files that `onward artifacts --portable` writes: gradient_step.onnx and update_step.onnx (the two halves
-// of the portable step), state.bin (its state), eval_model.onnx and inference_model.onnx. docs/portable.md specifies
+// of the portable step), state.bin (its state), eval_model.onnx and inference_model.onnx. docs/portable-format.md specifies
 // them, docs/cpp.md shows how to use this header. The names are those of onnxruntime-training's C++ API.
 //
 // Parameters, gradients and the optimizer's state each lie in one stretch of memory, which sessions read and write in

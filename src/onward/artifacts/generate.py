@@ -197,7 +197,7 @@ def generate_artifacts(
     of activations. `teacher`, a model's file or a `Distillation`, adds a loss against its answers; with `loss=None` it
     is all of the loss, and no labels are needed (docs/small-models.md).
     `loss=None` means that the model's first output is the loss. `portable` adds the files for training in other
-    languages: the step, whole and in two halves, its state, an inference model (docs/portable.md). Either all
+    languages: the step, whole and in two halves, its state, an inference model (docs/portable-format.md). Either all
     files are written or none; a missing directory is created.
 
     >>> import tempfile, onnx.parser

@@ -1,6 +1,6 @@
 """State files of the portable step (`state.bin`): every state tensor at an offset that follows from its layout.
 
-docs/portable.md specifies the bytes. A header, the tensors, a table in text, a checksum; other languages read
+docs/portable-format.md specifies the bytes. A header, the tensors, a table in text, a checksum; other languages read
 and write it with a dozen lines. Here it becomes `CheckpointData` and back.
 """
 

@@ -1,6 +1,6 @@
 """What programs in other languages see of a portable graph: no tensor without axes, and labels that are checked.
 
-docs/portable.md specifies both. The graph does what nine bindings would each have to do, or cannot.
+docs/portable-format.md specifies both. The graph does what nine bindings would each have to do, or cannot.
 """
 
 from __future__ import annotations

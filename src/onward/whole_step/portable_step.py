@@ -1,7 +1,7 @@
 """The portable step: a training step, its update and the check for non-finite values in one standard graph.
 
 The state is an input and the next state an output, so a loop in any language is: run, keep the outputs, feed
-them back. Built from the training and the optimizer model. docs/portable.md specifies names, order and metadata.
+them back. Built from the training and the optimizer model. docs/portable-format.md specifies names, order and metadata.
 """
 
 from __future__ import annotations
@@ -342,7 +342,7 @@ def _add_next_state(op: Builder, before: Sequence[ir.Value], after: Sequence[ir.
 # --- The portable step in two halves: gradients of a batch, and an update from gradients.
 #
 # For programs that add up the gradients of several batches before an update, or that update in place.
-# docs/portable.md specifies both; the state's layout is that of the whole step.
+# docs/portable-format.md specifies both; the state's layout is that of the whole step.
 
 
 # Numbers of a table from which on its gradient is scattered into memory that is there, not into zeros.
