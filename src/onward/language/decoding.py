@@ -22,6 +22,42 @@ _TYPES = {"tensor(float16)": np.float16, "tensor(double)": np.float64}
 
 
 @dataclass(frozen=True)
+class Timestamps:
+    """Whisper's rules for the tokens that say when something was heard: the first of them, and the end of a text.
+
+    They come in pairs and never go back; `latest` is the last one that a text may begin with.
+    """
+
+    first: int
+    end: int
+    latest: int | None
+
+    def restrict(self, scores: np.ndarray, written: np.ndarray) -> None:
+        """Take out of the scores [rows, vocabulary] what must not follow what was written [rows, length]."""
+        scores[:, self.first - 1] = -np.inf  # which says that there are none
+        for row, tokens in zip(scores, written):
+            are_times = tokens >= self.first
+            if not len(tokens):
+                row[: self.first] = -np.inf
+                if self.latest is not None:
+                    row[self.latest + 1 :] = -np.inf
+            elif are_times[-1] and (len(tokens) < 2 or are_times[-2]):
+                row[self.first :] = -np.inf
+            elif are_times[-1]:
+                row[: self.end] = -np.inf
+            if are_times.any():
+                last = int(tokens[are_times][-1])
+                # the time that ends a piece may be the time that begins the next
+                opens = are_times[-1] and not (len(tokens) < 2 or are_times[-2])
+                row[self.first : last if opens else last + 1] = -np.inf
+            # all times together may be likelier than the likeliest word, though no single one is
+            logs = _log_softmax(row)
+            with np.errstate(divide="ignore"):
+                if np.log(np.exp(logs[self.first :]).sum()) > logs[: self.first].max():
+                    row[: self.first] = -np.inf
+
+
+@dataclass(frozen=True)
 class Options:
     """How to choose tokens, under the names of `transformers`' generation settings.
 
@@ -47,6 +83,7 @@ class Options:
     suppress_first: tuple[int, ...] = ()
     first: int | None = None
     last: int | None = None
+    timestamps: Timestamps | None = None
 
     def __post_init__(self) -> None:
         for name, least in (("max_new_tokens", 1), ("num_beams", 1), ("min_new_tokens", 0)):
@@ -88,7 +125,7 @@ class Options:
         )
 
 
-_INTERNAL = ("ends", "suppress", "suppress_first", "first", "last")
+_INTERNAL = ("ends", "suppress", "suppress_first", "first", "last", "timestamps")
 
 
 def _bad_words(defaults: Mapping[str, Any]) -> list[int]:
@@ -292,6 +329,8 @@ def generate(writer: Writer, options: Options) -> Iterator[list[list[int]]]:
 def _processed(scores: np.ndarray, history: np.ndarray, step: int, options: Options) -> np.ndarray:
     """Scores with what must not be written at minus infinity."""
     scores = scores.copy()
+    if options.timestamps is not None:
+        options.timestamps.restrict(scores, history[:, history.shape[1] - step :])
     if options.repetition_penalty != 1.0:
         said = np.take_along_axis(scores, history, axis=1)
         # a penalty makes both unlikelier: a negative score is multiplied, a positive one divided

@@ -77,20 +77,19 @@ def _windows(
     samples = open_sound(pipeline, wave)
     processor = pipeline.card.get("processor") or {}
     limit, rate = processor.get("n_samples"), processor.get("sampling_rate") or 16000
-    if not length:
-        if samples.ndim != 1 or not limit or len(samples) <= limit:
-            return [(signal(pipeline, samples), (len(samples) / rate, 0.0, 0.0))]
-        length, stride = limit / rate, 0.0
+    if not length and (samples.ndim != 1 or not limit or len(samples) <= limit):
+        return [(signal(pipeline, samples), (len(samples) / rate, 0.0, 0.0))]
+    seconds: float = length or (limit or len(samples)) / rate
     if stride is None:
-        stride = length / 6
-    left, right = stride if isinstance(stride, tuple) else (stride, stride)
-    size, before, after = (round(seconds * rate) for seconds in (length, left, right))
+        stride = seconds / 6 if length else 0.0
+    left, right = (stride, stride) if isinstance(stride, int | float) else stride
+    size, before, after = (round(part * rate) for part in (seconds, left, right))
     if size <= before + after:
         raise ValueError(
-            f"chunk_length_s is {length:g}: it must be more than what pieces share, {left + right:g}"
+            f"chunk_length_s is {seconds:g}: it must be more than what pieces share, {left + right:g}"
         )
     if limit and size > limit:
-        raise ValueError(f"chunk_length_s is {length:g}: the model reads {limit / rate:g} seconds at once")
+        raise ValueError(f"chunk_length_s is {seconds:g}: the model reads {limit / rate:g} seconds at once")
     windows = []
     for start in range(0, len(samples), size - before - after):
         piece, is_last = samples[start : start + size], start + size >= len(samples)

@@ -201,7 +201,15 @@ def _speech(settings: Any) -> dict[str, Any]:
         return {}
     languages = getattr(settings, "lang_to_id", None) if getattr(settings, "is_multilingual", False) else None
     tasks = getattr(settings, "task_to_id", None)
-    return {"speech": {"languages": languages or {}, "tasks": tasks or {}, "no_timestamps_id": quiet}}
+    latest = getattr(settings, "max_initial_timestamp_index", None)
+    return {
+        "speech": {
+            "languages": languages or {},
+            "tasks": tasks or {},
+            "no_timestamps_id": quiet,
+            "max_initial_timestamp_index": latest,
+        }
+    }
 
 
 def _axes(ports: Mapping[str, Axes]) -> dict[str, dict[str, str]]:
