@@ -159,7 +159,7 @@ def browser(work: Path) -> None:
 
 def detection(work: Path) -> None:
     """Drawn pictures that the detector has not seen, with its boxes."""
-    draw = runpy.run_path(str(ROOT / "benchmarks" / "detection.py"))["draw"]
+    draw = runpy.run_path(str(ROOT / "benchmarks" / "teach_published.py"))["draw_shapes"]
     model = fetch(work, "nudenet", "nudenet/320n.onnx")
     boxes, photos = work / "boxes.onnx", work / "test-shapes"
     if not boxes.exists():
