@@ -79,7 +79,7 @@ def read_model(source: ModelFile, role: str) -> onnx.ModelProto:
 class LimitedSession(ort.InferenceSession):
     """A session whose runs stay within the limits, and whose errors are ours."""
 
-    def run(self, output_names: Any, input_feed: Any, run_options: ort.SessionOptions = None) -> Any:
+    def run(self, output_names: Any, input_feed: Any, run_options: ort.RunOptions | None = None) -> Any:
         """Run it, as `InferenceSession.run` does."""
         return run_limited(super().run, output_names, input_feed, run_options)
 
