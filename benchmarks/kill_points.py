@@ -3,6 +3,7 @@
     python benchmarks/kill_points.py                      all commands, all events
     python benchmarks/kill_points.py --only deploy        commands whose name holds this pattern
     python benchmarks/kill_points.py --every 1            disks that fail at each event, not at each tenth
+    python benchmarks/kill_points.py --halfway            states in the middle of a commit alone, and no failing disks
     python benchmarks/kill_points.py --few                a state of each quick command, as the tests do
 
 A command replaces the result of an earlier one. An event is a file created, emptied, copied, flushed, renamed or
@@ -296,7 +297,7 @@ class Campaign:
 
     world: Path
 
-    def run(self, name: str, *, few: bool, every: int) -> Iterator[str]:
+    def run(self, name: str, *, few: bool, every: int, halfway_only: bool = False) -> Iterator[str]:
         """Problems of one command; yields "" for each case without one."""
         case, out = CASES[name], self.world / "out"
         lines = [case.line.format(n=n) for n in (1, 2)]
@@ -321,9 +322,11 @@ class Campaign:
 
             states = sorted(Path("states").iterdir(), key=lambda path: int(path.name.partition(" ")[0]))
             halfway = [state for state in states if visible(digests(state)) not in (old, visible(new))]
-            for state in [*halfway, states[-1]][:1] if few else states:
+            for state in [*halfway, states[-1]][:1] if few else halfway if halfway_only else states:
                 self._put_back(state)
                 yield judge(f"killed before event {state.name} of {len(whole.events)}", Ended(9), "exit")
+            if halfway_only:
+                return
             # the states that were judged are those that a kill leaves
             events = after_first_commit(whole.events)
             keys = {key_of(state) for state in states}
@@ -401,6 +404,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--only", default="")
     parser.add_argument("--every", type=int, default=10)
+    parser.add_argument("--halfway", action="store_true", help="states in the middle of a commit alone")
     parser.add_argument("--few", action="store_true", help="of quick commands the last state")
     options = parser.parse_args(arguments)
     problems = count = 0
@@ -413,7 +417,9 @@ def main(arguments: list[str] | None = None) -> int:
         campaign = Campaign(Path(folder).resolve())
         for name in names:
             before = count, problems
-            for problem in campaign.run(name, few=options.few, every=options.every):
+            for problem in campaign.run(
+                name, few=options.few, every=options.every, halfway_only=options.halfway
+            ):
                 count += 1
                 problems += bool(problem)
                 if problem:
