@@ -297,3 +297,11 @@ def test_scratch_folders_of_dead_processes_are_swept(tmp_path: Path, monkeypatch
     with files.scratch_folder() as folder:
         assert len(stale) == 1 and len(os.listdir(tmp_path)) == 1 and folder.is_dir()
     assert not os.listdir(tmp_path)
+
+
+@pytest.mark.parametrize("place", ["/.onward-0123456789abcdef/files", "/.onward-0123456789abcdef"])
+def test_a_command_names_the_folder_and_not_where_its_files_wait(place: str):
+    from onward.cli.errors import explain
+
+    assert explain(OnwardError(f"cannot write '/out{place}'"))[0] == "cannot write '/out'"
+    assert explain(OSError(28, "full", f"/out{place}/m.onnx"))[0] == "no space is left for '/out/m.onnx'"

@@ -54,7 +54,7 @@ _EXTRAS = {
 
 
 # where sets of files are written before they take their names (`onward.files`): users know the folder above
-_ASIDE = re.compile(r"/?\.onward-[0-9a-f]{16}[/\\]files(?=[/\\'\": ]|$)")
+_ASIDE = re.compile(r"/?\.onward-[0-9a-f]{16}([/\\]files)?(?=[/\\'\": ]|$)")
 
 
 def explain(error: BaseException) -> tuple[str, str]:
