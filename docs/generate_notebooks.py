@@ -26,13 +26,11 @@ _BLOCK = re.compile(r"^```python[^\n]*\n(.*?)^```\n?", re.M | re.S)
 def notebook(page: Path, extra: str) -> str:
     """A page as the text of a notebook."""
     text = _absolute_links(page.read_text(encoding="utf-8"))
-    constraints = "-c constraints.txt "
-    package = f'".[{extra}]"' if extra else "."
     cells = [
         _cell(
-            "markdown",
-            f"In a clone of the repository: `pip install {constraints}{package}`, then run the cells.",
-        )
+            "markdown", "The repository is not on a package index yet: open this notebook in a clone of it."
+        ),
+        _cell("code", install(extra)),
     ]
     position = 0
     for match in _BLOCK.finditer(text):
@@ -49,8 +47,14 @@ def notebook(page: Path, extra: str) -> str:
 
 
 def _absolute_links(text: str) -> str:
-    """Links to pages lead one folder up from a notebook."""
-    return re.sub(r"\]\((?!https?:|#)([^)]+\.md)", r"](../\1", text)
+    """Links to pages and pictures lead one folder up from a notebook."""
+    return re.sub(r"\]\((?!https?:|#)([^)]+\.(?:md|png|svg))", r"](../\1", text)
+
+
+def install(extra: str) -> str:
+    """The first cell: Onward from the clone around the notebook, with the versions that the tests run with."""
+    package = f"../..[{extra}]" if extra else "../.."
+    return f'%pip install --quiet --constraint ../../constraints.txt "{package}"'
 
 
 def _cell(kind: str, text: str) -> dict[str, Any]:

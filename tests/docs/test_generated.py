@@ -79,7 +79,10 @@ def test_the_notebooks_are_the_start_pages() -> None:
     for path, text in program.notebooks().items():
         assert path.read_text(encoding="utf-8") == text, "run: python docs/generate_notebooks.py"
         document = json.loads(text)
-        codes = ["".join(cell["source"]) for cell in document["cells"] if cell["cell_type"] == "code"]
+        first, *codes = ["".join(cell["source"]) for cell in document["cells"] if cell["cell_type"] == "code"]
+        assert first == program.install(program.STARTS[path.stem])
+        links = re.findall(r"\]\((?!https?:|#)([^)#]+)", text)
+        assert not [link for link in links if not (path.parent / link).exists()]
         page = (ROOT / "docs" / f"{path.stem}.md").read_text(encoding="utf-8")
         assert codes and all(code.strip() in page for code in codes)
 
