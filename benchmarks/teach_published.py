@@ -124,6 +124,46 @@ def detector(arguments: argparse.Namespace) -> dict[str, Any]:
     return {**figures, **files, "same boxes": same}
 
 
+def export_unet(path: Path) -> None:
+    """Three levels of 16, 32 and 64 channels, from torch."""
+    import torch
+    from torch import nn
+
+    def block(ins: int, outs: int) -> nn.Sequential:
+        pairs = [(ins, outs), (outs, outs)]
+        layers = [
+            (nn.Conv2d(*pair, 3, padding=1, bias=False), nn.BatchNorm2d(outs), nn.ReLU()) for pair in pairs
+        ]
+        return nn.Sequential(*(layer for group in layers for layer in group))
+
+    class UNet(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.down = nn.ModuleList([block(3, 16), block(16, 32), block(32, 64), block(64, 64)])
+            self.up = nn.ModuleList(
+                [nn.ConvTranspose2d(n, m, 2, 2) for n, m in ((64, 64), (64, 32), (32, 16))]
+            )
+            self.join = nn.ModuleList([block(128, 64), block(64, 32), block(32, 16)])
+            self.last = nn.Conv2d(16, 2, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            levels = [self.down[0](x)]
+            for part in self.down[1:]:
+                levels.append(part(nn.functional.max_pool2d(levels[-1], 2)))
+            x = levels.pop()
+            for grow, join in zip(self.up, self.join):
+                x = join(torch.cat([grow(x), levels.pop()], dim=1))
+            return self.last(x).softmax(dim=1)
+
+    torch.manual_seed(0)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pixels = torch.zeros(2, 3, 96, 96)
+    onward.export.from_torch(
+        UNet().eval(), (pixels,), path, input_names=["pixels"], output_names=["probabilities"],
+        dynamic_axes={"pixels": {0: "n", 2: "height", 3: "width"}},
+    )  # fmt: skip
+
+
 def draw_shapes(folder: Path, pictures: int, side: int, seed: int, *, masks: bool = False) -> Path:
     """Pictures in images/ and YOLO's lines in labels/, or PNGs of class numbers in masks/."""
     if (folder / "classes.txt").is_file():
@@ -183,8 +223,10 @@ def _open_side(arguments: argparse.Namespace) -> int | None:
 
 
 def segmenter(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Mean IoU on drawn shapes."""
+    """Mean IoU on drawn shapes; a model that does not exist becomes a small U-Net that knows nothing."""
     folder = arguments.folder
+    if not arguments.model.exists():
+        export_unet(arguments.model)
     data, test = (
         draw_shapes(folder / name, pictures, arguments.side, seed, masks=True)
         for name, pictures, seed in (

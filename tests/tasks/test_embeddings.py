@@ -298,6 +298,17 @@ def test_a_run_that_was_stopped_ends_in_the_same_weights(folder: Path, tmp_path:
     same_weights_when_resumed(teach, folder, None, tmp_path)
 
 
+def test_an_encoder_for_int8_follows_its_float_self(folder: Path, tmp_path: Path) -> None:
+    result = teach(folder, epochs=6, quantize="int8")
+    exported = result.export(tmp_path / "mine")
+    assert exported.integers is not None and result.metrics["recall@10"] > 0.5
+    texts = ["history of the volcano", "a tea"]
+    vectors = onward.load(tmp_path / "mine")(texts)
+    np.testing.assert_allclose(vectors, result.predict(texts), atol=1e-5)
+    operators = {node.op_type for node in onnx.load(tmp_path / "mine" / "model.onnx").graph.node}
+    assert "MatMulInteger" in operators
+
+
 def test_fastembed_and_sentence_transformers_load_the_folder_as_it_is(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     words = write_encoder(tmp_path / "words")  # its tokenizer: BERT's own would want a vocabulary

@@ -104,6 +104,9 @@ def add_distillation(
 def kind_of(loss: object) -> Kind:
     """What a model answers, by its loss: scores for one of classes, numbers for one of those, else vectors."""
     function = loss.func if isinstance(loss, functools.partial) else loss
+    # a task's own loss, which says its targets in lists: of vectors, or of what has no classes of a sample
+    if isinstance(function, losses.LossWithTargets):
+        return "vectors"
     if function in _SCORES:
         return "scores"
     return "numbers" if function in _NUMBERS else "vectors"
