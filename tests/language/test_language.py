@@ -537,6 +537,13 @@ BAD: list[tuple[str, Any, type[Exception], str]] = [
         "line 1: .* refuses these messages: the user begins",
     ),
     ("nothing to learn", lambda f: QUESTION, DataError, "line 1: nothing to learn"),
+    ("no answer", lambda f: [{"prompt": "why"}], DataError, "line 1: has a prompt and no completion"),
+    (
+        "an answer beyond what the model reads",
+        lambda f: [{"text": "why"}, {"prompt": "why " * 70, "completion": "so"}],
+        DataError,
+        "line 2: nothing to learn from within 64 tokens: the answer begins after 70",
+    ),
     ("broken JSON", written("chat.jsonl", '{"text": 1}\n{'), DataError, "line 2: not a JSON object"),
     ("no file", lambda f: f / "missing.jsonl", DataError, "no such file"),
     ("no tokenizer", without("tokenizer.json"), ModelError, "no tokenizer.json"),
