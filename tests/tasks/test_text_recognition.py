@@ -221,3 +221,12 @@ def test_error_rates_count_over_all_texts() -> None:
 def test_a_run_that_was_stopped_ends_in_the_same_weights(tmp_path: Path) -> None:
     path, lines = save(reader(), tmp_path / "reader.onnx"), write_lines(tmp_path / "lines", "abcd", count=20)
     same_weights_when_resumed(teach, path, lines, tmp_path)
+
+
+def test_a_reader_for_int8_follows_its_float_self(tmp_path: Path) -> None:
+    lines = write_lines(tmp_path / "lines", "abcd")
+    teach(save(reader(), tmp_path / "reader.onnx"), lines).export(tmp_path / "float.onnx")
+    result = teach(tmp_path / "float.onnx", lines, epochs=2, quantize="int8")
+    exported = result.export(tmp_path / "int8.onnx")
+    assert exported.integers is not None and result.metrics["cer"] < 0.05
+    assert onward.load(tmp_path / "int8.onnx")(draw("cab")) == result.predict(draw("cab"))

@@ -644,6 +644,9 @@ def _with_teacher(
     if lesson is None or teacher is None:
         return _with_loss(model, loss, loss_input_names)
     answer = next(iter(loss_input_names or [model.graph.outputs[0].name or ""]))
+    if lesson.model == "self" and lesson.output is None:
+        # a copy has the same value, which need not be an output: a reader's are its characters, not their scores
+        lesson = dataclasses.replace(lesson, output=answer)
     names: list[str] = []
     if loss is not None:
         names, model = _with_loss(model, loss, loss_input_names)
