@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import lzma
+import os
 import re
 import shutil
 import sys
@@ -20,7 +21,6 @@ from typing import BinaryIO
 
 from languages.programs import TOOLCHAINS, compile_with, which
 
-DEBIAN = "https://deb.debian.org/debian"
 # The compiler, what it runs on, and what its programs are linked with: the system here may be older.
 SWIFT = (
     "swiftlang", "libswiftlang", "libc6", "libc6-dev", "libgcc-s1", "libgcc-14-dev", "libstdc++6", "libstdc++-14-dev",
@@ -161,7 +161,7 @@ def _unpack_debian(
     for package in packages:
         path, digest = index[package]
         deb = work / f"{package}.deb"
-        with urllib.request.urlopen(f"{DEBIAN}/{path}") as response, deb.open("wb") as file:
+        with urllib.request.urlopen(f"{_mirror()}/{path}") as response, deb.open("wb") as file:
             shutil.copyfileobj(response, file)
         with deb.open("rb") as file:
             if hashlib.file_digest(file, "sha256").hexdigest() != digest:
@@ -176,9 +176,22 @@ def _unpack_debian(
 
 
 @cache
+def _mirror() -> str:
+    """The address of Debian's archive: of the variable DEBIAN_MIRROR, or as this system's apt has it."""
+    if mirror := os.environ.get("DEBIAN_MIRROR"):
+        return mirror.rstrip("/")
+    apt = Path("/etc/apt")
+    lists = [apt / "sources.list", *sorted((apt / "sources.list.d").glob("*"))]
+    text = "\n".join(file.read_text(errors="replace") for file in lists if file.is_file())
+    if match := re.search(r"^(?:URIs:|deb)[^#\n]*?(https?://\S+/debian)/?(?=\s|$)", text, re.M):
+        return match[1]
+    raise FileNotFoundError("apt of this system names no archive of Debian: name one in DEBIAN_MIRROR")
+
+
+@cache
 def _read_index(suite: str) -> dict[str, tuple[str, str]]:
     """By package: the path of its file, and the sha256 of that."""
-    with urllib.request.urlopen(f"{DEBIAN}/dists/{suite}/main/binary-amd64/Packages.xz") as response:
+    with urllib.request.urlopen(f"{_mirror()}/dists/{suite}/main/binary-amd64/Packages.xz") as response:
         text = lzma.decompress(response.read()).decode()
     entries = [
         dict(re.findall(r"^(Package|Filename|SHA256): (.*)$", entry, re.M)) for entry in text.split("\n\n")
