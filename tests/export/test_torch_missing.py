@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import numpy as np
 import onnx
 import onnxruntime
@@ -33,6 +35,28 @@ def square(x: torch.Tensor) -> torch.Tensor:
 
 FUNCTIONS = {
     "cumprod": lambda x: x.cumprod(-1),
+    "axes counted from the end": lambda x: (
+        square(x).permute(0, -2, -1, 1),
+        torch.permute(square(x), (-1, 0, -2, -3)),
+    ),
+    "triangular systems": lambda x: (
+        torch.linalg.solve_triangular(x @ x.mT + 2 * torch.eye(5), x, upper=False),
+        torch.linalg.solve_triangular(x @ x.mT + 2 * torch.eye(5), x.mT, upper=True, left=False),
+        torch.linalg.solve_triangular(square(x[:4]).tril(-1), square(x[:4]), upper=False, unitriangular=True),
+    ),
+    "logcumsumexp": lambda x: torch.logcumsumexp(x, 1) + x.logcumsumexp(-1),
+    # a trace of torch's own knows no truth values where numbers are expected, and the runtime no Where of them
+    "truth values for numbers": lambda x: (
+        x.masked_fill(
+            torch.zeros(x.shape, dtype=torch.bool).scatter(1, x.argmax(-1, keepdim=True), True), 0.0
+        ),
+        x.masked_fill(torch.full(x.shape, False).masked_fill(x > 0, True), 1.0),
+        x.where((x > 0) == torch.full_like(x, True, dtype=torch.bool), x * x),
+        x.masked_fill(torch.where(x > 0, True, x < -1) & True, 2.0),
+        x * x.new_full(x.shape, True, dtype=torch.bool).index_fill(1, torch.tensor([1]), False),
+        x.masked_fill(((x > 1) != True).where(x < 0, False) | False, 3.0),  # noqa: E712
+        (2 * x).masked_fill_(torch.bitwise_xor(x > 0, True), 0.5),
+    ),
     "cumprod of rows": lambda x: torch.cumprod(x, dim=0),
     "cummax": lambda x: x.cummax(-1).values,
     "cummin": lambda x: torch.cummin(x, 1)[0],
@@ -150,10 +174,16 @@ FUNCTIONS = {
 }
 
 
+# They run step by step over the rows, so that the export holds as many as the example has.
+OF_WHOLE_BATCHES = ("cumprod of rows", "median of all", "pooling")
+
+
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_a_function_exports_with_torchs_values_and_gradient(name: str) -> None:
     torch.manual_seed(0)
-    proto = from_torch(After(FUNCTIONS[name]), torch.randn(5, 8))
+    expected = pytest.warns(UserWarning, match="the export fixes batch at")
+    with expected if name in OF_WHOLE_BATCHES else nullcontext():
+        proto = from_torch(After(FUNCTIONS[name]), torch.randn(5, 8))
     origin = next(entry.value for entry in proto.metadata_props if entry.key == "onward.export")
     assert "torchscript" in origin
 
@@ -446,3 +476,44 @@ def test_an_old_opset_is_reached_through_a_newer_one() -> None:
     with pytest.warns(UserWarning, match="exported at opset 18 and converted"):
         proto = from_torch(Net(), torch.randn(2, 3, 4), opset=8)
     assert [entry.version for entry in proto.opset_import] == [8]
+
+
+# ---- float64, for which onnxruntime lacks kernels -------------------------------------------------------
+
+IN_FLOAT64 = {
+    "gelu": (nn.Sequential(nn.Linear(3, 4), nn.GELU(), nn.Linear(4, 2)), (3, 3)),
+    "erf": (After(lambda x: torch.erf(x)), (5, 8)),
+    "convolutions": (
+        nn.Sequential(nn.Conv2d(2, 4, (3, 2), (2, 1), "valid", groups=2), nn.Conv2d(4, 3, 2, padding=1, dilation=2)),
+        (2, 2, 9, 8),
+    ),
+    "convolutions of one axis": (
+        nn.Sequential(nn.Conv1d(2, 4, 3, padding="same", bias=False), nn.GELU(), nn.Conv1d(4, 2, 3, 2)), (2, 2, 9)
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", IN_FLOAT64)
+def test_float64_is_exact_where_the_runtime_has_no_kernel(name: str) -> None:
+    module, shape = IN_FLOAT64[name]
+    module.double()
+    x = torch.randn(shape, dtype=torch.float64)
+    proto = from_torch(module, x, rtol=1e-13, atol=1e-14)
+    assert proto.graph.input[0].type.tensor_type.elem_type == onnx.TensorProto.DOUBLE
+
+
+def test_cells_follow_a_batch_whose_shape_the_tracer_lost() -> None:
+    class Walk(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gru, self.lstm = nn.GRUCell(4, 4), nn.LSTMCell(4, 4, bias=False)
+
+        def forward(self, memory):
+            place = memory.sum(-1).argmax(-1)
+            x = memory.gather(1, place[:, None, None].expand(-1, 1, memory.size(-1))).squeeze(1)
+            return self.lstm(x, (self.gru(x, x), x))[0]
+
+    assert _axes(from_torch(Walk(), torch.randn(3, 5, 4), exporter="torchscript"))[:2] == [
+        "batch",
+        "sequence",
+    ]

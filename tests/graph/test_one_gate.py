@@ -31,7 +31,7 @@ ALLOWED: dict[str, dict[str, str]] = {
     "runtime/inference_model.py": {"create_session": "a file that it has just written"},
     "artifacts/write.py": {"create_session": "files that it has just written"},
     "autodiff/check.py": {"create_session": "bytes of a model that came through the gate"},
-    "export/huggingface/trace.py": {"create_session": "bytes of what it made"},
+    "export/huggingface/from_transformers.py": {"create_session": "bytes of what it made"},
     "export/torch/tracers.py": {"load_model_from_string": "what torch's exporter made in this process"},
     "export/torch/check_outputs.py": {"create_session": "the model that it has just exported"},
 }

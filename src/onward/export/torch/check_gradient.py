@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 # Relative to the norm of a parameter's gradient, and to the largest norm of all.
 _RELATIVE, _FLOOR = 1e-4, 1e-5
+_TRAINED = (torch.float32, torch.float64, torch.complex64)
+_COTANGENTS = {torch.float32: np.float32, torch.float64: np.float64}
 _Gradients = dict[str, np.ndarray]
 
 
@@ -36,13 +38,10 @@ def check_gradient(
     plan: Plan, proto: onnx.ModelProto, weights: Mapping[str, torch.Tensor], *, subject: str
 ) -> str | None:
     """Raise `ParityError` where a parameter's gradient differs from torch's; why not compared, if it was not."""
-    # Float32 and its complex twin: a model in float64 is compared where it trains, and integers have no gradient.
     trained = {
         plan.names[raw]: parameter
         for raw, parameter in plan.adapter.model.named_parameters()
-        if parameter.requires_grad
-        and plan.names[raw] in weights
-        and parameter.dtype in (torch.float32, torch.complex64)
+        if parameter.requires_grad and plan.names[raw] in weights and parameter.dtype in _TRAINED
     }
     lost = {
         plan.names[raw]: parameter
@@ -95,9 +94,9 @@ class _Check:
         # Random cotangents: with ones, errors of opposite sign cancel, and a softmax's gradient is zero.
         generator = np.random.default_rng(0)
         self.cotangents = {
-            name: generator.standard_normal(tuple(value.shape)).astype(np.float32)
+            name: generator.standard_normal(tuple(value.shape)).astype(_COTANGENTS[value.dtype])
             for name, value in zip(plan.output_names, plan.outputs)
-            if value.dtype == torch.float32 and name not in plan.state.values()
+            if value.dtype in _COTANGENTS and name not in plan.state.values()
         }
 
     def torch_gradients(self, tensors: Sequence[torch.Tensor] | None = None) -> _Gradients:

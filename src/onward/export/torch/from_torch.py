@@ -234,6 +234,8 @@ def _export_with(
             why = "" if reason is None else str(reason).splitlines()[0]
             return exported, [f"{through}, because the tracer cannot: {why}"] if through else []
     assert reason is not None
+    if isinstance(reason, MissingOperator) and (line := plan.line_that_calls(reason.operator)):
+        notes.insert(0, f"It is called {line}. Compute it outside the model, or with operators that ONNX has")
     # what the first one said is nearer to what users write
     raise type(reason)("\n".join([str(reason), *dict.fromkeys(notes)])) from None
 

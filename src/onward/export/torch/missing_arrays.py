@@ -47,6 +47,15 @@ def _moved_axes(self: torch.Tensor, source: _Axes, destination: _Axes) -> torch.
     return self.permute(order)
 
 
+_permute_of_torch = torch.Tensor.permute
+
+
+def _permute(self: torch.Tensor, *axes: Any, dims: Any = None) -> torch.Tensor:
+    """Axes in an order that may count from the end, which the tracer writes as it is and ONNX does not allow."""
+    order = dims if dims is not None else axes[0] if len(axes) == 1 and not isinstance(axes[0], int) else axes
+    return _permute_of_torch(self, [axis % self.dim() for axis in order])
+
+
 def _rot90(self: torch.Tensor, k: int = 1, dims: Sequence[int] = (0, 1)) -> torch.Tensor:
     """Quarter turns in a plane."""
     one, two = dims
@@ -111,38 +120,6 @@ def _affine_grid(theta: torch.Tensor, size: Sequence[Any], align_corners: bool |
     base = torch.stack([*reversed(axes), torch.ones_like(axes[0])], -1)
     flat = base.reshape(-1, len(space) + 1)
     return torch.matmul(flat, theta.transpose(1, 2)).reshape(size[0], *space, len(space))
-
-
-_conv2d = F.conv2d
-
-
-def _conv2d_by_example(
-    input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, stride: Any = 1, padding: Any = 0,
-    dilation: Any = 1, groups: Any = 1,
-) -> torch.Tensor:  # fmt: skip
-    """A convolution of as many groups as the batch has examples, each with a kernel of its own: products of windows.
-
-    ONNX's operator has a fixed number of groups.
-    """
-    examples: Any = groups  # a tensor where the trace follows it
-    if not isinstance(groups, torch.Tensor) or isinstance(padding, str):
-        return _conv2d(input, weight, bias, stride, padding, dilation, examples)
-    pairs = [
-        (value, value) if isinstance(value, int) else tuple(value) for value in (stride, padding, dilation)
-    ]
-    steps, pads, spread = pairs
-    sizes = tuple(int(length) for length in weight.shape[2:])
-    images = input.reshape(input.size(0) * examples, -1, *input.shape[2:])
-    kernels = weight.reshape(examples, -1, *weight.shape[1:]).flatten(2)
-    # One product over windows for the whole batch, instead of a loop over its examples.
-    windows = F.unfold(images, sizes, spread, pads, steps)
-    windows = windows.reshape(input.size(0), examples, *windows.shape[1:])
-    height, width = (
-        (length + 2 * pad - space * (size - 1) - 1) // step + 1
-        for length, size, pad, space, step in zip(input.shape[2:], sizes, pads, spread, steps)
-    )
-    out = torch.matmul(kernels, windows).reshape(input.size(0), -1, height, width)
-    return out if bias is None else out + bias.reshape(1, -1, 1, 1)
 
 
 def _one_by_one(name: str) -> Any:
@@ -289,6 +266,66 @@ def _as_strided(
     return elements.permute(*(order.index(axis) for axis in range(len(sizes))))
 
 
+def _with_number(owner: Any, name: str) -> Replacement:
+    """A function that takes a truth value for a number: in a trace, torch's schemas match no truth values."""
+    original = getattr(owner, name)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if type(args[-1]) is bool:
+            args = (*args[:-1], int(args[-1]))
+        kwargs |= {
+            key: int(kwargs[key]) for key in ("value", "other", "fill_value") if type(kwargs.get(key)) is bool
+        }
+        return original(*args, **kwargs)
+
+    return owner, name, call
+
+
+def _with_tensor(owner: Any, name: str) -> Replacement:
+    """The same for what combines truth values."""
+    original = getattr(owner, name)
+    return (
+        owner,
+        name,
+        lambda self, other: original(self, torch.tensor(other) if type(other) is bool else other),
+    )
+
+
+_full_of_torch, _where_of_torch, _masked_fill_of_torch = torch.full, torch.where, torch.Tensor.masked_fill
+
+
+def _full(size: Any, fill_value: Any, *, dtype: torch.dtype | None = None, **options: Any) -> torch.Tensor:
+    """The same number everywhere; a truth value, unlike the number that stands for it, gives truth values."""
+    if type(fill_value) is bool:
+        return _full_of_torch(size, int(fill_value), dtype=dtype or torch.bool, **options)
+    return _full_of_torch(size, fill_value, dtype=dtype, **options)
+
+
+def _is_boolean(value: Any) -> bool:
+    return value.dtype == torch.bool if isinstance(value, torch.Tensor) else type(value) is bool
+
+
+def _where(condition: torch.Tensor, *branches: Any, **named: Any) -> Any:
+    """A choice; between truth values by logic, as onnxruntime's Where has no kernel for them."""
+    if branches and all(map(_is_boolean, branches)):
+        one, other = (torch.tensor(b) if type(b) is bool else b for b in branches)
+        return (condition & one) | (~condition & other)
+    return _where_of_torch(condition, *branches, **named)
+
+
+def _method_where(self: torch.Tensor, condition: torch.Tensor, other: Any) -> torch.Tensor:
+    return _where(condition, self, other)
+
+
+def _masked_fill(self: torch.Tensor, mask: torch.Tensor, value: Any) -> torch.Tensor:
+    value = bool(value) if self.dtype == torch.bool and isinstance(value, bool | int) else value
+    return _where(mask, value, self) if _is_boolean(value) else _masked_fill_of_torch(self, mask, value)
+
+
+def _masked_fill_in_place(self: torch.Tensor, mask: torch.Tensor, value: Any) -> torch.Tensor:
+    return self.copy_(_masked_fill(self, mask, value))
+
+
 # Functions that are methods of tensors too.
 _BOTH = {
     "as_strided": _as_strided,
@@ -299,12 +336,19 @@ _BOTH = {
     "index_reduce": _index_reduce,
     "moveaxis": _moved_axes,
     "movedim": _moved_axes,
+    "permute": _permute,
     "repeat_interleave": _repeat_interleave,
     "rot90": _rot90,
     "split": _split,
     "unflatten": _unflatten,
     "xlogy": _xlogy,
 }
+# Functions whose last argument may be a truth value that stands for a number.
+_TAKE_A_NUMBER = (
+    *("full_like", "new_full", "fill_", "scatter", "scatter_", "index_fill", "index_fill_", "eq", "ne"),
+    *("__eq__", "__ne__", "mul", "__mul__", "__rmul__", "add", "__add__", "__radd__", "__sub__", "__rsub__"),
+)
+_TAKE_A_TENSOR = ("and", "rand", "iand", "or", "ror", "ior", "xor", "rxor", "ixor")
 # where a function is looked up, its name, and what stands in for it
 MISSING: list[Replacement] = [
     *((owner, name, function) for owner in (torch, torch.Tensor) for name, function in _BOTH.items()),
@@ -315,7 +359,24 @@ MISSING: list[Replacement] = [
         (torch, f"_foreach_{name}", _one_by_one(name))
         for name in ("add_", "copy_", "div_", "lerp_", "mul_", "sub_")
     ),
+    *(
+        _with_number(owner, name)
+        for name in _TAKE_A_NUMBER
+        for owner in (torch, torch.Tensor)
+        if hasattr(owner, name)
+    ),
+    *(_with_tensor(torch.Tensor, f"__{name}__") for name in _TAKE_A_TENSOR),
+    *(
+        _with_tensor(owner, f"bitwise_{name}")
+        for name in ("and", "or", "xor")
+        for owner in (torch, torch.Tensor)
+    ),
+    (torch, "full", _full),
+    (torch, "where", _where),
+    (torch.Tensor, "where", _method_where),
+    (torch, "masked_fill", _masked_fill),
+    (torch.Tensor, "masked_fill", _masked_fill),
+    (torch.Tensor, "masked_fill_", _masked_fill_in_place),
     (torch, "eye", _eye),
     (F, "affine_grid", _affine_grid),
-    (F, "conv2d", _conv2d_by_example),
 ]

@@ -44,6 +44,15 @@ def _cumprod(self: torch.Tensor, dim: int, *, dtype: torch.dtype | None = None) 
     return x
 
 
+def _logcumsumexp(self: torch.Tensor, dim: int) -> torch.Tensor:
+    """Running log Σ exp, each from all elements up to its own: quadratic, but exact, and of any length."""
+    x = self.transpose(dim, -1) if self.dim() else self.reshape(1)
+    order = torch.arange(x.shape[-1])
+    lowest = torch.full((), torch.finfo(x.dtype).min, dtype=x.dtype)
+    sums = torch.where(order <= order.unsqueeze(-1), x.unsqueeze(-2), lowest).logsumexp(-1)
+    return sums.transpose(dim, -1) if self.dim() else sums.reshape(())
+
+
 def _running_extreme(self: torch.Tensor, dim: int, largest: bool) -> _ValuesAndIndices:
     """Running maximum or minimum and its place, the last of equal ones, by doubling."""
     axis, length, shift = dim % self.dim(), int(self.shape[dim]), 1
@@ -160,6 +169,45 @@ def _digamma(self: torch.Tensor) -> torch.Tensor:
         value = value - 1 / (z + step)
     turn = torch.where(low, math.pi * x, torch.full_like(x, math.pi / 4))
     return torch.where(low, value - math.pi * torch.cos(turn) / torch.sin(turn), value).to(self.dtype)
+
+
+# erfc(z) = t·exp(p(t) − z²) with t = 2/(2 + z): the coefficients of p in Chebyshev polynomials of 2t − 1.
+_ERFC = (
+    -1.3026537197817094, 0.6419697923564902, 0.019476473204185836, -0.009561514786808632,
+    -0.0009465953444820369, 0.00036683949785276145, 4.252332480690777e-05, -2.0278578112534242e-05,
+    -1.6242900046470256e-06, 1.3036558355805232e-06, 1.5626441722066142e-08, -8.523809591492654e-08,
+    6.5290544390988515e-09, 5.059343495551469e-09, -9.91364156493033e-10, -2.273651222931836e-10,
+    9.646791102015527e-11, 2.3940380830391146e-12, -6.886027526497553e-12, 8.944879273090725e-13,
+    3.130921399342958e-13, -1.1270822361367252e-13, 3.810905255189232e-16, 7.106097613609237e-15,
+    -1.5230282014571043e-15, -9.457494571291233e-17, 1.210237189224279e-16,
+)  # fmt: skip
+
+
+_erf_of_torch = torch.erf
+
+
+def _erf(self: torch.Tensor) -> torch.Tensor:
+    """In float64, for which onnxruntime has no kernel, by a polynomial (Clenshaw's recurrence) for erfc(|x|)."""
+    if self.dtype != torch.float64:
+        return _erf_of_torch(self)
+    # not abs, whose gradient at zero is zero
+    z = torch.where(self < 0, -self, self)
+    t = 2 / (2 + z)
+    y, one, two = 4 * t - 2, torch.zeros_like(t), torch.zeros_like(t)
+    for coefficient in reversed(_ERFC[1:]):
+        one, two = y * one - two + coefficient, one
+    p = 0.5 * (_ERFC[0] + y * one) - two
+    rest = t * torch.exp(p - z * z)
+    return torch.where(self < 0, rest - 1, 1 - rest)
+
+
+_gelu_of_torch = F.gelu
+
+
+def _gelu(input: torch.Tensor, *, approximate: str = "none") -> torch.Tensor:
+    if input.dtype != torch.float64 or approximate != "none":
+        return _gelu_of_torch(input, approximate=approximate)
+    return 0.5 * input * (1 + _erf(input / math.sqrt(2)))
 
 
 def _erfinv(self: torch.Tensor) -> torch.Tensor:
@@ -334,6 +382,26 @@ def _solve(A: torch.Tensor, B: torch.Tensor, *, left: bool = True, **unused: Any
     return inverse @ B
 
 
+def _solve_triangular(
+    A: torch.Tensor, B: torch.Tensor, *, upper: bool, left: bool = True, unitriangular: bool = False, out: Any = None
+) -> torch.Tensor:  # fmt: skip
+    """X with A·X = B, as (1 + N)⁻¹ = (1 − N)(1 + N²)(1 + N⁴)…, which ends where a triangular N has no powers left."""
+    if not left:
+        solution = _solve_triangular(
+            _transposed(A), _transposed(B), upper=not upper, unitriangular=unitriangular
+        )
+        return _transposed(solution)
+    size, power = int(A.shape[-1]), -(A.triu(1) if upper else A.tril(-1))
+    if not unitriangular:
+        diagonal = A.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
+        power, B = power / diagonal, B / diagonal
+    reach = 1
+    while reach < size:
+        B = B + power @ B
+        power, reach = power @ power, 2 * reach
+    return B
+
+
 def _cholesky(input: torch.Tensor, upper: bool = False, **unused: Any) -> torch.Tensor:
     """L with L·Lᵀ = A, column by column."""
     size = _require_small("the Cholesky factor", input)
@@ -423,12 +491,14 @@ _BOTH = {
     "cummin": lambda self, dim: _running_extreme(self, dim, largest=False),
     "cumprod": _cumprod,
     "digamma": _digamma,
+    "erf": _erf,
     "erfinv": _erfinv,
     "fmax": _fmax,
     "fmin": _fmin,
     "hypot": _hypot,
     "kthvalue": _kthvalue,
     "lgamma": _lgamma,
+    "logcumsumexp": _logcumsumexp,
     "median": _median,
     "mode": _mode,
     "nanmedian": _nanmedian,
@@ -439,7 +509,8 @@ MISSING: list[Replacement] = [
     *((owner, name, function) for owner in (torch, torch.Tensor) for name, function in _BOTH.items()),
     (torch.special, "gammaln", _lgamma),
     (torch.special, "digamma", _digamma),
-    (torch.special, "erfinv", _erfinv),
+    *((torch.special, name, function) for name, function in (("erf", _erf), ("erfinv", _erfinv))),
+    (F, "gelu", _gelu),
     (torch, "normal", _normal),
     (torch, "randperm", _randperm),
     (torch, "searchsorted", _searchsorted),
@@ -453,6 +524,7 @@ MISSING: list[Replacement] = [
     *((owner, "inverse", _inv) for owner in (torch, torch.Tensor)),
     (torch.linalg, "inv", _inv),
     (torch.linalg, "solve", _solve),
+    (torch.linalg, "solve_triangular", _solve_triangular),
     *((owner, "cholesky", _cholesky) for owner in (torch, torch.Tensor, torch.linalg)),
     *((owner, "cholesky_solve", _cholesky_solve) for owner in (torch, torch.Tensor)),
     *((owner, "slogdet", _slogdet) for owner in (torch, torch.Tensor, torch.linalg)),

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -71,6 +72,72 @@ def _avg_pool(name: str, rank: int) -> _Function:
         return original(input, kernel_size, step, padding, False, True) * (area / divisor_override)
 
     return pooled
+
+
+def _conv(rank: int) -> _Function:
+    """Convolution in float64 as a product of windows: onnxruntime's kernels are for float32 and less."""
+    original = getattr(F, f"conv{rank}d")
+
+    def convolved(
+        input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, stride: Any = 1, padding: Any = 0,
+        dilation: Any = 1, groups: Any = 1,
+    ) -> torch.Tensor:  # fmt: skip
+        if input.dtype != torch.float64:
+            return original(input, weight, bias, stride, padding, dilation, groups)
+        if input.dim() == rank + 1:
+            return convolved(input.unsqueeze(0), weight, bias, stride, padding, dilation, groups).squeeze(0)
+        kernel = [int(size) for size in weight.shape[2:]]
+        steps, spread = _sizes(stride, rank), _sizes(dilation, rank)
+        reach = [space * (size - 1) for size, space in zip(kernel, spread)]
+        if padding == "same":
+            pads = [(total // 2, total - total // 2) for total in reach]
+        else:
+            pads = [(pad, pad) for pad in _sizes(0 if padding == "valid" else padding, rank)]
+        x = F.pad(input, [pad for pair in reversed(pads) for pad in pair])
+        counts = [(length - total - 1) // step + 1 for length, total, step in zip(x.shape[2:], reach, steps)]
+        windows = []
+        for place in itertools.product(*map(range, kernel)):
+            offsets = [at * space for at, space in zip(place, spread)]
+            slices = [slice(at, at + (n - 1) * s + 1, s) for at, n, s in zip(offsets, counts, steps)]
+            windows.append(x[(..., *slices)])
+        n, out = input.shape[0], int(weight.shape[0])
+        columns = torch.stack(windows, 2).reshape(n, groups, -1, math.prod(counts))
+        y = (weight.reshape(groups, out // groups, -1) @ columns).reshape(n, out, *counts)
+        return y if bias is None else y + bias.reshape(-1, *[1] * rank)
+
+    return convolved
+
+
+_conv_of_any_type = _conv(2)
+
+
+def _conv2d_by_example(
+    input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, stride: Any = 1, padding: Any = 0,
+    dilation: Any = 1, groups: Any = 1,
+) -> torch.Tensor:  # fmt: skip
+    """A convolution of as many groups as the batch has examples, each with a kernel of its own: products of windows.
+
+    ONNX's operator has a fixed number of groups.
+    """
+    examples: Any = groups  # a tensor where the trace follows it
+    if not isinstance(groups, torch.Tensor) or isinstance(padding, str):
+        return _conv_of_any_type(input, weight, bias, stride, padding, dilation, examples)
+    pairs = [
+        (value, value) if isinstance(value, int) else tuple(value) for value in (stride, padding, dilation)
+    ]
+    steps, pads, spread = pairs
+    sizes = tuple(int(length) for length in weight.shape[2:])
+    images = input.reshape(input.size(0) * examples, -1, *input.shape[2:])
+    kernels = weight.reshape(examples, -1, *weight.shape[1:]).flatten(2)
+    # One product over windows for the whole batch, instead of a loop over its examples.
+    windows = F.unfold(images, sizes, spread, pads, steps)
+    windows = windows.reshape(input.size(0), examples, *windows.shape[1:])
+    height, width = (
+        (length + 2 * pad - space * (size - 1) - 1) // step + 1
+        for length, size, pad, space, step in zip(input.shape[2:], sizes, pads, spread, steps)
+    )
+    out = torch.matmul(kernels, windows).reshape(input.size(0), -1, height, width)
+    return out if bias is None else out + bias.reshape(1, -1, 1, 1)
 
 
 _batch_norm_of_torch = F.batch_norm
@@ -480,11 +547,41 @@ def _project_steps(
     return (y.transpose(0, 1) if self.batch_first else y, *(torch.stack(part) for part in zip(*ends)))
 
 
+def _gru_cell(
+    input: torch.Tensor, hx: torch.Tensor, w_ih: torch.Tensor, w_hh: torch.Tensor,
+    b_ih: torch.Tensor | None = None, b_hh: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """One step; torch's own divides the gates in a way that the tracer refuses where it has lost a shape."""
+    r, z, n = _gates(F.linear(input, w_ih, b_ih), 3)
+    of_state = _gates(F.linear(hx, w_hh, b_hh), 3)
+    new = torch.tanh(n + torch.sigmoid(r + of_state[0]) * of_state[2])
+    return new + torch.sigmoid(z + of_state[1]) * (hx - new)
+
+
+def _lstm_cell(
+    input: torch.Tensor, hx: Sequence[torch.Tensor], w_ih: torch.Tensor, w_hh: torch.Tensor,
+    b_ih: torch.Tensor | None = None, b_hh: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    i, f, g, o = _gates(F.linear(input, w_ih, b_ih) + F.linear(hx[0], w_hh, b_hh), 4)
+    c = torch.sigmoid(f) * hx[1] + torch.sigmoid(i) * torch.tanh(g)
+    return torch.sigmoid(o) * torch.tanh(c), c
+
+
+def _gates(joined: torch.Tensor, count: int) -> list[torch.Tensor]:
+    size = int(joined.shape[-1]) // count
+    return [joined[..., index * size : (index + 1) * size] for index in range(count)]
+
+
 # where a function is looked up, its name, and what stands in for it
 MISSING: list[tuple[Any, str, Any]] = [
     *((F, f"adaptive_avg_pool{n}d", _adaptive(f"adaptive_avg_pool{n}d", n, torch.mean)) for n in (1, 2, 3)),
     *((F, f"adaptive_max_pool{n}d", _adaptive(f"adaptive_max_pool{n}d", n, torch.amax)) for n in (1, 2, 3)),
     *((F, f"avg_pool{n}d", _avg_pool(f"avg_pool{n}d", n)) for n in (2, 3)),
+    *((owner, "gru_cell", _gru_cell) for owner in (torch, torch._VF)),
+    *((owner, "lstm_cell", _lstm_cell) for owner in (torch, torch._VF)),
+    (F, "conv1d", _conv(1)),
+    (F, "conv2d", _conv2d_by_example),
+    (F, "conv3d", _conv(3)),
     (F, "batch_norm", _batch_norm),
     (F, "rms_norm", _rms_norm),
     (F, "normalize", _normalize),

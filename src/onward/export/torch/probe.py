@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from onward import contract
 from onward.errors import ExportError
 from onward.export.torch import axes, modules
 from onward.export.torch.flatten import Adapter, Leaf
+from onward.export.torch.keep_gradients import calling_line
 from onward.export.torch.no_randomness import neutral_dropout
 
 if TYPE_CHECKING:
@@ -48,6 +50,13 @@ class Plan:
         with neutral_dropout(self.adapter.model):
             return self.adapter(*tensors)
 
+    def line_that_calls(self, operator: str) -> str:
+        """Where the user's code, or a library's, computes one of torch's operators first; empty where it does not."""
+        listener = _OperatorListener(operator)
+        with suppress(Exception), listener:  # only for a message: another error would hide what it is about
+            self.run([leaf.value for leaf in self.leaves])
+        return listener.line
+
     def keeping(self, groups: Sequence[AxisGroup]) -> Plan:
         """The same plan with fewer dynamic axes."""
         by_output = axes.output_axes(self.leaves, self.output_names, groups, self.run, base=self.outputs)
@@ -59,6 +68,22 @@ class Plan:
             for (index, axis), name in group.names().items():
                 table[self.leaves[index].name][axis] = name
         return table
+
+
+class _OperatorListener(TorchDispatchMode):
+    """Notes the first line that calls an operator: the tracer's own errors have none."""
+
+    def __init__(self, operator: str) -> None:
+        super().__init__()
+        self.line = ""
+        self._operator = operator.strip("_")
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if not self.line and func._schema.name.partition("::")[2].strip("_") == self._operator:
+            self.line = calling_line()
+        return func(*args, **(kwargs or {}))
 
 
 def make_plan(
