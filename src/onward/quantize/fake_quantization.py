@@ -136,6 +136,7 @@ def _activation_scale(
     parameter = ir.Value(name=name, type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape(()))
     parameter.const_value = ir.tensor(np.zeros((), np.float32), name=name)
     op.graph.register_initializer(parameter)
+    # exp keeps the scale above 0, and one learning rate then moves small and large ranges by the same share
     learned = op.Mul(op.Exp(parameter), np.float32(scale))
     if bound is not None and zero == 0 and bound > 0:
         # a Clip whose bound is outside the range would stay between a convolution and its quantizer: no integer kernel
@@ -202,9 +203,11 @@ def _weight_scale(op: Builder, product: Product, *, reduce_range: bool) -> ir.Va
         peak = op.ReduceMax(sizes, others, keepdims=0)
     elif product.node.op_type == "Conv":
         flat = op.Reshape(sizes, np.asarray([shape[0], -1], np.int64))
+        # the kernel chooses the order, so any two of a channel may be added in 16 bits
         two, _ = op.TopK(flat, np.asarray([2], np.int64), axis=1, outputs=2)
         peak = op.ReduceSum(two, [1], keepdims=0)
     else:
+        # pairs of an odd column: the last weight stands alone
         if shape[1 - axis] % 2:
             pads = np.zeros(4, np.int64)
             pads[2 + 1 - axis] = 1
@@ -250,6 +253,7 @@ def _zeros(op: Builder, count: int, kind: ir.DataType) -> ir.Value:
     if kind != ir.DataType.INT4:
         return op.constant(np.zeros(count, kind.numpy()), name="zero_points")
     name = op.namer("zero_points")
+    # two numbers of 4 bits in a byte: numpy has no type of them
     tensor = ir.PackedTensor(np.zeros((count + 1) // 2, np.uint8), kind, shape=ir.Shape([count]), name=name)
     value = ir.Value(name=name, type=ir.TensorType(kind), shape=ir.Shape([count]), const_value=tensor)
     op.graph.register_initializer(value)
