@@ -100,3 +100,10 @@ def test_the_files_that_contributors_are_sent_to_exist(page: Path) -> None:
 
 # what commands write, and not the repository
 WRITTEN = {"dist/"}
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES], ids=lambda page: page.stem)
+def test_scripts_that_a_page_names_exist(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    scripts = re.findall(r"\b(?:benchmarks|examples|tests|docs)/[\w/]+\.py\b", text)
+    assert not [script for script in scripts if not (ROOT / script).exists()]
