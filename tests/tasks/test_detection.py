@@ -160,6 +160,18 @@ def test_a_stopped_run_goes_on_with_the_same_numbers(tmp_path: Path, pictures: P
     assert train("parts", 3, resume=True) == whole
 
 
+def test_a_detector_for_int8_follows_its_float_self(trained: Any, pictures: Path, tmp_path: Path) -> None:
+    _, _, file = trained
+    settings: dict[str, Any] = {**SETTINGS, "epochs": 1, "learning_rate": 1e-4}
+    before = onward.finetune(file, pictures, **{**settings, "learning_rate": 0.0}).metrics["mAP50"]
+    result = onward.finetune(file, pictures, quantize="int8", **settings)
+    assert abs(result.metrics["mAP50"] - before) < 0.05
+    exported = result.export(tmp_path / "int8.onnx")
+    assert exported.integers is not None and exported.size < file.stat().st_size
+    picture = pictures / "images" / "1.png"
+    assert onward.load(tmp_path / "int8.onnx")(picture) == result.predict(picture)
+
+
 def test_a_detector_that_has_the_classes_keeps_its_layers(tmp_path: Path, pictures: Path) -> None:
     model = yolov8(classes=2)
     for entry in model.metadata_props:

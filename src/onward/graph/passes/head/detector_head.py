@@ -228,6 +228,15 @@ def _find_yolov8(last: ir.Node) -> _End | None:
 
 
 def _find_yolox(joined: ir.Node) -> _End | None:
+    if len(joined.inputs) == 3 and producer_of(joined.inputs[1], "Sigmoid"):
+        # as it is written here: the levels are joined first, and then what they say
+        parts = [joined.inputs[0], *(required_input(node) for value in joined.inputs[1:]
+                                     if (node := producer_of(value, "Sigmoid")))]  # fmt: skip
+        kinds = [_layers_of(part) for part in parts if part is not None]
+        if len(kinds) != 3 or not kinds[0] or len({len(layers) for layers in kinds}) != 1:
+            return None
+        levels = [_Level(classes, boxes, objectness) for boxes, objectness, classes in zip(*kinds)]
+        return _End(YOLOX, levels, _layer_width(levels[0].classes))
     levels = []
     for value in joined.inputs:
         reshape = producer_of(value, "Reshape", "Flatten")
@@ -304,6 +313,8 @@ def _part_of(output: ir.Value) -> _Part | None:
             rows = slice(sum(sizes[:position]), sum(sizes[: position + 1]))
         elif node.op_type == "Sigmoid" and not scored:
             scored = True
+        elif node.op_type == "Concat" and len(node.inputs) == 1:
+            pass  # what an earlier training here has written for a level
         elif node.op_type not in _ARRANGING - {"Concat", "Split", "Slice"}:
             return None
         value = required_input(node)
