@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from pathlib import Path
 from typing import Annotated
 
@@ -152,7 +153,14 @@ def _compare(output: Output, options: Options) -> None:
     output.table(f"{first.task}, {first.samples} samples", ["", *evaluations], [*rows, ["size", *sizes]])
     for model, one in evaluations.items():
         # a thousand classes are for --json: a terminal shows the first hundred
-        cells = [[f"{cell:.3f}" if isinstance(cell, float) else cell for cell in row] for row in one.classes]
+        # a class that is never predicted has no precision
+        cells = [
+            [
+                ("–" if math.isnan(cell) else f"{cell:.3f}") if isinstance(cell, float) else cell
+                for cell in row
+            ]
+            for row in one.classes
+        ]
         output.table(model if len(models) > 1 else "", list(one.columns), cells[:100])
     documents = [
         {"model": model, "task": one.task, "samples": one.samples, **one.figures,
