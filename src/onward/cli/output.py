@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -117,7 +118,7 @@ class Output:
     def result(self, document: Mapping[str, Any]) -> None:
         """The whole result, for --json."""
         if self.as_json:
-            print(json.dumps(document, indent=2, default=_plain))
+            print(json.dumps(_plain(document), indent=2, allow_nan=False))
 
     def fail(self, message: str, hint: str, *, label: str = "error: ") -> None:
         """An error, in one line and a hint; names from a file may be long, so the middle of a long text goes."""
@@ -152,8 +153,18 @@ def human_size(count: float) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """What JSON has no form for: paths, numpy numbers and arrays."""
+    """A value as JSON has it: texts for paths, lists for arrays, null for a number that is none.
+
+    >>> _plain({"recall": float("nan"), "epochs": (1, 2)})
+    {'recall': None, 'epochs': [1, 2]}
+    """
+    if isinstance(value, Mapping):
+        return {key: _plain(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(part) for part in value]
     # by the method: numpy's scalars and arrays have it, and numpy need not be loaded to know
     if hasattr(value, "tolist"):
-        return value.tolist()
-    return str(value)
+        return _plain(value.tolist())
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None  # JSON's grammar has neither NaN nor Infinity
+    return value if value is None or isinstance(value, bool | int | str) else str(value)
