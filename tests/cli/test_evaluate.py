@@ -66,7 +66,7 @@ def test_precision_recall_and_f1_are_those_of_their_definitions(
         pytest.approx(2 / 3),
         pytest.approx(2 / 3),
     )
-    assert second["f1"] == pytest.approx(2 / 3) and absent["samples"] == 0 and np.isnan(absent["f1"])
+    assert second["f1"] == pytest.approx(2 / 3) and absent["samples"] == 0 and absent["f1"] is None
     assert figures["f1"] == pytest.approx(2 / 3)
     Path("words.csv").write_text("x0,x1,x2,kind\n1,0,0,b\n0,0,1,z\n")
     assert (
