@@ -8,8 +8,10 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import onnxruntime as ort
 import pytest
+from onnx import TensorProto, helper, numpy_helper
 
 from onward import files
 from onward.api import CheckpointState, Module
@@ -322,6 +324,47 @@ def test_a_model_that_differs_is_not_written(
     assert path.read_bytes() == b"the old one" and os.listdir(tmp_path) == ["model.onnx"]
     for_inference(folder / "eval_model.onnx", folder / "trained", ["scores"], path, atol=0.02)
     assert path.read_bytes() != b"the old one"
+
+
+def test_rounding_that_the_model_amplifies_itself_is_no_difference(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Batch norm takes a mean of 20,000 off values that differ by hundredths: its fused form rounds otherwise."""
+    from onward.export import inference as exporting
+
+    rng = np.random.default_rng(0)
+    weights = {
+        "kernel": rng.normal(0, 0.2, (4, 3, 3, 3)), "bias": np.full(4, 20_000.0), "scale": np.ones(4),
+        "shift": np.zeros(4), "mean": np.full(4, 20_000.0), "variance": np.full(4, 1e-4),
+    }  # fmt: skip
+    nodes = [
+        helper.make_node("Conv", ["x", "kernel", "bias"], ["y"]),
+        helper.make_node("BatchNormalization", ["y", "scale", "shift", "mean", "variance"], ["scores"]),
+    ]
+    graph = helper.make_graph(
+        nodes, "g", [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", 3, 8, 8])],
+        [helper.make_tensor_value_info("scores", TensorProto.FLOAT, ["n", 4, 6, 6])],
+        [numpy_helper.from_array(value.astype(np.float32), name) for name, value in weights.items()],
+    )  # fmt: skip
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)])
+    generate_artifacts(
+        model, requires_grad=["kernel", "scale"], frozen_params=["bias", "shift", "mean", "variance"],
+        loss=LossType.MSELoss, additional_output_names=["scores"], artifact_directory=tmp_path,
+    )  # fmt: skip
+    paths = tmp_path / "eval_model.onnx", tmp_path / "checkpoint"
+    written = for_inference(*paths, ["scores"], tmp_path / "model.onnx")
+    assert written.parity is not None and written.parity.passed
+    assert "onnxruntime's fusions round" in str(written.parity)
+
+    def damaged(*arguments: Any) -> Any:
+        model = inference.inference_model(*arguments)
+        scale = model.graph.initializers["scale"]
+        scale.const_value = ir.tensor(np.full(4, 1.005, np.float32))
+        return model
+
+    monkeypatch.setattr(exporting, "inference_model", damaged)
+    with pytest.raises(ParityError, match="FAIL scores"):
+        for_inference(*paths, ["scores"], tmp_path / "model.onnx")
 
 
 FAILURES = [(inference, "write_model"), (inference, "_load"), (files, "_sync")]
