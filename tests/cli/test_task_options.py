@@ -59,6 +59,13 @@ def test_values_out_of_range_are_refused(values: dict[str, Any], message: str) -
         TASKS["image-classification"].options(values)
 
 
+def test_one_name_stands_for_a_list_of_one() -> None:
+    options = TASKS["image-classification"].options(
+        {"augment": "flip", "metrics": "f1", "frozen_params": "fc.*"}
+    )
+    assert (options.augment, options.metrics, options.frozen_params) == (["flip"], ["f1"], ["fc.*"])
+
+
 def test_every_option_of_python_is_one_of_the_command_line_and_the_config_file() -> None:
     spellings = {
         flag for parameter in get_command(app).commands["finetune"].params for flag in parameter.opts
@@ -98,24 +105,33 @@ def points(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_python_the_command_line_and_the_config_file_give_the_same(points: Path, run: Run) -> None:
-    options = {
-        "epochs": 3, "learning_rate": 0.02, "standardize": True, "label_smoothing": 0.1, "class_weights": "balanced",
-        "schedule": "cosine", "hold_out": 0.25, "seed": 7, "gradient_accumulation_steps": 2, "batch_size": 8,
-        "warmup": 2, "clip_norm": 0.5, "ema": 0.9, "metrics": ["accuracy", "f1"],
-    }  # fmt: skip
-    python = onward.finetune("model.onnx", "trees.csv", progress=False, **options).metrics
+TABLE = {
+    "epochs": 3, "learning_rate": 0.02, "standardize": True, "label_smoothing": 0.1, "class_weights": "balanced",
+    "schedule": "cosine", "hold_out": 0.25, "seed": 7, "gradient_accumulation_steps": 2, "batch_size": 8,
+    "warmup": 2, "clip_norm": 0.5, "ema": 0.9, "metrics": ["accuracy", "f1"],
+}  # fmt: skip
+PICTURES = {
+    "epochs": 2, "learning_rate": 0.01, "normalize": "half", "augment": ["flip"], "seed": 3,
+    "hold_out": 0.5, "batch_size": 4, "optimizer": "sgd", "batch_norm": "frozen", "label_smoothing": 0.05,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("data", "options"), [("trees.csv", TABLE), ("pictures", PICTURES)])
+def test_python_the_command_line_and_the_config_file_give_the_same(
+    points: Path, run: Run, data: str, options: dict[str, Any]
+) -> None:
+    if data == "pictures":
+        draw(Path(data), 6)
+        onnx.save(published(), "model.onnx")
+    python = onward.finetune("model.onnx", data, progress=False, **options).metrics
     flags: list[Any] = []
     for name, value in options.items():
         flag = f"--{name.replace('_', '-')}"
-        flags += (
-            [flag]
-            if value is True
-            else [p for v in value for p in (flag, v)]
-            if isinstance(value, list)
-            else [flag, value]
-        )
-    base = ["finetune", "model.onnx", "-d", "trees.csv", "--json"]
+        if value is True:
+            flags.append(flag)
+        else:
+            flags += [part for one in (value if isinstance(value, list) else [value]) for part in (flag, one)]
+    base = ["finetune", "model.onnx", "-d", data, "--json"]
     command = run(*base, "-o", "flags.onnx", *flags).json["metrics"]
     lines = [f"{name.replace('_', '-')} = {json.dumps(value)}" for name, value in options.items()]
     Path("onward.toml").write_text("\n".join(["[finetune]", *lines]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from importlib.util import find_spec
 from pathlib import Path
@@ -341,21 +342,20 @@ def test_fastembed_and_sentence_transformers_load_the_folder_as_it_is(tmp_path: 
 
 
 def read_with_fastembed(folder: Path, texts: list[str]) -> np.ndarray:
-    from fastembed import TextEmbedding
-    from fastembed.common.model_description import ModelSource, PoolingType
-
-    source = ModelSource(hf="mine/mine")  # which is not read: the path below is
-    TextEmbedding.add_custom_model(
-        model="mine", pooling=PoolingType.MEAN, normalization=True, sources=source, dim=16, model_file="model.onnx"
+    fastembed = importlib.import_module("fastembed")
+    described = importlib.import_module("fastembed.common.model_description")
+    source = described.ModelSource(hf="mine/mine")  # which is not read: the path below is
+    fastembed.TextEmbedding.add_custom_model(
+        model="mine", pooling=described.PoolingType.MEAN, normalization=True, sources=source, dim=16,
+        model_file="model.onnx",
     )  # fmt: skip
-    loaded = TextEmbedding("mine", specific_model_path=str(folder), local_files_only=True)
+    loaded = fastembed.TextEmbedding("mine", specific_model_path=str(folder), local_files_only=True)
     return np.stack(list(loaded.embed(texts)))
 
 
 def read_with_sentence_transformers(folder: Path, texts: list[str]) -> np.ndarray:
-    from sentence_transformers import SentenceTransformer
-
-    return SentenceTransformer(str(folder), backend="onnx", device="cpu").encode(texts)
+    sentence_transformers = importlib.import_module("sentence_transformers")
+    return sentence_transformers.SentenceTransformer(str(folder), backend="onnx", device="cpu").encode(texts)
 
 
 # by the package without which neither works

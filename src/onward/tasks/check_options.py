@@ -73,21 +73,26 @@ def make_options(task: str, options: type, values: Mapping[str, Any], tasks: Map
                 raise OptionError(
                     f"{name} is for adapters, and none were asked for", hint="add --lora (lora=True)"
                 )
+    values = dict(values)
     for name, value in values.items():
         _, kind, option = own[name]
         _check_value(name, value, kind, option)
+        parts = parts_of(kind)
+        is_list = any(typing.get_origin(part) is Sequence for part in parts)
+        if isinstance(value, str) and is_list and str not in parts:
+            values[name] = [value]  # a text is a sequence too, of letters
     return options(**values)
 
 
 def _check_value(name: str, value: Any, kind: Any, option: Option) -> None:
     choices = [
         choice
-        for part in _parts(kind)
+        for part in parts_of(kind)
         for choice in typing.get_args(part)
         if typing.get_origin(part) is Literal
     ]
-    numeric = any(part in (int, float) for part in _parts(kind))
-    words = [part for part in _parts(kind) if part in (str, Path) or typing.get_origin(part) is Sequence]
+    numeric = any(part in (int, float) for part in parts_of(kind))
+    words = [part for part in parts_of(kind) if part in (str, Path) or typing.get_origin(part) is Sequence]
     if choices and isinstance(value, str) and value not in choices and not words:
         near = get_close_matches(value, map(str, choices), n=1)
         meant = f"; did you mean '{near[0]}'?" if near else ""
@@ -105,7 +110,7 @@ def _check_value(name: str, value: Any, kind: Any, option: Option) -> None:
         raise OptionError(f"{name} is {value}: it must be {option.least or 0:g} or more{most}")
 
 
-def _parts(kind: Any) -> Sequence[Any]:
+def parts_of(kind: Any) -> Sequence[Any]:
     """The members of a union, or the type itself."""
     is_union = typing.get_origin(kind) in (typing.Union, types.UnionType)
     return typing.get_args(kind) if is_union else [kind]

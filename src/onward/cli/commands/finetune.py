@@ -21,7 +21,7 @@ from onward.cli.paths import file_target, folder_target, read_model, require_fol
 from onward.cli.shared_options import TaskOption, parse_rate
 from onward.escape import first_of
 from onward.tasks import OPTIONS, find_task
-from onward.tasks.check_options import Option, OptionError, fields_of
+from onward.tasks.check_options import Option, OptionError, fields_of, parts_of
 
 if TYPE_CHECKING:
     from onward.pipeline.finetune import Plan
@@ -64,7 +64,10 @@ class TaskCommand(TyperCommand):
                 parameter: Any = copy.copy(parameter)
                 field, _, option = own[parameter.name]
                 parameter.help, parameter.default = option.help, _shown(field.default)
-            elif parameter.name in ALL_OPTIONS:
+            elif parameter.name in ALL_OPTIONS or (
+                # they name and place adapters of language models
+                parameter.name in ("adapters", "merge") and self._help_task != "text-generation"
+            ):
                 continue
             shown.append(parameter)
         return shown
@@ -76,7 +79,7 @@ def _shown(default: Any) -> Any:
 
 def _annotation(name: str, kind: Any, option: Option) -> Any:
     """An option of the command line for a field, which is None where it is not given."""
-    parts = [part for part in typing.get_args(kind) if part is not type(None)] or [kind]
+    parts = parts_of(kind)
     choices = [
         choice for part in parts for choice in typing.get_args(part) if typing.get_origin(part) is Literal
     ]
