@@ -245,7 +245,11 @@ def test_answers_that_several_questions_share_are_right_for_each() -> None:
     keys = np.array([[1], [7], [1], [8], [2], [7]])  # the first and second question are one; 7 is one answer
     ranks, counts = rank_pairs(vectors, 2, keys)
     assert counts.tolist() == [2, 2, 1]
-    assert ranks.tolist() == [[0, 1], [0, 1], [1, 2]]
+    # the third has one right answer: what fills its row lies behind every answer, however few there are
+    assert ranks.tolist() == [[0, 1], [0, 1], [1, 10]]
+    figures = retrieval_figures(ranks, counts)
+    assert figures["recall@10"] == 1 and figures["recall@1"] == pytest.approx(1 / 3)
+    assert figures["ndcg@10"] == pytest.approx((2 + 1 / np.log2(3)) / 3)
 
 
 def test_spearman_is_scipys() -> None:

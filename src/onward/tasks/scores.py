@@ -123,7 +123,8 @@ def rank_pairs(
     for query, answer in zip(queries.tolist(), own.tolist()):
         right.setdefault(query, set()).add(answer)
     most = max(map(len, right.values()))
-    ranks = np.full((samples, most), len(answers))
+    # behind every answer and every @k: an anchor with fewer right answers than another has no more to find
+    ranks = np.full((samples, most), max(len(answers), _TOP))
     counts = np.asarray([len(right[query]) for query in queries.tolist()])
     for start in range(0, samples, _BLOCK):
         scores = anchors[start : start + _BLOCK] @ answers.T
