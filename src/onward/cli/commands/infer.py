@@ -194,7 +194,8 @@ def _show_labels(output: Output, labels: list[list[dict[str, Any]]], files: list
     for index, best in enumerate(labels[:_SHOWN]):
         cells = [f"{one['label']} {one['score']:.1%}" for one in best]
         rows.append([files[index] if files else index, *cells, *[""] * (width - len(best))])
-    output.table("1 sample" if len(labels) == 1 else f"{len(labels)} samples", ["sample", "label", *[""] * (width - 1)], rows)
+    title = "1 sample" if len(labels) == 1 else f"{len(labels)} samples"
+    output.table(title, ["sample", "label", *[""] * (width - 1)], rows)
     if len(labels) > _SHOWN:
         output.line(f"and {len(labels) - _SHOWN} more: --output answers.csv writes all")
 
