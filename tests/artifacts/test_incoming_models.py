@@ -41,6 +41,8 @@ def module_of(folder: Path) -> Module:
 # ---- constants that nobody folded ------------------------------------------------------------------
 
 
+# the exporter's own: it is the one that people call
+@pytest.mark.filterwarnings("ignore")
 def test_the_training_call_of_torchs_own_exporter(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
 

@@ -149,7 +149,7 @@ def test_products_are_those_of_the_forward_pass_and_two_gradients_each(
     assert forward == {(1, 6, 4, 5): 1, (2, 4, 3, 5): 1, (2, 3, 4, 5): 1, (1, 6, 5, 7): 1}
     assert sum(found.values()) == 3 * 4
     for product in found:
-        first, second = (np.empty(shape) for shape in product.shapes)
+        first, second = (np.zeros(shape) for shape in product.shapes)
         first = np.swapaxes(first, -1, -2) if product.form == "right" else first
         second = np.swapaxes(second, -1, -2) if product.form == "left" else second
         assert (first @ second).shape == product.result

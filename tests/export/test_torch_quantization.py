@@ -62,7 +62,7 @@ def test_a_module_of_torch_ao_trains_on_with_its_own_gradients(tmp_path: Path) -
     loss = step(x.numpy(), labels.numpy())
     expected = nn.functional.cross_entropy(module(x), labels)
     expected.backward()
-    assert float(loss) == pytest.approx(float(expected), rel=1e-5)
+    assert float(loss) == pytest.approx(expected.item(), rel=1e-5)
     gradients = {name: value.grad for name, value in module.named_parameters()}
     for name in ("conv.weight", "conv.bias", "fc.weight", "fc.bias"):
         ours, theirs = state.parameters[name].grad, gradients[name].numpy()  # type: ignore[union-attr]

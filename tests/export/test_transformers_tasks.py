@@ -640,7 +640,7 @@ def test_the_loss_and_its_gradients_are_the_models_own(
     model.zero_grad()
     expected.backward()
     loss, gradients = first_step(folder, model, inputs)
-    assert loss == pytest.approx(float(expected), rel=1e-4)
+    assert loss == pytest.approx(expected.item(), rel=1e-4)
     reference = {n: p.grad.numpy() for n, p in model.named_parameters() if p.grad is not None}
     largest = max(float(np.abs(value).max()) for value in reference.values())
     checked = set(gradients) & set(reference)

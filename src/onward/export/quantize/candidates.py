@@ -76,10 +76,10 @@ def try_schemes(
             "float", whole, stored_size(whole), _milliseconds(whole, feeds, repeats), 1.0, 1.0, 1.0, reference
         )
     ]
-    for name, (scheme, options) in _WAYS.items():
+    for number, (name, (scheme, options)) in enumerate(_WAYS.items()):
         # a folder for each: data beside a model is named after it, and the winner keeps its name
-        path = folder / str(len(candidates)) / whole.name
-        path.parent.mkdir()
+        path = folder / str(number) / whole.name
+        path.parent.mkdir(exist_ok=True)
         try:
             quantize(whole, scheme, path=path, calibration=feeds, **options)
         except OnwardError as error:
