@@ -358,7 +358,9 @@ class Training(RuleBasedStateMachine):
 
 
 # runs move between one process and two on purpose
-TestTraining = pytest.mark.filterwarnings("ignore::onward.runtime.environment.EnvironmentWarning")(Training.TestCase)
+TestTraining = pytest.mark.filterwarnings("ignore::onward.runtime.environment.EnvironmentWarning")(
+    Training.TestCase
+)
 TestTraining.settings = settings(
     max_examples=400 if LONG else 10,
     stateful_step_count=25 if LONG else 10, derandomize=not LONG,
