@@ -137,6 +137,7 @@ def test_data_that_numbers_the_classes_otherwise_scores_the_same(
 def test_the_report_shows_boxes_on_pictures(trained: Any) -> None:
     _, _, file = trained
     report = (file.parent / "run" / "report.html").read_text(encoding="utf-8")
+    assert "<h1>Training of published.onnx</h1>" in report
     assert "The boxes of the data" in report and "data:image/png;base64" in report and "AP50-95" in report
 
 

@@ -364,6 +364,8 @@ def test_the_report_needs_no_network(artifacts: Path, tmp_path: Path) -> None:
     page = (tmp_path / "a<b>&c" / "report.html").read_text(encoding="utf-8")
     assert not re.search(r"https?:|//[a-z]|<script|<link|@import|url\(", page)
     assert page.count("<svg") >= 4 and "accuracy" in page and "Loss" in page
+    assert ">log</text>" in page.partition("Gradient norm")[2].partition("</svg>")[0]
+    assert ">log</text>" not in page.partition("<h2>Loss")[2].partition("</svg>")[0]
     for link in re.findall(r'href="([^"]+)"', page):
         assert (tmp_path / "a<b>&c" / link).exists()
     trainer.save_report(tmp_path / "other.html", {"note": "<b>"})

@@ -256,13 +256,14 @@ def _train(source: Source, task: Task, data: Any, options: Any, run: _Run) -> An
                 adapted.own.prepare(part)
         with run.folder() as folder:
             parts = (train, evaluation, whole)
-            fitted = _fit(adapted.own.artifacts, functions, parts, options, run, folder, adapted)
+            files = _named_after(source, adapted.own.artifacts)
+            fitted = _fit(files, functions, parts, options, run, folder, adapted)
         return adapted.own.result(fitted, train.notes)
     # only now: ranges of activations and the classes of a new head come from the data
     artifacts = _build(functions, adapted, train, source, options)
     _check_label_ranges(artifacts, whole, adapted)
     with run.folder() as folder:
-        files = find_artifacts(artifacts)
+        files = _named_after(source, find_artifacts(artifacts))
         fitted = _fit(files, functions, (train, evaluation, whole), options, run, folder, adapted)
     folder_files = getattr(functions, "folder_files", None)
     outputs = adapted.outputs or json.loads(artifacts.evaluation.metadata_props[contract.OUTPUTS])
@@ -284,6 +285,11 @@ def _train(source: Source, task: Task, data: Any, options: Any, run: _Run) -> An
         },
         _files={} if folder_files is None else folder_files(source, train, adapted),
     )
+
+
+def _named_after(source: Source, files: ArtifactFiles) -> ArtifactFiles:
+    """The training models under the name of what they were made of, which is the report's title."""
+    return files if source.path is None else dataclasses.replace(files, name=source.path.name)
 
 
 def _build(functions: Functions, adapted: Adapted, train: Data, source: Source, options: Any) -> Artifacts:
