@@ -270,9 +270,8 @@ def _chart(
         anchor = "end" if x > _WIDTH - 12 - 4 * len(text) else "start" if x < 4 * len(text) else "middle"
         parts.append(f'<text x="{x:.1f}" y="{_HEIGHT - 22}" text-anchor="{anchor}">{text}</text>')
     parts.append(f'<text x="{_WIDTH - 12}" y="{_HEIGHT - 5}" text-anchor="end" opacity=".6">{unit}</text>')
-    for is_log, x, y in ((logarithmic, 4, 12), (logarithmic_x, _LEFT, _HEIGHT - 5)):
-        if is_log:
-            parts.append(f'<text x="{x}" y="{y}" opacity=".6">log</text>')
+    places = [(4, 12)] * logarithmic + [(_LEFT, _HEIGHT - 5)] * logarithmic_x
+    parts += [f'<text x="{x}" y="{y}" opacity=".6">log</text>' for x, y in places]
     if mark is not None and left <= mark <= right:
         x, _ = locate(mark, low)
         parts.append(
