@@ -111,7 +111,7 @@ def test_a_stranger_who_waits_holds_nobody_up(store: SecretStore) -> None:
             stack.enter_context(socket.create_connection(("127.0.0.1", store.port)))
         begun = time.monotonic()
         assert connect(store.port).num_keys() == 0
-        assert time.monotonic() - begun < 2
+        assert time.monotonic() - begun < 5  # each of them may say nothing for 10 s
 
 
 @pytest.mark.parametrize("change", ["a byte", "again", "reordered"])

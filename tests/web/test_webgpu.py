@@ -176,10 +176,9 @@ def test_a_worker_trains_while_the_page_does_other_things(
 
 
 def test_a_long_step_in_a_worker_leaves_the_page_free(harness: Browser) -> None:
-    """Steps of a large batch: a timer of the page goes off in the midst of them."""
-    answer = harness.evaluate(
-        "harness.worker", {"name": "wide", "samples": 1600, "epochs": 2, "batchSize": 1600}
-    )
-    fastest = 1000 * min(row["seconds"] for row in answer["history"]["epochs"])
-    assert len(answer["history"]["steps"]) == 2
-    assert answer["longest"] < fastest / 2, (answer["longest"], fastest)
+    """A timer of the page goes off all the time; while the page itself trains, only between two steps."""
+    given = {"name": "wide", "samples": 1600, "epochs": 2, "batchSize": 1600}
+    answer = harness.evaluate("harness.worker", given)
+    here = harness.evaluate("harness.fit", given)
+    assert len(answer["history"]["steps"]) == len(here["steps"]) == 2
+    assert answer["ticks"] > 3 * here["ticks"], (answer["ticks"], here["ticks"])

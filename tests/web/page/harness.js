@@ -67,6 +67,15 @@ function spoil(session, { output, by }) {
   return session;
 }
 
+/** The result of some work, and how often a timer of this page went off meanwhile. */
+async function counted(work) {
+  let ticks = 0;
+  const timer = setInterval(() => ticks++, 5);
+  const result = await work();
+  clearInterval(timer);
+  return [result, ticks];
+}
+
 const base64 = (bytes) => btoa(Array.from(bytes, (byte) => String.fromCharCode(byte)).join(""));
 
 window.harness = {
@@ -190,9 +199,9 @@ window.harness = {
     const trainer = await onward.Trainer.create(files, { ...options, metrics: "auto" });
     const [x, labels] = (await data(name))(0, samples);
     const set = { x, labels: { data: labels, dims: [samples] } };
-    await trainer.fit(set, set, { shuffle: false, ...given });
+    const [, ticks] = await counted(() => trainer.fit(set, set, { shuffle: false, ...given }));
     await trainer.release();
-    return trainer.history;
+    return { ...trainer.history, ticks };
   },
 
   /**
@@ -251,7 +260,7 @@ window.harness = {
     return { losses, perStep, provider: runtime.provider, fallback: runtime.fallback ?? null, notes: runtime.notes };
   },
 
-  /** A run in a worker: its history, its checkpoint, and the longest time in which the page did nothing else. */
+  /** A run in a worker: its history, its checkpoint, and how often a timer of the page went off meanwhile. */
   async worker({ name, options, samples, ...given }) {
     const files = artifactsOf(name);
     const [x, labels] = (await data(name))(0, samples);
@@ -259,14 +268,7 @@ window.harness = {
     const heard = [];
     const callback = { onStart: () => heard.push("start"), onStep: (_, { step }) => heard.push(step), onEnd: () => heard.push("end") };
     const trainer = await onward.WorkerTrainer.create(files, { metrics: "auto", callbacks: [callback], ...options });
-    let longest = 0;
-    let last = performance.now();
-    const watch = setInterval(() => {
-      longest = Math.max(longest, performance.now() - last);
-      last = performance.now();
-    }, 5);
-    const history = await trainer.fit(set, set, { shuffle: false, ...given });
-    clearInterval(watch);
+    const [history, ticks] = await counted(() => trainer.fit(set, set, { shuffle: false, ...given }));
     const events = [...heard];
     const { loss } = await trainer.evaluate(set);
     const checkpoint = base64(await trainer.save());
@@ -274,7 +276,7 @@ window.harness = {
     const wrong = await told(() => trainer.fit({ x, labels: { data: labels.slice().fill(99n), dims: [samples] } }));
     await trainer.release();
     const after = await told(() => trainer.evaluate(set));
-    return { history, heard: events, loss, checkpoint, runtime, longest, wrong, after, described: trainer.describe() };
+    return { history, heard: events, loss, checkpoint, runtime, ticks, wrong, after, described: trainer.describe() };
   },
 };
 window.ready = true;
