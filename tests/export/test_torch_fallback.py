@@ -154,6 +154,15 @@ def test_a_branch_that_depends_on_data_is_named_with_its_line() -> None:
         from_torch(module, torch.randn(3, 8))
 
 
+@pytest.mark.parametrize(("rate", "count"), [(0.0, 0), (1e-9, 1), (1.0, 0)])
+def test_a_draw_decides_only_where_its_rate_leaves_a_choice(rate: float, count: int) -> None:
+    module = Net(lambda y: y if torch.rand([]) < rate else y * 2)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        from_torch(module, torch.randn(3, 8))
+    assert sum("decides by the data" in str(w.message) for w in caught) == count
+
+
 def test_a_branch_that_the_check_sees_differ_is_an_error_with_its_line() -> None:
     module = Net(lambda y: y if y.sum() > 0 else y * 2)
     nn.init.eye_(module.layer.weight)

@@ -41,7 +41,7 @@ class Neutral(TorchFunctionMode):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         # Only torch's own functions pass here: sizes that are compared in Python decide nothing about data.
-        if name == "__bool__":
+        if name == "__bool__" and not hasattr(args[0], _SETTLED):
             self.decisions[calling_line()] = None
         if name in _DROPOUTS:
             bound = dict(zip(("input", "p", "training"), args)) | kwargs
@@ -72,9 +72,22 @@ class Neutral(TorchFunctionMode):
                 args[10] = 0.0
             return func(*args, **kwargs)
         if name in _DRAWS:
-            return _DRAWS[name](func(*args, **kwargs), args, kwargs)
-        return func(*args, **kwargs)
+            drawn = _DRAWS[name](func(*args, **kwargs), args, kwargs)
+            if name == "rand":
+                setattr(drawn, _FROM_ZERO_TO_ONE, True)
+            return drawn
+        result = func(*args, **kwargs)
+        if (
+            name in ("lt", "__lt__")
+            and hasattr(args[0], _FROM_ZERO_TO_ONE)
+            and (isinstance(args[1], int | float) and not 0 < args[1] < 1)
+        ):
+            setattr(result, _SETTLED, True)  # layer drop at rate 0: the same answer at each draw
+        return result
 
+
+# Attributes of tensors: what was drawn evenly, and a comparison of it that has one answer.
+_FROM_ZERO_TO_ONE, _SETTLED = "onward_drawn", "onward_settled"
 
 _DROPOUTS = {
     "dropout",
