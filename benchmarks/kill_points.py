@@ -37,10 +37,12 @@ from typing import Any
 _TESTS = Path(__file__).resolve().parents[1] / "tests"
 sys.path[:0] = [str(path) for path in (_TESTS,) if str(path) not in sys.path]
 
+import language_model  # noqa: E402
 import numpy as np  # noqa: E402
 import onnx  # noqa: E402
 import onnxruntime  # noqa: E402
 import pytest  # noqa: E402
+import ready_made  # noqa: E402
 from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
 from typer.testing import CliRunner  # noqa: E402
 
@@ -58,15 +60,19 @@ _CHANGING = ("run.json", "log.txt", "history.json", "report.html", ".holder")
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A command with {n} where its two versions differ; it writes into `out`."""
+    """A command, or a call of `CALLS`, with {n} where its two versions differ; it writes into `out`."""
 
     line: str
-    # what `onward inspect` reads; None where it reads nothing of the kind
+    # what `onward inspect` reads, or a call that reads; None where it reads nothing of the kind
     read: str | None = None
     # a model that stock onnxruntime opens, before anything of ours has
     model: str | None = None
     # whether the short campaign takes it too
     is_quick: bool = False
+    # where the old result is of another command
+    before: str | None = None
+    # it replaces nothing: there is no old result
+    is_new: bool = False
 
 
 CASES = {
@@ -84,6 +90,13 @@ CASES = {
     ),
     "deploy, texts": Case("deploy reads{n} out/m.onnx --external-data --overwrite", "out/m.onnx", is_quick=True),
     "artifacts, texts": Case("artifacts words{n}/model.onnx --classes a,b -o out/set --overwrite", "out/set"),
+    "artifacts with constants": Case(
+        "artifacts outside{n}.onnx -l cross-entropy --lora 2 -o out/set --overwrite", "out/set", is_quick=True
+    ),
+    "artifacts over portable ones": Case(
+        "artifacts model{n}.onnx -l cross-entropy -o out/set --overwrite", "out/set",
+        before="artifacts model1.onnx -l cross-entropy --portable --nominal --ort-format -o out/set",
+    ),
     "lora inject": Case("lora inject model{n}.onnx out/m.onnx --rank 2 --overwrite", "out/m.onnx", "out/m.onnx"),
     "lora merge": Case("lora merge adapted{n}.onnx out/m.onnx --overwrite", "out/m.onnx", "out/m.onnx"),
     "lora extract": Case("lora extract adapting{n}/checkpoint out/a.safetensors --overwrite"),
@@ -93,6 +106,9 @@ CASES = {
     "web": Case("web artifacts{n} out/site --packages node_modules", is_quick=True),
     "answers": Case("infer model{n}.onnx -d data.npz --map x=x -o out/answers.csv --overwrite"),
     "report": Case("inspect model{n}.onnx --html out/page.html --overwrite"),
+    "mobile": Case("mobile portable{n} -o out/app", is_new=True),
+    "adapters": Case("save_peft {n}", "load_peft 0"),
+    "from_torch": Case("from_torch {n}", "out/m.onnx", "out/m.onnx"),
     "export": Case("export nets:build{n} -o out/m.onnx --overwrite", "out/m.onnx", "out/m.onnx"),
     "finetune": Case(
         "finetune model{n}.onnx -d data.csv --label label -e 1 --seed {n} -o out/m.onnx --overwrite",
@@ -102,7 +118,41 @@ CASES = {
         "finetune words{n} -d texts.csv --label label -e 1 --seed {n} -o out/m --overwrite",
         "out/m",
     ),
+    "finetune a language model": Case(
+        "finetune talks{n} --lora --data chat.jsonl --rank 2 -e 1 --no-merge -o out/m --overwrite", "out/m"
+    ),
+    "train, texts": Case("train reading{n} -d texts.csv --label label -e 1 -o out/run --overwrite"),
     "train": Case("train artifacts{n} -d data.npz -e 2 --hold-out 0.25 -o out/run --overwrite"),
+}  # fmt: skip
+
+
+def write_peft(number: int) -> None:
+    """Adapters as peft reads them: settings and tensors belong together."""
+    from onward.lora import LoRA, save_peft
+
+    rng, name = np.random.default_rng(number), "base.layer.weight"
+    values = {f"{name}.lora_a": rng.normal(size=(number, 4)), f"{name}.lora_b": rng.normal(size=(3, number))}
+    save_peft(values, LoRA(rank=number), "out/peft")
+
+
+def write_torch(number: int) -> None:
+    """A module of torch with its weights beside the model."""
+    from onward.export import from_torch
+
+    sys.path.insert(0, os.getcwd())
+    module, inputs = getattr(importlib.import_module("nets"), f"build{number}")()
+    from_torch(module, inputs, path="out/m.onnx", external_data=True)
+
+
+def read_peft(number: int) -> None:
+    """The adapters again: it is an error if their rank is not that of the settings."""
+    from onward.lora import load_peft
+
+    load_peft("out/peft", ["base.layer.weight"])
+
+
+CALLS: dict[str, Callable[[int], object]] = {
+    "save_peft": write_peft, "load_peft": read_peft, "from_torch": write_torch,
 }  # fmt: skip
 
 
@@ -151,10 +201,19 @@ def call(
 
         with pytest.MonkeyPatch.context() as patch:
             watched = Events(patch, number, failure, inside=folder, look=look) if folder else None
-            result = CliRunner().invoke(app, line.split())
-        is_clear = result.exit_code in (0, 1, 2) and "Traceback" not in result.stderr
-        said = result.stderr if is_clear else f"Traceback of {result.exception!r}: {result.stderr}"
-        return {"exit_code": result.exit_code, "stderr": said, "events": watched.names if watched else []}
+            words = line.split()
+            if words[0] in CALLS:
+                code, said = 0, ""
+                try:
+                    CALLS[words[0]](int(words[1]))
+                except (onward.OnwardError, OSError) as error:
+                    code, said = 1, str(error)
+            else:
+                result = CliRunner().invoke(app, words)
+                code, said = result.exit_code, result.stderr
+                if code not in (0, 1, 2) or "Traceback" in said:
+                    said = f"Traceback of {result.exception!r}: {said}"
+        return {"exit_code": code, "stderr": said, "events": watched.names if watched else []}
 
     return fork(work)
 
@@ -186,6 +245,8 @@ def build_world(folder: Path) -> None:
         texts = [f"w{n % 30} w{n * 7 % 30},{'ab'[n % 2]}" for n in range(24)]
         Path("texts.csv").write_text("\n".join(["text,label", *texts, ""]), "utf-8")
         write_packages(Path("node_modules"))
+        said = [{"role": "user", "content": "w4"}, {"role": "assistant", "content": "w5"}]
+        Path("chat.jsonl").write_text((json.dumps({"messages": said}) + "\n") * 6, "utf-8")
         text = (
             "import torch\ndef build{n}():\n    torch.manual_seed({n})\n"
             "    return torch.nn.Linear(4, 3), (torch.ones(2, 4),)\n"
@@ -204,10 +265,23 @@ def build_world(folder: Path) -> None:
             must(f"lora inject model{n}.onnx adapted{n}.onnx --rank 2")
             must(f"artifacts model{n}.onnx -l cross-entropy --lora {n + 1} -o adapting{n}")
             must(f"artifacts model{n}.onnx -l cross-entropy --portable -o portable{n}")
+            onnx.save(model, f"outside{n}.onnx", save_as_external_data=True, location=f"outside{n}.data")
             must(f"convert run{n}/best weights{n}.safetensors")
             write_reader(Path(f"words{n}"), n)
             must(f"artifacts words{n}/model.onnx --classes a,b -o reading{n}")
+            write_language_model(Path(f"talks{n}"), n)
             must(f"train reading{n} -d texts.csv --label label -e 1 -o reads{n}")
+
+
+def write_language_model(folder: Path, number: int) -> None:
+    """A decoder of another vocabulary for each number, with a template and settings beside it."""
+    sizes = {"vocab_size": 30 + 2 * number, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1,
+             "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 32}  # fmt: skip
+    ready_made.write_base(folder, sizes, language_model.words(sizes["vocab_size"]), seed=number)
+    template = "{% for message in messages %}{{ message.content }} " + "w9 " * number + "{% endfor %}"
+    (folder / "chat_template.jinja").write_text(template, "utf-8")
+    if number == 1:  # what the next base has not
+        (folder / "generation_config.json").write_text('{"max_new_tokens": 3}', "utf-8")
 
 
 def write_reader(folder: Path, number: int) -> None:
@@ -300,11 +374,16 @@ class Campaign:
     def run(self, name: str, *, few: bool, every: int, halfway_only: bool = False) -> Iterator[str]:
         """Problems of one command; yields "" for each case without one."""
         case, out = CASES[name], self.world / "out"
-        lines = [case.line.format(n=n) for n in (1, 2)]
+        lines = [case.before or case.line.format(n=1), case.line.format(n=2)]
         with contextlib.chdir(self.world):
             shutil.rmtree(out, ignore_errors=True)
             out.mkdir()
-            must(lines[0])
+            must(lines[1])
+            fresh = set(visible(digests(out)))
+            shutil.rmtree(out)
+            out.mkdir()
+            if not case.is_new:
+                must(lines[0])
             old = visible(digests(out))
             answers = {infer(Path(case.model))} if case.model else set()
             for folder in ("old", "states"):
@@ -315,6 +394,9 @@ class Campaign:
             new = digests(out)
             answers |= {infer(Path(case.model))} if case.model else set()
             assert old != visible(new) or name == "train", f"{name}: both versions are equal"
+
+            if older := set(visible(new)) - fresh:
+                yield f"{name}: files of the old result stay beside the new one: {sorted(older)}"
 
             def judge(label: str, ended: Ended, failure: str) -> str:
                 problems = self._judge(case, lines[1], ended, failure, old, new, answers)
@@ -367,8 +449,9 @@ class Campaign:
             problems.append(f"no clear error, code {code}: {said[-300:]}")
         if case.model and (answer := infer(Path(case.model))) not in answers:
             problems.append(f"neither the old model nor the new: {answer}")
-        if case.read and (result := call(f"inspect {case.read}")).exit_code:
-            problems.append(f"inspect: {result.stderr.strip()[:200]}")
+        reader = case.read and (case.read if case.read.split()[0] in CALLS else f"inspect {case.read}")
+        if reader and (result := call(reader)).exit_code:
+            problems.append(f"{reader}: {result.stderr.strip()[:200]}")
         result = visible(digests(Path("out")))
         # a run is written bit by bit: what counts is that it goes on
         if line.startswith("train "):
@@ -377,7 +460,10 @@ class Campaign:
             changed = sorted(set(result.items()) ^ set(old.items()))
             problems.append(f"neither the old files nor the new: {[name for name, _ in changed]}")
         again = call(line)
-        if again.exit_code:
+        if case.is_new and result == visible(new):
+            if again.exit_code != 1:
+                problems.append(f"again: it replaced what was there, code {again.exit_code}")
+        elif again.exit_code:
             problems.append(f"again: {again.stderr.strip()[:200]}")
         elif (after := digests(Path("out"))) != new:
             changed = sorted(set(after.items()) ^ set(new.items()))

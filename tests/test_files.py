@@ -19,6 +19,7 @@ from file_events import Events, Killed
 from onward import checkpoint, files
 from onward.checkpoint.content import CheckpointData
 from onward.errors import OnwardError
+from onward.export.huggingface.folder import staged
 from onward.lora import LoRA, load_peft, save_peft
 from onward.reading import read_bytes
 from onward.runtime.inference_model import write_inference_model
@@ -305,3 +306,16 @@ def test_a_command_names_the_folder_and_not_where_its_files_wait(place: str):
 
     assert explain(OnwardError(f"cannot write '/out{place}'"))[0] == "cannot write '/out'"
     assert explain(OSError(28, "full", f"/out{place}/m.onnx"))[0] == "no space is left for '/out/m.onnx'"
+
+
+def test_what_an_older_export_left_is_not_read_beside_the_new_one(tmp_path: Path):
+    """A chat template of another base would be; what is not read by its name stays."""
+    for names in (
+        ("onward.json", "chat_template.jinja", "tokenizer.json"),
+        ("onward.json", "tokenizer.json"),
+    ):
+        (tmp_path / "notes.json").write_text("{}")
+        with staged(tmp_path, single=False) as stage:
+            for name in names:
+                (stage / name).write_text("{}")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["notes.json", "onward.json", "tokenizer.json"]

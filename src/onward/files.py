@@ -68,15 +68,16 @@ def write_bytes(path: str | os.PathLike[str], content: bytes) -> Path:
 
 
 @contextlib.contextmanager
-def write_set(directory: str | os.PathLike[str]) -> Iterator[Path]:
+def write_set(directory: str | os.PathLike[str], *, members: re.Pattern[str] | None = None) -> Iterator[Path]:
     """Yield an empty folder; what is written there moves to the directory at the end, all of it or nothing.
 
-    A folder among the files replaces the folder of its name. Data files of a model's older version go.
+    A folder among the files replaces the folder of its name. Of an older set go the data files of models that are
+    replaced, and the files whose names are those of `members` and that the new set has not.
     """
     target = Path(directory)
     with new_directories(target), _staging(target) as folder:
         yield folder / "files"
-        _commit(target, folder)
+        _commit(target, folder, members)
 
 
 @contextlib.contextmanager
@@ -105,13 +106,13 @@ def scratch_folder(parent: str | os.PathLike[str] | None = None) -> Iterator[Pat
         _remove(folder, lock)
 
 
-def name_by_content(data: Path, model_name: str) -> str:
-    """Give a model's external data the name that it has beside the model: the model's, with the data's digest."""
+def name_by_content(data: Path, stem: str) -> str:
+    """Give external data the name that it has beside its model: the model's, or another stem, with its digest."""
     with open(data, "rb") as file:
         digest = sha256()
         while piece := file.read(4 * 2**20):
             digest.update(piece)
-    name = f"{model_name}.{digest.hexdigest()[:16]}.data"
+    name = f"{stem}.{digest.hexdigest()[:16]}.data"
     rename(data, data.with_name(name))
     return name
 
@@ -194,7 +195,7 @@ def _require_trusted(record: int, directory: Path) -> None:
         raise PermissionError(errno.EPERM, f"its {_RECORD} belongs to another user")
 
 
-def _commit(directory: Path, folder: Path) -> None:
+def _commit(directory: Path, folder: Path, members: re.Pattern[str] | None) -> None:
     files = folder / "files"
     # A graph comes after the data that it names: its rename is what other readers see as the commit.
     names = sorted(os.listdir(files), key=lambda name: (name.endswith(".onnx"), name))
@@ -206,8 +207,13 @@ def _commit(directory: Path, folder: Path) -> None:
         if path.is_file():
             _sync(path)
     models = {name for name in names if name.endswith(".onnx")}
-    data = [name for name in os.listdir(directory) if (m := _DATA.fullmatch(name)) and m[1] in models]
-    moves = _Moves(folder.name, names, sorted(set(data) - set(names)))
+    older = [
+        name
+        for name in os.listdir(directory)
+        if ((match := _DATA.fullmatch(name)) and match[1] in models)
+        or (members and members.fullmatch(name) and not (directory / name).is_dir())
+    ]
+    moves = _Moves(folder.name, names, sorted(set(older) - set(names)))
     if len(names) == 1 and not moves.removed:  # one step is enough
         source, target = files / names[0], directory / names[0]
         if not target.is_dir():

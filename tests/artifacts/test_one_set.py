@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import onnx
 import onnx.parser
 import onnxruntime
@@ -14,7 +17,7 @@ from onward.api import CheckpointState, Module, Optimizer
 from onward.errors import ModelError, OnwardError
 
 
-def made(folder: Path, *, activation: str = "Tanh", weight: str = "w", **changes: str) -> Path:
+def made(folder: Path, *, activation: str = "Tanh", weight: str = "w", **options: Any) -> Path:
     model = onnx.parser.parse_model(
         '<ir_version: 10, opset_import: ["": 21]> n (float[N, 2] x) => (float[N, 1] y)'
         f"<float[2, 1] w = {{1, 2}}> {{ m = MatMul(x, w) y = {activation}(m) }}"
@@ -24,7 +27,7 @@ def made(folder: Path, *, activation: str = "Tanh", weight: str = "w", **changes
         graph.node[0].input[1] = weight
     artifacts.generate_artifacts(
         model, requires_grad=[weight], loss=artifacts.LossType.MSELoss, optimizer=artifacts.OptimType.AdamW,
-        artifact_directory=folder,
+        artifact_directory=folder, **options,
     )  # fmt: skip
     return folder
 
@@ -106,3 +109,45 @@ def test_every_model_is_opened_in_a_session_before_the_set_is_there(
     opened.clear()
     made(tmp_path / "new")
     assert {"training_model.onnx", "eval_model.onnx", "optimizer_model.onnx"} <= set(opened)
+
+
+def test_a_new_set_leaves_no_file_of_an_older_one(tmp_path: Path) -> None:
+    """Nor anything that is not of it, and nothing where no set was."""
+    made(tmp_path, portable=True, nominal_checkpoint=True, ort_format=True)
+    others = ["notes.json", "b_state.bin", "constants.data"]
+    for name in others:
+        (tmp_path / name).write_text("{}")
+    new = {path.name for path in made(tmp_path / "new").iterdir()}
+    shutil.rmtree(tmp_path / "new")
+    made(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {*new, *others}
+    for name in ("inference_model.onnx", "state.bin"):
+        (tmp_path / name).write_text("what somebody made of a trained checkpoint")
+    made(tmp_path)
+    assert (tmp_path / "inference_model.onnx").is_file() and (tmp_path / "state.bin").is_file()
+
+
+def test_constants_of_two_versions_have_two_names(tmp_path: Path) -> None:
+    """The rename of a model then replaces it and its constants; those that no model refers to go."""
+    names = []
+    for version in (1, 2):
+        weights = {
+            name: onnx.numpy_helper.from_array(np.full((4, size), version, np.float32), name)
+            for name, size in (("frozen", 400), ("w", 1))
+        }
+        model = onnx.parser.parse_model(
+            '<ir_version: 10, opset_import: ["": 21]> n (float[N, 4] x) => (float[N, 1] y)'
+            "{ f = MatMul(x, frozen) m = ReduceMean<keepdims = 1>(f) v = Mul(x, m) y = MatMul(v, w) }"
+        )
+        model.graph.initializer.extend(weights.values())
+        onnx.save(model, tmp_path / "m.onnx", save_as_external_data=True, location=f"{version}.bin")
+        artifacts.generate_artifacts(
+            tmp_path / "m.onnx", requires_grad=["w"], loss=artifacts.LossType.MSELoss,
+            artifact_directory=tmp_path / "set",
+        )  # fmt: skip
+        (data,) = (tmp_path / "set").glob("constants.*.data")
+        names.append(data.name)
+        for name in ("training_model.onnx", "eval_model.onnx"):
+            held = onnx.load(tmp_path / "set" / name, load_external_data=False).graph.initializer
+            assert data.name in {entry.value for tensor in held for entry in tensor.external_data}
+    assert names[0] != names[1]

@@ -226,9 +226,9 @@ def generate_artifacts(
         checkpoints["nominal_checkpoint"] = artifacts.nominal_checkpoint()
     write_artifacts(
         Path(artifact_directory) if artifact_directory is not None else Path.cwd(),
-        {f"{prefix}{name}": model for name, model in artifacts.models().items()},
-        {f"{prefix}{name}": data for name, data in checkpoints.items()},
-        data_name=f"{prefix}constants.data",
+        artifacts.models(),
+        checkpoints,
+        prefix=prefix,
         ort_format=ort_format,
         custom_op_library=custom_op_library,
         more=lambda folder: _write_portable(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 from collections.abc import Callable, Mapping
 from math import prod
 from pathlib import Path
@@ -20,7 +21,13 @@ from onward.files import CommittedError, write_set
 from onward.graph.cleanup import simplify
 from onward.graph.passes.inference_mode import to_inference
 from onward.graph.prune import prune, values_of
-from onward.graph.save import EXTERNAL_THRESHOLD, constants_beside, initializer_bytes, write_model
+from onward.graph.save import (
+    EXTERNAL_THRESHOLD,
+    constants_beside,
+    initializer_bytes,
+    name_data_by_content,
+    write_model,
+)
 from onward.model_metadata import read_names
 
 if TYPE_CHECKING:
@@ -29,35 +36,45 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 
+def older_members(directory: Path, prefix: str = "") -> re.Pattern[str]:
+    """The names of all files that a set of artifacts may have: a new set leaves none of an older one beside it."""
+    steps = "(train|accumulate|eval|gradient|update)_step"
+    names = rf"((training|eval|optimizer)_model|{steps})\.(onnx|ort)|{steps}\.json|(nominal_)?checkpoint"
+    if (directory / f"{prefix}train_step.onnx").is_file():
+        # elsewhere these are what somebody made of a trained checkpoint
+        names += r"|(nominal_)?state\.bin|inference_model\.onnx(\.[0-9a-f]{16}\.data)?"
+    return re.compile(rf"{re.escape(prefix)}({names}|constants\.[0-9a-f]{{16}}\.data)")
+
+
 def write_artifacts(
     directory: Path,
     models: Mapping[str, ir.Model],
     checkpoints: Mapping[str, CheckpointData],
     *,
-    data_name: str = "constants.data",
+    prefix: str = "",
     ort_format: bool = False,
     custom_op_library: str | os.PathLike[str] | None = None,
     more: Callable[[Path], object] | None = None,
 ) -> list[Path]:
-    """Write `{name}.onnx` for each model and `{name}` for each checkpoint; returns the files.
+    """Write `{prefix}{name}.onnx` for each model and `{prefix}{name}` for each checkpoint; returns the files.
 
-    Constants that lie in files beside the model that they came from go to `data_name`, once for all models.
+    Constants that lie in files beside the model that they came from go to one file, `constants.<digest>.data`.
     Everything is written into a temporary folder inside the directory first, where `more` adds files, then
     committed as one set (`onward.files`).
     """
     try:
-        with write_set(directory) as staging:
-            with constants_beside(list(models.values()), staging, data_name):
+        with write_set(directory, members=older_members(directory, prefix)) as staging:
+            with constants_beside(list(models.values()), staging, f"{prefix}constants"):
                 for name, model in models.items():
-                    write_model(model, staging / f"{name}.onnx", external=False, refer=True)
+                    write_model(model, staging / f"{prefix}{name}.onnx", external=False, refer=True)
                     _open(
-                        staging / f"{name}.onnx",
+                        staging / f"{prefix}{name}.onnx",
                         custom_op_library,
                         ort_format=ort_format,
                         for_devices=model.metadata_props.get(contract.PRECISION) == "bf16",
                     )
             for name, data in checkpoints.items():
-                save(data, staging / name)
+                save(data, staging / f"{prefix}{name}")
             if more is not None:
                 more(staging)
             names = sorted(path.name for path in staging.iterdir())
@@ -134,6 +151,7 @@ def write_portable(
         for value, tensor in zip(large, moved):
             value.const_value = tensor
     ir.save(model, path)
+    name_data_by_content(path)
 
 
 def _inference_model(evaluation: ir.Model, layout: StateLayout, data: Path) -> ir.Model:

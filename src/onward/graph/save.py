@@ -108,12 +108,13 @@ def external_part(
 
 
 @contextlib.contextmanager
-def constants_beside(models: Sequence[ir.Model], folder: Path, name: str) -> Iterator[None]:
+def constants_beside(models: Sequence[ir.Model], folder: Path, stem: str) -> Iterator[None]:
     """Within it, models that are saved in `folder` refer to one file there for what they read from elsewhere.
 
     Constants that come from another model's external data, or that take 128 MiB and more in a model, are written to
-    the file `name`, each once however many of the models hold it: a frozen base is read by training and evaluation
-    from one place, with no copy of it in memory. Where there are none, no file is made.
+    one file, each once however many of the models hold it: a frozen base is read by training and evaluation from one
+    place, with no copy of it in memory. Its name is `stem` and its digest, so that no model meets those of another
+    set. Where there are none, no file is made.
     """
     moved = []
     for model in models:
@@ -128,14 +129,13 @@ def constants_beside(models: Sequence[ir.Model], folder: Path, name: str) -> Ite
     whole = _wholes(list(large.values()))
     try:
         tensors = list({id(tensor): tensor for tensor, _ in whole.values()}.values())
-        written = ir.external_data.convert_tensors_to_external(tensors, folder, name) if tensors else []
+        written = _write_constants(tensors, folder, stem) if tensors else []
         new = dict(zip(map(id, tensors), written))
         for value, tensor in held:
             assert tensor is not None
             if id(tensor) in whole:
                 root, skip = whole[id(tensor)]
                 stored = new[id(root)]
-                assert isinstance(stored, ir.ExternalTensor)
                 shape = tensor.shape.numpy()
                 value.const_value = external_part(
                     stored, tensor.name or "", shape, skip=skip, dtype=tensor.dtype
@@ -146,6 +146,26 @@ def constants_beside(models: Sequence[ir.Model], folder: Path, name: str) -> Ite
     finally:
         for value, tensor in held:
             value.const_value = tensor
+
+
+def _write_constants(
+    tensors: Sequence[ir.TensorProtocol], folder: Path, stem: str
+) -> list[ir.ExternalTensor]:
+    written = ir.external_data.convert_tensors_to_external(tensors, folder, f"{stem}.data")
+    name = name_by_content(folder / f"{stem}.data", stem)
+    return [
+        ir.ExternalTensor(
+            name,
+            tensor.offset,
+            tensor.length,
+            tensor.dtype,
+            shape=tensor.shape,
+            name=tensor.name,
+            base_dir=folder,
+        )
+        for tensor in written
+        if isinstance(tensor, ir.ExternalTensor)
+    ]
 
 
 def _wholes(tensors: Sequence[ir.TensorProtocol]) -> dict[int, tuple[ir.TensorProtocol, int]]:

@@ -240,7 +240,8 @@ window.harness = {
     const bytes = (name) => Uint8Array.from(atob(files[name]), (char) => char.charCodeAt(0));
     const runtime = await onward.Runtime.load({ provider });
     const state = await CheckpointState.load(bytes("checkpoint"));
-    const externalData = { "constants.data": bytes("constants.data") };
+    const constants = Object.keys(files).filter((name) => name.endsWith(".data"));
+    const externalData = Object.fromEntries(constants.map((name) => [name, bytes(name)]));
     const module = await Module.create(bytes("training_model.onnx"), state, null, { runtime, externalData });
     const optimizer = await Optimizer.create(bytes("optimizer_model.onnx"), module);
     optimizer.setLearningRate(rate);

@@ -149,6 +149,7 @@ class Options(_GraphOptions):
 def artifacts(output: Output, options: Options) -> None:
     """Make training artifacts of an ONNX model: training, eval and optimizer model, and a checkpoint."""
     from onward.artifacts.generate import generate_artifacts
+    from onward.artifacts.write import older_members
     from onward.hub.origin import origin_of
     from onward.info.metadata import info_to_metadata
 
@@ -187,7 +188,7 @@ def artifacts(output: Output, options: Options) -> None:
         folder_target(options.directory),
         output.working("differentiating"),
         known_names(),
-        write_set(options.directory) as aside,
+        write_set(options.directory, members=older_members(options.directory, options.prefix)) as aside,
     ):
         generate_artifacts(
             source,
@@ -279,7 +280,7 @@ def _write_language_artifacts(output: Output, options: Options) -> None:
             )
     refuse_strangers(
         options.directory,
-        [*_FILES, "constants.data"],
+        _FILES,
         ours="training_model.onnx",
         overwrite=options.overwrite,
     )

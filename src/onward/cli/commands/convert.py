@@ -109,6 +109,7 @@ def _convert_artifacts(output: Output, source: Path, target: Path, prefix: str) 
 
     from onward import checkpoint
     from onward.artifacts.generate import generate_artifacts
+    from onward.artifacts.write import older_members
     from onward.files import write_set
     from onward.graph.gate import read_with_data
 
@@ -151,7 +152,8 @@ def _convert_artifacts(output: Output, source: Path, target: Path, prefix: str) 
         graph.initializer.append(onnx.numpy_helper.from_array(array, value.name))
     # before the long part: what cannot be brought over shows at once
     optimizer = _find_optimizer(source / f"{prefix}optimizer_model.onnx")
-    with write_set(target) as aside:  # the models and the state that belongs to them, or neither
+    # the models and the state that belongs to them, or neither
+    with write_set(target, members=older_members(target, prefix)) as aside:
         generate_artifacts(
             forward,
             requires_grad=list(data.trainable),

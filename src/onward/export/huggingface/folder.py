@@ -6,6 +6,7 @@ Imports neither torch nor transformers.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib import metadata
@@ -20,6 +21,12 @@ from onward.reading import read_json
 
 CARD = "onward.json"
 MAKE_FOLDER = "make such a folder with: onward export SOURCE --output FOLDER"
+# what is read beside a model by its name
+_COMPANIONS = re.compile(
+    r"((tokenizer_|generation_|genai_|preprocessor_|processor_)?config|config_sentence_transformers"
+    r"|sentence_bert_config|tokenizer|special_tokens_map|added_tokens|chat_template|vocab|modules)\.json"
+    r"|chat_template\.jinja|(vocab|merges)\.txt|(tokenizer|spiece|sentencepiece(\.bpe)?)\.model"
+)
 # what those who read a card take for granted
 _KINDS: dict[str, type] = {
     **dict.fromkeys(("inputs", "outputs", "tokenizer", "generation", "pooling", "parts", "processor"), dict),
@@ -46,7 +53,9 @@ def staged(target: Path, *, single: bool | None = None) -> Iterator[Path]:
         raise ExportError(f"'{target}' is a file; give a path that ends in .onnx, or a folder")
     try:
         # In the target's folder and not in the system's temporary one, so that moving is one rename.
-        with write_set(target.absolute().parent if single else target) as stage:
+        # an older template or tokenizer beside a new model would be read with it
+        members = _COMPANIONS if not single and (target / CARD).is_file() else None
+        with write_set(target.absolute().parent if single else target, members=members) as stage:
             yield stage
             for model in stage.rglob("*.onnx"):
                 name_data_by_content(model)
