@@ -113,6 +113,25 @@ def picodet(classes: int = 3) -> onnx.ModelProto:
     return _filled(model, _weights({**_STEM, **_with_bias(heads)}))
 
 
+def detr(classes: int = 3) -> onnx.ModelProto:
+    """Scores of classes and of nothing, and boxes in shares of the picture, of queries that begin at a map's cells."""
+    cells = SIDE // 16
+    model = onnx.parser.parse_model(
+        f"""<ir_version: 8, opset_import: ["": 17]>
+        net (float[n, 3, {SIDE}, {SIDE}] images) => (float[n, {cells**2}, {classes + 1}] logits,
+            float[n, {cells**2}, 4] pred_boxes) <int64[3] flat = {{0, {CHANNELS}, -1}}> {{
+        {_BODY} m = Reshape(f1, flat)  k = Transpose<perm=[0, 2, 1]>(m)
+        c = MatMul(k, class_w)  logits = Add(c, class_b)
+        b = MatMul(k, box_w)  e = Add(b, cell)  pred_boxes = Sigmoid(e) }}"""
+    )
+    arrays = _weights({**_STEM, "box_w": (CHANNELS, 4), "class_w": (CHANNELS, classes + 1)})
+    arrays["class_b"] = np.zeros(classes + 1, np.float32)
+    y, x = np.divmod(np.arange(cells**2), cells)
+    start = np.stack([(x + 0.5) / cells, (y + 0.5) / cells, *np.full((2, cells**2), 0.3)], axis=1)[None]
+    arrays["cell"] = np.log(start / (1 - start)).astype(np.float32)
+    return _filled(model, arrays)
+
+
 def _with_bias(layers: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
     return {
         f"{name}_{part}": shape if part == "w" else shape[:1]

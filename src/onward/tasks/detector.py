@@ -17,8 +17,9 @@ import numpy as np
 from onward.data import preprocess
 from onward.data.images import read_picture
 from onward.errors import DataError, ModelError
-from onward.graph.passes.head.detector_head import PICODET, YOLOV8, YOLOX
+from onward.graph.passes.head.detector_head import DETR, PICODET, YOLOV8, YOLOX
 from onward.losses.anchors import Anchors, decoded_loss, distances_loss, raw_grid_loss
+from onward.losses.queries import set_loss
 from onward.tasks.average_precision import overlaps
 from onward.tasks.classifier import candidate_texts
 from onward.tasks.inputs import each, for_each_image, open_image, pixels
@@ -38,12 +39,13 @@ Size = tuple[int, int]
 class Family:
     """A family's functions over the outputs of its files, which come in the file's order.
 
-    `anchors` counts them, `fits` says whether outputs are of the family (the number of classes may be unknown), and
-    `decode` gives corners [samples, anchors, 4] in pixels of the model's picture, and scores for each class.
+    `anchors` counts them, where the boxes are not those of queries, `fits` says whether outputs are of the family (the
+    number of classes may be unknown), and `decode` gives corners [samples, anchors, 4] in pixels of the model's
+    picture, and scores for each class.
     """
 
     loss: Callable[..., Any]
-    anchors: Callable[[Outputs], int]
+    anchors: Callable[[Outputs], int] | None
     fits: Callable[[Outputs, int | None], bool]
     decode: Callable[[Outputs, Size], tuple[np.ndarray, np.ndarray]]
     settings: Mapping[str, Any]
@@ -78,6 +80,24 @@ def _decode_picodet(outputs: Outputs, size: Size) -> tuple[np.ndarray, np.ndarra
     return np.concatenate([centres - sides[..., :2], centres + sides[..., 2:]], axis=2), scores
 
 
+def _decode_detr(outputs: Outputs, size: Size) -> tuple[np.ndarray, np.ndarray]:
+    logits, boxes = outputs
+    boxes = boxes * np.asarray([size[1], size[0]] * 2, np.float32)
+    # the last class is nothing
+    return _corners(boxes[..., :2], boxes[..., 2:]), softmax(logits)[..., :-1]
+
+
+def _are_queries(outputs: Outputs, classes: int | None) -> bool:
+    if len(outputs) != 2 or any(output.ndim != 3 for output in outputs):
+        return False
+    logits, boxes = outputs
+    return (
+        logits.shape[1] == boxes.shape[1]
+        and boxes.shape[2] == 4
+        and logits.shape[2] == (logits.shape[2] if classes is None else classes + 1)
+    )
+
+
 def _levels(outputs: Outputs) -> tuple[Outputs, Outputs]:
     """The scores and the distances of the levels: first all of one kind, or by turns."""
     half = len(outputs) // 2
@@ -109,6 +129,17 @@ FAMILIES: Mapping[str, Family] = {
         ),
         _decode_yolov8,
         {"do_rescale": True, "do_normalize": False, "resample": 2, "letterbox": "centre", "pad_value": 114},
+    ),
+    # before PicoDet's: a single level's distances have two bins or more for each side
+    DETR: Family(
+        set_loss,
+        None,
+        _are_queries,
+        _decode_detr,
+        {
+            "do_rescale": True, "do_normalize": True, "resample": 2,
+            "image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.225],
+        },
     ),
     PICODET: Family(
         distances_loss,
@@ -143,12 +174,13 @@ def family_of(outputs: Mapping[str, np.ndarray], info: ModelInfo) -> str:
     count = None if info.labels is None else len(info.labels)
     arrays = list(outputs.values())
     for name, family in FAMILIES.items():
-        if (len(arrays) > 1) == (name == PICODET) and family.fits(arrays, count):
+        if (len(arrays) > 1) == (name in (PICODET, DETR)) and family.fits(arrays, count):
             return name
     shapes = " and ".join(str(list(array.shape)) for array in arrays[:4])
     raise DataError(
         f"outputs of shape {shapes} are none of a detector that is known here",
-        "boxes are [samples, 4 + classes, anchors], [samples, anchors, 5 + classes], or scores and distances of levels",
+        "boxes are [samples, 4 + classes, anchors], [samples, anchors, 5 + classes], scores and distances of levels, "
+        "or scores and boxes of queries",
     )
 
 

@@ -1,4 +1,4 @@
-"""Object detection: trains a published one-stage detector on pictures with boxes, and asks a trained one.
+"""Object detection: trains a published detector on pictures with boxes, and asks a trained one.
 
 The class layers are replaced where the classes are others, the rest goes on from what it has learned. The file that
 comes out has the input and the output of the original, with the new number of classes.
@@ -24,13 +24,21 @@ from onward.data.scenes import SceneAugmentation, Window, scene_preprocessing
 from onward.errors import DataError, ModelError
 from onward.escape import first_of
 from onward.graph.load import load_model
-from onward.graph.passes.head.detector_head import YOLOV8, detector_family, open_detector
+from onward.graph.passes.head.detector_head import DETR, YOLOV8, detector_family, open_detector
 from onward.losses.anchors import Anchors
 from onward.losses.functions import LossWithTargets
 from onward.runtime.sessions import open_session
 from onward.tasks.average_precision import average_precision
 from onward.tasks.classification import class_names
-from onward.tasks.detector import FAMILIES, Detector, draw_boxes, family_of, find_strides, select_boxes
+from onward.tasks.detector import (
+    FAMILIES,
+    Detector,
+    Family,
+    draw_boxes,
+    family_of,
+    find_strides,
+    select_boxes,
+)
 from onward.tasks.figures import class_table
 from onward.tasks.protocol import Adapted, Arrays, Scores, Source
 from onward.tasks.scene_tasks import open_graph, scene_batches, scene_figures
@@ -116,6 +124,12 @@ def adapt(source: Source, data: Data, options: Options) -> Adapted:
     loaded = load_model(source.model)
     ir.external_data.load_to_model(loaded)
     prepared, frozen = open_graph(loaded)
+    shape = prepared.graph.outputs[0].shape
+    if detector_family(prepared) == DETR and own and shape is not None and shape[2] == len(own):
+        raise ModelError(
+            f"the model's {len(own)} classes are scored each by itself, without one for nothing",
+            hint="of detectors with queries those of DETR's and YOLOS' kind are trained here",
+        )
     # the order counts: rows of the class layers are numbers
     keeps_head = own == labels
     if options.classes is None and not keeps_head:
@@ -123,13 +137,14 @@ def adapt(source: Source, data: Data, options: Options) -> Adapted:
     head = open_detector(prepared, None if keeps_head else labels, seed=options.seed)
     note = f"{head.note}: {first_of(labels)}"
     size = _size_of(data)
-    # strides are stated nowhere: the number of anchors at this size tells them
-    anchors = Anchors.of(size, find_strides(size, _anchor_count(source, data, head.family)))
     return Adapted(
         ir.to_proto(prepared), labels, note, loss_inputs=head.values, outputs=head.outputs, judged=head.outputs,
         frozen=[name for name in (*frozen, *head.constants) if name in prepared.graph.initializers],
         output_kinds=dict.fromkeys(head.outputs, head.family),
-        details={"family": head.family, "anchors": anchors, "outputs": head.outputs, "size": size},
+        details={
+            "family": head.family, "loss": _loss_of(FAMILIES[head.family], source, data), "outputs": head.outputs,
+            "size": size,
+        },
     )  # fmt: skip
 
 
@@ -139,22 +154,30 @@ def _size_of(data: Data) -> tuple[int, int]:
     return int(size["height"]), int(size["width"])
 
 
-def _anchor_count(source: Source, data: Data, family: str) -> int:
-    """How many anchors the model has for the pictures' size: it is run once."""
-    # shapes in published files are often open where anchors are counted
-    session = open_session(source.model)
+def _loss_of(family: Family, source: Source, data: Data) -> Callable[..., Any]:
+    """The family's loss for pictures of this size."""
+    size = _size_of(data)
     assert data.preprocessing is not None
     name = data.preprocessing.input
-    outputs = session.run(None, {name: np.asarray(data.arrays[name][:1])})
-    return FAMILIES[family].anchors([np.asarray(output) for output in outputs])
+    others = [spec.name for spec in source.inputs if spec.name != name]
+    if others:
+        raise ModelError(
+            f"a detector that is trained here takes pictures alone, and this one '{others[0]}' too"
+        )
+    if family.anchors is None:
+        return functools.partial(family.loss, size=size)
+    # strides are stated nowhere, and shapes in published files are often open: the number of anchors tells them
+    outputs = open_session(source.model).run(None, {name: np.asarray(data.arrays[name][:1])})
+    count = family.anchors([np.asarray(output) for output in outputs])
+    return functools.partial(family.loss, anchors=Anchors.of(size, find_strides(size, count)))
 
 
 def loss(options: Options, data: Data, adapted: Adapted) -> LossWithTargets:
-    """CIoU, binary cross-entropy and, where boxes come from distributions, the distribution loss."""
-    family = FAMILIES[adapted.details["family"]]
-    compute = functools.partial(family.loss, anchors=adapted.details["anchors"])
+    """CIoU or GIoU, cross-entropy and, where boxes come from distributions, the distribution loss."""
     # as many rows as the fullest picture of a batch has: one shape, so that targets are assigned in the graph
-    return LossWithTargets(compute, [(TARGET_NAME, ir.DataType.FLOAT, [None, "objects_most", 5])])
+    return LossWithTargets(
+        adapted.details["loss"], [(TARGET_NAME, ir.DataType.FLOAT, [None, "objects_most", 5])]
+    )
 
 
 def metrics(options: Options, adapted: Adapted) -> dict[str, Callable[[Arrays, Arrays], float]]:

@@ -24,7 +24,7 @@ from onward.data.read import Data
 from onward.errors import DataError, ModelError
 from onward.escape import first_of
 from onward.graph.load import load_model
-from onward.graph.passes.head.new_layer import open_reader, replace_alphabet
+from onward.graph.passes.head.new_layer import open_reader, replace_rows
 from onward.info.preprocessing import Preprocessing, image_settings
 from onward.losses import LossWithTargets
 from onward.reading import read_text
@@ -149,7 +149,7 @@ def adapt(source: Source, data: Data, options: TextRecognition) -> Adapted:
     else:
         index = {character: number for number, character in enumerate(own)}
         rows = [index.get(character) for character in alphabet]
-        replace_alphabet(model, reader, rows, head=options.head, seed=options.seed)
+        replace_rows(model, reader.scores, reader.size, rows, head=options.head, seed=options.seed)
         old = sum(row is not None for row in rows)
         note = f"the last layer keeps the rows of {old} characters and has {len(rows) - old} new ones"
     if alphabet[0] == BLANK and alphabet[-1] == " ":

@@ -1,6 +1,6 @@
 """Opens a published detector for training: new class layers, and the values before its sigmoids and its decoding.
 
-Three families of one-stage detectors are known by the end of their graph, whatever their layers are called:
+Four families are known by the end of their graph, whatever their layers are called:
 
 - YOLOv8 and what came of it: `Concat(boxes, Sigmoid(logits))`, [samples, 4 + classes, anchors], boxes decoded inside
   from distributions over distances.
@@ -8,8 +8,10 @@ Three families of one-stage detectors are known by the end of their graph, whate
   [samples, anchors, 5 + classes], boxes as the layers give them.
 - PicoDet (generalized focal loss): for each level an output of scores [samples, anchors, classes], and one of
   distributions over distances [samples, anchors, 4 · bins], often of one layer that has the rows of both.
+- DETR and YOLOS: scores [samples, queries, classes + 1], the last for nothing, and boxes that a sigmoid made.
 
-In all, a class layer is a 1×1 convolution for each level; new ones have an output for each new class.
+In the first three a class layer is a 1×1 convolution for each level; new ones have an output for each new class. In
+the fourth it is one linear layer, whose row for nothing stays.
 """
 
 from __future__ import annotations
@@ -26,9 +28,15 @@ from onward.graph.builder import Builder
 from onward.graph.cleanup import remove_unused
 from onward.graph.nodes import producer_of, required_input
 from onward.graph.passes.head.layer_search import constant_shape
-from onward.graph.passes.head.new_layer import NewHead, correct_metadata, infer_shapes_behind, parameter
+from onward.graph.passes.head.new_layer import (
+    NewHead,
+    correct_metadata,
+    infer_shapes_behind,
+    parameter,
+    replace_rows,
+)
 
-YOLOV8, YOLOX, PICODET = "yolov8", "yolox", "picodet"
+YOLOV8, YOLOX, PICODET, DETR = "yolov8", "yolox", "picodet", "detr"
 # what stands between the layers of the levels and the scores of all anchors, and computes nothing
 _ARRANGING = {"Reshape", "Flatten", "Concat", "Split", "Slice", "Transpose", "Identity", "Cast"}
 # a new class is rare at first: most anchors see none, and would drown the others in the first steps
@@ -43,7 +51,7 @@ class DetectorHead:
 
     `values` are the names of what the family's loss reads, [samples, classes | 4 | … , anchors], in its order: the
     logits; the boxes, decoded in YOLOv8 and as the layers give them in YOLOX; the objectness of YOLOX, or the logits
-    of the distances' distributions. `constants` are weights that no training may change.
+    of the distances' distributions. DETR's are its outputs. `constants` are weights that no training may change.
     """
 
     family: str
@@ -95,9 +103,11 @@ def open_detector(model: ir.Model, names: Sequence[str] | None, *, seed: int = 0
     if end is None:
         raise ModelError(
             "the model ends like no detector that can be trained here",
-            hint="known are YOLOv8's form (boxes and sigmoid scores in one output, decoded), YOLOX's (raw grid) and "
-            "PicoDet's (scores and distances of each level)",
+            hint="known are YOLOv8's form (boxes and sigmoid scores in one output, decoded), YOLOX's (raw grid), "
+            "PicoDet's (scores and distances of each level) and DETR's (scores and boxes of queries)",
         )
+    if end.family == DETR:
+        return _open_detr(model, end, names, seed)
     op, parameters = Builder(graph), []
     dims = [None if output.shape is None else list(output.shape) for output in graph.outputs]
     for index, level in enumerate(end.levels):
@@ -177,6 +187,22 @@ def _open_picodet(op: Builder, end: _End, logits: ir.Value, count: int) -> _Open
     return [logits, distances], dict.fromkeys(end.scores_at, 2)
 
 
+def _open_detr(model: ir.Model, end: _End, names: Sequence[str] | None, seed: int) -> DetectorHead:
+    logits, boxes = model.graph.outputs
+    dims = None if logits.shape is None else list(logits.shape)
+    note = f"the model's own {end.classes} classes go on"
+    if names is not None:
+        rows = [*[None] * len(names), end.classes]
+        head = replace_rows(model, logits, end.classes + 1, rows, head=None, seed=seed)
+        # what is counted there are the classes and nothing, and what is named are the classes
+        correct_metadata(model, head, len(names), names)
+        model.metadata_props[_NAMES] = str(dict(enumerate(names)))
+        _declare(logits, dims, 2, len(names) - end.classes)
+        note = f"the class layer had {end.classes} classes and has {len(names)} now"
+    outputs = [logits.name or "", boxes.name or ""]
+    return DetectorHead(DETR, outputs, outputs, [], note)
+
+
 _OPENERS: Mapping[str, Callable[[Builder, _End, ir.Value, int], _Opened]] = {
     YOLOV8: _open_yolov8,
     YOLOX: _open_yolox,
@@ -193,7 +219,7 @@ _NAMES_OF_VALUES: Mapping[str, Sequence[str | None]] = {
 def _find_end(graph: ir.Graph) -> _End | None:
     """The layers at the end of a detector; None where it is no family that is known."""
     if len(graph.outputs) != 1:
-        return _find_picodet(graph)
+        return _find_detr(graph) or _find_picodet(graph)
     last = graph.outputs[0].producer()
     if last is not None and last.op_type == "Concat":
         return _find_yolov8(last)
@@ -254,6 +280,19 @@ def _find_yolox(joined: ir.Node) -> _End | None:
             return None
         levels.append(_Level(layers[1], boxes, layers[0]))
     return _End(YOLOX, levels, _layer_width(levels[0].classes)) if levels else None
+
+
+def _find_detr(graph: ir.Graph) -> _End | None:
+    if len(graph.outputs) != 2:
+        return None
+    logits, boxes = graph.outputs
+    layer = producer_of(logits, "Add", "MatMul", "Gemm")
+    if layer is None or logits.shape is None or logits.shape.rank() != 3 or not producer_of(boxes, "Sigmoid"):
+        return None
+    count, sides = logits.shape[2], None if boxes.shape is None else boxes.shape[-1]
+    if sides != 4 or not isinstance(count, int) or count < 2:
+        return None
+    return _End(DETR, [], count - 1)
 
 
 @dataclasses.dataclass(frozen=True)

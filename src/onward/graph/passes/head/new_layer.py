@@ -286,14 +286,21 @@ def _arg_max(output: ir.Value) -> ir.Node | None:
     return node
 
 
-def replace_alphabet(
-    model: ir.Model, reader: Reader, rows: Sequence[int | None], *, head: str | None, seed: int
-) -> list[str]:
-    """Give the last layer a row for each character: an old one by its number, or a new one for None; in place.
+def replace_rows(
+    model: ir.Model,
+    scores: ir.Value,
+    size: int,
+    rows: Sequence[int | None],
+    *,
+    head: str | None,
+    seed: int,
+) -> NewHead:
+    """Give the layer of these scores a row for each class: an old one by its number, or a new one for None; in place.
 
-    New rows are the mean of the old ones with a little noise, and begin with the lowest bias.
+    `size` is how many there were. New rows are the mean of the old ones with a little noise, and begin with the lowest
+    bias.
     """
-    node = find_layer(model.graph, reader.scores, head)
+    node = find_layer(model.graph, scores, head)
     axis = class_axis(node)
     assert axis is not None
     consumers = [node, *_users(node)]
@@ -304,7 +311,7 @@ def replace_alphabet(
         if value is not None
     }
     notes: list[str] = []
-    layer = replace_layer(model, node, reader.scores, len(rows), seed, notes)
+    layer = replace_layer(model, node, scores, len(rows), seed, notes)
     rng = np.random.default_rng(seed)
     numbers = np.asarray([-1 if row is None else row for row in rows])
     for user in consumers:
@@ -314,9 +321,7 @@ def replace_alphabet(
                 continue
             old = tensor.numpy()
             along = (
-                axis
-                if user is node and index == 1
-                else next(i for i, d in enumerate(old.shape) if d == reader.size)
+                axis if user is node and index == 1 else next(i for i, d in enumerate(old.shape) if d == size)
             )
             fresh = np.take(old, np.maximum(numbers, 0), axis=along)
             shape = [*old.shape[:along], int((numbers < 0).sum()), *old.shape[along + 1 :]]
@@ -332,7 +337,7 @@ def replace_alphabet(
     remove_unused(model)
     correct_metadata(model, layer, len(rows), None)
     infer_shapes_behind(model, layer.parameters)
-    return notes
+    return layer
 
 
 def _users(node: ir.Node) -> list[ir.Node]:
