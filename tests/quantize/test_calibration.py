@@ -8,18 +8,18 @@ import numpy as np
 import onnx_ir as ir
 import onnxruntime
 import pytest
+from onnx import TensorProto, helper
 
 from onward import contract
 from onward.graph.dialect.normalize import normalize
-from onward.quantize.calibration import (
-    METHODS,
+from onward.quantize.calibration import METHODS, answer_error, find_range, layer_errors, round_model
+from onward.quantize.planning import Quantization, plan_quantization
+from onward.quantize.preparation import (
+    balance_products,
     equalize_channels,
-    find_range,
+    find_balanced,
     fold_batch_norms,
-    layer_errors,
-    round_model,
 )
-from onward.quantize.planning import Quantization
 from quantize.networks import Network, pixels, residual
 
 
@@ -47,9 +47,42 @@ def test_folding_batch_norms_and_balancing_channels_change_no_answer() -> None:
     np.testing.assert_allclose(first, second, rtol=1e-5)
 
 
-def onnx_output(name: str) -> object:
-    from onnx import TensorProto, helper
+@pytest.mark.parametrize("shared", [False, True])
+def test_balancing_products_changes_no_answer_and_evens_their_inputs(shared: bool) -> None:
+    """Two channels are large: with one range for all, the others get few levels."""
+    net = Network()
+    gamma = np.ones(64)
+    gamma[:2] = 60
+    net.add(
+        "LayerNormalization", ["x", net.weight("gamma", gamma), net.weight("beta", np.zeros(64))], "normed"
+    )
+    net.add("MatMul", ["normed", net.weight("w", net.random.normal(size=(64, 32)) / 8)], "y")
+    if shared:  # whoever else reads it must not see the balanced channels
+        net.add("ReduceMax", ["normed"], "peak", keepdims=0)
+    outputs = [
+        helper.make_tensor_value_info(name, TensorProto.FLOAT, shape)
+        for name, shape in {"y": ["n", 32], **({"peak": []} if shared else {})}.items()
+    ]
+    proto = net.model([helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", 64])], outputs)
+    samples = {"x": np.random.default_rng(1).normal(size=(64, 64)).astype(np.float32)}
+    model = normalize(proto)
+    before = answers(model, samples)
+    groups = find_balanced(plan_quantization(model, Quantization("int8")))
+    centered = samples["x"] - samples["x"].mean(axis=1, keepdims=True)
+    sizes = {"normed": np.abs(centered / centered.std(axis=1, keepdims=True) * gamma).max(axis=0)}
+    balance_products(model, groups, sizes, 0.65)
+    assert [node.op_type for node in model.graph].count("Mul") == int(shared)
+    np.testing.assert_allclose(answers(model, samples), before, atol=1e-5 * np.abs(before).max())
 
+    def error(**options: bool) -> float:
+        rounded = normalize(proto)
+        round_model(rounded, Quantization("int8", **options), samples)
+        return answer_error([before], [answers(rounded, samples)])
+
+    assert error() < 0.5 * error(equalize=False)
+
+
+def onnx_output(name: str) -> object:
     return helper.make_tensor_value_info(name, TensorProto.FLOAT, ["n", 8, 16, 16])
 
 

@@ -1,8 +1,8 @@
 """Quantization as a pass on the graph: rounding is inserted, its scales are parameters, and training is as ever.
 
-Begin with `planning`, which chooses what is quantized, and `fake_quantization`, the pass. `calibration` rewrites the
-float model first (batch norms, balanced channels) and observes the ranges of activations, and `folding` writes the file
-with integer weights that onnxruntime runs with integer kernels. Files, schemes and measurements are in
+Begin with `planning`, which chooses what is quantized, and `fake_quantization`, the pass. `preparation` rewrites the
+float model first (batch norms, balanced channels), `calibration` observes the ranges of activations, and `folding`
+writes the file with integer weights that onnxruntime runs with integer kernels. Files, schemes and measurements are in
 `onward.export.quantize`.
 """
 

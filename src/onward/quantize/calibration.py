@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,13 +17,11 @@ import onnx_ir as ir
 
 from onward import contract
 from onward.errors import ModelError
-from onward.graph.builder import Builder
-from onward.graph.cleanup import remove_unused
-from onward.graph.nodes import attribute, optional_input
 from onward.graph.passes.inference_mode import freeze_statistics, to_inference
 from onward.ort_session import create_session
 from onward.quantize.fake_quantization import activation_levels, insert_fake_quantization
 from onward.quantize.planning import Plan, Quantization, Range, plan_quantization
+from onward.quantize.preparation import balance_products, equalize_channels, find_balanced, fold_batch_norms
 
 Samples = Mapping[str, np.ndarray]
 
@@ -33,6 +31,8 @@ _ROWS = 16
 # numbers of a value that decide on its range, evenly taken from all batches
 _NUMBERS = 1 << 16
 _TAIL = 0.01  # per cent of the numbers that `percentile` leaves out at each end
+# how much of the difference between channels goes from the inputs of products into their matrices: tried on samples
+_BALANCES = (0.5, 0.65, 0.8)
 # shares of the whole range that `error` tries
 _SHARES = np.linspace(0.2, 1.0, 33)
 
@@ -49,9 +49,9 @@ def round_model(
     # statistics that still move would change the folded weights under their scales
     freeze_statistics(model)
     fold_batch_norms(model)
-    if settings.equalize:
-        equalize_channels(model)
     feeds = None if samples is None else _feeds(model, samples)
+    if settings.equalize is not False:
+        _balance(model, settings, feeds, adapters)
     plan = plan_quantization(model, settings, adapters=adapters, calibrated=feeds is not None)
     ranges: dict[str, Range] = {}
     method = settings.calibration
@@ -171,6 +171,41 @@ def _observe(
     return {name: np.concatenate(arrays) for name, arrays in parts.items()}
 
 
+class _Trial:
+    """A float model's answers on a few samples, and how far from them it is after it was changed and rounded."""
+
+    def __init__(
+        self,
+        model: ir.Model,
+        settings: Quantization,
+        feeds: Mapping[str, np.ndarray],
+        adapters: Collection[str],
+    ) -> None:
+        self.model, self.settings, self.adapters = _inference_copy(model), settings, adapters
+        # a few rows rank candidates, and each candidate costs a run over them
+        self.batches = list(_batches(self.model, feeds))[:8]
+        self.feeds = {name: np.concatenate([batch[name] for batch in self.batches]) for name in feeds}
+        session = _session(self.model)
+        self.expected = [session.run(None, batch) for batch in self.batches]
+
+    def plan(self, model: ir.Model) -> Plan:
+        """What is quantized in a model like it."""
+        return plan_quantization(model, self.settings, adapters=self.adapters)
+
+    def error(
+        self, candidate: ir.Model, method: str, observed: Mapping[str, np.ndarray] | None = None
+    ) -> float:
+        """Round a candidate, in place, with ranges by a method; the error of its answers."""
+        plan = self.plan(candidate)
+        if observed is None:
+            observed = _observe(candidate, plan.observed, self.feeds)
+        ranges = {name: find_range(numbers, method) for name, numbers in observed.items()}
+        insert_fake_quantization(candidate, plan, self.settings, ranges)
+        session = _session(candidate)
+        errors = [answer_error(a, session.run(None, b)) for a, b in zip(self.expected, self.batches)]
+        return float(np.mean(errors))
+
+
 def _choose_method(
     model: ir.Model,
     settings: Quantization,
@@ -179,22 +214,72 @@ def _choose_method(
     adapters: Collection[str],
 ) -> str:
     """The method whose rounded model answers most like the float model."""
-    source = _inference_copy(model)
-    # a few rows rank three methods, and each method costs a run over them
-    batches = list(_batches(source, feeds))[:8]
-    float_session = _session(source)
-    expected = [float_session.run(None, batch) for batch in batches]
-    errors = {}
-    for method in METHODS:
-        candidate = source.clone()
-        plan: Plan = plan_quantization(candidate, settings, adapters=adapters)
-        ranges = {name: find_range(numbers, method) for name, numbers in observed.items()}
-        insert_fake_quantization(candidate, plan, settings, ranges)
-        session = _session(candidate)
-        errors[method] = float(
-            np.mean([answer_error(a, session.run(None, b)) for a, b in zip(expected, batches)])
-        )
+    trial = _Trial(model, settings, feeds, adapters)
+    errors = {method: trial.error(trial.model.clone(), method, observed) for method in METHODS}
     return min(errors, key=lambda name: errors[name])
+
+
+def _balance(
+    model: ir.Model,
+    settings: Quantization,
+    feeds: Mapping[str, np.ndarray] | None,
+    adapters: Collection[str],
+) -> None:
+    """Balance channels in place, as far as the rounded model's answers on the samples are nearer to the float one's.
+
+    With `equalize`, convolutions are balanced whatever the samples say.
+    """
+    if settings.scheme not in ("int8", "int8-static"):
+        return
+    forced = bool(settings.equalize)
+    if forced:
+        equalize_channels(model)
+    if feeds is None:
+        return
+    trial = _Trial(model, settings, feeds, adapters)
+    # the cheapest method that leaves outliers out: ranges are found again behind the choice
+    method = "error" if settings.calibration == "auto" else settings.calibration
+    best = trial.error(trial.model.clone(), method)
+    candidate = trial.model.clone()
+    if not forced and equalize_channels(candidate):
+        error = trial.error(candidate, method)
+        if error < best:
+            best = error
+            equalize_channels(trial.model)
+            equalize_channels(model)
+    inputs = find_balanced(trial.plan(trial.model))
+    if not inputs:
+        return
+    sizes = _channel_sizes(trial.model, [value.name or "" for value in inputs], trial.feeds)
+    errors: dict[float | None, float] = {None: best}
+    for share in _BALANCES:
+        candidate = trial.model.clone()
+        balance_products(candidate, find_balanced(trial.plan(candidate)), sizes, share)
+        errors[share] = trial.error(candidate, method)
+    share = min(errors, key=lambda key: errors[key])
+    if share is not None:
+        balance_products(model, find_balanced(trial.plan(model)), sizes, share)
+
+
+def _channel_sizes(
+    model: ir.Model, names: Sequence[str], feeds: Mapping[str, np.ndarray]
+) -> dict[str, np.ndarray]:
+    """The largest |x| of each channel, the last axis, of some values."""
+    copy = model.clone()
+    inputs = {value.name for value in copy.graph.inputs}
+    values = {output.name: output for node in copy.graph for output in node.outputs}
+    computed = [name for name in names if name not in inputs]
+    copy.graph.outputs.extend(values[name] for name in computed if not values[name].is_graph_output())
+    sizes: dict[str, np.ndarray] = {}
+    session = _session(copy)
+    for batch in _batches(copy, feeds):
+        results = dict(zip(computed, session.run(computed, batch))) if computed else {}
+        for name in names:
+            numbers = results[name] if name in results else batch[name]
+            array: np.ndarray = np.abs(np.asarray(numbers, np.float32))
+            peak = array.reshape(-1, array.shape[-1]).max(axis=0)
+            sizes[name] = np.maximum(sizes[name], peak) if name in sizes else peak
+    return sizes
 
 
 def layer_errors(model: ir.Model, settings: Quantization, samples: Samples) -> dict[str, float]:
@@ -237,121 +322,3 @@ def answer_error(expected: Collection[Any], answers: Collection[Any]) -> float:
             difference = np.subtract(answer, right, dtype=np.float64)
             shares.append(float(np.sum(np.square(difference))) / max(size, 1e-30))
     return float(np.mean(shares)) if shares else 0.0
-
-
-# --- The float model before it is quantized: batch norms go into convolutions, channels are balanced. Neither changes
-# what the model computes. A convolution has one integer kernel, and a batch norm behind it has none: its factors belong
-# into the weights before these are rounded. Balancing (Nagel et al., 2019) moves a factor for each channel from one
-# convolution into the next, where a few large channels would leave the others few levels.
-
-# Behind these a positive factor may be moved: f(s·x) = s·f(x).
-_HOMOGENEOUS = frozenset({"Relu", "LeakyRelu"})
-
-
-def fold_batch_norms(model: ir.Model) -> int:
-    """Fold batch norms that use their running statistics into the convolutions before them; returns how many.
-
-    γ·(W·x + b − μ)/√(σ² + ε) + β = (W·γ/√…)·x + (b − μ)·γ/√… + β, under the names of the weight and of b, or of β.
-    """
-    op, count = Builder(model.graph), 0
-    for node in list(model.graph):
-        if node.op_type != "BatchNormalization" or attribute(node, "training_mode", 0) or node.domain != "":
-            continue
-        conv = None if node.inputs[0] is None else node.inputs[0].producer()
-        # whoever else reads the convolution would see the folded numbers
-        if conv is None or conv.op_type != "Conv" or not _is_own(conv.outputs[0]):
-            continue
-        weight, bias = _array(conv.inputs[1]), _array(optional_input(conv, 2))
-        numbers = [_array(value) for value in node.inputs[1:5]]
-        if weight is None or any(array is None for array in numbers):
-            continue
-        if optional_input(conv, 2) is not None and bias is None:
-            continue
-        # in float64: rounding here would be in every weight
-        gamma, beta, mean, variance = (array.astype(np.float64) for array in numbers if array is not None)
-        factor = gamma / np.sqrt(variance + attribute(node, "epsilon", 1e-5))
-        shifted = ((0 if bias is None else bias) - mean) * factor + beta
-        _set(conv.inputs[1], weight * factor.reshape(-1, *[1] * (weight.ndim - 1)))
-        target = optional_input(conv, 2) if bias is not None else node.inputs[2]
-        if target is None or len(target.uses()) > 1:  # another layer reads it as it is
-            target = op.constant(shifted.astype(np.float32), name=f"{conv.name or 'conv'}.bias")
-        _set(target, shifted)
-        conv.resize_inputs(3)
-        conv.replace_input_with(2, target)
-        result, source = node.outputs[0], conv.outputs[0]
-        name, shape = result.name, result.shape
-        ir.convenience.replace_all_uses_with(result, source, replace_graph_outputs=True)
-        model.graph.remove(node, safe=True)
-        source.name, source.shape = name, shape
-        count += 1
-    if count:
-        remove_unused(model)
-    return count
-
-
-def equalize_channels(model: ir.Model) -> int:
-    """Balance the channels of convolutions that follow one another; returns how many pairs changed.
-
-    A channel with ranges r₁ in the first weight and r₂ in the second is divided by √(r₁/r₂) in the first and
-    multiplied by it in the second, so that both have √(r₁·r₂).
-    """
-    count = 0
-    for node in model.graph:
-        following = _next_convolution(node)
-        if following is None:
-            continue
-        first, second, bias = (
-            _array(node.inputs[1]), _array(following.inputs[1]), _array(optional_input(node, 2)),
-        )  # fmt: skip
-        if first is None or second is None or (bias is None and optional_input(node, 2) is not None):
-            continue
-        depthwise = attribute(following, "group", 1) == len(first) and second.shape[1] == 1
-        if not depthwise and (attribute(following, "group", 1) != 1 or second.shape[1] != len(first)):
-            continue
-        axis = 0 if depthwise else 1
-        if depthwise and len(second) != len(first):
-            continue
-        ranges = _channel_ranges(first, 0), _channel_ranges(second, axis)
-        dead = (ranges[0] == 0) | (ranges[1] == 0)
-        factor = np.sqrt(np.where(dead, 1, ranges[0]) / np.where(dead, 1, ranges[1]))
-        _set(node.inputs[1], first / factor.reshape(-1, *[1] * (first.ndim - 1)))
-        if bias is not None:
-            _set(node.inputs[2], bias / factor)
-        shape = [1] * second.ndim
-        shape[axis] = -1
-        _set(following.inputs[1], second * factor.reshape(shape))
-        count += 1
-    return count
-
-
-def _next_convolution(node: ir.Node) -> ir.Node | None:
-    """The convolution that alone reads a convolution's result, directly or behind a Relu."""
-    if node.op_type != "Conv" or node.domain != "" or not _is_own(node.outputs[0]):
-        return None
-    reader = next(iter(node.outputs[0].consumers()))
-    if reader.op_type in _HOMOGENEOUS and _is_own(reader.outputs[0]):
-        reader = next(iter(reader.outputs[0].consumers()))
-    return reader if reader.op_type == "Conv" and reader is not node else None
-
-
-def _channel_ranges(weight: np.ndarray, axis: int) -> np.ndarray:
-    return np.abs(weight).max(axis=tuple(index for index in range(weight.ndim) if index != axis))
-
-
-def _is_own(value: ir.Value) -> bool:
-    """Whether one node reads a value, once, and nothing else does."""
-    return len(value.uses()) == 1 and not value.is_graph_output()
-
-
-def _array(value: ir.Value | None) -> np.ndarray | None:
-    """The numbers of an initializer that one node alone reads; a shared one would change for the others too."""
-    if value is None or not value.is_initializer() or value.is_graph_input() or value.const_value is None:
-        return None
-    if len(value.consumers()) > 1 and value.const_value.shape.rank() > 1:
-        return None
-    return value.const_value.numpy()
-
-
-def _set(value: ir.Value | None, array: np.ndarray) -> None:
-    assert value is not None
-    value.const_value = ir.tensor(array.astype(np.float32), name=value.name)

@@ -48,7 +48,8 @@ class Quantization:
     "int8-static" (observed ranges for all), or the weights of matrices alone in blocks: "int8-weights" and "int4".
     `reduce_range` keeps integer products right on CPUs without 8-bit dot products. `exclude` names nodes or weights to
     leave alone; patterns count. `calibration` is "minmax", "percentile", "error", or "auto" for the best of them on the
-    samples; `equalize` balances the channels of convolutions first.
+    samples. Channels are balanced first where that brings the answers on the samples nearer to the float model's;
+    with `equalize` those of convolutions are in any case, or (False) none.
     """
 
     scheme: str = "int8"
@@ -58,7 +59,7 @@ class Quantization:
     block_size: int = 32
     exclude: tuple[str, ...] = ()
     calibration: str = "auto"
-    equalize: bool = False
+    equalize: bool | None = None
 
     def __post_init__(self) -> None:
         if self.scheme not in TRAINABLE_SCHEMES:

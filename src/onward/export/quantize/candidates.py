@@ -21,14 +21,7 @@ from onward.ort_session import create_session
 from onward.quantize.calibration import layer_errors
 from onward.quantize.planning import Quantization
 
-# A scheme, and how it is applied: by its name in the table.
-_WAYS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
-    "int8": ("int8", {}),
-    "int8, channels balanced": ("int8", {"equalize": True}),
-    "int8-static": ("int8-static", {}),
-    "int8-weights": ("int8-weights", {}),
-    "int4": ("int4", {}),
-}
+_SCHEMES = ("int8", "int8-static", "int8-weights", "int4")
 # Repeated measurements of one model differ by this share.
 _NOISE = 0.05
 # Of smaller models names and scales weigh as much as weights, and a run is shorter than what disturbs it.
@@ -76,17 +69,17 @@ def try_schemes(
             "float", whole, stored_size(whole), _milliseconds(whole, feeds, repeats), 1.0, 1.0, 1.0, reference
         )
     ]
-    for number, (name, (scheme, options)) in enumerate(_WAYS.items()):
+    for number, name in enumerate(_SCHEMES):
         # a folder for each: data beside a model is named after it, and the winner keeps its name
         path = folder / str(number) / whole.name
         path.parent.mkdir(exist_ok=True)
         try:
-            quantize(whole, scheme, path=path, calibration=feeds, **options)
+            quantize(whole, name, path=path, calibration=feeds)
         except OnwardError as error:
             candidates.append(_failed(name, path, str(error)))
             continue
         if any(_same_nodes(path, other.path) for other in candidates[1:] if not other.refusal):
-            continue  # channels that cannot be balanced, say
+            continue  # a model without matrices, say: int8 is static already
         report = measure(whole, path, [feeds], repeats=repeats)
         candidate = Candidate(
             name, path, stored_size(path), candidates[0].milliseconds / report.speedup, report.speedup,

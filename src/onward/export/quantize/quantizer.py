@@ -148,7 +148,7 @@ def quantize(
     exclude: Iterable[str] = (),
     calibration: Samples | None = None,
     method: str = "auto",
-    equalize: bool = False,
+    equalize: bool | None = None,
 ) -> bytes | Path:
     """Quantize a model given as bytes or as a file; return bytes, or write `path` and return its path.
 
@@ -156,9 +156,9 @@ def quantize(
     the whole range: right only where all CPUs have 8-bit dot products (AVX-VNNI, AVX512-VNNI, AMX, ARM);
     on others products saturate, without an error. `block_size` is the number of weights that share one scale
     in the weight-only schemes. `exclude` names nodes to leave alone. `calibration` are samples of the inputs, by name:
-    convolutions, and "int8-static", take ranges from them by `method` (auto, minmax, percentile or error), after
-    balancing channels with `equalize`. A model that is quantized already, or has nothing that the scheme stores in
-    fewer bits, is an error.
+    convolutions, and "int8-static", take ranges from them by `method` (auto, minmax, percentile or error), and channels
+    are balanced on them, unless `equalize` is False. A model that is quantized already, or has nothing that the scheme
+    stores in fewer bits, is an error.
 
     >>> quantize("model.onnx", "int8", path="model-int8.onnx").name
     'model-int8.onnx'
@@ -259,6 +259,10 @@ def _int8(model: ir.Model, settings: Quantization, samples: Samples | None) -> i
     kernels, matrices = _weight_sizes(model)
     # Convolutions have no quick kernel for ranges that are found at run time: they take samples or stay float.
     if kernels and (samples is not None or kernels > matrices):
+        return _static(model, settings, samples)
+    # channels are balanced in the form that training knows; fused operators would be taken apart for it
+    plain = {(node.domain, node.op_type in _OTHER_INTEGER_OPS) for node in model.graph.all_nodes()}
+    if samples is not None and plain == {("", False)}:
         return _static(model, settings, samples)
     quantize_at_run_time(model, settings)
     others = sorted(_OTHER_INTEGER_OPS & {node.op_type for node in model.graph})
