@@ -157,7 +157,7 @@ def balance_products(
             _set(product.weight, scaled if product.axis == 1 else np.ascontiguousarray(scaled.T))
         if not _divide_norm(x, {product.node for product in products}, factor):
             producer = x.producer()
-            op.before, op.scope = nodes[0] if producer is None else following[producer], f"{x.name}/balance"
+            op.before, op.scope = nodes[0] if producer is None else following[producer], "balance"
             divided = op.Mul(x, 1 / factor)
             for product in products:
                 product.node.replace_input_with(0, divided)
