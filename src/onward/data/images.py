@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 PICTURES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"})
 # Pillow judges a file by its content, and for some formats (EPS) it starts another program: only these are decoded.
 _DECODERS = ("PNG", "JPEG", "BMP", "GIF", "WEBP", "TIFF", "PPM")
+# the side of pictures for a model that takes any, which most were trained with; and the least one that data may choose
+_DEFAULT, _SMALLEST = 224, 32
 # so many bytes of decoded pictures are kept; the rest is decoded again in every epoch
 _KEPT = 1 << 30
 
@@ -66,8 +68,41 @@ def read_images(
 ) -> tuple[dict[str, Any], Preprocessing]:
     """Pictures for the model's input with four dimensions, and what is done to them."""
     spec = picture_input(inputs, name)
+    if not {"size", "crop_size"} & settings.keys() and not any(_sides(spec)):
+        settings = {**settings, **_common_size(files)}
     preprocessing = Preprocessing("image", spec.name, picture_settings(spec, settings))
     return {spec.name: Pictures(files, preprocessing.settings, dtype=spec.dtype)}, preprocessing
+
+
+def _sides(spec: InputSpec) -> tuple[int | None, int | None]:
+    """The height and width that an input of pictures takes; None for any."""
+    assert spec.dims is not None
+    height, width = spec.dims[1:3] if _is_channels_last(spec) else spec.dims[2:]
+    return height, width
+
+
+def _is_channels_last(spec: InputSpec) -> bool:
+    assert spec.dims is not None
+    return spec.dims[1] not in (1, 3) and spec.dims[3] in (1, 3)
+
+
+def _common_size(files: Sequence[Any]) -> dict[str, Any]:
+    """The size that all pictures have, as a setting, where a model of any size has no better one."""
+    from PIL import Image
+
+    sizes = set()
+    for file in files:
+        try:
+            with Image.open(_opened(file), formats=_DECODERS) as picture:
+                sizes.add(picture.size)
+        except Exception:  # Pillow's readers raise whatever Python does; what is damaged is refused elsewhere
+            return {}
+        if len(sizes) > 1:
+            return {}
+    width, height = next(iter(sizes), (0, 0))
+    # larger ones take more time and memory than a default may; networks halve smaller ones to nothing
+    fits = all(_SMALLEST <= side <= _DEFAULT for side in (width, height))
+    return {"size": {"height": height, "width": width}} if fits else {}
 
 
 def why_unreadable_image(file: Any) -> str | None:
@@ -135,15 +170,15 @@ def picture_input(inputs: Sequence[InputSpec], name: str | None) -> InputSpec:
 def picture_settings(spec: InputSpec, stated: Mapping[str, Any]) -> dict[str, Any]:
     """What to do to pictures so that an input can take them: its own size, what is wanted, and 0 to 1 otherwise."""
     assert spec.dims is not None
-    last = spec.dims[1] not in (1, 3) and spec.dims[3] in (1, 3)
-    channels, height, width = (spec.dims[3], *spec.dims[1:3]) if last else spec.dims[1:]
+    last = _is_channels_last(spec)
+    channels, (height, width) = spec.dims[3 if last else 1], _sides(spec)
     if channels not in (1, 3, None):
         raise DataError(f"'{spec.name}' takes {spec}: images have 1 or 3 channels")
     settings: dict[str, Any] = {"do_resize": True, "resample": 3, "do_rescale": True, **stated}
     settings |= {"channels": channels or 3, "layout": "NHWC" if last else "NCHW"}
     if spec.dtype == np.uint8:
         settings |= {"do_rescale": False, "do_normalize": False}
-    fixed = {"height": height or width or 224, "width": width or height or 224}
+    fixed = {"height": height or width or _DEFAULT, "width": width or height or _DEFAULT}
     if height is None and width is None and ("crop_size" in stated or "size" in stated):
         if "crop_size" not in settings and "shortest_edge" in settings["size"]:
             edge = settings["size"]["shortest_edge"]  # any size will do, but all one
