@@ -14,7 +14,7 @@ import onnx.parser
 import onnxruntime as ort
 import pytest
 
-from onward import gradient
+from onward import check_gradient, gradient
 from onward.api import CheckpointState, Module
 from onward.artifacts import LossType, OptimType, generate_artifacts
 from onward.artifacts.generate import build_artifacts
@@ -139,6 +139,18 @@ def test_a_batch_of_one_may_be_squeezed_away_where_the_file_declares_it() -> Non
     text = "net (float[N, 1, 4] x) => (float[3] y) <float[4] s> { s = Squeeze (x)  y = MatMul (s, w) }"
     model = normalize(parsed(text, w=np.ones((4, 3), np.float32)))
     assert [str(node.outputs[0].shape) for node in model.graph] == ["[4]", "[3]"]
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_batch_of_one_stays_an_axis_where_the_file_declares_nothing(batch: int) -> None:
+    text = "net (float[N, 1, B, 4] x, float[4, 3] w) => (float[K, M, 3] y) { s = Squeeze (x)  y = MatMul (s, w) }"
+    feeds = {"x": RNG.normal(size=(batch, 1, 2, 4)), "w": RNG.normal(size=(4, 3))}
+    check_gradient(parsed(text), {name: array.astype(np.float32) for name, array in feeds.items()})
+
+
+def test_a_squeeze_of_no_axis_is_none() -> None:
+    model = normalize(parsed("net (float[N, 4] x) => (float[N, 4] y) { s = Squeeze (x)  y = Relu (s) }"))
+    assert [node.op_type for node in model.graph] == ["Identity", "Relu"]
 
 
 def test_a_sum_over_a_value_of_unknown_rank_needs_no_rank() -> None:

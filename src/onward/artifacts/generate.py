@@ -353,7 +353,7 @@ def _prepare(model: ModelSource, *, normalized: bool) -> tuple[ir.Model, int, se
     own = loaded.graph.opset_imports.get("", loaded.graph.opset_imports.get("ai.onnx", OPSET))
     # `normalize` makes initializers of Constant nodes: afterwards nobody can tell them apart
     vectors = constant_vectors(loaded)
-    return loaded if normalized else normalize(loaded), own, vectors
+    return loaded if normalized else normalize(loaded, owned=True), own, vectors
 
 
 def _portable_steps(

@@ -20,7 +20,7 @@ from onward.graph.builder import Builder
 from onward.graph.dialect.older_forms import older_form
 from onward.graph.dialect.pads import all_pads
 from onward.graph.dialect.rewrite import Expansion, rewrite
-from onward.graph.nodes import optional_input, required_input, subgraphs_of
+from onward.graph.nodes import nodes_within, optional_input, required_input, subgraphs_of
 from onward.graph.shapes.model import infer_shapes
 
 OLDEST_OUTPUT = 7
@@ -71,6 +71,10 @@ def lower(model: ir.Model, opset: int, *, at_any_cost: bool = True) -> ir.Model:
         return model
     if not OLDEST_OUTPUT <= opset < current:
         raise ModelError(f"opset {opset} cannot be made: choose one from {OLDEST_OUTPUT} to {current}")
+    if not at_any_cost and (missing := _without_form(model.graph, opset)):
+        raise ModelError(
+            f"the model cannot be written in opset {opset}: {missing} is newer\nAsk for a newer one"
+        )
     # The caller may try several opsets, the newest that works winning.
     copy = model.clone()
     rewritten = _write_in_older(copy, current, opset, at_any_cost)
@@ -100,6 +104,18 @@ def lower(model: ir.Model, opset: int, *, at_any_cost: bool = True) -> ir.Model:
 
 def _ir_version(opset: int) -> int:
     return onnx.helper.find_min_ir_version_for([onnx.helper.make_opsetid("", opset)])
+
+
+def _without_form(graph: ir.Graph, opset: int) -> str | None:
+    """The first operator that an opset lacks and for which no other is as fast: a copy tells the same, but slowly."""
+    for node in nodes_within(graph):
+        if (
+            node.domain == ""
+            and not _exists(node.op_type, opset)
+            and node.op_type not in _AS_FAST | {"Resize"}
+        ):
+            return node.op_type
+    return None
 
 
 # Operators whose older form runs as fast.

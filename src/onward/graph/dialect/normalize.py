@@ -34,6 +34,7 @@ from onward.graph.shapes.model import (
     infer_shapes,
     settle_symbols,
     sharpen,
+    spell_out_squeezes,
     unknown_ranks,
 )
 from onward.limits import require
@@ -134,9 +135,22 @@ def _spell_out_conditions(model: ir.Model) -> None:
         node.replace_input_with(1, value)
 
 
+def _name_branches_apart(model: ir.Model) -> None:
+    """Give values of different branches different names: what is lifted out of both must not meet."""
+    seen: set[str | None] = set()
+    for graph in model.graphs():
+        held = [*graph.inputs, *graph.initializers.values(), *(v for node in graph for v in node.outputs)]
+        for value in {id(value): value for value in held}.values():
+            name, count = value.name, 1
+            while value.name and value.name in seen:
+                value.name, count = f"{name}.branch_{count}", count + 1
+            seen.add(value.name)
+
+
 def _normalize(model: ir.Model) -> ir.Model:
     version = _version(model)
     _inline(model, version)
+    _name_branches_apart(model)
     _spell_out_conditions(model)
     # After lifting, a Constant node and a weight look the same, and only the weight may train.
     constants = constant_names(model)  # before they become initializers like those that train
@@ -175,6 +189,9 @@ def _normalize(model: ir.Model) -> ir.Model:
     settle_symbols(model)
     _require_moderate(model)
     sharpen(model)
+    if spell_out_squeezes(model):
+        infer_shapes(model)
+        sharpen(model)
     if target > OPSET:
         relabel(model, OPSET)
     return model

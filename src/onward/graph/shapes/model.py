@@ -12,6 +12,7 @@ import itertools
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
+import numpy as np
 import onnx
 import onnx_ir as ir
 
@@ -148,14 +149,12 @@ def _correct_squeezes(graph: ir.Graph) -> bool:
 
     Sizes of the model's inputs that are free are taken to be more than one.
     """
-    sizes = [dim for value in graph.inputs if value.shape is not None for dim in dims_of(value.shape)]
-    free = {dim for dim in sizes if isinstance(dim, str)}
+    free = _free_sizes(graph)
     corrected = False
     for node in graph:
-        source = node.inputs[0] if node.op_type == "Squeeze" and not node.domain else None
-        if source is None or source.shape is None or len(node.inputs) > 1 or "axes" in node.attributes:
+        if (source := _squeezed_by_size(node)) is None:
             continue
-        dims, output = dims_of(source.shape), node.outputs[0]
+        dims, output = dims_of(source), node.outputs[0]
         remaining = [dim for dim in dims if dim != 1]
         # Published files declare the input's own symbol here, for a rank that the result cannot have.
         if output.shape is not None and _may_be_squeezed(remaining, dims_of(output.shape), free):
@@ -169,6 +168,45 @@ def _correct_squeezes(graph: ir.Graph) -> bool:
         output.shape = ir.Shape(remaining) if settled else None
         corrected = True
     return corrected
+
+
+def spell_out_squeezes(model: ir.Model) -> bool:
+    """Name the axes that a Squeeze without axes removes, where sizes say; whether there was one.
+
+    Its result has one rank then, at a batch of one too, as the gradients behind it need.
+    """
+    op, free = Builder(model.graph), _free_sizes(model.graph)
+    changed = False
+    for node in model.graph:
+        if (source := _squeezed_by_size(node)) is None:
+            continue
+        dims, output = dims_of(source), node.outputs[0]
+        if not all(isinstance(dim, int) or dim in free for dim in dims):
+            continue
+        axes = [axis for axis, dim in enumerate(dims) if dim == 1]
+        if output.shape is not None and output.shape.rank() != len(dims) - len(axes):
+            continue  # the file says that a free size is always one
+        if axes:
+            node.resize_inputs(2)
+            node.replace_input_with(1, op.constant(np.array(axes, np.int64)))
+        else:  # an empty list of axes would mean all of them once more
+            node.op_type = "Identity"
+        changed = True
+    return changed
+
+
+def _squeezed_by_size(node: ir.Node) -> ir.Shape | None:
+    """The shape of what a Squeeze without axes reads."""
+    if node.op_type != "Squeeze" or node.domain or "axes" in node.attributes:
+        return None
+    source = node.inputs[0]
+    return None if source is None or optional_input(node, 1) is not None else source.shape
+
+
+def _free_sizes(graph: ir.Graph) -> set[str]:
+    """The symbols of the graph's inputs."""
+    sizes = [dim for value in graph.inputs if value.shape is not None for dim in dims_of(value.shape)]
+    return {dim for dim in sizes if isinstance(dim, str)}
 
 
 def _may_be_squeezed(remaining: Sequence[Dim], declared: Sequence[Dim], free: Collection[Dim]) -> bool:
