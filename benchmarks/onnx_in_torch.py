@@ -69,8 +69,13 @@ def _ints(inputs: Values, attributes: dict[str, Any], index: int, name: str) -> 
 
 
 def _pads(attributes: dict[str, Any], rank: int) -> list[int]:
-    if attributes.get("auto_pad", b"NOTSET") not in (b"NOTSET", b"VALID"):
-        raise NotImplementedError("auto_pad is not known here")
+    kind = attributes.get("auto_pad", b"NOTSET")
+    if kind == b"SAME_UPPER" and all(stride == 1 for stride in attributes.get("strides", ())):
+        spread = attributes.get("dilations", [1] * rank)
+        totals = [(size - 1) * step for size, step in zip(attributes["kernel_shape"], spread)]
+        return [side for total in reversed(totals) for side in (total // 2, total - total // 2)]
+    if kind not in (b"NOTSET", b"VALID"):
+        raise NotImplementedError(f"auto_pad {kind!r} is not known here")
     pads = attributes.get("pads", [0] * 2 * rank)
     return [side for axis in reversed(range(rank)) for side in (pads[axis], pads[axis + rank])]
 
@@ -84,6 +89,31 @@ def _conv(inputs: Values, attributes: dict[str, Any]) -> torch.Tensor:
         stride=attributes.get("strides", [1] * rank), dilation=attributes.get("dilations", [1] * rank),
         groups=attributes.get("group", 1),
     )  # fmt: skip
+
+
+def _conv_transpose(inputs: Values, attributes: dict[str, Any]) -> torch.Tensor:
+    x, weight, *bias = inputs
+    if any(_pads(attributes, 2)) or "output_shape" in attributes or "output_padding" in attributes:
+        raise NotImplementedError("a ConvTranspose with padding is not known here")
+    return functional.conv_transpose2d(
+        x, weight, bias[0] if bias else None, stride=attributes.get("strides", [1, 1]),
+        dilation=attributes.get("dilations", [1, 1]), groups=attributes.get("group", 1),
+    )  # fmt: skip
+
+
+def _resize(inputs: Values, attributes: dict[str, Any]) -> torch.Tensor:
+    """Each pixel as often as the scale says: the one form in which whole scales agree with torch."""
+    x, _, scales = inputs[:3]
+    form = (
+        attributes.get("mode"),
+        attributes.get("coordinate_transformation_mode"),
+        attributes.get("nearest_mode"),
+    )
+    if form != (b"nearest", b"asymmetric", b"floor") or (scales != scales.round()).any():
+        raise NotImplementedError(f"Resize {form} is not known here")
+    for axis, scale in enumerate(scales.int().tolist()):
+        x = x.repeat_interleave(scale, axis)
+    return x
 
 
 def _pool(kind: str) -> Callable[[Values, dict[str, Any]], torch.Tensor]:
@@ -190,5 +220,5 @@ _OPERATORS: dict[str, Callable[[Values, dict[str, Any]], Any]] = {
     "ReduceMin": _reduce(torch.amin), "Softmax": lambda i, a: torch.softmax(i[0], a.get("axis", -1)),
     "Conv": _conv, "MaxPool": _pool("max"), "AveragePool": _pool("mean"), "Slice": _slice, "Reshape": _reshape,
     "Squeeze": _squeeze, "Unsqueeze": _unsqueeze, "Pad": _pad, "Gemm": _gemm, "Clip": _clip,
-    "BatchNormalization": _batch_norm,
+    "BatchNormalization": _batch_norm, "ConvTranspose": _conv_transpose, "Resize": _resize,
 }  # fmt: skip
