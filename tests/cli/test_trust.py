@@ -104,6 +104,13 @@ def test_the_security_page_has_every_limit() -> None:
         assert value == getattr(limits.Limits(), field.name), row
 
 
+def test_every_command_takes_limits(place: Path, run: Any) -> None:
+    for name in (*(name for name in COMMANDS if name != "lora"), "lora inject", "lora extract", "lora merge"):
+        assert "--limit" in run(*name.split(), "--help").stdout, name
+    limits_of_both = ("--limit", "nodes=1", "--limit", "text_bytes=9")
+    assert "nodes" in run("check", "model.onnx", *limits_of_both, code=1).stderr
+
+
 OPTIONS: list[dict[str, Any]] = [
     {"epochs": "many"}, {"epochs": -1}, {"epochs": 2**70}, {"data": "data.npz"}, {"data": [3]},
     {"mapping": {"x": "x"}}, {"prefix": "../"}, {"prefix": 3}, {"label": ["y"]}, {"learning_rate": "NaN"},
@@ -520,3 +527,8 @@ def test_the_security_page_names_tests_that_are_there() -> None:
     ]
     assert [text for text in runs if not text.startswith(own) and "`tests/" not in text] == []
     assert len(runs) > 6
+    # sentences outside of tables: one that promises names a test, one that asks something of the reader need not
+    for title in ("Limits", "How it is tested"):
+        prose = page.partition(f"## {title}\n")[2].partition("\n## ")[0].partition("\n|")[0]
+        sentences = re.split(r"(?<=[.])\s+(?=[A-Z`])", prose.strip())
+        assert [text for text in sentences if not re.search(r"tests/|benchmarks/|make fuzz", text)] == []
