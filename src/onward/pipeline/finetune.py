@@ -30,6 +30,7 @@ from onward.data.splits import own_split, split
 from onward.errors import NonFiniteError, OnwardError
 from onward.export.batch_size import open_if_fixed
 from onward.export.inference import InferenceExport, for_inference
+from onward.export.quantize.quantizer import run_seconds, stored_size
 from onward.files import scratch_folder, write_set
 from onward.hub.origin import origin_of
 from onward.hub.read_info import read_info
@@ -61,6 +62,14 @@ _log = logging.getLogger("onward")
 
 
 @dataclasses.dataclass(frozen=True)
+class _Whole:
+    """A float model, and its figures on the data to evaluate on; none where its head is new."""
+
+    model: onnx.ModelProto
+    figures: dict[str, float]
+
+
+@dataclasses.dataclass(frozen=True)
 class FineTuned:
     """A trained model: its figures, its answers, and the file to deploy."""
 
@@ -76,6 +85,8 @@ class FineTuned:
     _samples: dict[str, np.ndarray]
     # what else belongs into a folder with the model, by its path there
     _files: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
+    # the float model that was trained for fewer bits
+    _whole: _Whole | None = None
 
     @property
     def classes(self) -> list[str] | None:
@@ -117,6 +128,33 @@ class FineTuned:
                 (aside / name).parent.mkdir(parents=True, exist_ok=True)
                 (aside / name).write_bytes(content)
         return dataclasses.replace(exported, path=target)
+
+    def compare_with_float(self, path: str | os.PathLike[str]) -> dict[str, tuple[float, float]]:
+        """What training for fewer bits changed in a file that `export` wrote, by name: float before it, and now.
+
+        Bytes and the milliseconds of a batch in plain onnxruntime, and figures where the float model had this head and
+        there is data to evaluate on. Empty where the model was not trained for fewer bits.
+        """
+        whole = self._whole
+        if whole is None:
+            return {}
+        target = Path(path)
+        target = target if target.suffix == ".onnx" else target / "model.onnx"
+        sessions = open_session(whole.model.SerializeToString()), open_session(str(target))
+        # in turns, and the fastest: what else the machine does makes single runs longer, never shorter
+        turns = [[run_seconds(session, self._samples) for session in sessions] for _ in range(9)]
+        milliseconds = [1e3 * min(times) for times in zip(*turns)]
+        sizes = whole.model.ByteSize(), stored_size(target)
+        return {
+            "bytes": (float(sizes[0]), float(sizes[1])),
+            "milliseconds": (milliseconds[0], milliseconds[1]),
+            # not the loss: what trains for fewer bits has the teacher's in it
+            **{
+                name: (before, self.metrics[name])
+                for name, before in whole.figures.items()
+                if name in self.metrics and "loss" not in name
+            },
+        }
 
     @functools.cached_property
     def _predictor(self) -> Any:
@@ -262,6 +300,7 @@ def _train(source: Source, task: Task, data: Any, options: Any, run: _Run) -> An
     # only now: ranges of activations and the classes of a new head come from the data
     artifacts = _build(functions, adapted, train, source, options)
     _check_label_ranges(artifacts, whole, adapted)
+    before = _measure_float(functions, adapted, (train, evaluation), source, options)
     with run.folder() as folder:
         files = _named_after(source, find_artifacts(artifacts))
         fitted = _fit(files, functions, (train, evaluation, whole), options, run, folder, adapted)
@@ -284,7 +323,41 @@ def _train(source: Source, task: Task, data: Any, options: Any, run: _Run) -> An
             spec.name: fitted.samples[spec.name] for spec in source.inputs if spec.name in fitted.samples
         },
         _files={} if folder_files is None else folder_files(source, train, adapted),
+        _whole=before,
     )
+
+
+def _measure_float(
+    functions: Functions, adapted: Adapted, parts: tuple[Data, Data | None], source: Source, options: Any
+) -> _Whole | None:
+    """The float model that is to be trained for fewer bits; None where training does not round it."""
+    if options.quantize is None:
+        return None
+    opened: Any = open_if_fixed(adapted.model)[0]
+    model = read_model(opened, "forward")
+    train, evaluation = parts
+    if evaluation is None or _has_new_head(model):
+        return _Whole(model, {})
+    plain = dataclasses.replace(options, quantize=None, teacher=None)
+    files = find_artifacts(_build(functions, adapted, train, source, plain))
+    with scratch_folder() as folder:
+        trainer = Trainer(
+            files, output_directory=folder, metrics=_metrics(functions, options, adapted), seed=options.seed,
+            device=options.device, judged=adapted.judged, progress=False,
+        )  # fmt: skip
+        specs = specs_of(read_model(files.training, "training").graph, trainer.module.input_names())
+        judged = functions.batches(evaluation, specs, options, training=False)
+        return _Whole(model, trainer.evaluate(judged, batch_size=options.batch_size))
+
+
+def _has_new_head(model: Any) -> bool:
+    """Whether a model's head was replaced, and has learned nothing yet."""
+    about = {entry.key: entry.value for entry in read_model(model, "forward").metadata_props}
+    return bool(read_names(about, contract.HEAD)) and contract.TRAINED not in about
+
+
+def _metrics(functions: Functions, options: Any, adapted: Adapted) -> Any:
+    return functions.metrics(options, adapted) if options.metrics is None else options.metrics
 
 
 def _named_after(source: Source, files: ArtifactFiles) -> ArtifactFiles:
@@ -339,9 +412,7 @@ def _teacher(model: Any, options: Any) -> Distillation | None:
     """The teacher that is named; else the float model, where it is quantized and its head knows the classes."""
     named = options.teacher
     if named is None:
-        about = read_model(model, "forward").metadata_props
-        new_head = read_names({entry.key: entry.value for entry in about}, contract.HEAD)
-        if options.quantize is None or new_head or options.lora:
+        if options.quantize is None or options.lora or _has_new_head(model):
             return None
         named = "self"
     return Distillation(named, temperature=options.temperature, weight=options.teacher_weight)
@@ -396,9 +467,7 @@ def _fit(
 ) -> Fitted:
     train, evaluation, whole = parts
     callbacks = [*run.callbacks, *([] if adapted.own is None else adapted.own.callbacks(train, evaluation))]
-    metrics = options.metrics
-    if metrics is None:
-        metrics = functions.metrics(options, adapted) if evaluation else ()
+    metrics = _metrics(functions, options, adapted) if evaluation or options.metrics is not None else ()
     average = None if options.ema is None else WeightAverage(options.ema)
     # the training loss falls when a model overfits: the held-out one counts where there is one
     watched = options.best_metric or ("eval_loss" if evaluation else "loss")

@@ -391,6 +391,7 @@ def correct_metadata(model: ir.Model, head: NewHead, classes: int, names: Sequen
             fresh = head.parameters if key == contract.REQUIRES_GRAD else []
             about[key] = json.dumps([*remaining, *(name for name in fresh if name not in remaining)])
     about[contract.HEAD] = json.dumps(head.parameters)
+    about.pop(contract.TRAINED, None)  # the old head was: this one has learned nothing
     # whether one label is right or several, and what the outputs mean, was the old head's
     task = read_table(about, contract.TASK).get("task")
     about.pop(contract.TASK, None)
