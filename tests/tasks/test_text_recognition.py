@@ -160,7 +160,7 @@ def test_rows_of_characters_that_stay_are_kept(tmp_path: Path) -> None:
             "line 2: the text 'adb' has 'd', which is not in the alphabet",
         ),
         ("0.png\tab\n1.png ab\n", {}, "line 2: there is no tab"),
-        ("0.png\tab\n9.png\tab\n", {}, "line 2: no picture"),
+        ("0.png\tab\n9.png\tab\n", {}, "line 2: no file"),
         ("0.png\tab\n1.png\t\n", {}, "line 2: '1.png' has no text"),
         ("\n\n", {}, "has no line"),
         ("0.png\tab\n1.png\tba\n", {"height": 32}, "takes pictures of 8 pixels"),

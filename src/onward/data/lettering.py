@@ -1,6 +1,7 @@
-"""Pictures of lines of text with what they say: `path<TAB>text` as PaddleOCR has it, tables, folders with either.
+"""Pictures or sounds with what they say: `path<TAB>text` as PaddleOCR has it, tables, folders with either.
 
-Pictures are scaled to a model's height and padded to the width of the widest in a batch, in steps.
+Pictures are scaled to a model's height and padded to the width of the widest in a batch, in steps; sounds are brought
+to a model's rate and followed by silence.
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ import numpy as np
 
 from onward.data.columns import TABLES, read_table, row_of
 from onward.data.images import PICTURES, read_picture
+from onward.data.sound import SOUNDS, open_wave
 from onward.errors import DataError
 from onward.reading import read_text
 
 _LISTS = ("rec_gt.txt", "labels.txt", "gt.txt", "metadata.csv", "metadata.jsonl", "labels.csv")
-_FILES = ("file_name", "filename", "path", "image", "file")
+_FILES = ("file_name", "filename", "path", "image", "audio", "file")
 _TEXTS = ("text", "label", "transcription", "words", "sentence")
 # widths are multiples of it: few shapes to plan memory for, and no more than this much padding
 STEP = 32
@@ -29,7 +31,7 @@ _HINT = "a line is PATH<TAB>TEXT, or a table has the columns file_name and text"
 
 @dataclass(frozen=True)
 class Line:
-    """A picture and its text, and where the data says so; and its width at the model's height."""
+    """A picture or sound and its text, and where the data says so; and its width or samples as the model takes it."""
 
     file: Path
     text: str
@@ -38,18 +40,18 @@ class Line:
 
 
 def is_lettering(path: Path) -> bool:
-    """Whether data are pictures with texts: a list with tabs, or a folder that has one."""
+    """Whether data are pictures or sounds with texts: a list with tabs, or a folder that has one."""
     if path.is_dir():
         return any(is_lettering(path / name) for name in _LISTS if name.endswith(".txt"))
     if path.suffix.lower() != ".txt" or not path.is_file():
         return False
     with open(path, encoding="utf-8-sig", errors="replace") as file:
         name, tab, _ = file.readline(1 << 16).partition("\t")
-    return bool(tab) and Path(name).suffix.lower() in PICTURES
+    return bool(tab) and Path(name).suffix.lower() in PICTURES | SOUNDS
 
 
 def read_lines(data: Any, *, text_column: str | None = None) -> list[Line]:
-    """The pictures and texts of a list, a table or a folder with one, or of (picture, text) in memory."""
+    """The files and texts of a list, a table or a folder with one, or of (picture, text) in memory."""
     if not isinstance(data, str | os.PathLike):
         pairs = enumerate(data)
         return [
@@ -75,7 +77,7 @@ def read_lines(data: Any, *, text_column: str | None = None) -> list[Line]:
         file = next((f for f in (base / line.file, base / "images" / line.file) if f.is_file()), None)
         if file is None:
             raise DataError(
-                f"{line.where}: no picture '{base / line.file}'", "correct the path, or remove the line"
+                f"{line.where}: no file '{base / line.file}'", "correct the path, or remove the line"
             )
         if not line.text:
             raise DataError(f"{line.where}: '{line.file}' has no text", "fill it, or remove the line")
@@ -111,10 +113,12 @@ def _from_table(path: Path, text_column: str | None) -> list[Line]:
 
 
 def measure_lines(lines: Sequence[Line], settings: Mapping[str, Any]) -> list[Line]:
-    """Lines with the widths that pictures have at the model's height; those that cannot be read are an error."""
+    """Lines with the widths that pictures have at the model's height, or the samples that sounds have at its rate."""
 
     def measure(line: Line) -> Line:
         try:
+            if is_sound(settings):
+                return replace(line, width=open_wave(line.file, settings).size)
             picture = read_picture(line.file, channels=settings.get("channels"))
         except DataError as error:
             raise DataError(f"{line.where}: {error}", "remove it, or fix it") from error
@@ -122,6 +126,11 @@ def measure_lines(lines: Sequence[Line], settings: Mapping[str, Any]) -> list[Li
 
     with ThreadPoolExecutor(4) as pool:  # decoding leaves Python's lock
         return list(pool.map(measure, lines))
+
+
+def is_sound(settings: Mapping[str, Any]) -> bool:
+    """Whether these settings prepare sounds; others prepare pictures."""
+    return "sampling_rate" in settings
 
 
 def scaled_width(width: int, height: int, settings: Mapping[str, Any]) -> int:
@@ -132,11 +141,13 @@ def scaled_width(width: int, height: int, settings: Mapping[str, Any]) -> int:
     return min(own, size["width"]) if "width" in size else min(own, 1 << 13)
 
 
-def read_batch(pictures: Sequence[Any], settings: Mapping[str, Any]) -> np.ndarray:
-    """Pictures as [batch, channels, height, width], zeros behind those that are narrower than the widest."""
+def read_batch(files: Sequence[Any], settings: Mapping[str, Any]) -> np.ndarray:
+    """Pictures as [batch, channels, height, width] or sounds as [batch, samples], zeros behind the shorter ones."""
+    if is_sound(settings):
+        return _read_sounds(files, settings)
     size = settings["size"]
     height = int(size["shortest_edge" if "shortest_edge" in size else "height"])
-    planes = [_read_line(picture, height, settings) for picture in pictures]
+    planes = [_read_line(file, height, settings) for file in files]
     widest = max(plane.shape[2] for plane in planes)
     width = size["width"] if "width" in size else -(-widest // STEP) * STEP
     # zeros behind a line are grey, as PaddleOCR pads
@@ -144,6 +155,17 @@ def read_batch(pictures: Sequence[Any], settings: Mapping[str, Any]) -> np.ndarr
     for row, plane in enumerate(planes):
         batch[row, :, :, : plane.shape[2]] = plane
     return batch
+
+
+def _read_sounds(files: Sequence[Any], settings: Mapping[str, Any]) -> np.ndarray:
+    waves = [open_wave(file, settings) for file in files]
+    axis = 0 if settings.get("layout") == "T1" else -1
+    longest = max(wave.shape[axis] for wave in waves)
+    # no steps as pictures have: silence that is not there would change how a model that normalizes over time hears
+    spans = [[(0, 0)] * wave.ndim for wave in waves]
+    for span, wave in zip(spans, waves):
+        span[axis] = (0, longest - wave.shape[axis])
+    return np.stack([np.pad(wave, span) for wave, span in zip(waves, spans)])
 
 
 def _read_line(source: Any, height: int, settings: Mapping[str, Any]) -> np.ndarray:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import struct
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from onward.data.match_inputs import InputSpec
 
 SOUNDS = frozenset({".wav"})
-_RATE = 16000
+RATE = 16000
 
 
 class Waves(Rows):
@@ -44,7 +45,7 @@ def read_sounds(
 ) -> tuple[dict[str, Any], Preprocessing]:
     """WAV files for the model's input of waves, and what is done to them."""
     spec, layout, length = sound_input(inputs, name)
-    used = {"sampling_rate": _RATE, **settings, "layout": layout}
+    used = {"sampling_rate": RATE, **settings, "layout": layout}
     if length is not None:
         used["length"] = length
     elif "length" not in used:
@@ -98,6 +99,19 @@ def read_wave(path: Any) -> tuple[np.ndarray, int]:
     if not len(samples):
         raise DataError(f"'{path}' has no sound in it", "remove it")
     return samples.reshape(-1, channels).mean(axis=1), rate
+
+
+def open_wave(item: Any, settings: Mapping[str, Any]) -> np.ndarray:
+    """A sound as a model takes it: of a WAV file, of (samples, rate), or of samples at the model's rate."""
+    if isinstance(item, str | os.PathLike | EmbeddedFile):
+        return fit_wave(*read_wave(item), settings)
+    if isinstance(item, tuple) and len(item) == 2 and isinstance(item[1], int):
+        return fit_wave(np.asarray(item[0], np.float32), item[1], settings)
+    if np.asarray(item).dtype.kind not in "iuf" or np.size(item) < 2:
+        raise DataError(
+            f"{type(item).__name__} is no sound", "give the path of a WAV file, or (samples, rate)"
+        )
+    return fit_wave(np.asarray(item, np.float32).reshape(-1), settings.get("sampling_rate", 1), settings)
 
 
 def _chunks(content: bytes) -> tuple[int, int, int, int, bytes]:

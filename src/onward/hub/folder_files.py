@@ -15,7 +15,7 @@ from typing import Any
 from onward.errors import DataError, ModelError
 from onward.export.huggingface.folder import CARD, PIPELINE, read_card
 from onward.export.huggingface.tasks import detect, task_for
-from onward.info.metadata import info_from_card
+from onward.info.metadata import info_from_card, reader_labels
 from onward.info.model_info import PROBLEM_TYPES, ModelInfo, combine
 from onward.info.preprocessing import Preprocessing, check_settings, known_image_settings, plain_settings
 from onward.reading import read_json
@@ -58,6 +58,8 @@ def _config(folder: Path) -> ModelInfo:
     model_type = str(config.get("model_type"))
     name = detect(SimpleNamespace(architectures=architectures, model_type=model_type), pools=pools)
     where, problem = f"'{folder / (_CONFIG if config else 'modules.json')}'", config.get("problem_type")
+    if task_for(name, model_type).answer == "spell" and (folder / "vocab.json").is_file():
+        return ModelInfo.stated(where, task=name, labels=reader_labels(read_spelling(config, folder)))
     if not task_for(name, model_type).classifies:
         # old configurations have LABEL_0 and LABEL_1 whatever the model is for
         return ModelInfo.stated(where, task="feature-extraction" if name == "default" else name)
@@ -80,6 +82,22 @@ def id2label(config: Mapping[str, Any], where: str) -> tuple[str, ...]:
     except (ValueError, TypeError):
         raise ModelError(f"{where}: id2label has keys that are no numbers") from None
     return tuple(numbers[number] for number in sorted(numbers))
+
+
+def read_spelling(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """What turns the classes of a recogniser's frames into text: its tokens, and which of them are no letters."""
+    vocabulary = read_settings(folder / "vocab.json")
+    settings = read_settings(folder / "tokenizer_config.json")
+    if not vocabulary or not all(type(index) is int for index in vocabulary.values()):
+        raise ModelError(f"'{folder}': no vocab.json with the letters of the recogniser")
+    letters = {index: letter for letter, index in vocabulary.items()}
+    blank = config.get("pad_token_id")
+    return {
+        "tokens": [letters.get(index, "<unk>") for index in range(max(letters) + 1)],
+        "blank_id": blank if isinstance(blank, int) else 0,
+        "word_delimiter": settings.get("word_delimiter_token", "|"),
+        "lower": settings.get("do_lower_case") is True,
+    }
 
 
 def read_processor(folder: Path) -> dict[str, Any]:
@@ -107,9 +125,11 @@ def _processor(folder: Path, images: Sequence[str], sounds: Sequence[str]) -> Mo
         settings = read_processor(folder)
         inputs = (Preprocessing("image", images[0], settings),) if settings else ()
         return ModelInfo.stated(where, inputs=inputs)
-    rate = read_settings(folder / _PROCESSOR).get("sampling_rate")
+    settings = read_settings(folder / _PROCESSOR)
+    rate, normalize = settings.get("sampling_rate"), settings.get("do_normalize")
     if len(sounds) == 1 and type(rate) is int:
         table = {"kind": "sound", "input": sounds[0], "sampling_rate": rate}
+        table |= {"do_normalize": normalize} if type(normalize) is bool else {}
         return ModelInfo.stated(where, inputs=(Preprocessing.from_dict(table, where),))
     return ModelInfo()
 

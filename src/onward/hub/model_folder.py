@@ -22,7 +22,7 @@ from onward.export.huggingface.folder import CARD, MODEL, read_card
 from onward.export.huggingface.tasks import detect, task_for
 from onward.graph.external import external_tensors
 from onward.graph.gate import read_proto
-from onward.hub.folder_files import id2label, read_settings
+from onward.hub.folder_files import id2label, read_settings, read_spelling
 
 _GENAI = "genai_config.json"
 _MAKE = "make the folder with: onward export MODEL --task text-generation --output FOLDER"
@@ -201,7 +201,7 @@ def open_published(location: Path) -> tuple[Path, Mapping[str, Path], Mapping[st
         labels = list(id2label(config, f"'{folder / 'config.json'}'"))
         card |= {"labels": labels, "problem_type": config.get("problem_type")}
     if task.answer == "spell":
-        card["spelling"] = _spelling(config, folder)
+        card["spelling"] = read_spelling(config, folder)
     elif (folder / "tokenizer.json").is_file():
         card["tokenizer"] = _tokenizer(config, folder)
     if writes:
@@ -317,19 +317,4 @@ def _tokenizer(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
         "clean_up": settings.get("clean_up_tokenization_spaces") is True
         # cleaning up would take spaces out of text that a byte-level tokenizer restores exactly: transformers leaves it
         and type(tokenizer.model).__name__ != "BPE",
-    }
-
-
-def _spelling(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    vocabulary = read_settings(folder / "vocab.json")
-    settings = read_settings(folder / "tokenizer_config.json")
-    if not vocabulary or not all(type(index) is int for index in vocabulary.values()):
-        raise ModelError(f"'{folder}': no vocab.json with the letters of the recogniser")
-    letters = {index: letter for letter, index in vocabulary.items()}
-    blank = config.get("pad_token_id")
-    return {
-        "tokens": [letters.get(index, "<unk>") for index in range(max(letters) + 1)],
-        "blank_id": blank if isinstance(blank, int) else 0,
-        "word_delimiter": settings.get("word_delimiter_token", "|"),
-        "lower": settings.get("do_lower_case") is True,
     }

@@ -26,6 +26,8 @@ _ULTRALYTICS_TASKS = {
     "segment": "instance-segmentation",
     "pose": "keypoint-detection",
 }
+# what the class that is no character is called in the labels of a reader
+BLANK = "<blank>"
 _KINDS = {"pixel_values": "image", "input_values": "sound", "input_features": "sound", "input_ids": "text"}
 
 
@@ -157,13 +159,35 @@ def info_from_card(card: Mapping[str, Any], where: str) -> ModelInfo:
         isinstance(labels, list) and all(isinstance(name, str) for name in labels)
     ):
         raise ModelError(f"{where}: its labels are not a list of names")
+    letters, outputs = reader_labels(card.get("spelling")), card.get("outputs")
+    read = outputs if letters is not None and isinstance(outputs, Mapping) else {}
     return ModelInfo.stated(
         where,
         task=_text(card.get("task")),
-        labels=None if not labels else tuple(labels),
+        labels=tuple(labels) if labels else letters,
         problem_type=_text(card.get("problem_type")),
         inputs=tuple(inputs),
+        outputs={str(name): "ctc" for name in read},
     )
+
+
+def reader_labels(spelling: Any) -> tuple[str, ...] | None:
+    """The characters of a recogniser's classes, in whose place Hugging Face has tokens: a blank and the spaces.
+
+    >>> reader_labels({"tokens": ["<pad>", "|", "a"], "blank_id": 0, "word_delimiter": "|"})
+    ('<blank>', ' ', 'a')
+    """
+    tokens = spelling.get("tokens") if isinstance(spelling, Mapping) else None
+    if not isinstance(tokens, list) or not all(isinstance(token, str) for token in tokens):
+        return None
+    labels = [token.lower() for token in tokens] if spelling.get("lower") is True else list(tokens)
+    blank, delimiter = spelling.get("blank_id"), spelling.get("word_delimiter")
+    if type(blank) is not int or not 0 <= blank < len(labels):
+        return None
+    labels[blank] = BLANK
+    if isinstance(delimiter, str) and " " not in labels:
+        labels = [" " if label == delimiter else label for label in labels]
+    return tuple(labels)
 
 
 def _text_settings(tokenizer: Mapping[str, Any]) -> dict[str, Any]:
@@ -201,7 +225,7 @@ def _paddle(text: str, where: str, outputs: Mapping[str, int | None]) -> ModelIn
     for name, size in outputs.items():
         # the count proves it: the file does not say whether blank and space are in it
         if size is not None and size == len(labels) + 2:
-            reader = ("<blank>", *labels, " ")
+            reader = (BLANK, *labels, " ")
             return ModelInfo.stated(where, task="text-recognition", labels=reader, outputs={name: "ctc"})
     return ModelInfo.stated(where, labels=labels)
 

@@ -22,6 +22,7 @@ from onward.data.sound import SOUNDS
 from onward.data.tagged import is_tagged
 from onward.data.text import TEXT_COLUMNS, takes_tokens
 from onward.errors import DataError, ModelError
+from onward.info.metadata import BLANK
 from onward.tasks import KINDS, TASKS, Task
 from onward.tasks.check_options import fields_of
 from onward.tasks.labelled import ENCODERS
@@ -42,6 +43,8 @@ def choose_task(
     info: ModelInfo, inputs: Sequence[InputSpec], data: Any, values: Mapping[str, Any]
 ) -> tuple[Task, str]:
     """The task of a model with this info and these inputs, for this data and these options; and the reason."""
+    if "ctc" in info.outputs.values() or BLANK in (info.labels or ()):
+        return TASKS["text-recognition"], "the model's metadata has an alphabet"
     name = _OTHER_NAMES.get(info.task or "", info.task or "")
     # these read data of their own kind, so that data could not say otherwise
     if name in TASKS and TASKS[name].kind in ("lines", "scene", "pairs", "tagged", "lettering"):
@@ -52,9 +55,8 @@ def choose_task(
             f"the model's task is {info.task} ({info.source('task')}), which cannot be trained from here",
             hint=f"export it with from_transformers(…, training=True), or name another: --task {' or '.join(TASKS)}",
         )
-    if "ctc" in info.outputs.values() or (isinstance(data, str | os.PathLike) and is_lettering(Path(data))):
-        why = "the model's metadata has an alphabet" if info.outputs else f"'{data}' has pictures with texts"
-        return TASKS["text-recognition"], why
+    if isinstance(data, str | os.PathLike) and is_lettering(Path(data)):
+        return TASKS["text-recognition"], f"'{data}' has files with texts"
     if isinstance(data, str | os.PathLike) and is_tagged(Path(data)):
         return TASKS["token-classification"], f"'{data}' has tagged words"
     # a classifier's table may have two columns of text as well

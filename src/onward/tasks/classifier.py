@@ -16,7 +16,7 @@ import numpy as np
 
 from onward.data.images import PICTURES, open_picture
 from onward.data.preprocess import image
-from onward.data.sound import fit_wave, read_wave
+from onward.data.sound import open_wave
 from onward.data.tables import Features, apply_table, encode
 from onward.data.text import tokenize
 from onward.errors import DataError, ModelError
@@ -73,7 +73,7 @@ class Classifier(Predictor):
             return tokenize(items, self.tokenizer, done.settings, taken)
         if done.kind == "table":
             return {done.input: apply_table(_rows(items, done), done.settings)}
-        prepare = _picture if done.kind == "image" else _sound
+        prepare = _picture if done.kind == "image" else open_wave
         return {done.input: np.stack([prepare(item, done.settings) for item in items])}
 
     def _is_row(self, inputs: list[Any]) -> bool:
@@ -164,18 +164,6 @@ def _picture(item: Any, settings: Mapping[str, Any]) -> np.ndarray:
             "give a path, a Pillow image, or [height, width, channels] bytes",
         )
     return image(item, settings)
-
-
-def _sound(item: Any, settings: Mapping[str, Any]) -> np.ndarray:
-    if isinstance(item, str | PathLike):
-        return fit_wave(*read_wave(item), settings)
-    if isinstance(item, tuple) and len(item) == 2 and isinstance(item[1], int):
-        return fit_wave(np.asarray(item[0], np.float32), item[1], settings)
-    if np.asarray(item).dtype.kind not in "iuf" or np.size(item) < 2:
-        raise DataError(
-            f"{type(item).__name__} is no sound", "give the path of a WAV file, or (samples, rate)"
-        )
-    return fit_wave(np.asarray(item, np.float32).reshape(-1), settings.get("sampling_rate", 1), settings)
 
 
 def _rows(items: Sequence[Any], done: Preprocessing) -> np.ndarray:

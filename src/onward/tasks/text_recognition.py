@@ -1,8 +1,8 @@
-"""Text recognition: what a picture of a line says, by connectionist temporal classification (CTC).
+"""Text recognition: what a picture of a line or a sound says, by connectionist temporal classification (CTC).
 
-Trains recognisers as PaddleOCR and RapidOCR publish them, and other networks with scores of characters at each step:
-their softmax or arg-max is opened for the loss and stays in the deployed file. The alphabet is the model's own, longer,
-or the data's.
+Trains recognisers as PaddleOCR and RapidOCR publish them, wav2vec 2.0 and its kin, and other networks with scores of
+characters at each step: their softmax or arg-max is opened for the loss and stays in the deployed file. The alphabet is
+the model's own, longer, or the data's.
 """
 
 from __future__ import annotations
@@ -18,13 +18,15 @@ import onnx_ir as ir
 from onward import losses
 from onward.data.collate import CollatedBatches
 from onward.data.images import picture_input
-from onward.data.lettering import Line, measure_lines, read_batch, read_lines
+from onward.data.lettering import Line, is_sound, measure_lines, read_batch, read_lines
 from onward.data.match_inputs import InputSpec
 from onward.data.read import Data
+from onward.data.sound import RATE, sound_input
 from onward.errors import DataError, ModelError
 from onward.escape import first_of
 from onward.graph.load import load_model
 from onward.graph.passes.head.new_layer import open_reader, replace_rows
+from onward.info.metadata import BLANK
 from onward.info.preprocessing import Preprocessing, image_settings
 from onward.losses import LossWithTargets
 from onward.reading import read_text
@@ -39,15 +41,18 @@ if TYPE_CHECKING:
     from onward.tasks.options import TextRecognition
 
 COLUMNS = ()
-BLANK = "<blank>"
 _TARGETS = "characters_of_text"
 _HEIGHT = 48  # what most recognisers take, where the model takes any
 
 
 def read(data: Any, source: Source, options: TextRecognition, *, like: Data | None = None) -> Data:
-    """Pictures with texts, and the alphabet: the model's own, and what the options do with it."""
+    """Pictures or sounds with texts, and the alphabet: the model's own, and what the options do with it."""
     lines = read_lines(data, text_column=options.text_column)
     own = alphabet_of(source, options)
+    speech = not any(spec.dims is not None and len(spec.dims) == 4 for spec in source.inputs)
+    if speech and not any(label.islower() for label in own if len(label) == 1):
+        # a model that has learned large letters only would learn the small ones beside them
+        lines = [dataclasses.replace(line, text=line.text.upper()) for line in lines]
     if like is not None and like.classes:
         alphabet = list(like.classes)
     else:
@@ -60,8 +65,11 @@ def read(data: Any, source: Source, options: TextRecognition, *, like: Data | No
                 f"{line.where}: the text '{line.text[:60]}' has {strange!r}, which is not in the alphabet",
                 "correct the text, or let the alphabet grow with --alphabet extend",
             )
-    spec = picture_input(source.inputs, None)
-    preprocessing = _prepare(spec, source.info, normalize=options.normalize, height=options.height)
+    if speech:
+        preprocessing = _prepare_sound(source)
+    else:
+        spec = picture_input(source.inputs, None)
+        preprocessing = _prepare(spec, source.info, normalize=options.normalize, height=options.height)
     rows = np.fromiter(measure_lines(lines, preprocessing.settings), object)
     new = [character for character in alphabet if character not in set(own)]
     grown = f", {len(new)} new characters: {first_of(new, 40)}" if new else ""
@@ -131,6 +139,15 @@ def _prepare(
     return Preprocessing("image", spec.name, settings)
 
 
+def _prepare_sound(source: Source) -> Preprocessing:
+    """How sounds become the model's input: its rate, and its length where that is fixed."""
+    spec, layout, length = sound_input(source.inputs, None)
+    stated = source.info.input(spec.name)
+    settings = {} if stated is None or stated.kind != "sound" else dict(stated.settings)
+    settings = {"sampling_rate": RATE, **settings, "layout": layout}
+    return Preprocessing("sound", spec.name, settings if length is None else {**settings, "length": length})
+
+
 def adapt(source: Source, data: Data, options: TextRecognition) -> Adapted:
     """The model with its scores opened, and a row for each character of the alphabet."""
     model = load_model(source.model)
@@ -152,7 +169,8 @@ def adapt(source: Source, data: Data, options: TextRecognition) -> Adapted:
         replace_rows(model, reader.scores, reader.size, rows, head=options.head, seed=options.seed)
         old = sum(row is not None for row in rows)
         note = f"the last layer keeps the rows of {old} characters and has {len(rows) - old} new ones"
-    if alphabet[0] == BLANK and alphabet[-1] == " ":
+    pictures = data.preprocessing is not None and data.preprocessing.kind == "image"
+    if pictures and alphabet[0] == BLANK and alphabet[-1] == " ":
         # as PaddleOCR writes it: programs of that world add the blank and the space
         model.metadata_props["character"] = "\n".join(alphabet[1:-1])
     return Adapted(
@@ -239,7 +257,7 @@ def edit_distance(one: Sequence[Any], other: Sequence[Any]) -> int:
 def batches(
     data: Data, specs: Sequence[InputSpec], options: TextRecognition, *, training: bool
 ) -> CollatedBatches:
-    """Batches of pictures of like width, and the numbers of their characters, padded with −1."""
+    """Batches of pictures or sounds of like length, and the numbers of their characters, padded with −1."""
     lines, done = data.arrays["lines"], data.preprocessing
     assert done is not None
     index = {character: number for number, character in enumerate(data.classes or ())}
@@ -264,7 +282,7 @@ def batches(
 
 
 def show(outputs: Arrays, inputs: Arrays, data: Data, adapted: Adapted) -> list[Figure]:
-    """The pictures that are read worst."""
+    """The pictures that are read worst, or what is heard worst."""
     labels, blank = adapted.labels or [], int(adapted.details["blank"])
     texts = join_characters(next(iter(outputs.values())), labels, blank)
     lines = data.arrays["lines"]
@@ -276,19 +294,22 @@ def show(outputs: Arrays, inputs: Arrays, data: Data, adapted: Adapted) -> list[
     for row in np.argsort(-np.asarray(shares), kind="stable")[:WORST]:
         if not shares[row]:
             break
+        caption = f"{lines[row].file.name}: {lines[row].text}; the model reads {texts[row]}"
+        if is_sound(done.settings):
+            figures.append(Figure("What is heard worst", caption))
+            continue
         # the picture's own pixels, and not what the model sees
         plain = {**done.settings, "image_mean": [0.0], "image_std": [1 / 255], "do_flip_channel_order": False}
         pixels = (
             read_batch([lines[row].file], plain)[0].transpose(1, 2, 0).astype(np.uint8)[:, : 3 * LARGEST_SIDE]
         )
-        caption = f"{lines[row].file.name}: {lines[row].text}; the model reads {texts[row]}"
         picture = encode_png(np.repeat(pixels, 3, axis=2) if pixels.shape[2] == 1 else pixels)
         figures.append(Figure("The lines that are read worst", caption, picture=picture))
     return figures
 
 
 def evaluate(data: Any, source: Source, options: TextRecognition) -> tuple[dict[str, float], int]:
-    """The figures of a deployed model on pictures with texts, a batch at a time."""
+    """The figures of a deployed model on files with texts, a batch at a time."""
     loaded = read(data, source, dataclasses.replace(options, alphabet="keep"))
     assert loaded.preprocessing is not None
     labels = tuple(loaded.classes or ())
@@ -335,25 +356,26 @@ def _best(output: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 @dataclasses.dataclass(frozen=True)
 class Reader(Predictor):
-    """A loaded recogniser. Call it with a picture (a path, a Pillow image, bytes [height, width, 3]) or a list.
+    """A loaded recogniser. Call it with a picture (a path, a Pillow image, bytes [height, width, 3]) or with a sound (a
+    WAV file, (samples, rate), samples at the model's rate), or with a list of them.
 
     The answer is `{"text", "score"}`: the score is the mean probability of its characters.
     """
 
     def __call__(self, inputs: Any, *, batch_size: int = 8) -> Any:
-        """What one picture says, or each of a list."""
+        """What one picture or sound says, or each of a list."""
         items = inputs if isinstance(inputs, list) else [inputs]
         answers: list[Mapping[str, Any]] = []
         for start in range(0, len(items), batch_size):
             answers += self.read_batch(items[start : start + batch_size])
         return answers if isinstance(inputs, list) else answers[0]
 
-    def read_batch(self, pictures: Sequence[Any]) -> list[dict[str, Any]]:
-        """What some pictures say, in one run of the model."""
+    def read_batch(self, files: Sequence[Any]) -> list[dict[str, Any]]:
+        """What some pictures or sounds say, in one run of the model."""
         labels, done = list(self.info.labels or ()), self.info.preprocessing
         if done is None or BLANK not in labels:
-            raise ModelError("the model does not say how its pictures are prepared and what its classes are")
-        best, chances = _best(self.run({done.input: read_batch(pictures, done.settings)}))
+            raise ModelError("the model does not say how its input is prepared and what its classes are")
+        best, chances = _best(self.run({done.input: read_batch(files, done.settings)}))
         blank = labels.index(BLANK)
         counted = best != blank
         sums = np.where(counted, chances, 0).sum(axis=1) / np.maximum(counted.sum(axis=1), 1)

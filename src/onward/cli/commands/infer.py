@@ -432,16 +432,19 @@ def _words(answer: dict[str, Any]) -> str:
 def _pictures(data: list[str] | None) -> list[Path]:
     from onward.data.images import PICTURES
     from onward.data.layouts import files_in
+    from onward.data.sound import SOUNDS
 
     if not data:
         raise CommandError("no data was given", "name it with --data: an image, or a folder of images")
+    # readers read what is said, too
+    suffixes = PICTURES | SOUNDS
     files = []
     for name in data:
         path = Path(name)
         if not path.exists():
             raise CommandError(f"no data at '{path}'", "is the path right?")
         files += (
-            files_in(path, PICTURES) if path.is_dir() else [path] if path.suffix.lower() in PICTURES else []
+            files_in(path, suffixes) if path.is_dir() else [path] if path.suffix.lower() in suffixes else []
         )
     if not files:
         raise CommandError(f"no image in {', '.join(data)}", "name an image, or a folder of images")
