@@ -530,11 +530,12 @@ def _record_defaults(
             f"{every} {len(choice.trainable)} float weights train ({values:,} values): neither requires_grad nor the "
             "model says which"
         )
-    if not choice.by_default and not head:
+    rounded = contract.QUANTIZATION in about
+    if not choice.by_default and not head and not rounded:
         return groups
-    about[contract.DEFAULTS] = json.dumps(
-        {"learning_rate": 1e-3 if head else 1e-4, "warmup": 0.1, "clip_norm": 1.0}
-    )
+    # what is rounded knows its task already: at 1e-4 MiniLM's vectors turned away from the float ones again
+    rate = 1e-3 if head else 2e-5 if rounded else 1e-4
+    about[contract.DEFAULTS] = json.dumps({"learning_rate": rate, "warmup": 0.1, "clip_norm": 1.0})
     body = [name for name in choice.trainable if name not in head]
     if head and body and not groups:
         # a new head's first gradients are large and know nothing: at the full rate they would undo the

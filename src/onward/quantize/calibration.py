@@ -126,8 +126,22 @@ def _batches(model: ir.Model, feeds: Mapping[str, np.ndarray]) -> Iterator[dict[
     rows, count = (sizes[0] if sizes else _ROWS), len(next(iter(feeds.values())))
     if count < rows and sizes:
         raise ModelError(f"calibration has {count} samples, and the model takes {rows} at once")
+    open_sizes = all(
+        value.shape is None or len(value.shape) < 2 or not isinstance(value.shape[1], int)
+        for value in model.graph.inputs
+    )
     for start in range(0, count - (rows - 1 if sizes else 0), rows):
-        yield {name: array[start : start + rows] for name, array in feeds.items()}
+        batch = {name: array[start : start + rows] for name, array in feeds.items()}
+        yield _cut_padding(batch) if open_sizes else batch
+
+
+def _cut_padding(batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Texts are padded to the longest of all: here to the longest of the batch, as they will be."""
+    mask = batch.get("attention_mask")
+    if mask is None or mask.ndim != 2 or not mask.any():
+        return batch
+    length = int(np.flatnonzero(mask.any(axis=0)).max()) + 1
+    return {name: a[:, :length] if a.shape == mask.shape else a for name, a in batch.items()}
 
 
 def _session(model: ir.Model) -> Any:
@@ -184,7 +198,8 @@ class _Trial:
         self.model, self.settings, self.adapters = _inference_copy(model), settings, adapters
         # a few rows rank candidates, and each candidate costs a run over them
         self.batches = list(_batches(self.model, feeds))[:8]
-        self.feeds = {name: np.concatenate([batch[name] for batch in self.batches]) for name in feeds}
+        rows = sum(len(next(iter(batch.values()))) for batch in self.batches)
+        self.feeds = {name: array[:rows] for name, array in feeds.items()}
         session = _session(self.model)
         self.expected = [session.run(None, batch) for batch in self.batches]
 
@@ -250,7 +265,8 @@ def _balance(
     inputs = find_balanced(trial.plan(trial.model))
     if not inputs:
         return
-    sizes = _channel_sizes(trial.model, [value.name or "" for value in inputs], trial.feeds)
+    # on all samples: a channel that is large in few of them would widen the range of a batch that has one
+    sizes = _channel_sizes(trial.model, [value.name or "" for value in inputs], feeds)
     errors: dict[float | None, float] = {None: best}
     for share in _BALANCES:
         candidate = trial.model.clone()

@@ -37,7 +37,8 @@ _PORTABLE_FILES = (
     *(f"{step}_step.onnx" for step in ("train", "accumulate", "eval", "gradient", "update")),
     "train_step.json", "accumulate_step.json", "state.bin", "inference_model.onnx",
 )  # fmt: skip
-_CALIBRATION_ROWS = 256  # samples that ranges of activations are taken from
+# samples that ranges of activations are taken from: pictures have many numbers each, texts few
+_CALIBRATION_ROWS, _CALIBRATION_TEXTS = 256, 1024
 # what a language model's folder takes: its loss and its optimizer are set
 _OF_LANGUAGE_MODELS = frozenset({"model", "directory", "lora", "lora_target", "overwrite"})
 
@@ -304,7 +305,9 @@ def _read_samples(options: Options) -> dict[str, Any] | None:
     from onward.hub.read_info import read_info
 
     reading = DataOptions(preprocessing=read_info(options.model).preprocessing, near=[options.model])
-    return load_samples(options.data, input_specs(options.model), reading, _CALIBRATION_ROWS)
+    specs = input_specs(options.model)
+    texts = all(spec.is_integer for spec in specs)
+    return load_samples(options.data, specs, reading, _CALIBRATION_TEXTS if texts else _CALIBRATION_ROWS)
 
 
 def _parse_classes(text: str) -> int | list[str]:
@@ -396,7 +399,8 @@ def _report(output: Output, options: Options, loss: str, remark: str | None) -> 
     )
     data = classes if classes is not None and Path(classes).is_dir() else "YOUR_DATA"
     metric = "accuracy" if loss in _CLASSIFYING else "mae"
-    output.line(f"next: onward train {directory} --data {data} --hold-out 0.2 --metric {metric} --epochs 5")
+    judged = "" if loss == "distillation" else f" --hold-out 0.2 --metric {metric} --epochs 5"
+    output.line(f"next: onward train {directory} --data {data}{judged}")
     output.result(
         {
             "directory": directory,
