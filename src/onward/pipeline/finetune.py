@@ -32,6 +32,7 @@ from onward.export.batch_size import open_if_fixed
 from onward.export.inference import InferenceExport, for_inference
 from onward.export.quantize.quantizer import run_seconds, stored_size
 from onward.files import scratch_folder, write_set
+from onward.graph.load import load_model
 from onward.hub.origin import origin_of
 from onward.hub.read_info import read_info
 from onward.info.metadata import info_to_metadata
@@ -142,7 +143,9 @@ class FineTuned:
         target = target if target.suffix == ".onnx" else target / "model.onnx"
         sessions = open_session(whole.model.SerializeToString()), open_session(str(target))
         # in turns, and the fastest: what else the machine does makes single runs longer, never shorter
-        turns = [[run_seconds(session, self._samples) for session in sessions] for _ in range(9)]
+        reads = [{value.name for value in session.get_inputs()} for session in sessions]
+        feeds = [{name: self._samples[name] for name in self._samples if name in names} for names in reads]
+        turns = [[run_seconds(*pair) for pair in zip(sessions, feeds)] for _ in range(9)]
         milliseconds = [1e3 * min(times) for times in zip(*turns)]
         sizes = whole.model.ByteSize(), stored_size(target)
         return {
@@ -374,7 +377,7 @@ def _build(functions: Functions, adapted: Adapted, train: Data, source: Source, 
     needs_samples = options.quantize is not None and not weight_only
     return build_artifacts(
         model, loss=functions.loss(options, train, adapted), optimizer=options.optimizer,
-        batch_norm=options.batch_norm, requires_grad=_trained(model, options),
+        batch_norm=_choose_batch_norm(model, train, options), requires_grad=_trained(model, options),
         loss_input_names=None if adapted.loss_inputs is None else list(adapted.loss_inputs),
         frozen_params=[*(options.frozen_params or ()), *adapted.frozen] or None,
         lora=options.make_lora("*", options.seed),
@@ -382,6 +385,26 @@ def _build(functions: Functions, adapted: Adapted, train: Data, source: Source, 
         calibration=_calibration_samples(functions, train, source, options) if needs_samples else None,
         teacher=_teacher(model, options),
     )  # fmt: skip
+
+
+def _choose_batch_norm(model: Any, train: Data, options: Any) -> Any:
+    """What the options say; of a model that has seen no data yet, its statistics follow the batches."""
+    if options.batch_norm is not None or options.quantize is not None or options.lora:
+        return options.batch_norm
+    graph = load_model(model, by_reference=True).graph
+    norms = [node.inputs[3:5] for node in graph if node.op_type == "BatchNormalization"]
+    # exporters write those of an untrained module as it begins: nothing would be normalized by them
+    fresh = all(
+        value is not None
+        and value.const_value is not None
+        and bool((value.const_value.numpy() == start).all())
+        for statistics in norms
+        for value, start in zip(statistics, (0, 1))
+    )
+    if not norms or not fresh:
+        return None
+    train.notes.append(f"{len(norms)} batch norms have seen no data: their statistics follow the batches")
+    return "train"
 
 
 # samples that ranges of activations are taken from
@@ -399,13 +422,18 @@ def _calibration_samples(
         rows += len(batch[0])
         if rows >= _CALIBRATION_ROWS:
             break
-    # texts of one batch are as long as its longest: later ones may not fit beside it
-    shapes = {tuple(np.asarray(array).shape[1:] for array in batch) for batch in parts}
-    chosen = parts if len(shapes) == 1 else parts[:1]
-    return {
-        spec.name: np.concatenate([np.asarray(batch[index]) for batch in chosen])
-        for index, spec in enumerate(source.inputs)
+    columns = {
+        spec.name: [np.asarray(batch[index]) for batch in parts] for index, spec in enumerate(source.inputs)
     }
+    if all(array.ndim == 2 and array.dtype.kind in "iu" for arrays in columns.values() for array in arrays):
+        # texts of one batch are as long as its longest: padded as their masks are, they fit beside others
+        longest = max(array.shape[1] for arrays in columns.values() for array in arrays)
+        columns = {
+            name: [np.pad(array, ((0, 0), (0, longest - array.shape[1]))) for array in arrays]
+            for name, arrays in columns.items()
+        }
+    alike = all(len({array.shape[1:] for array in arrays}) == 1 for arrays in columns.values())
+    return {name: np.concatenate(arrays if alike else arrays[:1]) for name, arrays in columns.items()}
 
 
 def _teacher(model: Any, options: Any) -> Distillation | None:
