@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
+import numpy as np
 import onnx
 import onnx_ir as ir
 
 from onward.graph.load import ModelSource, load_model
-from onward.graph.passes.head import new_head, open_scores
+from onward.graph.passes.head import new_head, open_scores, scale_output
 
 __all__ = ["replace_head"]
 
@@ -25,6 +26,8 @@ def replace_head(
     output: str | None = None,
     scores: bool = True,
     seed: int = 0,
+    mean: Sequence[float] | np.ndarray | None = None,
+    deviation: Sequence[float] | np.ndarray | None = None,
 ) -> onnx.ModelProto:
     """A copy of a model whose last layer has new weights for other classes.
 
@@ -32,7 +35,8 @@ def replace_head(
     and pooling. `head` names it where there are several: its node, weight or output. If `head` names any other
     value, a new layer is put on it (its mean over positions, where it has more than two dimensions), and becomes the
     output. `scores` removes a final softmax or sigmoid, since cross-entropy expects logits. The new parameters are
-    `head.weight` and `head.bias`. `classes` is a number, or the names, which the model then knows.
+    `head.weight` and `head.bias`. `classes` is a number, or the names, which the model then knows. To predict numbers,
+    their `mean` and `deviation` scale what the layer makes, so that it starts where they are.
 
     >>> import onnx.parser
     >>> model = onnx.parser.parse_model('''<ir_version: 10, opset_import: ["": 21]>
@@ -48,6 +52,8 @@ def replace_head(
         classes, names = len(classes), list(classes)
     loaded = load_model(model)
     new = new_head(loaded, classes=classes, names=names, head=head, output=output, scores=scores, seed=seed)
+    if mean is not None and deviation is not None:
+        scale_output(loaded.graph, new.output, np.asarray(mean), np.asarray(deviation))
     for note in new.notes:
         _log.info(note)
     ir.external_data.load_to_model(loaded)

@@ -261,8 +261,9 @@ def _weights(graph: ir.Graph, loss: str, base: Sequence[str], vectors: Collectio
         and name not in vectors
         and value.dtype in _TRAINABLE
         and value.const_value is not None
-        # A single number is a scale, an epsilon or a bound far more often than a weight.
-        and value.const_value.size > 1
+        # A single number is a scale, an epsilon or a bound far more often than a weight, but in a weight's place:
+        # the bias of one output.
+        and (value.const_value.size > 1 or (len(value.const_value.shape) > 0 and _is_layers_weight(value)))
     ]
     # of a float32 model, float64 tensors are tables of constants
     single = [name for name in weights if graph.initializers[name].dtype == ir.DataType.FLOAT]

@@ -37,7 +37,7 @@ THRESHOLD = 0.5
 
 @dataclasses.dataclass(frozen=True)
 class Classifier(Predictor):
-    """A loaded model file. Call it with one input or a list of inputs; the result has the same form.
+    """A loaded model file. Call it with one input, or a list or array of inputs; an answer, or a list of them.
 
     An input is what training had: a picture (a path, a Pillow image, or [height, width, channels] bytes), a sound (a
     path of a WAV file, or (samples, rate)), a text, a row of a table (a dict or a list of numbers); or an array as
@@ -52,8 +52,7 @@ class Classifier(Predictor):
 
     def __call__(self, inputs: Any, *, top_k: int | None = 1, batch_size: int = 32) -> Any:
         """Run one input, or each of a list."""
-        # a list of numbers is one row of a table, and a list of rows is many
-        many = isinstance(inputs, list) and not self._is_row(inputs)
+        many = self._are_many(inputs)
         items = inputs if many else [inputs]
         answers: list[Any] = []
         for start in range(0, len(items), batch_size):
@@ -76,11 +75,16 @@ class Classifier(Predictor):
         prepare = _picture if done.kind == "image" else open_wave
         return {done.input: np.stack([prepare(item, done.settings) for item in items])}
 
-    def _is_row(self, inputs: list[Any]) -> bool:
-        """Whether a list is one row of a table, not a list of rows."""
+    def _are_many(self, inputs: Any) -> bool:
+        """Whether this is a list of inputs, or an array with an axis for them."""
+        if isinstance(inputs, np.ndarray):
+            return inputs.ndim == len(self.session.get_inputs()[0].shape)
+        if not isinstance(inputs, list):
+            return False
         is_table = self.preprocessing is not None and self.preprocessing.kind == "table"
-        return is_table and all(
-            item is None or isinstance(item, int | float | str | np.number) for item in inputs
+        # a list of numbers is one row of a table, and a list of rows is many
+        return not is_table or any(
+            item is not None and not isinstance(item, int | float | str | np.number) for item in inputs
         )
 
 
@@ -97,7 +101,7 @@ class MultiLabelClassifier(Classifier):
         """Run one input, or each of a list."""
         if not 0 <= threshold <= 1:
             raise ValueError(f"threshold is {threshold}: it is a probability, from 0 to 1")
-        many = isinstance(inputs, list) and not self._is_row(inputs)
+        many = self._are_many(inputs)
         answers = super().__call__(inputs if many else [inputs], top_k=None, batch_size=batch_size)
         answers = [choose_labels(answer, threshold)[:top_k] for answer in answers]
         return answers if many else answers[0]

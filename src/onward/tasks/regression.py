@@ -6,9 +6,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import onnx_ir as ir
 
-from onward.artifacts.names import loss_type
+from onward import losses
 from onward.data.match_inputs import InputSpec
+from onward.errors import DataError
+from onward.graph.load import load_model
+from onward.graph.passes.head import SCALE
 from onward.head import replace_head
 from onward.tasks.classifier import Classifier
 from onward.tasks.figures import WORST, sample_figure
@@ -27,6 +31,9 @@ if TYPE_CHECKING:
 
 
 TARGET = InputSpec("target", np.dtype(np.float32), None)
+_LOSSES: dict[str, losses.LossFunction] = {
+    "mse": losses.mse, "l1": losses.l1, "huber": losses.huber, "smooth-l1": losses.smooth_l1
+}  # fmt: skip
 predictor = Classifier
 COLUMNS = ()
 
@@ -38,19 +45,43 @@ def read(data: Any, source: Source, options: Options, *, like: Data | None = Non
 
 def adapt(source: Source, data: Data, options: Options) -> Adapted:
     """The model with a head for as many numbers as the target has; its own, where that has learned numbers."""
-    numbers = int(np.prod(np.shape(data.arrays[TARGET.name])[1:], initial=1))
+    mean, deviation = _measure(data)
     head = find_head(source, options)
-    if source.info.is_regression and head is None and source.width == numbers:
-        note = f"the model's own head goes on: it predicts {numbers} already"
-        return Adapted(source.model, None, note, problem_type="regression")
-    new = replace_head(source.model, classes=numbers, head=head, seed=options.seed)
-    note = f"a new head for {numbers} number{'s' if numbers > 1 else ''}"
-    return Adapted(new, None, note, problem_type="regression")
+    if source.info.is_regression and head is None and source.width == len(mean):
+        note = f"the model's own head goes on: it predicts {len(mean)} already"
+        weights = load_model(source.model).graph.initializers
+        scale = [name for name in SCALE if name in weights]
+        return Adapted(source.model, None, note, problem_type="regression", frozen=scale)
+    new = replace_head(
+        source.model, classes=len(mean), head=head, seed=options.seed, mean=mean, deviation=deviation
+    )
+    note = f"a new head for {len(mean)} number{'s' if len(mean) > 1 else ''}"
+    note += f", of mean {_write(mean)} and deviation {_write(deviation)}"
+    return Adapted(new, None, note, problem_type="regression", frozen=SCALE)
 
 
-def loss(options: Options, data: Data, adapted: Adapted) -> Any:
-    """The loss of the options."""
-    return loss_type(options.loss)
+def _measure(data: Data) -> tuple[np.ndarray, np.ndarray]:
+    """The mean and the standard deviation of each number of the target."""
+    target = np.asarray(data.arrays[TARGET.name], np.float64)
+    columns = target.reshape(len(target), -1)
+    if not np.isfinite(columns).all():
+        row = int(np.argwhere(~np.isfinite(columns))[0][0])
+        raise DataError(f"the number to predict of sample {row} is {_write(columns[row])}")
+    deviation = columns.std(axis=0)
+    # numbers that are all the same have no deviation to measure them by
+    return columns.mean(axis=0), np.where(deviation > 0, deviation, 1.0)
+
+
+def loss(options: Options, data: Data, adapted: Adapted) -> losses.LossFunction:
+    """The loss of the options in deviations of the target: prices in thousands train like shares of one."""
+    _, deviation = _measure(data)
+    function = _LOSSES[options.loss]
+
+    def compute(op: Any, predictions: ir.Value, target: ir.Value) -> ir.Value:
+        scale = op.constant(deviation.astype(np.float32))
+        return function(op, op.Div(predictions, scale), op.Div(target, scale))
+
+    return compute
 
 
 def metrics(options: Options, adapted: Adapted) -> dict[str, str]:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import onnx_ir as ir
 import onnx_ir.passes.common as passes
 
 from onward.errors import ModelError
+from onward.graph.builder import Builder
 from onward.graph.cleanup import remove_unused
-from onward.graph.nodes import required_input
+from onward.graph.nodes import new_initializer, producer_of, required_input
 from onward.graph.passes.head.final_activation import remove_activation
 from onward.graph.passes.head.layer_search import find_layer, layer_named
 from onward.graph.passes.head.new_layer import (
@@ -24,6 +26,9 @@ from onward.graph.passes.head.new_layer import (
     replace_layer,
 )
 from onward.graph.prune import values_of
+
+# what scales the numbers that a head predicts: weights that never train
+SCALE = ("head.deviation", "head.mean")
 
 
 def new_head(
@@ -48,6 +53,7 @@ def new_head(
         passes.InlinePass()(model)
     graph = model.graph
     notes: list[str] = []
+    _remove_scale(graph)
     result = _output(graph, output)
     values = values_of(graph)
     if head is not None and layer_named(graph, head) is None and head in values:
@@ -73,6 +79,41 @@ def open_scores(model: ir.Model) -> list[str]:
     remove_activation(model.graph, _output(model.graph, None).name or "", notes)
     remove_unused(model)
     return notes
+
+
+def scale_output(graph: ir.Graph, output: str, mean: np.ndarray, deviation: np.ndarray) -> None:
+    """Let an output be numbers of this mean and deviation where its layer makes some around zero, in place."""
+    index = next(i for i, value in enumerate(graph.outputs) if value.name == output)
+    value = graph.outputs[index]
+    op = Builder(graph)
+    behind = 0
+    if len(mean) > 1 and value.shape is not None and value.shape[-1] != len(mean):
+        behind = len(value.shape) - 2  # the axis of the numbers is the second, as a convolution has it
+    kind = np.dtype(np.float32) if value.dtype is None else value.dtype.numpy()
+    shape = [len(mean), *[1] * behind] if len(mean) > 1 else []
+    factor, offset = (
+        new_initializer(graph, name, ir.tensor(numbers.astype(kind).reshape(shape)))
+        for name, numbers in zip(SCALE, (deviation, mean))
+    )
+    value.name = op.namer("unscaled")
+    scaled = op.Add(op.Mul(value, factor), offset)
+    scaled.name, scaled.type, scaled.shape = output, value.type, value.shape
+    graph.outputs[index] = scaled
+
+
+def _remove_scale(graph: ir.Graph) -> None:
+    """A head that is replaced takes the scale of the numbers that it predicted with it."""
+    for index, value in enumerate(graph.outputs):
+        add = producer_of(value, "Add")
+        if add is None or add.inputs[1] is None or add.inputs[1].name != SCALE[1]:
+            continue
+        layer, name = required_input(add).producer(), value.name
+        if layer is None or layer.op_type != "Mul":
+            continue
+        unscaled = required_input(layer)
+        value.name = None
+        unscaled.name = name
+        graph.outputs[index] = unscaled
 
 
 def _check_scores(graph: ir.Graph, head: NewHead, classes: int) -> None:
