@@ -35,6 +35,13 @@ class MissingError(Exception):
     """What a language needs and this machine lacks."""
 
 
+_PEAK_MEMORY = """
+import resource, subprocess, sys
+subprocess.run(sys.argv[1:], check=True, stdout=subprocess.DEVNULL)
+print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)
+"""
+
+
 @dataclass(frozen=True)
 class Program:
     """How to run what was built."""
@@ -49,12 +56,11 @@ class Program:
 
     def peak_memory(self, *words: object) -> int:
         """The most memory that a run had, in bytes."""
-        command = [str(word) for word in (*self.words, *words)]
-        child = subprocess.Popen(command, stdout=subprocess.DEVNULL, env={**os.environ, **self.environment})
-        _, status, usage = os.wait4(child.pid, 0)
-        child.returncode = os.waitstatus_to_exitcode(status)
-        assert child.returncode == 0
-        return usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        environment = {**os.environ, **self.environment}
+        # a small process between: a child's figure begins with the memory of the process that started it
+        between = [sys.executable, "-c", _PEAK_MEMORY, *map(str, (*self.words, *words))]
+        output = subprocess.run(between, capture_output=True, text=True, check=True, env=environment).stdout
+        return int(output.split()[-1]) * (1 if sys.platform == "darwin" else 1024)
 
 
 def which(name: str, what: str) -> str:
