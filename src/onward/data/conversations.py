@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,13 @@ def read_lines(path: Path) -> Lines:
     if not lines:
         raise DataError(f"'{path}' has no lines", _one_a_line())
     return lines
+
+
+def lines_of(data: Any) -> tuple[Lines, str]:
+    """The lines of a file, or objects that are in memory, and how errors name them."""
+    if isinstance(data, str | os.PathLike):
+        return read_lines(Path(data)), f"'{os.fspath(data)}'"
+    return dict(enumerate(data, 1)), "data"
 
 
 def _one_a_line() -> str:
@@ -361,8 +369,11 @@ class Batches(CollatedBatches):
             batch_size=batch_size,
             shuffle=shuffle,
             seed=seed,
-            lengths=[max(len(row.ids) for row in _rows(sample)) for sample in samples],
+            lengths=list(map(self._length, samples)),
         )
+
+    def _length(self, sample: Any) -> int:
+        return max(len(row.ids) for row in _rows(sample))
 
     def _order(self, number: int) -> np.ndarray:
         rng = np.random.default_rng([self._seed, number])
@@ -376,9 +387,19 @@ class Batches(CollatedBatches):
 
     def batch(self, samples: Sequence[Example | Pair]) -> dict[str, np.ndarray]:
         """Some samples as the model takes them."""
-        examples = [row for sample in samples for row in _rows(sample)]
-        longest = max((len(example.ids) for example in examples), default=1)
-        width = -(-longest // _STEP) * _STEP
+        arrays = self._columns([row for sample in samples for row in _rows(sample)])
+        if "answers" in self._names:  # of ORPO, which learns the chosen texts with their prompts
+            ids, mask, labels = (arrays[name] for name in ("input_ids", "attention_mask", "labels"))
+            arrays["answers"] = (labels != IGNORED).astype(np.int64)
+            labels[::2, 1:] = np.where(mask[::2, 1:], ids[::2, 1:], IGNORED)
+        if "reference" in self._names:
+            scores = [score for sample in samples if isinstance(sample, Pair) for score in sample.reference]
+            arrays["reference"] = np.asarray(scores, np.float32)
+        return {name: arrays[name] for name in self._names}
+
+    def _columns(self, examples: Sequence[Example]) -> dict[str, np.ndarray]:
+        """Examples as arrays by the names of inputs, padded to a common width."""
+        width = padded_width(len(example.ids) for example in examples)
         ids = np.full((len(examples), width), self._pad, np.int64)
         labels = np.full((len(examples), width), IGNORED, np.int64)
         mask, segments = np.zeros((2, len(examples), width), np.int64)
@@ -390,19 +411,18 @@ class Batches(CollatedBatches):
             for start in example.starts:
                 segments[row, start:size] += 1
                 positions[row, start:] = np.arange(width - start)
-        arrays = {
+        return {
             "input_ids": ids,
             "attention_mask": mask,
             "position_ids": positions,
             "segment_ids": segments,
+            "labels": labels,
         }
-        if "answers" in self._names:  # of ORPO, which learns the chosen texts with their prompts
-            arrays["answers"] = (labels != IGNORED).astype(np.int64)
-            labels[::2, 1:] = np.where(mask[::2, 1:], ids[::2, 1:], IGNORED)
-        if "reference" in self._names:
-            scores = [score for sample in samples if isinstance(sample, Pair) for score in sample.reference]
-            arrays["reference"] = np.asarray(scores, np.float32)
-        return {name: {**arrays, "labels": labels}[name] for name in self._names}
+
+
+def padded_width(lengths: Iterable[int]) -> int:
+    """The longest of some lengths, rounded up so that memory plans are found again."""
+    return -(-max(lengths, default=1) // _STEP) * _STEP
 
 
 def _rows(sample: Example | Pair) -> tuple[Example, ...]:

@@ -44,7 +44,8 @@ def find_base(location: str | os.PathLike[str]) -> tuple[Path, Path]:
     if not path.is_dir():
         raise ModelError(f"'{path}': no such folder")
     # transformers.js reads from onnx/, optimum writes beside config.json; `model.onnx` is the float one in both
-    for name in (MODEL, f"onnx/{MODEL}"):
+    # of an encoder and its decoder the encoder stands for both
+    for name in (MODEL, f"onnx/{MODEL}", f"{_ENCODER}.onnx", f"onnx/{_ENCODER}.onnx"):
         if (path / name).is_file():
             return path, path / name
     named = _genai(path).get("decoder")
@@ -210,6 +211,22 @@ def open_published(location: Path) -> tuple[Path, Mapping[str, Path], Mapping[st
     processor = read_settings(folder / _PROCESSOR)
     if processor:
         card["processor"] = processor_settings(processor)
+    return folder, files, card
+
+
+def open_encoder_decoder(location: Path) -> tuple[Path, Mapping[str, Path], Mapping[str, Any]]:
+    """Folder, model files by name (the encoder's, then the decoder's) and card of a model that has both."""
+    folder = find_base(location)[0] if location.is_file() else location
+    if (folder / CARD).is_file():
+        card = read_card(folder)
+        files: Mapping[str, Path] = {name: folder / name for name in card.get("parts") or ()}
+    else:
+        folder, files, card = open_published(location)
+    # names in a card come from outside: one with a path in it would open another file
+    wrong = [name for name, file in files.items() if Path(name).name != name or not file.is_file()]
+    if wrong or len(files) < 2:
+        missing = f"no {first_of(wrong)}" if wrong else "no encoder with a decoder"
+        raise ModelError(f"'{folder}': {missing}; its task is {card['task']!r}, which trains from both files")
     return folder, files, card
 
 

@@ -18,13 +18,12 @@ import onnx_ir as ir
 
 from onward.artifacts.write import write_artifacts
 from onward.errors import ModelError
-from onward.export.huggingface.folder import CARD, MODEL, staged, write_card
+from onward.export.huggingface.folder import MODEL, staged, write_card
 from onward.graph.cleanup import remove_unused
 from onward.graph.dialect.normalize import normalize
 from onward.graph.gc_paused import gc_paused
 from onward.graph.load import load_model
 from onward.graph.passes.lora import LoRA, adaptable, add_adapters, merge_adapters
-from onward.graph.save import initializer_bytes, write_model
 from onward.hub.model_folder import open_language_model
 from onward.language.swappable import (
     BASE_DIGEST,
@@ -34,7 +33,15 @@ from onward.language.swappable import (
     scaled_values,
     write_adapter,
 )
-from onward.language.training_models import Recipe, build_training, find_joined, open_for_adapters
+from onward.language.training_models import (
+    Recipe,
+    build_training,
+    companions,
+    find_joined,
+    open_for_adapters,
+    set_adapter,
+    write_part,
+)
 from onward.lora import load_peft, save_peft
 from onward.train.history import History
 
@@ -44,8 +51,6 @@ __all__ = [
     "write_language_artifacts",
 ]
 
-# bytes of weights from which on they are written to a file of their own
-_MAPPED = 128 * 2**20
 # the adapter of a folder in which adapters are apart
 ADAPTER = "adapter"
 
@@ -72,7 +77,6 @@ class LanguageModel:
 
         >>> result.export("assistant", quantize="int4")  # doctest: +SKIP
         """
-        from onward.export.quantize.quantizer import quantize as quantize_model
         from onward.export.quantize.quantizer import scheme_name
 
         scheme = scheme_name(quantize)
@@ -84,16 +88,8 @@ class LanguageModel:
             )
         model = self._merged(scheme) if merge else self._open(scheme)
         with staged(target, single=False) as stage:
-            # weights outside of the model are mapped by those who load it
-            outside = initializer_bytes(model) >= _MAPPED
-            if scheme is None:
-                write_model(model, stage / MODEL, external=outside)
-            else:
-                written = write_model(model, stage / f"float-{MODEL}", external=outside)
-                quantize_model(written[0], scheme, path=stage / MODEL)
-                for path in written:
-                    path.unlink()
-            for path in _companions(self.folder):
+            write_part(model, stage / MODEL, scheme)
+            for path in companions(self.folder):
                 shutil.copyfile(path, stage / path.name)
             if not merge:
                 self.save_adapters(stage / f"{ADAPTER}{SUFFIX}")
@@ -106,7 +102,7 @@ class LanguageModel:
         model, joined, finish = open_for_adapters(self.model, self.card, as_published=scheme is None)
         self._require_own(add_adapters(model, dataclasses.replace(self.lora, dropout=0.0), joined=joined))
         for name, value in self.adapters.items():
-            _set(model.graph.initializers[name], value, self.folder)
+            set_adapter(model.graph.initializers[name], value, self.folder)
         # integers stay what they are, with the adapters beside them
         return remove_unused(model) if finish() else merge_adapters(model)
 
@@ -132,15 +128,6 @@ class LanguageModel:
         return save_peft(self.adapters, self.lora, path, base=str(self.card.get("base") or self.folder.name))
 
 
-def _companions(folder: Path) -> list[Path]:
-    """The tokenizer's files and templates."""
-    return [
-        path
-        for path in sorted(folder.iterdir())
-        if path.is_file() and path.suffix in (".json", ".jinja", ".txt", ".model") and path.name != CARD
-    ]
-
-
 @gc_paused()
 def write_language_artifacts(
     folder: str | os.PathLike[str],
@@ -153,7 +140,7 @@ def write_language_artifacts(
 ) -> list[Path]:
     """Write the training models of LoRA beside a language model, to train elsewhere: in a browser, in Node.js.
 
-    The files are those of `generate_artifacts`, with the base's weights once in `constants.data`; the arguments are
+    The files are those of `generate_artifacts`, with the base's weights once in a file beside them; the arguments are
     those of `onward.finetune`. A step takes `input_ids`, `attention_mask` and `labels`, and `position_ids` where the
     base does, all [batch, sequence]; labels are the ids again, and -100 where they do not count.
 
@@ -171,15 +158,6 @@ def write_language_artifacts(
     return write_artifacts(Path(artifact_directory), models, {"checkpoint": artifacts.checkpoint})
 
 
-def _set(value: ir.Value, array: np.ndarray, folder: Path) -> None:
-    expected = () if value.shape is None else tuple(value.shape.numpy())
-    if array.shape != expected:
-        raise ModelError(
-            f"the adapter '{value.name}' has shape {array.shape}, '{folder}' needs {expected}: is it another base's?"
-        )
-    value.const_value = ir.tensor(np.ascontiguousarray(array), name=value.name)
-
-
 def load_adapters(folder: str | os.PathLike[str], adapters: str | os.PathLike[str]) -> LanguageModel:
     """Adapters in peft's format beside the base in `folder`; `export` then writes both as one.
 
@@ -192,5 +170,5 @@ def load_adapters(folder: str | os.PathLike[str], adapters: str | os.PathLike[st
     lora, values = load_peft(adapters, adaptable(model, joined=joined))
     named = add_adapters(model, lora, joined=joined)
     for name in named:
-        _set(model.graph.initializers[name], values[name], path)
+        set_adapter(model.graph.initializers[name], values[name], path)
     return LanguageModel(file, path, card, lora, values, History(), {})

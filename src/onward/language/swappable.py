@@ -48,7 +48,7 @@ def add_adapter_inputs(
         # an input with a value of its own may be left out, and a product over a rank of 0 adds nothing
         value.const_value = ir.tensor(np.zeros(sizes, np.float32), name=name)
         model.graph.inputs.append(value)
-    for node in model.graph:
+    for node in model.graph.all_nodes():  # an encoder's decoder may have its steps as two branches
         if "/lora/" in (node.name or ""):
             for value in node.outputs:
                 value.shape = None  # with a rank in it the runtime would plan buffers for this one rank
@@ -155,6 +155,20 @@ class SwappingSession:
                 raise ModelError(f"{stranger}: '{name}' has the shape {shape}, and {expected} is needed")
         if self._base and document.get_model_version() not in (0, int(self._base)):
             raise ModelError(f"{stranger}: its weights are not those that it was trained beside")
+
+
+class FixedInputs:
+    """A session that is fed the same values in each run."""
+
+    def __init__(self, session: Any, values: Mapping[str, np.ndarray]) -> None:
+        self._session, self._values = session, values
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._session, name)
+
+    def run(self, names: Sequence[str], feed: Mapping[str, Any]) -> list[Any]:
+        """Run with these values beside the feed."""
+        return self._session.run(names, {**feed, **self._values})
 
 
 def takes_adapters(session: Any) -> bool:

@@ -1,5 +1,7 @@
 """The training models of LoRA beside a language model: the base without its cache, adapters, the loss in slices.
 
+Also how a base is opened and written for inference, with adapters in it.
+
 Knows the base's graph and folder; nothing of data. What takes long to make is kept for the next run.
 """
 
@@ -20,6 +22,7 @@ from onward.artifacts.generate import Artifacts, build_artifacts
 from onward.autodiff.recompute.segments import POINTWISE
 from onward.data.text import read_tokenizer
 from onward.errors import ModelError
+from onward.export.huggingface.folder import CARD
 from onward.graph.builder import Builder
 from onward.graph.cleanup import remove_unused
 from onward.graph.dialect.normalize import normalize
@@ -36,6 +39,7 @@ from onward.graph.passes.precision import (
 )
 from onward.graph.passes.separate_examples import separate_examples
 from onward.graph.passes.sizes import rename_sizes, settle_sizes
+from onward.graph.save import initializer_bytes, write_model
 from onward.hub.model_folder import open_language_model
 from onward.language.kept_models import digest_of, find_models, keep_models
 from onward.losses.next_token import IGNORED, next_token_loss, without_surrogate
@@ -44,11 +48,16 @@ from onward.optim.update_rules import adamw
 from onward.train.artifact_set import ArtifactFiles, find_artifacts
 
 _PAST = "past_key_values."
+# bytes of weights from which on they are written to a file of their own
+_MAPPED = 128 * 2**20
 # seconds of making the training models from which on they are kept for the next run
 _WORTH_KEEPING = 2.0
 # types whose queries, keys and values are one product in transformers too
 _JOINED_TYPES = ("phi3", "phi3_v", "phi4mm", "phi4_multimodal")
-_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "c_attn", "query_key_value", "qkv_proj", "query", "value")
+_TARGETS = (
+    *("q_proj", "k_proj", "v_proj", "o_proj", "c_attn", "query_key_value", "qkv_proj", "query", "value"),
+    *("SelfAttention", "EncDecAttention"),  # T5's, whose projections have one letter
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,7 +123,7 @@ def build_training(path: Path, lora: LoRA, recipe: Recipe) -> tuple[LoRA, Artifa
     """The adapters' settings with their targets by name, and the training models."""
     base = open_base(path)
     if lora.targets == "attention":
-        lora = dataclasses.replace(lora, targets=_default_targets(base.model, base.joined))
+        lora = dataclasses.replace(lora, targets=default_targets(base.model, base.joined))
     if recipe.packing:
         separate_examples(base.model)
     if recipe.recompute is None and any(node.op_type == "DequantizeLinear" for node in base.model.graph):
@@ -161,7 +170,7 @@ def without_past(model: ir.Model) -> ir.Model:
     op = Builder(graph)
     first = next(iter(graph), None)
     op.before = first
-    ids = next((value for value in graph.inputs if value.name == "input_ids"), None)
+    ids = next((v for v in graph.inputs if v.name in ("input_ids", "decoder_input_ids")), None)
     if ids is None:
         raise ModelError("the model takes no input_ids")
     batch = op.dim(ids, 0)
@@ -236,12 +245,46 @@ def open_for_adapters(
     return model, joined, finish
 
 
+def set_adapter(value: ir.Value, array: np.ndarray, folder: Path) -> None:
+    """Give an adapter of a model its trained values."""
+    expected = () if value.shape is None else tuple(value.shape.numpy())
+    if array.shape != expected:
+        raise ModelError(
+            f"the adapter '{value.name}' has shape {array.shape}, '{folder}' needs {expected}: is it another base's?"
+        )
+    value.const_value = ir.tensor(np.ascontiguousarray(array), name=value.name)
+
+
+def companions(folder: Path) -> list[Path]:
+    """The tokenizer's files and templates."""
+    return [
+        path
+        for path in sorted(folder.iterdir())
+        if path.is_file() and path.suffix in (".json", ".jinja", ".txt", ".model") and path.name != CARD
+    ]
+
+
+def write_part(model: ir.Model, path: Path, scheme: str | None) -> None:
+    """Write a model to deploy, quantized where a scheme is named."""
+    from onward.export.quantize.quantizer import quantize
+
+    # weights outside of the model are mapped by those who load it
+    outside = initializer_bytes(model) >= _MAPPED
+    if scheme is None:
+        write_model(model, path, external=outside)
+        return
+    written = write_model(model, path.with_name(f"float-{path.name}"), external=outside)
+    quantize(written[0], scheme, path=path)
+    for file in written:
+        file.unlink()
+
+
 def find_joined(model: ir.Model, card: Mapping[str, Any]) -> Mapping[str, Sequence[int]]:
     """Products of queries, keys and values together that are three layers in transformers."""
     return {} if card.get("model_type") in _JOINED_TYPES else joined_projections(model)
 
 
-def _default_targets(model: ir.Model, joined: Mapping[str, Sequence[int]]) -> list[str]:
+def default_targets(model: ir.Model, joined: Mapping[str, Sequence[int]]) -> list[str]:
     """Patterns for the projections of attention, or every product where none has their names."""
     names = [node.name or "" for node in model.graph] + list(model.graph.initializers)
     if joined:
@@ -252,8 +295,12 @@ def _default_targets(model: ir.Model, joined: Mapping[str, Sequence[int]]) -> li
 
 def build_language_artifacts(base: OpenBase, lora: LoRA, recipe: Recipe) -> Artifacts:
     """The training models of a base with adapters; its graph becomes part of them."""
-    model = base.model
-    adapters = add_adapters(model, lora, joined=base.joined)
+    adapters = add_adapters(base.model, lora, joined=base.joined)
+    return artifacts_of(base.model, adapters, base.vocabulary, recipe)
+
+
+def artifacts_of(model: ir.Model, adapters: Sequence[str], vocabulary: int, recipe: Recipe) -> Artifacts:
+    """The training models of a graph that gives scores and has adapters; it becomes part of them."""
     logits = model.graph.outputs[0]
     dims = [None, None] if logits.shape is None else list(logits.shape)[:2]
     loss, outputs = _add_loss(model, logits, dims, recipe)
@@ -263,7 +310,7 @@ def build_language_artifacts(base: OpenBase, lora: LoRA, recipe: Recipe) -> Arti
     # of transformers' trainer: gradients of adapters are small, and a larger epsilon would slow them down
     optimizer = adamw(eps=1e-8, weight_decay=0.0)
     artifacts = build_artifacts(
-        model, requires_grad=adapters, optimizer=optimizer, recompute=recipe.recompute, normalized=True,
+        model, requires_grad=list(adapters), optimizer=optimizer, recompute=recipe.recompute, normalized=True,
         additional_output_names=[value.name or "" for value in outputs],
     )  # fmt: skip
     without_surrogate(artifacts.evaluation)
@@ -271,7 +318,7 @@ def build_language_artifacts(base: OpenBase, lora: LoRA, recipe: Recipe) -> Arti
     for part in (artifacts.training, artifacts.evaluation):
         dequantize_per_product(part)
         if not outputs:  # a mean over tokens: batches count by how many they have
-            counted = {"labels": {"classes": base.vocabulary, "ignore_index": IGNORED}}
+            counted = {"labels": {"classes": vocabulary, "ignore_index": IGNORED}}
             part.metadata_props[contract.LABELS] = json.dumps(counted)
     return artifacts
 

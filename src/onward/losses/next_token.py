@@ -123,7 +123,7 @@ def _frozen(
     maxima, sums, pulls, right, rows = [], [], [], [], []
     for low, high in targets.parts:
         words = _words(op, layer.weight, low, high, by_rows=layer.by_rows)
-        scores = _times(op, rows_now, words, turned=layer.by_rows)
+        scores = _add_bias(op, _times(op, rows_now, words, turned=layer.by_rows), layer, low, high)
         # Exponentials relative to the slice's own maximum never overflow; slices are brought to a common scale
         # at the end.
         top = op.ReduceMax(scores, [1], keepdims=1)
@@ -163,7 +163,8 @@ def _adapted(
         words = _words(op, layer.weight, low, high, by_rows=layer.by_rows)
         own = op.Slice(still, [low], [high], [0])
         added = _times(op, small, own, turned=True)
-        return op.Add(_times(op, rows, words, turned=layer.by_rows), added), words, own
+        scores = op.Add(_times(op, rows, words, turned=layer.by_rows), added)
+        return _add_bias(op, scores, layer, low, high), words, own
 
     maxima, sums, right = [], [], []
     for low, high in targets.parts:
@@ -224,6 +225,12 @@ def _times(op: Builder, rows: ir.Value, words: ir.Value, *, turned: bool) -> ir.
     return op.MatMul(rows, op.Transpose(words, perm=[1, 0]) if turned else words)
 
 
+def _add_bias(op: Builder, scores: ir.Value, layer: _Layer, low: int, high: int) -> ir.Value:
+    if layer.bias is None:
+        return scores
+    return op.Add(scores, op.Slice(op.Reshape(layer.bias, [-1]), [low], [high], [0]))
+
+
 def _inside(op: Builder, targets: ir.Value, low: int, high: int) -> tuple[ir.Value, ir.Value]:
     """Whether each target is one of a slice's words, and which"""
     inside = op.And(op.GreaterOrEqual(targets, np.int64(low)), op.Less(targets, np.int64(high)))
@@ -256,15 +263,17 @@ def without_surrogate(model: ir.Model) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _Layer:
-    """The hidden states, the weight, whether its rows (not its columns) are the words, and its adapter.
+    """The hidden states, the weight, whether its rows (not its columns) are the words, its adapter and its bias.
 
-    The adapter is what it multiplies its B with, [batch, sequence, rank], and B [vocabulary, rank].
+    The adapter is what it multiplies its B with, [batch, sequence, rank], and B [vocabulary, rank]. The bias is a
+    constant number for each word.
     """
 
     hidden: ir.Value
     weight: ir.Value
     by_rows: bool
     adapter: tuple[ir.Value, ir.Value] | None = None
+    bias: ir.Value | None = None
 
 
 def _output_layer(logits: ir.Value) -> _Layer:
@@ -278,6 +287,10 @@ def _output_layer(logits: ir.Value) -> _Layer:
         scaled, b = product.inputs[0], None if turned is None else turned.inputs[0]
         assert scaled is not None and b is not None
         return dataclasses.replace(_output_layer(base), adapter=(scaled, b))
+    if node is not None and node.op_type == "Add":  # BART's and Marian's: a number for each word
+        for base, bias in itertools.permutations(node.inputs):
+            if base is not None and bias is not None and _is_by_word(bias):
+                return dataclasses.replace(_output_layer(base), bias=bias)
     while node is not None and node.op_type in ("Identity", "Cast"):
         before = node.inputs[0]
         node = None if before is None else before.producer()
@@ -293,6 +306,12 @@ def _output_layer(logits: ir.Value) -> _Layer:
     if transpose is not None and transpose.op_type == "Transpose" and transpose.inputs[0] is not None:
         return _Layer(hidden, transpose.inputs[0], by_rows=True)
     return _Layer(hidden, weight, by_rows=False)
+
+
+def _is_by_word(value: ir.Value) -> bool:
+    """Whether a value has one number for each word, the same for all tokens."""
+    dims = [] if value.shape is None else list(value.shape)
+    return bool(dims) and len(dims) < 3 and isinstance(dims[-1], int) and all(dim == 1 for dim in dims[:-1])
 
 
 def _words(op: Builder, weight: ir.Value, low: int, high: int, *, by_rows: bool) -> ir.Value:

@@ -212,7 +212,7 @@ def _load_file(path: Path, *, providers: Sequence[str], session_options: Any = N
     # a file that says nothing of its task, or one that is only answered as a folder, still has outputs
     return (
         Classifier(session, info, tokenizer)
-        if task is None
+        if task is None or task.kind == "lines"
         else task.functions.predictor(session, info, tokenizer)
     )
 

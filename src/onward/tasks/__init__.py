@@ -53,6 +53,8 @@ TASKS: Mapping[str, Task] = {
         Task("text-recognition", options.TextRecognition, "lettering", "text_recognition"),
         Task("token-classification", options.TokenClassification, "tagged", "token_classification"),
         Task("text-generation", options.TextGeneration, "lines", "text_generation"),
+        Task("text2text", options.SequenceToSequence, "lines", "sequence_to_sequence"),
+        Task("automatic-speech-recognition", options.SpeechToText, "lines", "sequence_to_sequence"),
     )
 }
 OPTIONS: Mapping[str, type] = {name: task.Options for name, task in TASKS.items()}

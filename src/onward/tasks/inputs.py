@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -15,6 +15,14 @@ from onward.errors import ModelError
 
 if TYPE_CHECKING:
     from onward.pipeline.load import Pipeline
+
+
+class Described(Protocol):
+    """A model with its card: one that is loaded, or the base of one to train."""
+
+    @property
+    def card(self) -> Mapping[str, Any]: ...
+
 
 # samples a second of speech models that do not say
 _RATE = 16000
@@ -30,7 +38,7 @@ def in_batch(inputs: Any, answer: Callable[[list[Any]], Sequence[Any]]) -> Any:
     return list(answer(inputs)) if isinstance(inputs, list) else answer([inputs])[0]
 
 
-def signal(pipeline: Pipeline, item: Any) -> dict[str, np.ndarray]:
+def signal(pipeline: Described, item: Any) -> dict[str, np.ndarray]:
     """An image or a sound as the model's only input."""
     name = next(iter(pipeline.card["inputs"]))
     settings = pipeline.card.get("processor")
@@ -39,14 +47,14 @@ def signal(pipeline: Pipeline, item: Any) -> dict[str, np.ndarray]:
     return {name: preprocess.sound(open_sound(pipeline, item), settings)[None]}
 
 
-def pixels(pipeline: Pipeline, item: Any) -> np.ndarray:
+def pixels(pipeline: Described, item: Any) -> np.ndarray:
     """A picture as the model takes it."""
     settings = pipeline.card.get("processor")
     item = open_image(pipeline, item)
     return preprocess.image(item, None if settings and settings.get("unknown") else settings)
 
 
-def open_image(pipeline: Pipeline, item: Any) -> Any:
+def open_image(pipeline: Described, item: Any) -> Any:
     """A picture upright and in colours, whatever its file or Pillow image has; an array as it is."""
     unknown = (pipeline.card.get("processor") or {}).get("unknown")
     if unknown and getattr(item, "dtype", None) != np.float32:
@@ -59,7 +67,7 @@ def open_image(pipeline: Pipeline, item: Any) -> Any:
     return item
 
 
-def open_sound(pipeline: Pipeline, item: Any) -> np.ndarray:
+def open_sound(pipeline: Described, item: Any) -> np.ndarray:
     """A wave in the model's rate: a WAV file, an array, or `{"array" or "raw": wave, "sampling_rate": rate}`."""
     settings = pipeline.card.get("processor") or {}
     if isinstance(item, str | os.PathLike):

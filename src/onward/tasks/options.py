@@ -393,14 +393,9 @@ class TokenClassification(Tokens, Weights, Training):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TextGeneration(Selection, Adapters, Training):
-    """Options of text-generation: adapters always train here, and these defaults are those of their authors."""
+class Writing(Selection, Adapters, Training):
+    """Options of models that write text: adapters always train here, and these defaults are those of their authors."""
 
-    loss: Annotated[
-        Literal["next-token", "dpo", "orpo"],
-        Option("The loss; dpo and orpo learn from answers that were preferred to others."),
-    ] = "next-token"
-    beta: Annotated[float, Option("dpo, orpo: how much preferences weigh.", least=0)] = 0.1
     samples: Annotated[
         int, Option("Answers to so many held-out examples in the report, each epoch.", least=0)
     ] = 3
@@ -413,6 +408,32 @@ class TextGeneration(Selection, Adapters, Training):
     clip_norm: Annotated[float, Option("Clip gradients to this norm, 0 for none.", least=0)] = 1.0
     hold_out: Annotated[float, Option("The share of the examples to evaluate on.", least=0, most=0.9)] = 0.0
     max_length: Annotated[int, Option("Tokens of an example that are read.", least=2)] = 512
-    packing: Annotated[bool, Option("Put short examples into one row; they do not see each other.")] = False
     slices: Annotated[int, Option("Compute the vocabulary's scores in so many parts.", least=1)] = 8
     recompute: Annotated[Any, Option("Recompute activations to save memory.", python=True)] = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TextGeneration(Writing):
+    """Options of text-generation."""
+
+    loss: Annotated[
+        Literal["next-token", "dpo", "orpo"],
+        Option("The loss; dpo and orpo learn from answers that were preferred to others."),
+    ] = "next-token"
+    beta: Annotated[float, Option("dpo, orpo: how much preferences weigh.", least=0)] = 0.1
+    packing: Annotated[bool, Option("Put short examples into one row; they do not see each other.")] = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SequenceToSequence(Writing):
+    """Options of text2text: an encoder reads, a decoder writes."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SpeechToText(SequenceToSequence):
+    """Options of automatic-speech-recognition."""
+
+    language: Annotated[
+        str | None, Option("The language of lines that name none, such as en.", metavar="CODE")
+    ] = None
+    batch_size: Annotated[int, Option("Examples per step.", ("-b",), least=1)] = 4

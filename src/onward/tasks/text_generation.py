@@ -10,7 +10,6 @@ import dataclasses
 import hashlib
 import io
 import math
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,10 +24,10 @@ from onward.data.conversations import (
     Example,
     Lines,
     Pair,
+    lines_of,
     needs_template,
     pack,
     place_of,
-    read_lines,
 )
 from onward.data.read import Data
 from onward.errors import DataError, ModelError
@@ -38,7 +37,7 @@ from onward.language.chat import read_template
 from onward.language.decoding import Decoder, Options, generate
 from onward.language.finetune import LanguageModel
 from onward.language.kept_models import digest_of
-from onward.language.swappable import add_adapter_inputs, scaled_values
+from onward.language.swappable import FixedInputs, add_adapter_inputs, scaled_values
 from onward.language.training_models import Base, Recipe, open_for_adapters, prepare_training, read_base
 from onward.lora import LoRA
 from onward.losses.preferences import LOG_PROBABILITIES
@@ -82,20 +81,13 @@ def read(data: Any, source: Source, options: TextGeneration, *, like: Data | Non
             "a language model is trained from its folder, which has the tokenizer", "give the folder"
         )
     base = read_base(source.path)
-    lines, where = _lines(data)
+    lines, where = lines_of(data)
     encoder = _encoder(base, lines, where, options.max_length)
     samples = encoder.pairs(lines) if options.loss in ("dpo", "orpo") else encoder.examples(lines)
     longest = encoder.longest
     cut = sum(len(row.ids) == longest for sample in samples for row in _rows(sample))
     notes = [f"{cut} of {len(samples)} lines are as long as {longest} tokens, or cut there"] if cut else []
     return Conversations({SAMPLES: np.fromiter(samples, object)}, notes=notes, base=base)
-
-
-def _lines(data: Any) -> tuple[Lines, str]:
-    """The lines of a file, or objects that are in memory, and how errors name them."""
-    if isinstance(data, str | os.PathLike):
-        return read_lines(Path(data)), f"'{os.fspath(data)}'"
-    return dict(enumerate(data, 1)), "data"
 
 
 def _encoder(base: Base, lines: Lines, where: str, max_length: int) -> Encoder:
@@ -197,7 +189,7 @@ def show(outputs: Arrays, inputs: Arrays, data: Data, adapted: Adapted) -> list[
 def evaluate(data: Any, source: Source, options: TextGeneration) -> tuple[dict[str, float], int]:
     """The loss of the tokens that count and their perplexity, or the accuracy of a model in multiple choice."""
     assert source.path is not None
-    lines, where = _lines(data)
+    lines, where = lines_of(data)
     if all("choices" in line for line in lines.values()):
         return _answer_choices(lines, where, source.path, options), len(lines)
     samples = read(data, source, options)
@@ -408,7 +400,7 @@ class _AdapterWriter:
         self, prompts: Sequence[Sequence[int]], adapters: Mapping[str, np.ndarray], *, max_new_tokens: int
     ) -> list[list[int]]:
         """The likeliest continuation of each prompt; one by one, which suits every model."""
-        session: Any = _WithValues(self._session, scaled_values(adapters, self._lora))
+        session: Any = FixedInputs(self._session, scaled_values(adapters, self._lora))
         ends = frozenset(self._base.card["generation"].get("eos_ids") or ())
         longest = self._base.card["tokenizer"].get("max_length")
         texts = []
@@ -420,16 +412,3 @@ class _AdapterWriter:
             *_, new = generate(Decoder(session, ids, np.ones_like(ids)), options)
             texts.append(new[0])
         return texts
-
-
-class _WithValues:
-    """A session that is fed the same values in each run."""
-
-    def __init__(self, session: Any, values: Mapping[str, np.ndarray]) -> None:
-        self._session, self._values = session, values
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._session, name)
-
-    def run(self, names: Sequence[str], feed: Mapping[str, Any]) -> list[Any]:
-        return self._session.run(names, {**feed, **self._values})

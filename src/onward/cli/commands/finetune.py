@@ -243,7 +243,8 @@ def finetune(
         plan, scheme = _choose_quantization(
             plan_finetuning(options.model, options.data, task=options.task, options=values), options.quantize
         )
-        writes_text = plan.task.name == "text-generation"
+        # of all models that write, a decoder alone has adapters that stand apart and a chat
+        writes_text = plan.task.kind == "lines"
         _require_fitting(options, plan.task.name, writes_text=writes_text)
         try:
             result = plan.train(
@@ -273,7 +274,7 @@ def finetune(
     classes = getattr(result, "classes", None)
     if classes is not None:
         output.line(f"classes: {first_of(classes, 40)}")
-    output.line(f"next: {_next_command(options.target, writes_text=writes_text)}")
+    output.line(f"next: {_next_command(options.target, plan.task.name)}")
     more = {"adapters": sorted(result.adapters)} if writes_text else {"classes": classes}
     output.result({"path": options.target, "task": plan.task.name, "metrics": figures, **more})
 
@@ -290,7 +291,7 @@ def _choose_quantization(plan: Plan, quantize: QuantizeChoice | None) -> tuple[P
 
 def _require_fitting(options: Options, task: str, *, writes_text: bool) -> None:
     """Refuse options of language models for other tasks, and a file for what is a folder."""
-    if not writes_text and (options.adapters is not None or not options.merge):
+    if task != "text-generation" and (options.adapters is not None or not options.merge):
         name = "--no-merge" if options.adapters is None else "--adapters"
         raise CommandError(f"{name} is no option of {task}", "it is one of text-generation")
     if writes_text and options.target.suffix == ".onnx":
@@ -311,9 +312,11 @@ def _advise_on_quantization(report: Any, scheme: str) -> str | None:
     return None
 
 
-def _next_command(target: Path, *, writes_text: bool) -> str:
+def _next_command(target: Path, task: str) -> str:
     """What one does with the result."""
-    if not writes_text:
+    if task == "text2text":
+        return f'onward infer {target} --text "YOUR TEXT"'
+    if task != "text-generation":
         return f"onward infer {target} --data YOUR_DATA"
     from onward.errors import ModelError
     from onward.language.chat import read_template

@@ -109,6 +109,10 @@ def infer(output: Output, options: Options, generation: Generation) -> None:
         refuse_unused({"--top-k is for --data and --prompt": options.top_k})
         _answer_texts(output, model, options.text)
         return
+    if options.data and answers is None and options.outputs is None and _writes_down_speech(model):
+        _refuse_data_options(options, "arrays, and this model takes sounds")
+        _answer_texts(output, model, [str(path) for path in options.data])
+        return
     if answers is None and options.outputs is None and _answers_on_pictures(model):
         refuse_unused(
             {
@@ -231,6 +235,12 @@ def _answer_texts(output: Output, folder: Path, texts: list[str]) -> None:
     for text, answer in zip(texts, answers):
         output.line(f"{text!r}: {_short(answer)}")
     output.result({"task": getattr(pipeline, "task", "text-classification"), "answers": answers})
+
+
+def _writes_down_speech(model: Path) -> bool:
+    from onward.hub.read_info import read_info
+
+    return model.is_dir() and read_info(model).task == "automatic-speech-recognition"
 
 
 def _reads_texts(model: Path) -> bool:

@@ -157,10 +157,11 @@ def merge_adapters(model: ir.Model, *, dequantize: bool = False) -> ir.Model:
     """
     op = Builder(model.graph)
     replaced: list[tuple[str, ir.Value]] = []
+    merged: dict[tuple[ir.Value | None, str], ir.Value] = {}
     for inner, graph in _graphs(op, model.graph):
         for node in list(graph):
             if _NOTE in node.metadata_props:
-                replaced += _merge(op, inner, node, dequantize)
+                replaced += _merge(op, inner, node, dequantize, merged)
     remove_unused(model)
     for name, weight in replaced:
         if name not in model.graph.initializers:  # nothing else reads the old one
@@ -363,35 +364,27 @@ def _attach(
 # ---- merging ---------------------------------------------------------------------------------------
 
 
-def _merge(root: Builder, op: Builder, total: ir.Node, dequantize: bool) -> list[tuple[str, ir.Value]]:
+def _merge(
+    root: Builder,
+    op: Builder,
+    total: ir.Node,
+    dequantize: bool,
+    merged: dict[tuple[ir.Value | None, str], ir.Value],
+) -> list[tuple[str, ir.Value]]:
     """Merges one adapted product; returns the weight that it read as stored, by name, and the new one."""
     note = read_table(total.metadata_props, _NOTE)
     base = total.inputs[0]
     node = producer_of(base)
     if base is None or node is None or node.inputs[1] is None:
         raise ModelError(f"LoRA: the product that '{total.name}' adapts is gone: merge before other changes")
-    changes = [
-        np.zeros((entry[0], 1)) if len(entry) == 1 else _change(root, *entry[1:])
-        for entry in note.get("parts") or [[0, note["a"], note["b"]]]
-    ]
     if node.op_type == _PACKED:
         return []
-    operand = node.inputs[1]
-    inputs = max(change.shape[1] for change in changes)
-    delta = note["scale"] * np.concatenate(  # [out, in]
-        [np.broadcast_to(change, (len(change), inputs)) for change in changes]
-    )
-    if node.op_type == "MatMul" or (node.op_type == "Gemm" and not node.attributes.get_int("transB", 0)):
-        delta = delta.T
-    assert operand.shape is not None
-    current = _computed(operand, dequantize)
-    if current is None:
+    # two branches of a decoder read one weight, and share what it becomes
+    key = (node.inputs[1], total.metadata_props[_NOTE])
+    operand, weight = node.inputs[1], merged.get(key) or _merged_weight(root, node, note, dequantize)
+    if weight is None:
         return []
-    # in float64, so that the sum is rounded once
-    merged = (current.astype(np.float64) + delta.reshape(current.shape)).astype(current.dtype)
-    # Another layer may read the weight without an adapter (tied embeddings): it keeps the old one.
-    name = root.namer(f"{note['weight']}.merged")
-    weight = new_initializer(root.graph, name, ir.tensor(np.ascontiguousarray(merged)))
+    merged[key] = weight
     node.replace_input_with(1, weight)
     result = total.outputs[0]
     name, was_result = result.name, result.is_graph_output()
@@ -400,6 +393,30 @@ def _merge(root: Builder, op: Builder, total: ir.Node, dequantize: bool) -> list
     if was_result:
         base.name = name
     return [(operand.name or "", weight)] if operand.is_initializer() else []
+
+
+def _merged_weight(
+    root: Builder, node: ir.Node, note: Mapping[str, Any], dequantize: bool
+) -> ir.Value | None:
+    """The weight of a product with what its adapters add; None for a quantized one that is to stay so."""
+    changes = [
+        np.zeros((entry[0], 1)) if len(entry) == 1 else _change(root, *entry[1:])
+        for entry in note.get("parts") or [[0, note["a"], note["b"]]]
+    ]
+    inputs = max(change.shape[1] for change in changes)
+    delta = note["scale"] * np.concatenate(  # [out, in]
+        [np.broadcast_to(change, (len(change), inputs)) for change in changes]
+    )
+    if node.op_type == "MatMul" or (node.op_type == "Gemm" and not node.attributes.get_int("transB", 0)):
+        delta = delta.T
+    current = _computed(node.inputs[1], dequantize)
+    if current is None:
+        return None
+    # in float64, so that the sum is rounded once
+    merged = (current.astype(np.float64) + delta.reshape(current.shape)).astype(current.dtype)
+    # Another layer may read the weight without an adapter (tied embeddings): it keeps the old one.
+    name = root.namer(f"{note['weight']}.merged")
+    return new_initializer(root.graph, name, ir.tensor(np.ascontiguousarray(merged)))
 
 
 def _change(root: Builder, first: str, second: str) -> np.ndarray:
