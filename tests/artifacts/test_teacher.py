@@ -71,6 +71,23 @@ def test_vectors_and_numbers_need_no_labels(tmp_path: Path) -> None:
     assert loss == pytest.approx(np.mean((student - taught) ** 2), rel=1e-5)
 
 
+def test_a_vocabulary_is_on_the_last_axis(tmp_path: Path) -> None:
+    student, teacher = (
+        onnx.parser.parse_model(
+            '<ir_version: 8, opset_import: ["": 17]> net (float[n, t, 5] x) => (float[n, t, 3] logits) '
+            "{ logits = MatMul(x, w) }"
+        )
+        for _ in range(2)
+    )
+    for seed, model in enumerate((student, teacher)):
+        model.graph.initializer.extend(linear(seed=seed).graph.initializer)
+    artifacts.generate_artifacts(student, artifact_directory=tmp_path, teacher=teacher)
+    state = CheckpointState.load_checkpoint(tmp_path / "checkpoint")
+    loss = float(Module(tmp_path / "training_model.onnx", state)(X.reshape(2, 3, FEATURES)))
+    own, taught = (log_softmax(answers(linear(seed=seed)) / 2) for seed in (0, 1))
+    assert loss == pytest.approx(4 * np.mean(np.sum(np.exp(taught) * (taught - own), axis=1)), rel=1e-5)
+
+
 def test_a_teacher_leaves_no_trace_in_the_deployed_model(tmp_path: Path) -> None:
     model = linear()
     before = model.SerializeToString()

@@ -652,7 +652,8 @@ def _with_teacher(
     if loss is not None:
         names, model = _with_loss(model, loss, loss_input_names)
     own = names[0] if names else None
-    name = add_distillation(model, teacher, lesson, answer=answer, loss=own, kind=kind_of(loss))
+    kind = kind_of(loss, find_value(model.graph, answer))
+    name = add_distillation(model, teacher, lesson, answer=answer, loss=own, kind=kind)
     return [name, *names[1:]], model
 
 

@@ -26,7 +26,7 @@ from onward.model_metadata import read_names
 if TYPE_CHECKING:
     from onward.graph.load import ModelSource
 
-Kind = Literal["scores", "vectors", "numbers"]
+Kind = Literal["scores", "tokens", "vectors", "numbers"]
 _SCORES = frozenset({losses.cross_entropy, losses.nll})
 # logits of labels that may hold together: each is compared by itself, as they do not add up to one distribution
 _NUMBERS = frozenset({losses.mse, losses.l1, losses.huber, losses.smooth_l1, losses.bce_with_logits})
@@ -38,8 +38,9 @@ class Distillation:
     """What to learn from a teacher: `weight` is its share of the loss, 1 for nothing but its answers.
 
     `model` is the teacher's file, or "self": the model as it is before it is quantized. `temperature` divides scores of
-    classes: larger ones say more of the unlikely classes. `kind` is "scores" (of classes), "vectors" (their
-    directions) or "numbers"; by default the loss says which. `output` names the teacher's output, its first by default.
+    classes: larger ones say more of the unlikely classes. `kind` is "scores" (of classes), "tokens" (scores of a
+    vocabulary, on the last axis), "vectors" (their directions) or "numbers"; by default the loss says which. `output`
+    names the teacher's output, its first by default.
     """
 
     model: ModelSource | Literal["self"]
@@ -101,8 +102,13 @@ def add_distillation(
     return total.name
 
 
-def kind_of(loss: object) -> Kind:
-    """What a model answers, by its loss: scores for one of classes, numbers for one of those, else vectors."""
+def kind_of(loss: object, answer: ir.Value) -> Kind:
+    """What a model answers, by its loss: scores for one of classes, numbers for one of those, else vectors.
+
+    Without a loss, three axes that are named logits are scores of tokens, as Hugging Face's generators have them.
+    """
+    if loss is None and answer.name == "logits" and answer.shape is not None and len(answer.shape) == 3:
+        return "tokens"
     function = loss.func if isinstance(loss, functools.partial) else loss
     # a task's own loss, which says its targets in lists: of vectors, or of what has no classes of a sample
     if isinstance(function, losses.LossWithTargets):
@@ -113,19 +119,19 @@ def kind_of(loss: object) -> Kind:
 
 
 def _distance(op: Builder, kind: Kind, student: ir.Value, taught: ir.Value, temperature: float) -> ir.Value:
-    """scores: T²·Σ p·(log p − log q) with p, q = softmax(·/T);  vectors: 1 − cos;  numbers: (s − t)²"""
+    """scores, tokens: T²·Σ p·(log p − log q) with p, q = softmax(·/T);  vectors: 1 − cos;  numbers: (s − t)²"""
     if kind == "numbers":
         return losses.mse(op, student, taught)
     if kind == "vectors":
         cosines = op.ReduceSum(op.Mul(_unit(op, student), _unit(op, taught)), [-1], keepdims=0)
         return op.Sub(1.0, op.ReduceMean(cosines, keepdims=0))
     # classes are on axis 1, as cross-entropy has them
+    axis = op.rank(student) - 1 if kind == "tokens" else min(1, op.rank(student) - 1)
     logs, targets = (
-        op.LogSoftmax(op.Div(value, np.float32(temperature)), axis=min(1, op.rank(value) - 1))
-        for value in (student, taught)
+        op.LogSoftmax(op.Div(value, np.float32(temperature)), axis=axis) for value in (student, taught)
     )
     each = op.Mul(op.Exp(targets), op.Sub(targets, logs))
-    summed = op.ReduceSum(each, [min(1, op.rank(each) - 1)], keepdims=0)
+    summed = op.ReduceSum(each, [axis], keepdims=0)
     return op.Mul(op.ReduceMean(summed, keepdims=0), np.float32(temperature**2))
 
 
