@@ -46,7 +46,8 @@ def trace_torchscript(
         with ExitStack() as stack:
             stack.enter_context(traceable(model))
             # Where it fails, the tracer would print the whole graph: it overrides its own switch for that.
-            stack.enter_context(replaced((torch._C, "_jit_onnx_log", lambda *parts: None)))
+            stack.enter_context(replaced((_backend, "_jit_onnx_log", lambda *parts: None)))
+            stack.enter_context(replaced((_backend, _INFERENCE, _infer_from_small_tensors)))
             # Where gradients stop matters to what is to be trained: from_torch's own adapters.
             trains = not fold and isinstance(adapter, Adapter)
             if trains:
@@ -86,6 +87,18 @@ def trace_torchscript(
         ) from error
     # Not checked here: weights are missing yet, and the comparison with torch loads it anyway.
     return onnx.load_model_from_string(file.getvalue())
+
+
+_backend: Any = torch._C
+_INFERENCE = "_jit_pass_onnx_graph_shape_type_inference"
+_infer_shapes: Any = getattr(_backend, _INFERENCE)
+_LARGEST_SHAPE = 1024  # numbers that sizes may be read from
+
+
+def _infer_from_small_tensors(graph: Any, tensors: Mapping[str, torch.Tensor], opset: int) -> None:
+    """The tracer's inference of shapes: it copies all the weights that it gets, though the graph has their shapes."""
+    small = {name: tensor for name, tensor in tensors.items() if tensor.numel() <= _LARGEST_SHAPE}
+    _infer_shapes(graph, small, opset)
 
 
 def _line_in(error: Exception) -> str:
