@@ -494,6 +494,21 @@ def test_finetune_for_int8_writes_a_file_with_integer_convolutions(shop: Path, r
     assert [answer(f"pictures/{name}/1.png")["label"] for name in ("red", "blue")] == ["red", "blue"]  # type: ignore[operator]
 
 
+def test_finetune_says_what_fewer_bits_changed(shop: Path, run: Run) -> None:
+    """A head that has learned is a teacher, and the float model's figures stand beside the new ones."""
+    run("finetune", "model.onnx", "-d", "pictures", "-o", "whole.onnx", "-e", 8, "--lr", 0.05, "-b", 8)
+    more = ("-d", "pictures", "-e", 1, "-b", 8, "--hold-out", 0.5, "--quantize")
+    figures = run("finetune", "whole.onnx", *more, "int8", "-o", "small.onnx", "--json").json
+    assert figures["before"]["bytes"] == Path("whole.onnx").stat().st_size
+    assert figures["after"]["bytes"] == Path("small.onnx").stat().st_size
+    assert (
+        figures["before"]["accuracy"] == 1.0
+        and figures["after"]["accuracy"] == figures["metrics"]["accuracy"]
+    )
+    said = run("finetune", "whole.onnx", *more, "fp16", "-o", "half.onnx").stderr
+    assert "fp16: quantized after training, not trained for: " in said
+
+
 def test_artifacts_for_int8_with_a_teacher_train_without_labels(shop: Path, run: Run) -> None:
     onnx.save(published(), "teacher.onnx")
     np.savez("pixels.npz", images=np.random.default_rng(0).normal(size=(24, 3, 16, 16)).astype(np.float32))

@@ -16,7 +16,7 @@ from typer.core import TyperCommand
 from onward.cli.choices import QuantizeChoice, TrainedChoice, only_our_errors
 from onward.cli.command import command
 from onward.cli.errors import CommandError
-from onward.cli.output import Output
+from onward.cli.output import Output, human_size
 from onward.cli.paths import file_target, folder_target, read_model, require_folder_target, require_new
 from onward.cli.shared_options import TaskOption, parse_rate
 from onward.escape import first_of
@@ -263,12 +263,7 @@ def finetune(
                 result.save_adapters(options.adapters)
     for note in getattr(result, "notes", ()):
         output.note(note)
-    remark = _advise_on_quantization(getattr(exported, "quantization", None), str(scheme))
-    if remark is not None:
-        output.note(remark)
-    integers = getattr(exported, "integers", None)
-    if integers is not None:
-        output.note(f"trained for {options.quantize}; {integers}")
+    comparison = {} if options.quantize is None else _show_quantization(output, options, result, exported)
     figures = dict(result.metrics)
     output.table("", ["", "value"], [[name, f"{value:.4g}"] for name, value in figures.items()])
     classes = getattr(result, "classes", None)
@@ -276,7 +271,30 @@ def finetune(
         output.line(f"classes: {first_of(classes, 40)}")
     output.line(f"next: {_next_command(options.target, plan.task.name)}")
     more = {"adapters": sorted(result.adapters)} if writes_text else {"classes": classes}
-    output.result({"path": options.target, "task": plan.task.name, "metrics": figures, **more})
+    output.result({"path": options.target, "task": plan.task.name, "metrics": figures, **comparison, **more})
+
+
+def _show_quantization(output: Output, options: Options, result: Any, exported: Any) -> dict[str, Any]:
+    """Say what fewer bits changed: of a model that was trained for them, or that was quantized after training."""
+    integers = getattr(exported, "integers", None)
+    if integers is not None:
+        output.note(f"trained for {options.quantize}; {integers}")
+    report = getattr(exported, "quantization", None)
+    remark = _advise_on_quantization(report, str(options.quantize))
+    if remark is not None:
+        output.note(remark)
+    changes = result.compare_with_float(options.target) if hasattr(result, "compare_with_float") else {}
+    if not changes:
+        behind = "" if report is None else f": {report}"
+        output.note(f"{options.quantize}: quantized after training, not trained for{behind}")
+        return {} if report is None else {"quantization": report.to_dict()}
+    rows = [
+        [name, *(human_size(int(value)) if name == "bytes" else f"{value:.4g}" for value in values)]
+        for name, values in changes.items()
+    ]
+    output.table("", ["", "float", str(options.quantize)], rows)
+    return {"before": {name: values[0] for name, values in changes.items()},
+            "after": {name: values[1] for name, values in changes.items()}}  # fmt: skip
 
 
 def _choose_quantization(plan: Plan, quantize: QuantizeChoice | None) -> tuple[Plan, str | None]:
