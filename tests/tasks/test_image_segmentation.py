@@ -245,3 +245,21 @@ def test_the_deployed_metadata_names_the_classes(trained: Any) -> None:
     about = {entry.key: entry.value for entry in onnx.load(file).metadata_props}
     assert json.loads(about["onward.classes"]) == list(CLASSES)
     assert json.loads(about["onward.task"])["task"] == "image-segmentation"
+
+
+@pytest.mark.parametrize(("mean", "fresh"), [(0.0, True), (0.25, False)])
+def test_statistics_that_have_seen_no_data_follow_the_batches(mean: float, fresh: bool) -> None:
+    model = onnx.parser.parse_model(
+        """<ir_version: 8, opset_import: ["": 17]>
+        net (float[n, 3, 8, 8] pixels) => (float[n, 2, 8, 8] scores) {
+        a = BatchNormalization(pixels, scale, bias, mean, spread)  scores = Conv(a, w) }"""
+    )
+    arrays = {"scale": np.ones(3), "bias": np.zeros(3), "mean": np.full(3, mean), "spread": np.ones(3)}
+    arrays["w"] = np.random.default_rng(0).normal(size=(2, 3, 1, 1))
+    for name, array in arrays.items():
+        model.graph.initializer.append(onnx.numpy_helper.from_array(array.astype(np.float32), name))
+    pictures = np.random.default_rng(0).normal(3, 1, (8, 3, 8, 8)).astype(np.float32)
+    masks = (pictures[:, 0] > 3).astype(np.uint8)
+    result = onward.finetune(model, (pictures, masks), task="image-segmentation", epochs=1, progress=False)
+    assert any("batch norms have seen no data" in note for note in result.notes) is fresh
+    assert bool(np.abs(np.asarray(result.state.frozen["mean"]) - mean).max() > 0.1) is fresh
