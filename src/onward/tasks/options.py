@@ -146,7 +146,9 @@ class Weights(Compression, Selection, Adapters):
     optimizer: Annotated[str, Option("The optimizer.", metavar="|".join(OPTIMIZERS))] = "adamw"
     batch_norm: Annotated[
         Literal["train", "frozen"] | None,
-        Option("Whether batch norm updates its statistics. Default: as the model."),
+        Option(
+            "Whether batch norm updates its statistics. Default: as the model; where it has seen no data, train."
+        ),
     ] = None
     requires_grad: Annotated[
         Sequence[str] | None, Option("Weights to train; patterns count.", ("--train",), "NAME")
