@@ -171,8 +171,8 @@ def _build_with_cmake(name: str, language: str, sources: Sequence[Path]) -> Prog
     return Program([built(name, sources, build, of=[library(), flags]) / "train"], ASAN)
 
 
-# without a small quarantine the sanitizer itself takes more memory with each step
-ASAN = {"ASAN_OPTIONS": "detect_leaks=1:quarantine_size_mb=1"}
+# with a quarantine the sanitizer itself takes more memory with each step
+ASAN = {"ASAN_OPTIONS": "detect_leaks=1:quarantine_size_mb=0:thread_local_quarantine_size_kb=0"}
 # a heap that is collected often: what grows then is not the collector's
 JVM = ("-Xmx48m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1")
 
