@@ -240,7 +240,7 @@ def find_run(folder: Path, checkpoint: str | None = None, *, prefix: str = "") -
         raise CommandError(
             f"'{folder}' is a file, not a folder of artifacts"
             if folder.exists()
-            else f"no folder '{folder}'",
+            else f"nothing at '{folder}'",
             "name a folder that onward train or onward artifacts wrote",
         )
     run = read_run(folder)
