@@ -92,6 +92,7 @@ def for_inference(
     *,
     quantize: bool | str | None = None,
     inputs: Mapping[str, np.ndarray] | None = None,
+    calibration: Mapping[str, np.ndarray] | None = None,
     rtol: float = 1e-4,
     atol: float = 1e-5,
     external_data: bool | None = None,
@@ -105,13 +106,12 @@ def for_inference(
     `state` is a CheckpointState or the path of a checkpoint. `inputs` are used for the check (random ones of
     the model's shapes by default); a difference above the tolerances raises `ParityError` and keeps an
     existing file. `quantize` is "int8", "int8-static", "int8-tensor", "int4", "int8-weights" or "fp16"; convolutions
-    and "int8-static" take ranges from `inputs`. Its effect is measured and reported, not judged. A model that was
-    trained with `quantize=` is folded into integers without it, and `integers` says how the kernels agree with
-    training. `external_data` puts the weights into a file of their own; `opset` writes the model in an older one,
-    where its operators have the same meaning there. `metadata` is written into the file besides: the names of its
-    classes, say. Without `force`, a quantized file that is larger or slower than the float one is an error. The
-    check compares the written model on `device` with the
-    evaluation model on the CPU.
+    and "int8-static" take ranges from `calibration`, samples that are `inputs` by default. Its effect is measured and
+    reported, not judged. A model that was trained with `quantize=` is folded into integers without it, and `integers`
+    says how the kernels agree with training. `external_data` puts the weights into a file of their own; `opset` writes
+    the model in an older one, where its operators have the same meaning there. `metadata` is written into the file
+    besides: the names of its classes, say. Without `force`, a quantized file that is larger or slower than the float
+    one is an error. The check compares the written model on `device` with the evaluation model on the CPU.
 
     >>> written = for_inference("out/eval_model.onnx", "out/checkpoint", ["scores"], "model.onnx")
     >>> written.parity.passed
@@ -155,7 +155,8 @@ def for_inference(
                     )
             if scheme is not None:
                 samples = feeds if expected is not None else None
-                quantization = _quantize(path, folder / target.name, scheme, samples, inputs, external_data)
+                ranges = inputs if calibration is None else calibration
+                quantization = _quantize(path, folder / target.name, scheme, samples, ranges, external_data)
                 if quantization is not None and not force:
                     refuse_worse(quantization, scheme)
 

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 # What takes ranges from the data of the run, where it is there.
 _CALIBRATED = (DeployChoice.AUTO, DeployChoice.INT8, DeployChoice.INT8_STATIC)
+# Samples for ranges: pictures have many numbers each, texts few.
+_CALIBRATION_ROWS, _CALIBRATION_TEXTS = 256, 1024
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -109,15 +111,18 @@ def deploy(output: Output, options: Options) -> None:
             "--map is for --data": options.mapping and not options.data,
         }
     )
-    data, inputs = _choose_inputs(options, trained, eval_model, names)
+    data, samples = _choose_inputs(options, trained, eval_model, names)
+    # all of them give ranges; a few show a wrong export as well as many
+    inputs = None if samples is None else {name: array[: options.samples] for name, array in samples.items()}
     tokenizer = _find_tokenizer(trained)
     beside = model.with_name(f"{model.stem}.tokenizer.json")
     if tokenizer is not None:
         # before the long part, as for the model
         require_new(beside, overwrite=options.overwrite)
     settings = {
-        "inputs": inputs, "rtol": options.rtol, "atol": options.atol, "external_data": options.external_data or None,
-        "metadata": info_to_metadata(trained.info), "device": options.device,
+        "inputs": inputs, "calibration": samples, "rtol": options.rtol, "atol": options.atol,
+        "external_data": options.external_data or None, "metadata": info_to_metadata(trained.info),
+        "device": options.device,
     }  # fmt: skip
     measurement: dict[str, Any] = {}
     with new_file(model, overwrite=options.overwrite) as aside, output.working("exporting and comparing"):
@@ -196,7 +201,7 @@ def _export_measured(
             measured = score(whole)
         if options.quantize is DeployChoice.AUTO:
             tried = candidates.try_schemes(
-                whole, settings["inputs"], folder,
+                whole, settings["inputs"], folder, calibration=settings["calibration"],
                 score=None if measured is None else score, allowed_loss=allowed_loss,
             )  # fmt: skip
             best = candidates.choose_best(tried)
@@ -208,7 +213,7 @@ def _export_measured(
             path = folder / "small" / target.name
             path.parent.mkdir()
             layers = candidates.quantize_sensitively(
-                whole, path, settings["inputs"], score=score, allowed_loss=allowed_loss
+                whole, path, settings["calibration"], score=score, allowed_loss=allowed_loss
             )
             result = {"float_layers": layers, "metric": score(path), "metric_before": measured}
         shutil.copyfile(path, target)
@@ -302,25 +307,36 @@ def _choose_inputs(
         if not data and options.quantize is not DeployChoice.INT8:
             raise CommandError(f"{options.quantize} needs samples of the data", "name some with --data")
     if data:
-        return data, _read_inputs(options, trained, eval_model, names, data, options.samples)
+        calibrated = options.quantize in _CALIBRATED
+        return data, _read_inputs(options, trained, eval_model, names, data, calibrated=calibrated)
     if run_data:
         with contextlib.suppress(CommandError, DataError):  # data that has changed: random inputs do as well
             # nobody asked for a comparison on these: a few show a wrong export as well as many
-            return [], _read_inputs(options, trained, eval_model, names, run_data, min(options.samples, 16))
+            few = dataclasses.replace(options, samples=min(options.samples, 16))
+            return [], _read_inputs(few, trained, eval_model, names, run_data, calibrated=False)
     return [], None
 
 
 def _read_inputs(
-    options: Options, trained: RunFiles, eval_model: Path, names: list[str], data: list[str], samples: int
+    options: Options,
+    trained: RunFiles,
+    eval_model: Path,
+    names: list[str],
+    data: list[str],
+    *,
+    calibrated: bool,
 ) -> dict[str, Any]:
-    """The samples to compare on, for the inputs that the outputs need."""
+    """The samples to compare on, and more to take ranges from, for the inputs that the outputs need."""
     from onward.cli.data import load_samples, user_inputs
 
     specs = user_inputs(eval_model)
-    most = min([samples, *(spec.dims[0] for spec in specs if spec.dims and spec.dims[0])])  # fixed batches
-    arrays = load_samples(data, specs, trained.data_options(mapping=options.mapping), most)
     # an exported model has no labels: they go with the loss
     labels = _labels_only(eval_model, names)
+    texts = all(spec.is_integer for spec in specs if spec.name not in labels)
+    ranges = (_CALIBRATION_TEXTS if texts else _CALIBRATION_ROWS) if calibrated else 0
+    fixed = [spec.dims[0] for spec in specs if spec.dims and spec.dims[0]]  # fixed batches
+    most = min([max(options.samples, ranges), *fixed])
+    arrays = load_samples(data, specs, trained.data_options(mapping=options.mapping), most)
     return {name: array for name, array in arrays.items() if name not in labels}
 
 

@@ -54,14 +54,15 @@ def try_schemes(
     feeds: Mapping[str, np.ndarray],
     folder: Path,
     *,
+    calibration: Mapping[str, np.ndarray] | None = None,
     score: Callable[[Path], float] | None = None,
     allowed_loss: float = 0.005,
     repeats: int = 9,
 ) -> list[Candidate]:
     """Quantize a float model in every way that fits, into `folder`; the float model is the first candidate.
 
-    `feeds` are samples of the data. `score` computes the metric of a file, larger being better, of which
-    `allowed_loss` may be lost.
+    `feeds` are samples of the data to compare on, `calibration` those to take ranges from. `score` computes the metric
+    of a file, larger being better, of which `allowed_loss` may be lost.
     """
     reference = score(whole) if score is not None else None
     candidates = [
@@ -74,7 +75,7 @@ def try_schemes(
         path = folder / str(number) / whole.name
         path.parent.mkdir(exist_ok=True)
         try:
-            quantize(whole, name, path=path, calibration=feeds)
+            quantize(whole, name, path=path, calibration=feeds if calibration is None else calibration)
         except OnwardError as error:
             candidates.append(_failed(name, path, str(error)))
             continue
