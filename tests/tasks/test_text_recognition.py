@@ -199,6 +199,14 @@ def test_a_list_of_another_model_is_refused(tmp_path: Path) -> None:
         teach(tmp_path / "m.onnx", data)
 
 
+def test_a_reader_that_takes_more_than_its_lines_is_one_error(tmp_path: Path) -> None:
+    model = reader()
+    model.graph.input.append(onnx.helper.make_tensor_value_info("lengths", onnx.TensorProto.INT64, ["N"]))
+    data = write_lines(tmp_path / "lines", "ab", count=4)
+    with pytest.raises(ModelError, match="has one input, and this one takes 'lengths' too"):
+        teach(save(model, tmp_path / "m.onnx"), data)
+
+
 def test_a_text_is_what_is_left_without_repetitions_and_blanks() -> None:
     assert join_characters(np.array([[1, 1, 0, 1, 2, 2, -1], [0, 0, 0, 0, 0, 0, 0]]), ["", "a", "b"], 0) == [
         "aab",

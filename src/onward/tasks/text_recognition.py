@@ -70,6 +70,9 @@ def read(data: Any, source: Source, options: TextRecognition, *, like: Data | No
     else:
         spec = picture_input(source.inputs, None)
         preprocessing = _prepare(spec, source.info, normalize=options.normalize, height=options.height)
+    others = [spec.name for spec in source.inputs if spec.name != preprocessing.input]
+    if others:
+        raise ModelError(f"a reader that is trained here has one input, and this one takes '{others[0]}' too")
     rows = np.fromiter(measure_lines(lines, preprocessing.settings), object)
     new = [character for character in alphabet if character not in set(own)]
     grown = f", {len(new)} new characters: {first_of(new, 40)}" if new else ""
