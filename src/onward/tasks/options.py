@@ -321,6 +321,7 @@ class ObjectDetection(Scenes, Weights, Training):
 class ImageSegmentation(Scenes, Weights, Training):
     """Options of image-segmentation."""
 
+    epochs: Epochs = 20
     batch_size: BatchSize = 8
     augment: Annotated[
         Sequence[str], Option("Images: flip, crop, scale, colour; also flip,crop=0.2.", metavar="NAME[=HOW]")
