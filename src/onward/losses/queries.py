@@ -43,9 +43,9 @@ def set_loss(
     owner = _assign(op, op.stop_gradient(logits), op.stop_gradient(boxes), one_hot, true, exists)
     by_query = op.Transpose(owner, perm=[0, 2, 1])
     nothing = np.eye(count, dtype=np.float32)[-1]
-    taken = op.ReduceSum(by_query, [2], keepdims=1)
-    wanted = op.Add(op.MatMul(by_query, one_hot), op.Mul(op.Sub(1.0, taken), nothing))
-    weighted = op.Mul(wanted, np.where(nothing > 0, _NOTHING, 1.0).astype(np.float32))
+    busy = op.ReduceSum(by_query, [2], keepdims=1)
+    labels = op.Add(op.MatMul(by_query, one_hot), op.Mul(op.Sub(1.0, busy), nothing))
+    weighted = op.Mul(labels, np.where(nothing > 0, _NOTHING, 1.0).astype(np.float32))
     missed = op.Neg(_sum(op, op.Mul(weighted, op.LogSoftmax(logits, axis=2))))
     classes = op.Div(missed, _sum(op, weighted))
 
@@ -92,12 +92,12 @@ def match(op: Builder, cost: ir.Value, exists: ir.Value) -> ir.Value:
     free = body.Less(answered, body.Cast(body.Squeeze(body.dim(cost, 2), [0]), to=kind))
     own = body.Mul(own, body.Unsqueeze(body.Cast(free, to=kind), [1]))
     path = _find_path(body, cost, own, (of_rows, of_queries, owner), rows, queries)
-    last, taken, lengths, before, length = path
-    slack = body.Mul(taken, body.Sub(length, lengths))
+    last, visited, lengths, sources, length = path
+    slack = body.Mul(visited, body.Sub(length, lengths))
     paid = body.Squeeze(body.MatMul(owner, body.Unsqueeze(slack, [2])), [2])
     body.graph.outputs.extend([
         body.Identity(going), body.Add(of_rows, body.Add(body.Mul(own, length), paid)), body.Sub(of_queries, slack),
-        _exchange(body, last, owner, before, rows),
+        _exchange(body, last, owner, sources, rows),
     ])  # fmt: skip
     start = op.Mul(cost, 0.0)
     *_, result = op.Loop(
@@ -124,14 +124,14 @@ def _find_path(
     body = op.subgraph("path")
     body.input("step", ir.DataType.INT64, [])
     body.input("going", ir.DataType.BOOL, [])
-    names = ("last", "taken", "lengths", "before", "length", "row")
-    last, taken, lengths, before, length, row = (body.input(name, kind, [None, None]) for name in names)
+    names = ("last", "visited", "lengths", "sources", "length", "row")
+    last, visited, lengths, sources, length, row = (body.input(name, kind, [None, None]) for name in names)
     # a sample whose search is over has no row any more, and nothing of it changes
     searching = body.Greater(body.ReduceSum(row, [1], keepdims=1), 0.5)
     ways = body.Squeeze(body.MatMul(body.Unsqueeze(row, [1]), cost), [1])
     paid = body.Add(of_queries, body.ReduceSum(body.Mul(row, of_rows), [1], keepdims=1))
     ways = body.Sub(body.Add(ways, length), paid)
-    passed = body.Greater(taken, 0.5)
+    passed = body.Greater(visited, 0.5)
     shorter = body.And(body.And(body.Less(ways, lengths), body.Not(passed)), searching)
     nearer = body.Where(shorter, ways, lengths)
     number = body.ReduceSum(body.Mul(row, rows), [1], keepdims=1)
@@ -141,8 +141,8 @@ def _find_path(
     owners = body.MatMul(body.Unsqueeze(end, [1]), body.Transpose(owner, perm=[0, 2, 1]))
     following = body.Mul(body.Squeeze(owners, [1]), body.Cast(searching, to=kind))
     body.graph.outputs.extend([
-        body.Greater(_sum(body, following), 0.5), end, body.Max(taken, end), nearer,
-        body.Where(shorter, number, before), body.Where(searching, reached, length), following,
+        body.Greater(_sum(body, following), 0.5), end, body.Max(visited, end), nearer,
+        body.Where(shorter, number, sources), body.Where(searching, reached, length), following,
     ])  # fmt: skip
     begin = op.Greater(_sum(op, own), 0.5)
     none = op.ReduceSum(queries, [1], keepdims=1)
@@ -151,7 +151,7 @@ def _find_path(
     return [_described(value, like) for value, like in zip(results[:5], start)]
 
 
-def _exchange(op: Builder, last: ir.Value, owner: ir.Value, before: ir.Value, rows: ir.Value) -> ir.Value:
+def _exchange(op: Builder, last: ir.Value, owner: ir.Value, sources: ir.Value, rows: ir.Value) -> ir.Value:
     """The owners after a path: each object on it takes the query behind it, and gives up the one before."""
     kind = op.dtype(owner)
     body = op.subgraph("exchange")
@@ -159,7 +159,7 @@ def _exchange(op: Builder, last: ir.Value, owner: ir.Value, before: ir.Value, ro
     body.input("going", ir.DataType.BOOL, [])
     query, owned = body.input("query", kind, [None, None]), body.input("owned", kind, [None, None, None])
     there = body.ReduceSum(query, [1], keepdims=1)
-    number = body.ReduceSum(body.Mul(query, before), [1], keepdims=1)
+    number = body.ReduceSum(body.Mul(query, sources), [1], keepdims=1)
     row = body.Mul(body.Cast(body.Equal(rows, number), to=kind), there)
     old = body.Squeeze(body.MatMul(body.Unsqueeze(row, [1]), owned), [1])
     change = body.Mul(body.Unsqueeze(row, [2]), body.Unsqueeze(body.Sub(query, old), [1]))
