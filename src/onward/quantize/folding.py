@@ -58,6 +58,7 @@ def fold_quantization(model: ir.Model) -> ir.Model:
     _fix_scales(writer.op, graph, writer.arrays)
     for node, mark in operands:
         writer.fold(node, mark)
+        node.metadata_props.pop(contract.QUANTIZED, None)  # it is folded: nothing is left to know
     _remove_bounds(writer.op, graph)
     if any(node.domain == _MICROSOFT for node in graph):
         graph.opset_imports[_MICROSOFT] = 1
