@@ -12,6 +12,7 @@ import re
 import stat
 from typing import TypeVar
 
+from onward.errors import DataError
 from onward.files import finish_interrupted
 from onward.limits import current, require
 
@@ -44,7 +45,12 @@ def read_bytes(path: str | os.PathLike[str], *, limit: str) -> bytes:
 
 def read_text(path: str | os.PathLike[str]) -> str:
     """The text of a UTF-8 file of a bounded size."""
-    return read_bytes(path, limit="text_bytes").decode("utf-8")
+    try:
+        return read_bytes(path, limit="text_bytes").decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"'{os.fspath(path)}' is no UTF-8 text: {error.reason} at byte {error.start}", "save it as UTF-8"
+        ) from None
 
 
 def read_json(path: str | os.PathLike[str], kind: type[Kind] = dict) -> Kind:

@@ -6,11 +6,20 @@ import json
 import os
 import stat
 import sys
+import threading
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+from PIL import Image
+from PIL.ImageFile import ImageFile
 
+from onward.data import images
+from onward.data.boxes import find_boxed_pictures
 from onward.data.images import read_picture
+from onward.data.layouts import Samples, check_files
+from onward.data.lettering import read_lines
 from onward.data.text import read_tokenizer
 from onward.errors import DataError
 
@@ -73,3 +82,98 @@ def test_a_pattern_that_backtracks_without_end_is_one_error(tmp_path: Path) -> N
     tokenizer = read_tokenizer(tokenizer_file(tmp_path, pre_tokenizer=split))
     with pytest.raises(DataError, match="fails on a text"):
         tokenizer.encode_batch(["a" * 40 + "b"])
+
+
+def _write(folder: Path, files: dict[str, str]) -> Path:
+    """A folder of pictures with these texts beside them."""
+    for name in ("images/0.png", "0.png"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (8, 8)).save(folder / name)
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    return folder
+
+
+BOX = "0 .5 .5 .2 .2\n"
+BOMB = "a: &a [" + "x," * 10 + "]\n" + "".join(
+    f"{name}: &{name} [{f'*{before},' * 10}]\n" for before, name in zip("abcdefgh", "bcdefghi")
+)  # fmt: skip
+
+
+def _coco(**changes: Any) -> str:
+    document = {
+        "images": [{"id": 1, "file_name": "0.png"}], "categories": [{"id": 1, "name": "a"}],
+        "annotations": [{"image_id": 1, "category_id": 1, "bbox": [1, 1, 5, 5]}],
+    }  # fmt: skip
+    return json.dumps({**document, **changes})
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({"labels/0.txt": "99999999999 .5 .5 .2 .2"}, "line 1: the class is 99999999999, and the data names no"),
+        ({"labels/0.txt": BOX, "data.yaml": f"{BOMB}path: *i\n"}, "path is no text"),
+        ({"labels/0.txt": BOX, "data.yaml": f"{BOMB}train: *i\n"}, "train is no text"),
+        ({"labels/0.txt": BOX, "data.yaml": "names: [a]\n" + " " * (1 << 21)}, "2,097,163 bytes"),
+        ({"labels/0.txt": BOX, "data.yaml": "train: /\n"}, "no folder '/' for train in its own folder"),
+        ({"labels/0.txt": BOX, "data.yaml": "path: ../\ntrain: secret\n"}, "no folder 'secret' for train"),
+        ({"a.json": _coco(images=[{"id": [1], "file_name": "0.png"}])}, r"images\[0\]: its id is no number"),
+        ({"a.json": _coco(categories=[{"id": 1, "name": {}}])}, r"categories\[0\]: its name is no number"),
+        (
+            {"a.json": _coco(categories=[{"id": 1, "name": "a"}, {"id": "2", "name": "b"}])},
+            r"categories\[1\]: its id is no number and no text, or not as that of the others",
+        ),
+        *[
+            ({"a.json": _coco(annotations=[{"image_id": 1, "category_id": 1, "bbox": [1, 1, 5, size]}])}, "no box")
+            for size in (float("nan"), float("inf"), 10**400)
+        ],
+        ({"a.json": _coco(images=[{"id": 1, "file_name": "a" * 5000}], annotations=[])}, "no file 'aaa"),
+    ],
+)  # fmt: skip
+def test_boxes_that_lie_are_one_error(tmp_path: Path, files: dict[str, str], message: str) -> None:
+    (tmp_path / "secret").mkdir()
+    folder = _write(tmp_path / "data", files)
+    with pytest.raises(DataError, match=message):
+        find_boxed_pictures(folder, None)
+
+
+@pytest.mark.parametrize("name", ["../secret.png", "{0}/secret.png", "/dev/zero", "a" * 5000, "a\0.png"])
+def test_a_list_of_texts_names_files_of_its_own_folder(tmp_path: Path, name: str) -> None:
+    Image.new("RGB", (8, 8)).save(tmp_path / "secret.png")
+    folder = _write(tmp_path / "data", {"rec_gt.txt": f"{name.format(tmp_path)}\ttext\n"})
+    with pytest.raises(DataError, match="line 1: no file"):
+        read_lines(folder)
+
+
+def test_a_folder_beside_the_yaml_that_it_calls_one_above_is_read(tmp_path: Path) -> None:
+    """As Roboflow writes it."""
+    files = {"labels/0.txt": BOX, "data.yaml": "train: ../images\nnames: [a]\n"}
+    assert find_boxed_pictures(_write(tmp_path, files), None).classes == ["a"]
+
+
+def test_a_text_that_is_no_utf_8_is_named(tmp_path: Path) -> None:
+    folder = _write(tmp_path, {"labels/0.txt": ""})
+    (folder / "labels/0.txt").write_bytes(b"\xff\xfe0 .5")
+    with pytest.raises(DataError, match="txt' is no UTF-8 text: invalid start byte at byte 0"):
+        find_boxed_pictures(folder, None)
+
+
+def test_large_pictures_are_decoded_one_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few that unpack to much would take all memory at once."""
+    monkeypatch.setattr(images, "_LARGE_PIXELS", 63)
+    for number in range(8):
+        Image.new("RGB", (8, 8)).save(tmp_path / f"{number}.png")
+    decode, busy = ImageFile.load, threading.Lock()
+    at_once: list[bool] = []
+
+    def load(picture: Any) -> Any:
+        at_once.append(not busy.acquire(blocking=False))
+        time.sleep(0.005)
+        if not at_once[-1]:
+            busy.release()
+        return decode(picture)
+
+    monkeypatch.setattr(ImageFile, "load", load)
+    check_files(Samples(list(tmp_path.iterdir())), images.why_unreadable_image, "image", skip_bad=False)
+    assert at_once == [False] * 8

@@ -9,13 +9,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from onward.data.images import PICTURES
+from onward.data.images import PICTURES, upright_size
 from onward.data.layouts import SPLITS, YAML, files_in, read_yaml, split_folders
 from onward.data.scenes import require_readable
 from onward.errors import DataError
@@ -26,6 +27,8 @@ from onward.reading import parse_json, read_text
 _TOLERANCE = 0.01
 # bytes at each end of a file that are looked at
 _END = 1 << 16
+# a number alone would make as many names as it says
+_MOST_CLASSES = 1 << 16
 _NAME_FILES = ("classes.txt", "labels.txt")
 _LAYOUTS = "images/ and labels/*.txt (YOLO), a JSON file as COCO has it, or Annotations/*.xml (Pascal VOC)"
 
@@ -109,7 +112,8 @@ def find_boxed_pictures(path: Path, classes: Sequence[str] | None) -> BoxedPictu
     where = layout.where if classes is None else "the classes"
     # all at once: a broken picture would end the run after an hour
     require_readable([picture.file for picture in layout.pictures])
-    return BoxedPictures([_check(picture, names, where) for picture in layout.pictures], names)
+    numbers = {name: number for number, name in reversed([*enumerate(names)])}
+    return BoxedPictures([_check(picture, names, numbers, where) for picture in layout.pictures], names)
 
 
 def _reader(path: Path) -> Callable[[Path], _Layout] | None:
@@ -134,19 +138,26 @@ def _reader(path: Path) -> Callable[[Path], _Layout] | None:
 
 def _names_of(pictures: Sequence[_Labelled]) -> list[str]:
     """The classes of data that states none: its names in alphabetical order, or numbers."""
-    kinds = {one.kind for picture in pictures for one in picture.objects}
-    if all(isinstance(kind, int) for kind in kinds):
-        return [str(number) for number in range(max(int(kind) for kind in kinds) + 1)]
-    return sorted(str(kind) for kind in kinds)
+    objects = [one for picture in pictures for one in picture.objects]
+    last = max((one for one in objects if isinstance(one.kind, int)), key=lambda one: one.kind, default=None)
+    if last is None:
+        return sorted({str(one.kind) for one in objects})
+    if int(last.kind) >= _MOST_CLASSES:
+        raise DataError(
+            f"{last.where}: the class is {str(last.kind)[:20]}, and the data names no classes",
+            "correct the number, or name the classes in data.yaml",
+        )
+    return [str(number) for number in range(int(last.kind) + 1)]
 
 
-def _check(picture: _Labelled, names: Sequence[str], where: str) -> BoxedPicture:
+def _check(picture: _Labelled, names: Sequence[str], numbers: Mapping[str, int], where: str) -> BoxedPicture:
     """A picture with its boxes in pixels; one outside it, or of a class that there is not, is an error."""
     height, width = upright_size(picture.file)
     across, down = (width, height) if picture.relative else (1, 1)
     rows = []
     for one in picture.objects:
-        if one.kind not in (range(len(names)) if isinstance(one.kind, int) else names):
+        number = one.kind if isinstance(one.kind, int) else numbers.get(one.kind, -1)
+        if number not in range(len(names)):
             raise DataError(
                 f"{one.where}: the class is {one.kind!r}, and {where} has {first_of(names)}",
                 f"numbers are 0 to {len(names) - 1}" if isinstance(one.kind, int) else "correct the name",
@@ -164,21 +175,10 @@ def _check(picture: _Labelled, names: Sequence[str], where: str) -> BoxedPicture
                 f"'{picture.file}', which has {width} × {height} pixels",
                 "corners are pixels in COCO and VOC, shares of the sides in YOLO",
             )
-        number = one.kind if isinstance(one.kind, int) else list(names).index(one.kind)
         rows.append([number, max(x1, 0), max(y1, 0), min(x2, width), min(y2, height)])
     return BoxedPicture(
         picture.file, (height, width), np.asarray(rows, np.float32).reshape(-1, 5), picture.split
     )
-
-
-def upright_size(file: Path) -> tuple[int, int]:
-    """The height and width of a picture as people see it; its pixels are not decoded."""
-    from PIL import Image
-
-    with Image.open(file) as picture:
-        # the EXIF orientations that swap height and width
-        turned = picture.getexif().get(0x0112) in (5, 6, 7, 8)
-        return (picture.width, picture.height) if turned else (picture.height, picture.width)
 
 
 def _read_yolo(path: Path) -> _Layout:
@@ -264,7 +264,7 @@ def _read_coco(path: Path) -> _Layout:
     for file in files:
         split = _split_of(file) if len(files) > 1 else None
         document = _read_table(file)
-        numbers = {entry["id"]: entry["name"] for entry in document["categories"]}
+        numbers = {entry["id"]: str(entry["name"]) for entry in document["categories"]}
         # COCO's ids have gaps: classes are numbered in their order
         own = [numbers[number] for number in sorted(numbers)]
         if names is not None and own != names:
@@ -290,6 +290,13 @@ def _read_table(file: Path) -> Mapping[str, Any]:
             missing = [name for name in needed if not isinstance(row, dict) or name not in row]
             if missing:
                 raise DataError(f"'{file}', {key}[{index}]: no '{missing[0]}'", "correct or remove it")
+            wrong = [name for name in needed if name != "bbox" and type(row[name]) not in (int, str)]
+            if wrong or (key == "categories" and type(row["id"]) is not type(rows[0]["id"])):
+                raise DataError(
+                    f"'{file}', {key}[{index}]: its {first_of(wrong or ['id'])} is no number and no text, or not as "
+                    "that of the others",
+                    "ids are numbers, names are texts",
+                )
     return document
 
 
@@ -307,7 +314,7 @@ def _coco_pictures(
                 f"there are {first_of(list(numbers))}",
             )
         box = entry["bbox"]
-        if not isinstance(box, list) or len(box) != 4 or not all(type(n) in (int, float) for n in box):
+        if not isinstance(box, list) or len(box) != 4 or not all(map(_is_pixel, box)):
             raise DataError(
                 f"{where}: {json.dumps(box)[:60]} is no box", "it is [x, y, width, height] in pixels"
             )
@@ -320,7 +327,7 @@ def _coco_pictures(
     pictures = []
     for index, entry in enumerate(document["images"]):
         name = str(entry["file_name"])
-        picture = next((folder / name for folder in folders if (folder / name).is_file()), None)
+        picture = next((folder / name for folder in folders if os.path.isfile(folder / name)), None)
         # a JSON file from elsewhere must not name files outside its folder
         if picture is None or ".." in Path(name).parts or Path(name).is_absolute():
             raise DataError(
@@ -328,6 +335,11 @@ def _coco_pictures(
             )
         pictures.append(_Labelled(picture, objects[entry["id"]], split))
     return pictures
+
+
+def _is_pixel(number: Any) -> bool:
+    # JSON of Python's has NaN, Infinity and whole numbers of any length
+    return type(number) in (int, float) and abs(number) < 1 << 32
 
 
 def _split_of(file: Path) -> str | None:
@@ -361,10 +373,13 @@ def _voc_objects(file: Path) -> list[_Object]:
         root = ElementTree.fromstring(text)
     except ElementTree.ParseError as error:
         raise DataError(f"'{file}', line {error.position[0]}: {error}", "is it XML?") from error
-    objects, position = [], 0
+    objects, line, position = [], 1, 0
     for entry in root.iter("object"):
-        position = text.find("<object", position) + 1
-        where = f"'{file}', line {text[:position].count(chr(10)) + 1}"
+        start = text.find("<object", position) + 1
+        # from the last one on: from the beginning each time, a long file takes hours
+        line += text.count("\n", position, start)
+        position = start
+        where = f"'{file}', line {line}"
         name = entry.findtext("name")
         corners = [entry.findtext(f"bndbox/{side}") for side in ("xmin", "ymin", "xmax", "ymax")]
         try:

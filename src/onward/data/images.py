@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 PICTURES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"})
 # Pillow judges a file by its content, and for some formats (EPS) it starts another program: only these are decoded.
-_DECODERS = ("PNG", "JPEG", "BMP", "GIF", "WEBP", "TIFF", "PPM")
+DECODERS = ("PNG", "JPEG", "BMP", "GIF", "WEBP", "TIFF", "PPM")
 # the side of pictures for a model that takes any, which most were trained with; and the least one that data may choose
 _DEFAULT, _SMALLEST = 224, 32
 # so many bytes of decoded pictures are kept; the rest is decoded again in every epoch
@@ -93,7 +94,7 @@ def _common_size(files: Sequence[Any]) -> dict[str, Any]:
     sizes = set()
     for file in files:
         try:
-            with Image.open(_opened(file), formats=_DECODERS) as picture:
+            with Image.open(_opened(file), formats=DECODERS) as picture:
                 sizes.add(picture.size)
         except Exception:  # Pillow's readers raise whatever Python does; what is damaged is refused elsewhere
             return {}
@@ -105,15 +106,38 @@ def _common_size(files: Sequence[Any]) -> dict[str, Any]:
     return {"size": {"height": height, "width": width}} if fits else {}
 
 
+# Pictures of more pixels than this are decoded one at a time: a few that unpack to much would take all memory at once.
+_LARGE_PIXELS = 1 << 24
+_one_at_a_time = threading.Lock()
+
+
+def decoding(picture: Any) -> contextlib.AbstractContextManager[Any]:
+    """Hold this while the pixels of a Pillow image are in memory more than once, beside other threads."""
+    return _one_at_a_time if picture.width * picture.height > _LARGE_PIXELS else contextlib.nullcontext()
+
+
+def upright_size(file: Any) -> tuple[int, int]:
+    """The height and width of a picture as people see it; its pixels are not decoded."""
+    from PIL import Image
+
+    with Image.open(file, formats=DECODERS) as picture:
+        # the EXIF orientations that swap height and width
+        turned = picture.getexif().get(0x0112) in (5, 6, 7, 8)
+        return (picture.width, picture.height) if turned else (picture.height, picture.width)
+
+
 def why_unreadable_image(file: Any) -> str | None:
     """Why a picture cannot be decoded to its end; None where it can."""
     from PIL import Image
 
     try:
-        with Image.open(_opened(file), formats=_DECODERS) as picture:
+        with Image.open(_opened(file), formats=DECODERS) as picture:
             # JPEG decodes an eighth of the size in a fraction of the time, and still reads every byte
             picture.draft("L", (max(1, picture.width // 8), max(1, picture.height // 8)))
-            picture.load()
+            with decoding(picture):
+                picture.load()
+                # its pixels are gone before another is decoded
+                picture.close()
             return None
     except Exception as error:  # Pillow's readers raise whatever Python does over damaged bytes
         return str(error).removesuffix(f" {str(file)!r}")
@@ -125,7 +149,7 @@ def _opened(file: Any) -> Any:
 
 def read_picture(path: Any, *, channels: int | None = 3) -> Any:
     """A Pillow image from a file, a file object, bytes [height, width, 3] or an image: upright, in colours or grey."""
-    from PIL import Image, ImageOps
+    from PIL import Image
 
     if isinstance(path, np.ndarray):
         if path.ndim not in (2, 3) or path.dtype != np.uint8:
@@ -134,25 +158,34 @@ def read_picture(path: Any, *, channels: int | None = 3) -> Any:
                 "give a path, a Pillow image, or [height, width, channels] bytes",
             )
         path = Image.fromarray(path)
-    try:
-        # an image that was given stays open: it is its owner's
-        with (
-            contextlib.nullcontext(path)
-            if isinstance(path, Image.Image)
-            else Image.open(_opened(path), formats=_DECODERS) as file
-        ):
-            return ImageOps.exif_transpose(file).convert("L" if channels == 1 else "RGB")
-    except Exception as error:  # Pillow's readers raise whatever Python does over damaged bytes
-        raise DataError(f"cannot read the image '{path}': {error}", "remove it, or fix it") from error
+    with _decoded(path, channels) as picture:
+        return picture
+
+
+@contextlib.contextmanager
+def _decoded(path: Any, channels: int | None) -> Iterator[Any]:
+    """A picture upright, in colours or grey, and the turn to decode where it is large."""
+    from PIL import Image, ImageOps
+
+    with contextlib.ExitStack() as stack:
+        try:
+            # an image that was given stays open: it is its owner's
+            given = isinstance(path, Image.Image)
+            file = path if given else stack.enter_context(Image.open(_opened(path), formats=DECODERS))
+            stack.enter_context(decoding(file))
+            picture = ImageOps.exif_transpose(file).convert("L" if channels == 1 else "RGB")
+        except Exception as error:  # Pillow's readers raise whatever Python does over damaged bytes
+            raise DataError(f"cannot read the image '{path}': {error}", "remove it, or fix it") from error
+        yield picture
 
 
 def open_picture(path: Any, settings: Mapping[str, Any]) -> np.ndarray:
     """One picture, from a file or a file object, as the model takes it."""
-    picture = read_picture(path, channels=settings.get("channels"))
-    try:
-        return image(picture, settings)
-    except ValueError as error:
-        raise DataError(f"'{path}': {error}", "choose other sizes: --resize, --crop") from error
+    with _decoded(path, settings.get("channels")) as picture:
+        try:
+            return image(picture, settings)
+        except ValueError as error:
+            raise DataError(f"'{path}': {error}", "choose other sizes: --resize, --crop") from error
 
 
 def picture_input(inputs: Sequence[InputSpec], name: str | None) -> InputSpec:

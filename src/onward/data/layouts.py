@@ -7,6 +7,7 @@ in the files.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -28,6 +29,8 @@ SPLITS: Mapping[str, str] = {
     **dict.fromkeys(("test", "testing"), "test"),
 }
 YAML = frozenset({".yaml", ".yml"})
+# the parser takes seconds for each megabyte
+_LARGEST_YAML = 1 << 21
 _SHOWN = 50  # files that an error lists
 
 
@@ -149,7 +152,9 @@ def _read_metadata(table: Path, what: str, *, labelled: bool, label: str | None,
         raise DataError(f"'{table}' has no column 'file_name'", f"it has {', '.join(columns)}")
     files = [table.parent / str(name) for name in columns.pop("file_name")]
     inside = table.parent.resolve()
-    strange = [file for file in files if not file.resolve().is_relative_to(inside) or not file.is_file()]
+    strange = [
+        file for file in files if not file.resolve().is_relative_to(inside) or not os.path.isfile(file)
+    ]
     if strange:
         raise DataError(
             f"'{table}' names {len(strange)} files that are not in its folder: {first_of(strange, _SHOWN)}",
@@ -191,6 +196,8 @@ def read_yaml(path: Path) -> tuple[dict[str, Path], tuple[str, ...] | None]:
         return {}, None
     import yaml
 
+    if file.stat().st_size > _LARGEST_YAML:
+        raise DataError(f"'{file}' has {file.stat().st_size:,} bytes", "it has folders and names alone")
     try:
         document = yaml.safe_load(read_text(file))
     except (yaml.YAMLError, OSError, ValueError, RecursionError) as error:
@@ -204,17 +211,33 @@ def read_yaml(path: Path) -> tuple[dict[str, Path], tuple[str, ...] | None]:
         isinstance(names, list) and all(isinstance(name, str | int) for name in names)
     ):
         raise DataError(f"'{file}': its names are no list", "names are a list, or a table from 0 on")
-    base = file.parent / str(document.get("path") or "")
+    for key in ("path", "train", "val", "test"):
+        # aliases make of a short file a list that has no end in memory once it is text
+        if not isinstance(document.get(key), str | None):
+            raise DataError(f"'{file}': {key} is no text", "it is the path of one folder")
+    base = document.get("path") or ""
     parts = {}
     for key, split in (("train", "train"), ("val", "validation"), ("test", "test")):
         name = document.get(key)
         if name is None:
             continue
-        folder = next((f for f in (base / str(name), file.parent / str(name)) if f.is_dir()), None)
+        # Roboflow writes ../train/images for a folder beside the file
+        options = (os.path.join(base, name), name, name.removeprefix("../"))
+        folder = next(
+            (file.parent / n for n in options if is_inside(n) and os.path.isdir(file.parent / n)), None
+        )
         if folder is None:
-            raise DataError(f"'{file}': no folder '{name}' for {key}", "correct the path, or remove the line")
+            raise DataError(
+                f"'{file}': no folder '{name}' for {key} in its own folder",
+                "put it where the pictures lie and correct its paths, or remove the line",
+            )
         parts[split] = folder
     return parts, None if names is None else tuple(str(name) for name in names)
+
+
+def is_inside(name: str | os.PathLike[str]) -> bool:
+    """Whether a path that a file names stays in the file's own folder: a file from elsewhere must not name others."""
+    return not os.path.isabs(name) and os.path.normpath(name).split(os.sep)[0] != ".."
 
 
 def _is_hidden(path: Path) -> bool:

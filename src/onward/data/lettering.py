@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 
 from onward.data.columns import TABLES, read_table, row_of
-from onward.data.images import PICTURES, read_picture
+from onward.data.images import PICTURES, read_picture, upright_size, why_unreadable_image
+from onward.data.layouts import is_inside
 from onward.data.sound import SOUNDS, open_wave
 from onward.errors import DataError
 from onward.reading import read_text
@@ -74,10 +75,12 @@ def read_lines(data: Any, *, text_column: str | None = None) -> list[Line]:
     base = path.parent
     resolved = []
     for line in lines:
-        file = next((f for f in (base / line.file, base / "images" / line.file) if f.is_file()), None)
+        files = (base / line.file, base / "images" / line.file) if is_inside(line.file) else ()
+        file = next((file for file in files if os.path.isfile(file)), None)
         if file is None:
             raise DataError(
-                f"{line.where}: no file '{base / line.file}'", "correct the path, or remove the line"
+                f"{line.where}: no file '{line.file}' in '{base}'",
+                "correct the path, which begins in that folder, or remove the line",
             )
         if not line.text:
             raise DataError(f"{line.where}: '{line.file}' has no text", "fill it, or remove the line")
@@ -119,10 +122,14 @@ def measure_lines(lines: Sequence[Line], settings: Mapping[str, Any]) -> list[Li
         try:
             if is_sound(settings):
                 return replace(line, width=open_wave(line.file, settings).size)
-            picture = read_picture(line.file, channels=settings.get("channels"))
         except DataError as error:
             raise DataError(f"{line.where}: {error}", "remove it, or fix it") from error
-        return replace(line, width=scaled_width(picture.width, picture.height, settings))
+        if why := why_unreadable_image(line.file):
+            raise DataError(
+                f"{line.where}: cannot read the image '{line.file}': {why}", "remove it, or fix it"
+            )
+        height, width = upright_size(line.file)
+        return replace(line, width=scaled_width(width, height, settings))
 
     with ThreadPoolExecutor(4) as pool:  # decoding leaves Python's lock
         return list(pool.map(measure, lines))

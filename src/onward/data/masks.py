@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from onward.data.images import PICTURES, read_picture
+from onward.data.images import PICTURES, decoding, upright_size
 from onward.data.labels import numbered_classes
 from onward.data.layouts import files_in, read_yaml, split_folders
 from onward.data.preprocess import image
@@ -174,7 +174,9 @@ def read_numbers(mask: Path) -> np.ndarray:
                     f"the mask '{mask}' has colours ({file.mode})",
                     "its pixels are class numbers: save it as a grey or palette PNG",
                 )
-            numbers = np.asarray(file)
+            with decoding(file):
+                numbers = np.asarray(file)
+                file.close()
     except DataError:
         raise
     except Exception as error:  # Pillow's readers raise whatever Python does over damaged bytes
@@ -189,15 +191,17 @@ def read_numbers(mask: Path) -> np.ndarray:
 
 def _values_of(picture: Path, mask: Path) -> np.ndarray:
     """The numbers that are in a mask, which must be as large as its picture."""
-    numbers = read_numbers(mask)
-    sides = read_picture(picture).size[::-1]
+    from PIL import Image
+
+    numbers, sides = read_numbers(mask), upright_size(picture)
     if numbers.shape != sides:
         raise DataError(
             f"the mask '{mask}' has {numbers.shape[0]} × {numbers.shape[1]} pixels, and its image '{picture}' "
             f"{sides[0]} × {sides[1]}",
             "a mask has one number for each pixel of its image",
         )
-    return np.unique(numbers)
+    # as np.unique, which sorts a copy of all pixels
+    return np.flatnonzero(Image.fromarray(numbers).histogram())
 
 
 def _check_numbers(
@@ -206,7 +210,8 @@ def _check_numbers(
     for mask, present in zip(masks, values):
         wrong = [int(number) for number in present if len(names) <= number != IGNORED]
         if wrong:
-            row, column = np.argwhere(read_numbers(mask) == wrong[0])[0]
+            numbers = read_numbers(mask)
+            row, column = np.unravel_index(np.argmax(numbers == wrong[0]), numbers.shape)
             raise DataError(
                 f"the mask '{mask}' has class {wrong[0]} (row {row}, column {column}), and {where} has {len(names)}: "
                 f"{first_of(names)}",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import os
 import shutil
 import tempfile
 from pathlib import Path
@@ -60,7 +61,9 @@ def write_app(artifacts: Path, target: Path, *, prefix: str = "", data: Path | N
             _check_data(data, inputs)
         operators = models / _OPERATORS
         with new_directories(target.absolute().parent), replace_folder(target) as projects:
-            shutil.copyfile(operators, projects / _OPERATORS)
+            # its comment names the files by a path of this machine, another one each time
+            text = operators.read_text("utf-8").replace(f"{models}{os.sep}", "")
+            (projects / _OPERATORS).write_text(text, encoding="utf-8")
             operators.unlink()
             sizes = {path.name: path.stat().st_size for path in sorted(models.iterdir())}
             _write_projects(models, projects, data, [name for name, *_ in inputs])
