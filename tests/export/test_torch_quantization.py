@@ -1,4 +1,4 @@
-"""A module prepared with torch.ao's quantization-aware training: it exports with its scales, and trains on."""
+"""A module prepared with torch.ao's quantization-aware training: it trains with its scales, or with its observers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from onward import artifacts
-from onward.api import CheckpointState, Module
+from onward.api import CheckpointState, Module, Optimizer
 from onward.errors import ExportError
 from onward.export import from_torch
 
@@ -47,8 +47,6 @@ def prepared() -> tuple[nn.Module, torch.Tensor]:
 
 def test_a_module_of_torch_ao_trains_on_with_its_own_gradients(tmp_path: Path) -> None:
     module, x = prepared()
-    with pytest.raises(ExportError, match=r"observers are on.*disable_observer"):
-        from_torch(module, (x,), tmp_path / "model.onnx", training=True)
     for part in module.modules():
         if hasattr(part, "observer_enabled"):
             part.disable_observer()  # type: ignore[operator]
@@ -67,3 +65,45 @@ def test_a_module_of_torch_ao_trains_on_with_its_own_gradients(tmp_path: Path) -
     for name in ("conv.weight", "conv.bias", "fc.weight", "fc.bias"):
         ours, theirs = state.parameters[name].grad, gradients[name].numpy()  # type: ignore[union-attr]
         np.testing.assert_allclose(ours, theirs, atol=1e-5 * np.abs(theirs).max(), err_msg=name)
+
+
+def test_ranges_that_observers_follow_are_state_of_the_step(tmp_path: Path) -> None:
+    module, x = prepared()
+    from_torch(module, (x,), tmp_path / "model.onnx")
+    artifacts.generate_artifacts(
+        tmp_path / "model.onnx", loss="cross-entropy", optimizer="SGD", artifact_directory=tmp_path
+    )
+    state = CheckpointState.load_checkpoint(tmp_path / "checkpoint")
+    step = Module(tmp_path / "training_model.onnx", state)
+    ours, theirs = (
+        Optimizer(tmp_path / "optimizer_model.onnx", step),
+        torch.optim.SGD(module.parameters(), 0.05),
+    )
+    ours.set_learning_rate(0.05)
+    labels = torch.arange(8) % 4
+    for factor in (1.0, 3.0, 2.0, 0.5):  # the ranges move
+        loss = nn.functional.cross_entropy(module(factor * x), labels)
+        assert float(step(factor * x.numpy(), labels.numpy())) == pytest.approx(loss.item(), rel=1e-5)
+        theirs.zero_grad()
+        loss.backward()
+        theirs.step()
+        ours.step()
+        step.lazy_reset_grad()
+    ranges = {
+        n: value.numpy()
+        for n, value in module.state_dict().items()
+        if n.endswith(("scale", "_point", "_val"))
+    }
+    assert len(ranges) == 20
+    for name, expected in ranges.items():
+        np.testing.assert_allclose(state.parameters[name].data, expected, rtol=1e-5, err_msg=name)
+
+
+def test_an_observer_of_another_kind_is_named_with_what_to_do() -> None:
+    from torch.ao.quantization import FakeQuantize, HistogramObserver
+
+    module = nn.Sequential(nn.Linear(4, 2), FakeQuantize(HistogramObserver))
+    with pytest.raises(
+        ExportError, match=r"observers are on, and a HistogramObserver cannot.*disable_observer"
+    ):
+        from_torch(module, torch.randn(3, 4))

@@ -93,12 +93,9 @@ def one_dropout(dropout: Callable[..., torch.Tensor]) -> Iterator[None]:
 
 
 def _fake_quantization(module: Any) -> Callable[..., torch.Tensor]:
-    """torch.ao's fake quantization with the scale that it has observed, as constants: no graph has observers."""
+    """torch.ao's fake quantization: with the scale that it has observed as a constant, or still observing."""
     if module.observer_enabled[0]:
-        raise ExportError(
-            "the module's observers are on, and an ONNX graph has none: after some batches fix the ranges with "
-            "model.apply(torch.ao.quantization.disable_observer), and export then"
-        )
+        return _observing_quantization(module)
     low, high = module.activation_post_process.quant_min, module.activation_post_process.quant_max
     scales, zeros = module.scale.detach().clone(), module.zero_point.detach().to(torch.int32)
 
@@ -111,6 +108,64 @@ def _fake_quantization(module: Any) -> Callable[..., torch.Tensor]:
 
     # read before the trace, which would warn of numbers that become constants
     is_on, scale, zero = bool(module.fake_quant_enabled[0]), float(scales[0]), int(zeros[0])
+    return forward
+
+
+def _observing_quantization(module: Any) -> Callable[..., torch.Tensor]:
+    """q = clamp(round(x/s) + z), y = (q − z)·s, where s and z follow the ranges of the batches: state of the step."""
+    observer = module.activation_post_process
+    name = type(observer).__name__
+    symmetric = observer.qscheme in (torch.per_tensor_symmetric, torch.per_channel_symmetric)
+    known = symmetric or observer.qscheme in (torch.per_tensor_affine, torch.per_channel_affine)
+    if not name.endswith("MinMaxObserver") or not known:
+        raise ExportError(
+            f"the module's observers are on, and a {name} cannot be exported: after some batches fix the ranges with "
+            "model.apply(torch.ao.quantization.disable_observer), and export then"
+        )
+    if not observer.min_val.numel():  # its first batch gives it a shape
+        raise ExportError(
+            "the module's observers have seen no batch: call the module once before exporting it"
+        )
+    low, high = observer.quant_min, observer.quant_max
+    # of the type, whatever the range
+    one = torch.ones_like(observer.min_val)
+    middle = int(observer._calculate_qparams(-one, one)[1].reshape(-1)[0]) if symmetric else 0
+    share = getattr(observer, "averaging_constant", None)
+    rounds, fused = bool(module.fake_quant_enabled[0]), hasattr(module, "is_symmetric_quant")
+
+    def follow(seen: torch.Tensor, now: torch.Tensor, furthest: Callable[..., torch.Tensor]) -> torch.Tensor:
+        moved = furthest(seen, now) if share is None else seen + share * (now - seen)
+        seen.copy_(torch.where(torch.isinf(seen), now, moved))  # infinite until the first batch
+        return seen
+
+    def forward(self: Any, X: torch.Tensor) -> torch.Tensor:
+        x = X.detach()
+        others = [other for other in range(x.dim()) if other != self.ch_axis] if self.is_per_channel else []
+        smallest = follow(observer.min_val, x.amin(others), torch.minimum).clamp(max=0.0)
+        largest = follow(observer.max_val, x.amax(others), torch.maximum).clamp(min=0.0)
+        scale = torch.clamp((largest - smallest) / float(high - low), min=float(observer.eps))
+        zero = (low - (smallest / scale).round()).clamp(low, high)
+        if symmetric and fused:  # the one kernel for both uses the range's two halves as they are
+            both = (smallest < 0) & (largest > 0)
+            half = (high - low) // 2
+            scale = torch.where(both, torch.maximum(-smallest / (half + 1), largest / half), scale)
+            zero = torch.where(both, torch.full_like(zero, middle), zero)
+        elif symmetric:
+            scale = (2.0 * torch.maximum(-smallest, largest) / float(high - low)).clamp(
+                min=float(observer.eps)
+            )
+            zero = torch.full_like(scale, middle)
+        self.scale.copy_(scale.reshape(self.scale.shape))
+        self.zero_point.copy_(zero.reshape(self.zero_point.shape))
+        if not rounds:
+            return X
+        if others:
+            spread = [1 if other in others else -1 for other in range(x.dim())]
+            scale, zero = scale.reshape(spread), zero.reshape(spread)
+        steps = (x / scale).round() + zero
+        inside = torch.where((steps >= low) & (steps <= high), X, x)
+        return (steps.clamp(low, high) - zero) * scale + (inside - inside.detach())
+
     return forward
 
 
