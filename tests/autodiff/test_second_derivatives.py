@@ -17,8 +17,8 @@ EXCEPTIONS = {
     "ScatterElements-zero-factors": _ZEROS,
     "ScatterND-zero-factors": _ZEROS,
     "RoiAlign-symbolic-avg-no-region": (
-        "nothing evaluates its gradient in float64: the reference evaluator's OneHot takes no empty list, and "
-        "onnxruntime's HardSigmoid, a step in the gradient, is for float32"
+        "of no region at all, its gradient multiplies matrices of no columns: the rules of MatMul and Mul reshape by "
+        'a size, and 0 means "as before" to Reshape'
     ),
 }
 # The reference evaluator's OneHot takes no more than 64 rows.
