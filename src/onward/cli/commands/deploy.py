@@ -147,10 +147,10 @@ def deploy(output: Output, options: Options) -> None:
         output.line(f"classes: {first_of(trained.info.labels, 40)}")
     if exported.parity is not None:
         output.line(f"parity with the eval model: {str(exported.parity).splitlines()[0]}")
+    elif exported.integers is not None:
+        output.line(str(exported.integers))
     else:
         output.note("parity was not checked: random inputs do not fit this model; give some with --data")
-    if exported.integers is not None:
-        output.line(str(exported.integers))
     if exported.quantization is not None:
         output.line(f"{quantize}: {exported.quantization}")
     _show_measurement(output, measurement)
