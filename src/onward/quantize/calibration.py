@@ -33,6 +33,8 @@ _NUMBERS = 1 << 16
 _TAIL = 0.01  # per cent of the numbers that `percentile` leaves out at each end
 # how much of the difference between channels goes from the inputs of products into their matrices: tried on samples
 _BALANCES = (0.5, 0.65, 0.8)
+# balancing has to lower the error to this share: it costs a product, and samples are few
+_GAIN = 0.9
 # shares of the whole range that `error` tries
 _SHARES = np.linspace(0.2, 1.0, 33)
 
@@ -258,7 +260,7 @@ def _balance(
     candidate = trial.model.clone()
     if not forced and equalize_channels(candidate):
         error = trial.error(candidate, method)
-        if error < best:
+        if error < _GAIN * best:
             best = error
             equalize_channels(trial.model)
             equalize_channels(model)
@@ -267,13 +269,13 @@ def _balance(
         return
     # on all samples: a channel that is large in few of them would widen the range of a batch that has one
     sizes = _channel_sizes(trial.model, [value.name or "" for value in inputs], feeds)
-    errors: dict[float | None, float] = {None: best}
+    errors = {}
     for share in _BALANCES:
         candidate = trial.model.clone()
         balance_products(candidate, find_balanced(trial.plan(candidate)), sizes, share)
         errors[share] = trial.error(candidate, method)
     share = min(errors, key=lambda key: errors[key])
-    if share is not None:
+    if errors[share] < _GAIN * best:
         balance_products(model, find_balanced(trial.plan(model)), sizes, share)
 
 
