@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -11,6 +12,7 @@ import onnx.parser
 import pytest
 
 from onward.errors import DataError, LimitError, ModelError
+from onward.hub.folder_files import info_beside, read_pooling
 from onward.hub.read_info import read_info
 from onward.info.metadata import info_from_metadata, info_to_metadata
 from onward.info.model_info import ModelInfo, Origin, combine
@@ -180,3 +182,27 @@ def test_a_class_that_the_labels_lack_is_an_error() -> None:
 def test_a_problem_type_that_is_none_is_refused() -> None:
     with pytest.raises(ModelError, match="no problem type 'guess'"):
         ModelInfo(problem_type="guess")
+
+
+@pytest.mark.parametrize(
+    ("read", "files", "message"),
+    [
+        (info_beside, {"config.json": {"architectures": ["BertForSequenceClassification"], "model_type": "bert",
+                                       "num_labels": 10**12}}, "num_labels is 1000000000000"),
+        (info_beside, {"config.json": {"architectures": ["Wav2Vec2ForCTC"], "model_type": "wav2vec2"},
+                       "vocab.json": {"a": 10**12}}, "a letter's number is 1000000000000"),
+        (read_pooling, {"modules.json": [{"type": "a.Pooling", "path": "../other"}]},
+         "'../other' is not in this folder"),
+        (read_pooling, {"modules.json": [{"type": "a.Pooling", "path": "/dev"}]}, "'/dev' is not in this folder"),
+        (read_pooling, {"modules.json": [{"type": "a.Pooling"}], "1_Pooling/config.json": {"pooling_mode": 5}},
+         "the pooling 5 is not known"),
+    ],
+)  # fmt: skip
+def test_files_beside_a_model_that_ask_for_much_or_name_others_are_refused(
+    tmp_path: Path, read: Any, files: dict[str, Any], message: str
+) -> None:
+    for name, document in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(json.dumps(document))
+    with pytest.raises(ModelError, match=message):
+        read(tmp_path)

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from onward.data.layouts import is_inside
 from onward.errors import DataError, ModelError
 from onward.export.huggingface.folder import CARD, PIPELINE, read_card
 from onward.export.huggingface.tasks import detect, task_for
@@ -20,6 +21,7 @@ from onward.info.model_info import PROBLEM_TYPES, ModelInfo, combine
 from onward.info.preprocessing import Preprocessing, check_settings, known_image_settings, plain_settings
 from onward.reading import read_json
 
+_MOST_NAMES = 1 << 20
 _CONFIG, _PROCESSOR, _GENAI = "config.json", "preprocessor_config.json", "genai_config.json"
 
 
@@ -76,12 +78,19 @@ def id2label(config: Mapping[str, Any], where: str) -> tuple[str, ...]:
     table = config.get("id2label")
     if not isinstance(table, Mapping):  # as transformers: two, unless it says how many
         count = config.get("num_labels", 2)
+        _require_countable(count, f"{where}: num_labels")
         table = {index: f"LABEL_{index}" for index in range(count if isinstance(count, int) else 2)}
     try:
         numbers = {int(key): str(label) for key, label in table.items()}
     except (ValueError, TypeError):
         raise ModelError(f"{where}: id2label has keys that are no numbers") from None
     return tuple(numbers[number] for number in sorted(numbers))
+
+
+def _require_countable(number: object, what: str) -> None:
+    """Refuse a number that would make as many names as it says."""
+    if isinstance(number, int) and number > _MOST_NAMES:
+        raise ModelError(f"{what} is {str(number)[:20]}, and no model has so many")
 
 
 def read_spelling(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
@@ -91,6 +100,7 @@ def read_spelling(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     if not vocabulary or not all(type(index) is int for index in vocabulary.values()):
         raise ModelError(f"'{folder}': no vocab.json with the letters of the recogniser")
     letters = {index: letter for letter, index in vocabulary.items()}
+    _require_countable(max(letters), f"'{folder / 'vocab.json'}': a letter's number")
     blank = config.get("pad_token_id")
     return {
         "tokens": [letters.get(index, "<unk>") for index in range(max(letters) + 1)],
@@ -195,10 +205,16 @@ def read_pooling(folder: Path) -> tuple[str | None, bool] | None:
         )
     mode = None
     if "Pooling" in kinds:
-        path = folder / str(kinds["Pooling"].get("path") or "1_Pooling") / "config.json"
+        name = kinds["Pooling"].get("path") or "1_Pooling"
+        # a file from elsewhere must not name files outside of its folder
+        if not isinstance(name, str) or not is_inside(name):
+            raise ModelError(
+                f"'{folder / 'modules.json'}': the path {str(name)[:40]!r} is not in this folder"
+            )
+        path = folder / name / "config.json"
         config = read_settings(path)
         named = config.get("pooling_mode") or [name for name, flag in _FLAGS.items() if config.get(flag)]
-        names = [named] if isinstance(named, str) else list(named)
+        names = named if isinstance(named, list) else [named]
         # newer versions of sentence-transformers write a name, older ones a flag for each kind
         names = ["last" if name == "lasttoken" else name for name in names]
         if len(names) != 1 or names[0] not in _FLAGS:
