@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import onnx_ir as ir
 import onnxruntime
 import pytest
 
-from onward import artifacts
+from onward import artifacts, contract
 from onward.api import CheckpointState, Module, Optimizer
 from onward.errors import ExportError, ModelError
 from onward.export import for_inference
@@ -116,6 +117,13 @@ def test_ranges_of_activations_are_learned_and_tables_are_not(tmp_path: Path) ->
     ranges = {name: float(value) for name, value in learned.items() if name.endswith(".range")}
     assert {"x.range", "sum.range"} <= set(ranges) and any(abs(value) > 1e-4 for value in ranges.values())
     assert "table" not in train(encoder(), words(96), tmp_path / "words", "int8").to_data().trainable
+
+
+def test_what_is_rounded_trains_at_a_low_rate(tmp_path: Path) -> None:
+    """It knows its task: at the rate of fine-tuning an encoder's vectors turn away from the float ones."""
+    train(encoder(), words(32), tmp_path, "int8", steps=0)
+    about = load_model(tmp_path / "training_model.onnx").metadata_props
+    assert json.loads(about[contract.DEFAULTS])["learning_rate"] == 2e-5
 
 
 def test_training_makes_the_rounded_model_more_like_the_float_one(tmp_path: Path) -> None:

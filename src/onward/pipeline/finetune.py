@@ -407,8 +407,8 @@ def _choose_batch_norm(model: Any, train: Data, options: Any) -> Any:
     return "train"
 
 
-# samples that ranges of activations are taken from
-_CALIBRATION_ROWS = 256
+# samples that ranges of activations are taken from: pictures have many numbers each, texts few
+_CALIBRATION_ROWS, _CALIBRATION_TEXTS = 256, 1024
 
 
 def _calibration_samples(
@@ -417,10 +417,11 @@ def _calibration_samples(
     """Samples to train on, as the model reads them and without augmentation."""
     parts: list[Sequence[Any]] = []
     rows = 0
+    texts = all(spec.is_integer for spec in source.inputs)
     for batch in functions.batches(train, source.inputs, options, training=False).epoch(0):
         parts.append(batch)
         rows += len(batch[0])
-        if rows >= _CALIBRATION_ROWS:
+        if rows >= (_CALIBRATION_TEXTS if texts else _CALIBRATION_ROWS):
             break
     columns = {
         spec.name: [np.asarray(batch[index]) for batch in parts] for index, spec in enumerate(source.inputs)
