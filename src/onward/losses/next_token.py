@@ -136,7 +136,7 @@ def _frozen(
         own = op.Gather(words, index, axis=0 if layer.by_rows else 1)
         own = own if layer.by_rows else op.Transpose(own, perm=[1, 0])
         rows.append(op.Where(op.Unsqueeze(inside, [1]), own, np.float32(0.0)))
-        rows_now = _delay_until(op, quiet, [sums[-1], right[-1], pulls[-1]])
+        rows_now = _delay_until(op, quiet, [sums[-1], right[-1]], [rows[-1], pulls[-1]])
     factors, total, logs = _log_sum_exp(op, maxima, sums)
     value, slopes = targets.objective(op.Sub(logs, _sum(op, right)), targets.tokens)
     # The gradient of the hidden states: (Σ softmax·w − w of the target) · slope of the token's loss
@@ -194,16 +194,17 @@ def _adapted(
     return value, [_with_gradient(op, value, gradient) for value, gradient in gradients]
 
 
-def _delay_until(op: Builder, states: ir.Value, done: Sequence[ir.Value]) -> ir.Value:
-    """The same rows, once values of as many rows have been computed.
+def _delay_until(
+    op: Builder, states: ir.Value, done: Sequence[ir.Value], for_gradients: Sequence[ir.Value]
+) -> ir.Value:
+    """The same rows, once values of as many rows have been computed, some of them for gradients alone.
 
     The runtime chooses an order of its own: without this it multiplies all slices first, and has all scores at once.
-    The last of `done` is computed for gradients alone.
     """
-    count = op.Max(*(op.Shape(value, start=0, end=1) for value in done))
+    count = op.Max(*(op.Shape(value, start=0, end=1) for value in (*done, *for_gradients)))
     node = count.producer()
     assert node is not None
-    node.metadata_props[_ORDER] = json.dumps(True)
+    node.metadata_props[_ORDER] = json.dumps(len(for_gradients))
     # as a sum: the runtime would simplify a shape that is joined of sizes, and with it the order
     same = np.asarray([-1, op.static_dim(states, 1)], np.int64)
     rows = op.Reshape(states, op.Add(op.Mul(count, [0]), same))
@@ -251,7 +252,7 @@ def without_surrogate(model: ir.Model) -> None:
     """Drop what only the gradient needs from a model that is never differentiated: the loss is its value alone."""
     for node in list(model.graph):
         if _ORDER in node.metadata_props:
-            node.resize_inputs(len(node.inputs) - 1)
+            node.resize_inputs(len(node.inputs) - json.loads(node.metadata_props[_ORDER]))
         if _SURROGATE in node.metadata_props:
             value, loss = node.inputs[0], node.outputs[0]
             assert value is not None

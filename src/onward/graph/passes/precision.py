@@ -310,11 +310,12 @@ _WEIGHT_PRODUCTS = frozenset({"MatMul", "Gemm"})
 def dequantize_per_product(model: ir.Model) -> ir.Model:
     """Give each product of a stored weight its own dequantization, in place; results are the same to the bit."""
     op = Builder(model.graph)
+    order = {node: place for place, node in enumerate(model.graph)}
     for node in list(model.graph):
         if node.op_type == "DequantizeLinear" and node.domain == "":
             weight, scale = node.inputs[0], node.inputs[1]
             if weight is not None and scale is not None and _is_stored(weight):
-                _split(op, node, weight, scale)
+                _split(op, node, weight, scale, order)
     return remove_unused(model)
 
 
@@ -322,7 +323,10 @@ def _is_stored(value: ir.Value | None) -> bool:
     return value is not None and value.const_value is not None and not value.is_graph_input()
 
 
-def _split(op: Builder, node: ir.Node, weight: ir.Value, scale: ir.Value) -> None:
+def _split(
+    op: Builder, node: ir.Node, weight: ir.Value, scale: ir.Value, order: Mapping[ir.Node, int]
+) -> None:
+    lookups = [user for user, index in node.outputs[0].uses() if user.op_type == "Gather" and index == 0]
     sizes = op.static_shape(scale)
     if not sizes:
         return
@@ -345,6 +349,9 @@ def _split(op: Builder, node: ir.Node, weight: ir.Value, scale: ir.Value) -> Non
             full = full if whole is None else op.Reshape(full, whole)
             full.shape = node.outputs[0].shape
             product.replace_input_with(index, op.Transpose(full, perm=[1, 0]) if turned else full)
+        # some rows of a matrix that a product before them has whole need no matrix of their own
+        for lookup in [lookup for lookup in lookups if order[lookup] > order[product]]:
+            lookup.replace_input_with(0, full)
 
 
 def _by_block(
