@@ -12,9 +12,12 @@ from pathlib import Path
 
 import pytest
 
+from onward.cli.commands.inspect import render_page
+from onward.conformance import Conformance, Row
 from onward.escape import csv_cell, printable
+from onward.runtime.device_check import Verdict
 from onward.train.history import History
-from onward.train.report import list_files, render_report
+from onward.train.report import Figure, list_files, render_report
 from onward.web import serving
 from onward.web.serving import make_server
 
@@ -42,6 +45,25 @@ def test_a_report_links_to_files_of_its_folder_only(tmp_path: Path) -> None:
     assert names == ["best", "javascript:alert(1)"]
     page = render_report(History(), files=names)
     assert 'href="./javascript%3Aalert%281%29"' in page and "default-src 'none'" in page
+
+
+def test_no_name_of_a_page_is_more_than_text() -> None:
+    """Names of classes, columns, runs and devices: no tag, no end of an attribute, no turned direction of writing."""
+    name = "<script>'\x1b[31m\u202e"
+    history = History(
+        steps=[{"step": step, "loss": 1.0} for step in (1, 2)],
+        epochs=[{"epoch": step, "step": step, name: 1.0} for step in (1, 2)],
+        confusion=[[1, 2], [3, 4]], classes=[name, "b"],
+    )  # fmt: skip
+    figures = [Figure(name, caption=name, text=name, table=[[name]])]
+    report = render_report(
+        history, title=name, settings={name: name}, environment={name: name}, files=[name], figures=figures
+    )
+    conformance = Conformance(name, {name: name}, [Row(name, name, Verdict("form", form=name))]).to_html()
+    contents = render_page({"kind": name, "path": name}, [(name, [name], [[name]])])
+    for page in (report, conformance, contents):
+        assert "&lt;script&gt;" in page
+        assert not any(mark in page for mark in ("<script", "\x1b", "\u202e", "script>'"))
 
 
 @pytest.fixture

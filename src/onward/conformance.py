@@ -8,7 +8,6 @@ runtimes lack (`onward.graph.proto.conservative_forms`). The report is meant to 
 from __future__ import annotations
 
 import dataclasses
-import html
 import json
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,6 +22,7 @@ from onward.artifacts.generate import Artifacts, build_artifacts
 from onward.autodiff.gradient import vector_jacobian
 from onward.contract import BUFFER, RESET, SEED
 from onward.errors import DeviceError
+from onward.escape import html_text
 from onward.graph.passes.lora import LoRA
 from onward.runtime.device_check import Verdict, judge, onnxruntime_on, run_on, surround
 from onward.runtime.devices import Device, adapter_name
@@ -94,15 +94,15 @@ class Conformance:
     def to_html(self) -> str:
         """The report as a page."""
         body = "".join(
-            f'<tr class="{row.verdict.state}"><td>{html.escape(row.subject)}<td>{html.escape(row.part)}'
-            f"<td>{html.escape(str(row.verdict))}"
+            f'<tr class="{row.verdict.state}"><td>{html_text(row.subject)}<td>{html_text(row.part)}'
+            f"<td>{html_text(row.verdict)}"
             for row in self.rows
         )
         about = "".join(
-            f"<li>{html.escape(name)}: {html.escape(value)}" for name, value in self.environment.items()
+            f"<li>{html_text(name)}: {html_text(value)}" for name, value in self.environment.items()
         )
-        title = html.escape(f"Conformance of {self.runtime}")
-        return _PAGE.format(title=title, about=about, body=body, summary=html.escape(self.summary()))
+        title = html_text(f"Conformance of {self.runtime}")
+        return _PAGE.format(title=title, about=about, body=body, summary=html_text(self.summary()))
 
     def summary(self) -> str:
         """One line: how much is right."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import unicodedata
 from collections.abc import Sequence
 
@@ -26,6 +27,15 @@ def printable(text: str, *, keep: str = "\n\t") -> str:
 
 def _spell(mark: str) -> str:
     return mark.encode("unicode_escape").decode("ascii")
+
+
+def html_text(value: object) -> str:
+    r"""A value as text of a page or of an attribute, which it cannot leave.
+
+    >>> html_text("<b>'a'\x1b")
+    '&lt;b&gt;&#x27;a&#x27;\\x1b'
+    """
+    return html.escape(printable(str(value)))
 
 
 def first_of(names: Sequence[object], most: int = 8) -> str:

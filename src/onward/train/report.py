@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import base64
 import dataclasses
-import html
 import math
 import urllib.parse
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from onward.escape import printable
+from onward.escape import html_text
 
 if TYPE_CHECKING:
     from onward.train.history import History
@@ -87,7 +86,7 @@ def render_report(
         if isinstance(value, int | float) and key not in ("step", "epoch", "seconds", "samples_per_second")
     }
     tiles = "".join(
-        f"<div class=tile>{html.escape(_label(key))}<b>{html.escape(_number(value))}</b></div>"
+        f"<div class=tile>{html_text(_label(key))}<b>{html_text(_number(value))}</b></div>"
         for key, value in {"best epoch" if best else "epoch": chosen.get("epoch", 0), **shown}.items()
     )
     mark = None if best is None or len(epochs) < 2 else chosen.get("step")
@@ -122,15 +121,14 @@ def render_report(
     ]
     # `./`: a name may begin like an address with a scheme
     links = "".join(
-        f'<li><a href="./{html.escape(urllib.parse.quote(name))}">{html.escape(printable(name))}</a></li>'
-        for name in files
+        f'<li><a href="./{html_text(urllib.parse.quote(name))}">{html_text(name)}</a></li>' for name in files
     )
     # The policy: names in it come from data, and whatever they hold, nothing is loaded and no script runs.
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'; img-src data:">
-<title>{html.escape(title)}</title><style>{_STYLE}</style></head><body>
-<h1>{html.escape(title)}</h1><p class=sub>{html.escape(_summary(len(epochs), last.get("step", 0), seconds))}</p>
+<title>{html_text(title)}</title><style>{_STYLE}</style></head><body>
+<h1>{html_text(title)}</h1><p class=sub>{html_text(_summary(len(epochs), last.get("step", 0), seconds))}</p>
 <div class=tiles>{tiles}</div>
 <div class=grid>{"".join(f"<div class=card>{chart}</div>" for chart in charts if chart)}</div>
 {_figures(figures)}
@@ -155,14 +153,14 @@ def _figures(figures: Sequence[Figure]) -> str:
                 source = base64.b64encode(figure.picture).decode()
                 parts.append(f'<img alt="" src="data:image/png;base64,{source}">')
             if figure.text is not None:
-                parts.append(f"<p>{html.escape(printable(figure.text))}</p>")
+                parts.append(f"<p>{html_text(figure.text)}</p>")
             if figure.table:
                 parts.append(_table(figure.table[0], figure.table[1:]))
-            caption = f"<p class=sub>{html.escape(printable(figure.caption))}</p>" if figure.caption else ""
+            caption = f"<p class=sub>{html_text(figure.caption)}</p>" if figure.caption else ""
             cards.append(
                 f"<div class={'figure' if not figure.table else 'scroll'}>{''.join(parts)}{caption}</div>"
             )
-        sections.append(f"<h2>{html.escape(title)}</h2><div class=figures>{''.join(cards)}</div>")
+        sections.append(f"<h2>{html_text(title)}</h2><div class=figures>{''.join(cards)}</div>")
     return "".join(sections)
 
 
@@ -195,7 +193,7 @@ def _matrix(counts: Sequence[Sequence[int]], classes: Sequence[str]) -> str:
     if not counts or len(counts) > 30:
         return ""
     names = list(classes) if len(classes) == len(counts) else [str(index) for index in range(len(counts))]
-    head = "".join(f"<th title='{html.escape(name, quote=True)}'>{html.escape(name)}</th>" for name in names)
+    head = "".join(f"<th title='{html_text(name)}'>{html_text(name)}</th>" for name in names)
     rows = []
     for name, row in zip(names, counts):
         whole = max(sum(row), 1)
@@ -204,7 +202,7 @@ def _matrix(counts: Sequence[Sequence[int]], classes: Sequence[str]) -> str:
             f"{count}</td>"
             for count in row
         )
-        rows.append(f"<tr><th title='{html.escape(name, quote=True)}'>{html.escape(name)}</th>{cells}</tr>")
+        rows.append(f"<tr><th title='{html_text(name)}'>{html_text(name)}</th>{cells}</tr>")
     return (
         "<h2>Confusion matrix</h2><p class=sub>rows: what it is; columns: what the model says, at the best epoch</p>"
         f"<div class=scroll><table class=matrix><thead><tr><th></th>{head}</tr></thead>"
@@ -285,22 +283,22 @@ def _chart(
             line = " ".join("{:.1f},{:.1f}".format(*locate(x, y)) for x, y in _thin(drawn))
             parts.append(
                 f'<polyline fill="none" stroke="{colour}" stroke-width="1.8" stroke-opacity="{opacity}" '
-                f'stroke-linejoin="round" points="{line}"><title>{html.escape(name)}</title></polyline>'
+                f'stroke-linejoin="round" points="{line}"><title>{html_text(name)}</title></polyline>'
             )
         for x, y in _smooth(points)[-1:] if noisy else points:
             across, down = locate(x, y)
             value, at = _number(10**y if logarithmic else y), _number(10**x if logarithmic_x else x)
             parts.append(
                 f'<circle cx="{across:.1f}" cy="{down:.1f}" r="3" fill="{colour}">'
-                f"<title>{html.escape(name)} {value} at {at} {unit}</title></circle>"
+                f"<title>{html_text(name)} {value} at {at} {unit}</title></circle>"
             )
     legend = "".join(
-        f'<span><i style="background:{_COLOURS[i % len(_COLOURS)]}"></i>{html.escape(name)}</span>'
+        f'<span><i style="background:{_COLOURS[i % len(_COLOURS)]}"></i>{html_text(name)}</span>'
         for i, name in enumerate(series)
     )
     shown = f"<div class=legend>{legend}</div>" if len(series) > 1 else ""
-    label = f'role="img" aria-label="{html.escape(title)} over {unit}"'
-    return f'<h2>{html.escape(title)}</h2>{shown}<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" {label}>{"".join(parts)}</svg>'
+    label = f'role="img" aria-label="{html_text(title)} over {unit}"'
+    return f'<h2>{html_text(title)}</h2>{shown}<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" {label}>{"".join(parts)}</svg>'
 
 
 def _smooth(points: Points) -> Points:
@@ -371,12 +369,11 @@ def _table(header: Iterable[Any], rows: Iterable[Sequence[Any]], *, best: int | 
 
 
 def _cell(value: Any) -> str:
-    return html.escape(printable(_number(value)))
+    return html_text(_number(value))
 
 
 def _pairs(values: Mapping[str, Any]) -> str:
     rows = "".join(
-        f"<tr><th>{html.escape(str(key))}</th><td>{html.escape(str(value))}</td></tr>"
-        for key, value in values.items()
+        f"<tr><th>{html_text(key)}</th><td>{html_text(value)}</td></tr>" for key, value in values.items()
     )
     return f"<table class=pairs>{rows}</table>"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import html
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,6 +14,7 @@ from onward.cli.errors import CommandError
 from onward.cli.output import Output, human_size
 from onward.cli.paths import OverwriteOption, new_file
 from onward.cli.shared_options import PrefixOption, refuse_unused
+from onward.escape import html_text
 
 _BATCH = 8
 # a title, columns and rows
@@ -223,7 +223,7 @@ details { margin: 1rem 0; } summary { cursor: pointer; font-weight: 600; }
 
 def render_page(contents: Mapping[str, Any], sections: Iterable[Sequence[Any]]) -> str:
     """The page of what is in a file, in sections: title, columns and rows."""
-    title = html.escape(f"{contents['kind']}: {contents['path']}")
+    title = html_text(f"{contents['kind']}: {contents['path']}")
     body = "".join(_section(*section) for section in sections)
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
@@ -238,10 +238,10 @@ def _section(title: str, columns: list[str], rows: list[list[Any]]) -> str:
     if not rows:
         return ""
     counts = [row[1] for row in rows] if title == "operators" else []
-    head = "".join(f"<th>{html.escape(column)}</th>" for column in columns)
+    head = "".join(f"<th>{html_text(column)}</th>" for column in columns)
     lines = []
     for index, row in enumerate(rows):
-        cells = "".join(f"<td>{html.escape(str(cell))}</td>" for cell in row)
+        cells = "".join(f"<td>{html_text(cell)}</td>" for cell in row)
         if counts:
             cells += (
                 f'<td><div class="bar" style="width:{100 * counts[index] / max(counts):.1f}%"></div></td>'
@@ -251,5 +251,5 @@ def _section(title: str, columns: list[str], rows: list[list[Any]]) -> str:
     shown = f"<thead><tr>{head}{more}</tr></thead>" if any(columns) else ""
     table = f'<table class="{"bars" if counts else ""}">{shown}<tbody>{"".join(lines)}</tbody></table>'
     if len(rows) > 12:
-        return f"<details open><summary>{html.escape(title)} ({len(rows)})</summary>{table}</details>"
-    return f"<h2>{html.escape(title)}</h2>{table}"
+        return f"<details open><summary>{html_text(title)} ({len(rows)})</summary>{table}</details>"
+    return f"<h2>{html_text(title)}</h2>{table}"
