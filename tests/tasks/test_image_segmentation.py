@@ -17,6 +17,8 @@ import onward
 from onward.data.masks import IGNORED
 from onward.data.read import DataOptions
 from onward.errors import DataError, ModelError
+from onward.tasks.scores import resized
+from onward.tasks.segmenter import best_classes
 
 pytest.importorskip("PIL")
 from PIL import Image, ImageDraw
@@ -263,3 +265,14 @@ def test_statistics_that_have_seen_no_data_follow_the_batches(mean: float, fresh
     result = onward.finetune(model, (pictures, masks), task="image-segmentation", epochs=1, progress=False)
     assert any("batch norms have seen no data" in note for note in result.notes) is fresh
     assert bool(np.abs(np.asarray(result.state.frozen["mean"]) - mean).max() > 0.1) is fresh
+
+
+def test_probabilities_of_fewer_pixels_have_the_classes_of_their_scores() -> None:
+    scores = np.random.default_rng(0).normal(0, 4, (3, 9, 7)).astype(np.float32)
+    softmax = np.exp(scores) / np.exp(scores).sum(axis=0)
+    assert np.array_equal(best_classes(softmax, (40, 30)), best_classes(scores, (40, 30)))
+    single = scores[:1]
+    sigmoid = 1 / (1 + np.exp(-single))
+    assert np.array_equal(best_classes(sigmoid, (40, 30)), best_classes(single, (40, 30)))
+    # between pixels the two differ
+    assert not np.array_equal(resized(softmax, (40, 30)).argmax(axis=0), best_classes(scores, (40, 30)))
