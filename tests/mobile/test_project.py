@@ -14,6 +14,7 @@ import pytest
 from languages.matrix import DOCS, write_table
 from languages.programs import LANGUAGES, MissingError, compile_with, fetched, find_swift
 from onward.artifacts import LossType, OptimType, generate_artifacts
+from onward.checkpoint.portable import read_layout
 from onward.errors import ModelError, OnwardError
 from onward.mobile import write_app
 from small_models import CLASSIFIER, NORMALIZED, batch, classifier, normalized, one_thread
@@ -170,6 +171,26 @@ def test_the_ios_app_compiles_but_for_its_window_which_parses(tmp_path: Path) ->
     files = [resources, *(ios / f"{name}.swift" for name in ("Trainer", "Batches", "Training"))]
     swift.compile(tmp_path, "Training", files, "-typecheck")
     swift.compile(tmp_path, "Training", [ios / "TrainingApp.swift"], "-parse")
+
+
+def change(path: Path, old: str, new: str) -> None:
+    """Another text of the same length in a model, such as a name."""
+    data = path.read_bytes()
+    assert old.encode() in data
+    path.write_bytes(data.replace(old.encode(), new.encode()))
+
+
+def test_steps_of_another_set_and_names_that_lead_elsewhere_are_refused(tmp_path: Path) -> None:
+    folder = artifacts(tmp_path / "artifacts")
+    digest = read_layout(folder / "state.bin").digest.hex()
+    change(folder / "eval_step.onnx", digest, digest[::-1])
+    with pytest.raises(ModelError, match=r"eval_step\.onnx' belongs to another state"):
+        write_app(folder, tmp_path / "app")
+    folder = artifacts(tmp_path / "artifacts")
+    change(folder / "train_step.onnx", "labels", "../lab")
+    with pytest.raises(ModelError, match=r"the input '\.\./lab' has no name that a file can have"):
+        write_app(folder, tmp_path / "app", data=samples(tmp_path / "data"))
+    assert not (tmp_path / "app").exists()
 
 
 def test_what_is_missing_is_said_and_nothing_is_written(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import logging
 import os
 import shutil
 import tempfile
-from pathlib import Path
+from pathlib import Path, PurePosixPath, PureWindowsPath
 
 import onnx_ir as ir
 
@@ -81,6 +81,12 @@ def _convert(artifacts: Path, prefix: str, models: Path, layout: StateLayout) ->
     graphs = {name: load_model(artifacts / f"{prefix}{name}.onnx") for name in STEPS}
     step = graphs["train_step"]
     inference = load_model(artifacts / f"{prefix}inference_model.onnx")
+    for name, model in (*graphs.items(), ("inference_model", inference)):
+        if model.metadata_props.get(contract.STATE_DIGEST) != layout.digest.hex():
+            raise ModelError(
+                f"'{artifacts / f'{prefix}{name}.onnx'}' belongs to another state than '{prefix}state.bin'",
+                hint="make the artifacts again, all at once: with --portable",
+            )
     graphs["inference_model"] = _with_weights_as_inputs(inference, step, layout)
     # A folder of its own, since the converter takes every model that it finds and artifacts have others beside these.
     with tempfile.TemporaryDirectory(prefix="onward-ort-") as name:
@@ -110,8 +116,10 @@ def _with_weights_as_inputs(model: ir.Model, step: ir.Model, layout: StateLayout
 
 def _batch(step: ir.Model) -> list[tuple[str, str, str]]:
     """Name, type and the shape of one sample of each input of the batch."""
-    inputs = []
-    for value in step.graph.inputs[: int(step.metadata_props[contract.BATCH_INPUTS])]:
+    inputs, count = [], step.metadata_props.get(contract.BATCH_INPUTS, "")
+    if not count.isdecimal() or int(count) > len(step.graph.inputs):
+        raise ModelError(f"the train step says that '{count[:20]}' of its inputs are the batch")
+    for value in step.graph.inputs[: int(count)]:
         dims = list(value.shape or ())[1:]
         if value.dtype is None or not all(isinstance(dim, int) for dim in dims):
             # an app has bytes and no shapes: only the number of samples can follow from a file's size
@@ -125,6 +133,9 @@ def _batch(step: ir.Model) -> list[tuple[str, str, str]]:
 
 def _check_data(data: Path, inputs: list[tuple[str, str, str]]) -> None:
     for name, *_ in inputs:
+        # it comes from a file, and would be the name of one that is written
+        if PurePosixPath(name).name != name or PureWindowsPath(name).name != name:
+            raise ModelError(f"the input '{name}' has no name that a file can have: rename it in the model")
         if not (data / f"{name}.bin").is_file():
             raise OnwardError(
                 f"'{data}' has no {name}.bin: each input of the batch has a file, its samples one after another"
