@@ -20,7 +20,7 @@ from onward.data.boxes import find_boxed_pictures
 from onward.data.images import read_picture
 from onward.data.layouts import Samples, check_files
 from onward.data.lettering import read_lines
-from onward.data.text import read_tokenizer
+from onward.data.text import read_tokenizer, text_settings
 from onward.errors import DataError
 
 EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\nshowpage\n"
@@ -150,6 +150,13 @@ def test_a_folder_beside_the_yaml_that_it_calls_one_above_is_read(tmp_path: Path
     """As Roboflow writes it."""
     files = {"labels/0.txt": BOX, "data.yaml": "train: ../images\nnames: [a]\n"}
     assert find_boxed_pictures(_write(tmp_path, files), None).classes == ["a"]
+
+
+def test_a_tokenizer_of_texts_shorter_than_none_is_refused(tmp_path: Path) -> None:
+    path = tokenizer_file(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text('{"model_max_length": -3}')
+    with pytest.raises(DataError, match="its longest text has -3 tokens"):
+        text_settings(path)
 
 
 def test_a_text_that_is_no_utf_8_is_named(tmp_path: Path) -> None:

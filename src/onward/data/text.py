@@ -161,6 +161,8 @@ def text_settings(path: Path, *, max_length: int | None = None) -> dict[str, Any
         if limit is None and beside.is_file():
             limit = read_json(beside).get("model_max_length")
         longest = int(min(limit or _LONGEST, max_length or _LONGEST))
+        if longest < 1:
+            raise ValueError(f"its longest text has {longest} tokens")
     except (ValueError, OSError, AttributeError, TypeError, OverflowError) as error:
         raise DataError(
             f"'{path}' is not a tokenizer: {error}", "a tokenizer.json of Hugging Face is needed"
