@@ -122,7 +122,7 @@ def _card_of_strangers(folder: Path, model: Path) -> dict[str, Any]:
     if longest is not None and (type(longest) is not int or longest < 1):
         raise ModelError(f"'{folder}': config.json has the length {str(longest)[:40]!r}, which is no number")
     pad = settings.get("pad_token_id")
-    proto = read_proto(model, read_data=False)
+    proto = read_proto(model, read_data=False, by_reference=True)
     _require_data(proto, model)
     return {
         "format": 1,
@@ -181,7 +181,7 @@ def open_published(location: Path) -> tuple[Path, Mapping[str, Path], Mapping[st
     writes = task.wrapper == "encoder-decoder"
     files = _parts(location, folder) if writes else {MODEL: find_base(location)[1]}
     model = next(iter(files.values()))
-    proto = read_proto(model, read_data=False)
+    proto = read_proto(model, read_data=False, by_reference=True)
     # the answer reads outputs by name: what lacks one is refused here, not after a first run
     outputs = {value.name for value in proto.graph.output}
     missing = sorted({"last_hidden_state"} - outputs if writes else set(task.outputs) - outputs)

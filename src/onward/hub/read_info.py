@@ -53,7 +53,7 @@ def read_info(model: str | os.PathLike[str] | onnx.ModelProto, *, prefix: str = 
 
 def _info_of_file(path: Path) -> ModelInfo:
     """A model file with the files beside it, unless training or a new head has made it another model."""
-    proto = read_proto(path, read_data=False)
+    proto = read_proto(path, read_data=False, by_reference=True)
     about = _metadata(proto)
     own = _info_in(proto, f"'{path}'")
     folder = path.parent.parent if path.parent.name == "onnx" else path.parent

@@ -78,7 +78,7 @@ def read_encoder_decoder(path: Path) -> EncoderDecoderBase:
     """What the files of a folder say; its graphs are not read, but for the size of the vocabulary."""
     folder, files, card = open_encoder_decoder(path)
     encoder, decoder, *_ = files.values()
-    proto = read_proto(decoder, read_data=False)
+    proto = read_proto(decoder, read_data=False, by_reference=True)
     dims = [list(value.type.tensor_type.shape.dim) for value in proto.graph.output if value.name == "logits"]
     words = dims[0][-1].dim_value if dims and dims[0] else 0
     if not (folder / "tokenizer.json").is_file():

@@ -134,7 +134,7 @@ def build_training(path: Path, lora: LoRA, recipe: Recipe) -> tuple[LoRA, Artifa
 def read_base(path: Path) -> Base:
     """What the files of a base's folder say; its graph is not read, but for the size of the vocabulary."""
     folder, file, card = open_language_model(path)
-    proto = read_proto(file, read_data=False)
+    proto = read_proto(file, read_data=False, by_reference=True)
     dims = [list(value.type.tensor_type.shape.dim) for value in proto.graph.output if value.name == "logits"]
     words = dims[0][-1].dim_value if dims and dims[0] else 0
     if not words:

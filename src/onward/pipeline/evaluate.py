@@ -55,7 +55,7 @@ def open_source(model: str | os.PathLike[str] | onnx.ModelProto) -> Source:
     else:
         path = Path(model)
         file = find_base(path)[1] if path.is_dir() else path
-    proto = read_proto(file, read_data=False)  # weights are not needed yet
+    proto = read_proto(file, read_data=False, by_reference=True)  # weights are not needed yet
     info = read_info(file if path is None or not path.is_dir() else path)
     output = proto.graph.output[0]
     dims = output.type.tensor_type.shape.dim

@@ -222,7 +222,8 @@ def _describes_itself(model: Path) -> bool:
     if not model.is_file():
         return False
     return any(
-        entry.key == contract.PREPROCESSING for entry in read_proto(model, read_data=False).metadata_props
+        entry.key == contract.PREPROCESSING
+        for entry in read_proto(model, read_data=False, by_reference=True).metadata_props
     )
 
 
