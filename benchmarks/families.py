@@ -156,7 +156,8 @@ def run(build: Family, *, times: bool, debug: bool = False) -> dict[str, Any]:
         if debug:
             traceback.print_exc()
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        row["reason"] = " ".join([f"{type(error).__name__}:", *lines[:4]])[:600]
+        reason = " ".join([f"{type(error).__name__}:", *lines[:4]])
+        row["reason"] = reason.replace(f"{HERE.parent}/", "")[:600]
         refused = isinstance(error, (ExportError, UnsupportedOps)) or "the model fixes axis" in str(error)
         row["result"] = "refused" if refused else "wrong"
     return row
@@ -433,7 +434,7 @@ def page(rows: dict[str, dict[str, Any]]) -> str:
         "the first step from torch's in float64, as a share of the norm of all. **curve**: the largest relative",
         f"distance of {STEPS} losses of SGD from torch's in float32, of {LONG} for modules that differentiate in",
         "forward. **export**: CPU seconds of `from_torch` with its checks; **torch**: of `torch.onnx.export`, as it",
-        "is by default and with the tracer. **note**: what `from_torch` warns of.",
+        "is by default and with the tracer (–: not measured). **note**: what `from_torch` warns of.",
     ]
     for table, title in TABLES.items():
         own = importlib.import_module(f"family_tables.{table}").FAMILIES

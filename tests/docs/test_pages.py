@@ -12,7 +12,8 @@ DOCS = ROOT / "docs"
 PAGES = sorted([*DOCS.glob("*.md"), *DOCS.glob("*/*.md")])
 # Written by programs: tables of operators, options and models, which are looked up and not read.
 GENERATED = {
-    "architectures", "benchmarks", "cli-options", "huggingface-types", "models", "operators", "published-models",
+    "architectures", "benchmarks", "cli-options", "families", "huggingface-types", "models", "operators",
+    "published-models",
 }  # fmt: skip
 DIARY = re.compile(
     r"(?i)\bruns? \d|\bwas asked|\b\d+ asked|\bgoals?\b|(?m:^#.*before and after)|\bstate of the code\b"
