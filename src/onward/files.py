@@ -68,16 +68,16 @@ def write_bytes(path: str | os.PathLike[str], content: bytes) -> Path:
 
 
 @contextlib.contextmanager
-def write_set(directory: str | os.PathLike[str], *, members: re.Pattern[str] | None = None) -> Iterator[Path]:
+def write_set(directory: str | os.PathLike[str], *, older: Sequence[str] = ()) -> Iterator[Path]:
     """Yield an empty folder; what is written there moves to the directory at the end, all of it or nothing.
 
     A folder among the files replaces the folder of its name. Of an older set go the data files of models that are
-    replaced, and the files whose names are those of `members` and that the new set has not.
+    replaced, and what is named in `older` and the new set has not.
     """
     target = Path(directory)
     with new_directories(target), _staging(target) as folder:
         yield folder / "files"
-        _commit(target, folder, members)
+        _commit(target, folder, older)
 
 
 @contextlib.contextmanager
@@ -195,7 +195,7 @@ def _require_trusted(record: int, directory: Path) -> None:
         raise PermissionError(errno.EPERM, f"its {_RECORD} belongs to another user")
 
 
-def _commit(directory: Path, folder: Path, members: re.Pattern[str] | None) -> None:
+def _commit(directory: Path, folder: Path, older: Sequence[str]) -> None:
     files = folder / "files"
     # A graph comes after the data that it names: its rename is what other readers see as the commit.
     names = sorted(os.listdir(files), key=lambda name: (name.endswith(".onnx"), name))
@@ -207,13 +207,8 @@ def _commit(directory: Path, folder: Path, members: re.Pattern[str] | None) -> N
         if path.is_file():
             _sync(path)
     models = {name for name in names if name.endswith(".onnx")}
-    older = [
-        name
-        for name in os.listdir(directory)
-        if ((match := _DATA.fullmatch(name)) and match[1] in models)
-        or (members and members.fullmatch(name) and not (directory / name).is_dir())
-    ]
-    moves = _Moves(folder.name, names, sorted(set(older) - set(names)))
+    data = [name for name in os.listdir(directory) if (m := _DATA.fullmatch(name)) and m[1] in models]
+    moves = _Moves(folder.name, names, sorted({*data, *older} - set(names)))
     if len(names) == 1 and not moves.removed:  # one step is enough
         source, target = files / names[0], directory / names[0]
         if not target.is_dir():

@@ -117,14 +117,19 @@ def test_a_new_set_leaves_no_file_of_an_older_one(tmp_path: Path) -> None:
     others = ["notes.json", "b_state.bin", "constants.data"]
     for name in others:
         (tmp_path / name).write_text("{}")
+    for name in ("pipeline/onward.json", "pipeline/tokenizer.json"):  # of an exported model
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("{}")
     new = {path.name for path in made(tmp_path / "new").iterdir()}
     shutil.rmtree(tmp_path / "new")
     made(tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {*new, *others}
-    for name in ("inference_model.onnx", "state.bin"):
+    own = ("inference_model.onnx", "state.bin", "pipeline/notes.txt")
+    (tmp_path / "pipeline").mkdir()
+    for name in own:
         (tmp_path / name).write_text("what somebody made of a trained checkpoint")
     made(tmp_path)
-    assert (tmp_path / "inference_model.onnx").is_file() and (tmp_path / "state.bin").is_file()
+    assert all((tmp_path / name).is_file() for name in own)
 
 
 def test_constants_of_two_versions_have_two_names(tmp_path: Path) -> None:

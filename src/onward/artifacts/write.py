@@ -36,14 +36,19 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 
-def older_members(directory: Path, prefix: str = "") -> re.Pattern[str]:
-    """The names of all files that a set of artifacts may have: a new set leaves none of an older one beside it."""
+def older_members(directory: Path, prefix: str = "") -> list[str]:
+    """The names that are there of a set of artifacts: a new set leaves none of an older one beside it."""
     steps = "(train|accumulate|eval|gradient|update)_step"
     names = rf"((training|eval|optimizer)_model|{steps})\.(onnx|ort)|{steps}\.json|(nominal_)?checkpoint"
     if (directory / f"{prefix}train_step.onnx").is_file():
         # elsewhere these are what somebody made of a trained checkpoint
         names += r"|(nominal_)?state\.bin|inference_model\.onnx(\.[0-9a-f]{16}\.data)?"
-    return re.compile(rf"{re.escape(prefix)}({names}|constants\.[0-9a-f]{{16}}\.data)")
+    pattern = re.compile(rf"{re.escape(prefix)}({names}|constants\.[0-9a-f]{{16}}\.data)")
+    paths = list(directory.iterdir()) if directory.is_dir() else []
+    older = [path.name for path in paths if pattern.fullmatch(path.name) and not path.is_dir()]
+    # the tokenizer of an exported model is read beside its artifacts
+    exported = not prefix and (directory / contract.PIPELINE / contract.CARD).is_file()
+    return [*older, contract.PIPELINE] if exported else older
 
 
 def write_artifacts(
@@ -63,7 +68,7 @@ def write_artifacts(
     committed as one set (`onward.files`).
     """
     try:
-        with write_set(directory, members=older_members(directory, prefix)) as staging:
+        with write_set(directory, older=older_members(directory, prefix)) as staging:
             with constants_beside(list(models.values()), staging, f"{prefix}constants"):
                 for name, model in models.items():
                     write_model(model, staging / f"{prefix}{name}.onnx", external=False, refer=True)

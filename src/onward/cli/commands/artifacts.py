@@ -189,7 +189,7 @@ def artifacts(output: Output, options: Options) -> None:
         folder_target(options.directory),
         output.working("differentiating"),
         known_names(),
-        write_set(options.directory, members=older_members(options.directory, options.prefix)) as aside,
+        write_set(options.directory, older=older_members(options.directory, options.prefix)) as aside,
     ):
         generate_artifacts(
             source,

@@ -153,7 +153,7 @@ def _convert_artifacts(output: Output, source: Path, target: Path, prefix: str) 
     # before the long part: what cannot be brought over shows at once
     optimizer = _find_optimizer(source / f"{prefix}optimizer_model.onnx")
     # the models and the state that belongs to them, or neither
-    with write_set(target, members=older_members(target, prefix)) as aside:
+    with write_set(target, older=older_members(target, prefix)) as aside:
         generate_artifacts(
             forward,
             requires_grad=list(data.trainable),

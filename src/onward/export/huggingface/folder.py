@@ -6,8 +6,9 @@ Imports neither torch nor transformers.
 from __future__ import annotations
 
 import json
+import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
@@ -19,7 +20,7 @@ from onward.files import write_set
 from onward.graph.save import name_data_by_content
 from onward.reading import read_json
 
-CARD = "onward.json"
+CARD = contract.CARD
 MAKE_FOLDER = "make such a folder with: onward export SOURCE --output FOLDER"
 # what is read beside a model by its name
 _COMPANIONS = re.compile(
@@ -33,17 +34,17 @@ _KINDS: dict[str, type] = {
     "labels": list,
 }
 MODEL = "model.onnx"
-PIPELINE = "pipeline"
+PIPELINE = contract.PIPELINE
 """The folder among training artifacts that has the tokenizer and the card of the model to be."""
 METADATA_KEY = contract.EXPORT
 
 
 @contextmanager
-def staged(target: Path, *, single: bool | None = None) -> Iterator[Path]:
+def staged(target: Path, *, single: bool | None = None, older: Sequence[str] = ()) -> Iterator[Path]:
     """Yield an empty folder beside `target`; on success what it holds moves there, else it vanishes.
 
     A target that ends in `.onnx` is one file (and its `.data`, where there is one), anything else a folder,
-    unless `single` says which.
+    unless `single` says which. Of what was there go the files that are read beside a model, and those named in `older`.
     """
     if single is None:
         single = target.suffix == ".onnx"
@@ -54,8 +55,9 @@ def staged(target: Path, *, single: bool | None = None) -> Iterator[Path]:
     try:
         # In the target's folder and not in the system's temporary one, so that moving is one rename.
         # an older template or tokenizer beside a new model would be read with it
-        members = _COMPANIONS if not single and (target / CARD).is_file() else None
-        with write_set(target.absolute().parent if single else target, members=members) as stage:
+        companions = [] if single or not (target / CARD).is_file() else os.listdir(target)
+        older = [*older, *(name for name in companions if _COMPANIONS.fullmatch(name))]
+        with write_set(target.absolute().parent if single else target, older=older) as stage:
             yield stage
             for model in stage.rglob("*.onnx"):
                 name_data_by_content(model)

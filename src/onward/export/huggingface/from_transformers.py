@@ -144,6 +144,7 @@ def artifacts_from_transformers(
     """
     _check_opset(opset)
     from onward import artifacts
+    from onward.artifacts.write import older_members
 
     source = load_source(
         model, task, pooling=pooling, normalize=normalize, labels=labels, max_length=max_length
@@ -158,6 +159,9 @@ def artifacts_from_transformers(
         if loss is None:
             traceable = with_loss(source, traceable)
         with ExitStack() as stack:
+            # the tokenizer is one of the set: a new one beside old models would read other tokens
+            target = Path(directory)
+            aside = stack.enter_context(staged(target, single=False, older=older_members(target)))
             path = None
             if _weight_bytes(traceable.module) > _ONE_FILE:
                 path = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="onward-"))) / MODEL
@@ -173,14 +177,14 @@ def artifacts_from_transformers(
                 frozen_params=[name for name in frozen if name not in set(trainable)],
                 loss=loss,
                 optimizer=artifacts.OptimType.AdamW if optimizer is None else optimizer,
-                artifact_directory=directory,
+                artifact_directory=aside,
                 additional_output_names=[name for name in traceable.outputs if name != "loss"],
                 metadata={**about, **(options.pop("metadata", None) or {})},
                 **options,
             )
-    with staged(Path(directory) / PIPELINE, single=False) as stage:
-        _save_companions(source, stage)
-        write_card({**card, "sample": sample}, stage)
+            with staged(aside / PIPELINE, single=False) as stage:
+                _save_companions(source, stage)
+                write_card({**card, "sample": sample}, stage)
     return Path(directory)
 
 
