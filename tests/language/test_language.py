@@ -550,6 +550,12 @@ BAD: list[tuple[str, Any, type[Exception], str]] = [
     ("no tokenizer", without("tokenizer.json"), ModelError, "no tokenizer.json"),
     ("no model", without("model.onnx"), ModelError, "no model.onnx"),
     (
+        "weights of torch",
+        lambda f: (f / "model.onnx").rename(f / "model.safetensors") and LINES,
+        ModelError,
+        "no model.onnx, but weights of PyTorch",
+    ),
+    (
         "a classifier",
         written("onward.json", '{"format": 1, "task": "fill-mask"}'),
         ModelError,

@@ -54,7 +54,11 @@ def find_base(location: str | os.PathLike[str]) -> tuple[Path, Path]:
         return path, path / name
     models = sorted(file for part in (path, path / "onnx") for file in part.glob("*.onnx"))
     if not models:
-        raise ModelError(f"'{path}': no {MODEL}", hint=_MAKE)
+        of_torch = any(next(path.glob(pattern), None) for pattern in ("*.safetensors", "pytorch_model*.bin"))
+        raise ModelError(
+            f"'{path}': no {MODEL}" + (", but weights of PyTorch" if of_torch else ""),
+            hint=f"make a folder with one: onward export {path if of_torch else 'MODEL'} --output FOLDER",
+        )
     if len(models) > 1:
         names = ", ".join(str(file.relative_to(path)) for file in models)
         raise ModelError(
