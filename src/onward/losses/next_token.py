@@ -252,7 +252,7 @@ def without_surrogate(model: ir.Model) -> None:
     """Drop what only the gradient needs from a model that is never differentiated: the loss is its value alone."""
     for node in list(model.graph):
         if _ORDER in node.metadata_props:
-            node.resize_inputs(len(node.inputs) - json.loads(node.metadata_props[_ORDER]))
+            node.resize_inputs(len(node.inputs) - int(node.metadata_props[_ORDER]))
         if _SURROGATE in node.metadata_props:
             value, loss = node.inputs[0], node.outputs[0]
             assert value is not None
