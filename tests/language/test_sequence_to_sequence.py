@@ -364,3 +364,16 @@ def test_a_folder_that_lacks_a_part_and_targets_that_match_nothing_are_refused(
     (folder / "decoder_model.onnx").unlink()
     with pytest.raises(ModelError, match=r"no decoder_model\.onnx"):
         finetune(folder, LINES, progress=False)
+
+
+def test_a_decoder_of_two_branches_is_not_trained_to_be_quantized(bases: Any, tmp_path: Path) -> None:
+    from cli.conftest import call
+
+    ours, model = bases("t5")
+    publish_parts(ours, tmp_path / "base" / "onnx", LAYOUTS["merged"])
+    write_settings(model, ours, tmp_path / "base")
+    write_lines(tmp_path / "lines.jsonl", LINES)
+    line = ["--data", tmp_path / "lines.jsonl", "--output", tmp_path / "new", "--quantize", "int8-weights"]
+    output = call("finetune", tmp_path / "base", *line, code=1).output
+    assert "has its weights in branches" in output and "epoch" not in output
+    assert not (tmp_path / "new").exists()

@@ -246,6 +246,8 @@ def finetune(
         # of all models that write, a decoder alone has adapters that stand apart and a chat
         writes_text = plan.task.kind == "lines"
         _require_fitting(options, plan.task.name, writes_text=writes_text)
+        if scheme is not None:
+            _require_plain_decoder(options.model)
         try:
             result = plan.train(
                 options.data, output_directory=options.run, progress=not output.silent, resume=options.resume
@@ -315,6 +317,16 @@ def _require_fitting(options: Options, task: str, *, writes_text: bool) -> None:
     if writes_text and options.target.suffix == ".onnx":
         raise CommandError(
             f"'{options.target}' would be a file, and a language model is a folder", "name a folder"
+        )
+
+
+def _require_plain_decoder(model: Path) -> None:
+    """Refuse a decoder of two branches before it is trained: weights inside of branches cannot be quantized."""
+    merged = next(iter(sorted(model.rglob("decoder_model_merged*.onnx"))), None) if model.is_dir() else None
+    if merged is not None:
+        raise CommandError(
+            f"'{merged}' has its weights in branches, which --quantize does not look into",
+            "leave --quantize away, or give a folder with decoder_model.onnx and decoder_with_past_model.onnx",
         )
 
 
