@@ -88,6 +88,14 @@ def test_a_file_alone_is_read_too(tmp_path: Path) -> None:
     assert len(find_boxed_pictures(yolo(tmp_path / "yolo") / "data.yaml", None).pictures) == 3
 
 
+def test_a_yaml_that_is_named_leads_to_pictures_elsewhere(tmp_path: Path) -> None:
+    yolo(tmp_path / "datasets" / "pets")
+    (tmp_path / "settings").mkdir()
+    file = tmp_path / "settings" / "pets.yaml"
+    file.write_text("path: ../datasets/pets\nnames: [cat, dog]\ntrain: images\n")
+    assert has_boxes(file) and len(find_boxed_pictures(file, None).pictures) == 3
+
+
 def test_train_and_val_folders_are_the_split(tmp_path: Path) -> None:
     for part in ("train", "val"):
         yolo(tmp_path / part)

@@ -139,6 +139,22 @@ def test_data_yaml_names_the_classes_and_the_parts(tmp_path: Path) -> None:
         assert data.splits.tolist() == ["train", "train", "validation", "validation"]
 
 
+def test_data_yaml_leads_elsewhere_where_the_user_names_it(tmp_path: Path) -> None:
+    for label in ("wolf", "cat"):
+        picture(tmp_path / "datasets" / "pets" / "images" / label / "1")
+    picture(tmp_path / "settings" / "1")
+    file = tmp_path / "settings" / "data.yaml"
+    for text in (
+        "path: ../datasets/pets\ntrain: images\n",
+        f"train: {(tmp_path / 'datasets' / 'pets' / 'images').as_posix()}\n",
+    ):
+        file.write_text(text)
+        assert read(file).classes == ["cat", "wolf"]
+        with pytest.raises(DataError, match="in its own folder") as error:
+            read(file.parent)
+        assert f"name the file: {file}" in (error.value.hint or "")
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -118,8 +118,11 @@ def find_boxed_pictures(path: Path, classes: Sequence[str] | None) -> BoxedPictu
 
 def _reader(path: Path) -> Callable[[Path], _Layout] | None:
     if path.suffix.lower() in YAML:
-        texts = path.parent.rglob("*.txt") if path.is_file() else ()
-        return _read_yolo if any("labels" in file.parts for file in texts) else None
+        if not path.is_file():
+            return None
+        folders = list(read_yaml(path)[0].values()) or [path.parent]
+        pictures = (file for folder in folders for file in files_in(folder, PICTURES))
+        return _read_yolo if any(_label_file(file) for file in pictures) else None
     if path.suffix.lower() == ".json":
         return _read_coco if path.is_file() and _coco_files(path) else None
     if not path.is_dir():

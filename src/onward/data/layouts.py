@@ -190,8 +190,12 @@ def split_folders(folder: Path) -> dict[str, Path]:
 
 
 def read_yaml(path: Path) -> tuple[dict[str, Path], tuple[str, ...] | None]:
-    """The parts and the classes of a `data.yaml`, as Ultralytics has it."""
-    file = path / "data.yaml" if path.is_dir() else path
+    """The parts and the classes of a `data.yaml`, as Ultralytics has it.
+
+    In a folder that came from elsewhere it names folders of its own alone; a file that the user names may lead away.
+    """
+    is_named = not path.is_dir()
+    file = path if is_named else path / "data.yaml"
     if not file.is_file():
         return {}, None
     import yaml
@@ -223,13 +227,14 @@ def read_yaml(path: Path) -> tuple[dict[str, Path], tuple[str, ...] | None]:
             continue
         # Roboflow writes ../train/images for a folder beside the file
         options = (os.path.join(base, name), name, name.removeprefix("../"))
-        folder = next(
-            (file.parent / n for n in options if is_inside(n) and os.path.isdir(file.parent / n)), None
-        )
+        folders = (file.parent / option for option in options if is_named or is_inside(option))
+        folder = next((folder for folder in folders if os.path.isdir(folder)), None)
         if folder is None:
+            where = "" if is_named else " in its own folder"
             raise DataError(
-                f"'{file}': no folder '{name}' for {key} in its own folder",
-                "put it where the pictures lie and correct its paths, or remove the line",
+                f"'{file}': no folder '{name}' for {key}{where}",
+                "correct its paths, or remove the line"
+                + ("" if is_named else f"; to follow them elsewhere, name the file: {file}"),
             )
         parts[split] = folder
     return parts, None if names is None else tuple(str(name) for name in names)

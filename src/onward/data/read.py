@@ -19,7 +19,16 @@ from onward.data.columns import TABLES, read_table, require_unpacked
 from onward.data.images import PICTURES, read_images, why_unreadable_image
 from onward.data.label_sets import join_label_columns, number_label_sets, takes_label_sets
 from onward.data.labels import number_labels
-from onward.data.layouts import YAML, Dataset, Samples, check_files, dataset_files, find_samples, read_dataset
+from onward.data.layouts import (
+    YAML,
+    Dataset,
+    Samples,
+    check_files,
+    dataset_files,
+    find_samples,
+    read_dataset,
+    read_yaml,
+)
 from onward.data.match_inputs import InputSpec, fit
 from onward.data.sound import SOUNDS, read_sounds, why_unreadable_sound
 from onward.data.tables import Features, apply_table, assemble, fit_table
@@ -168,9 +177,10 @@ def _kinds_of(path: Path) -> set[str]:
 
 
 def _suffixes_of(path: Path) -> set[str]:
-    if path.suffix.lower() in YAML:
-        path = path.parent
-    files = path.rglob("*") if path.is_dir() else (path,)
+    folders = [path]
+    if path.suffix.lower() in YAML and path.is_file():
+        folders = list(read_yaml(path)[0].values()) or [path.parent]
+    files = [file for folder in folders for file in (folder.rglob("*") if folder.is_dir() else (folder,))]
     return {file.suffix.lower() for file in files if not file.is_dir()}
 
 
