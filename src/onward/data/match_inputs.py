@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,6 +51,11 @@ def specs_of(graph: Any, names: Sequence[str] | None = None) -> list[InputSpec]:
             tuple(dims) if kind.HasField("shape") else None,
         )
     return list(specs.values()) if names is None else [specs[name] for name in names if name in specs]
+
+
+def calibration_rows(specs: Iterable[InputSpec]) -> int:
+    """How many samples of these inputs show the ranges of activations: pictures have many numbers each, texts few."""
+    return 1024 if all(spec.is_integer for spec in specs) else 256
 
 
 def fit(

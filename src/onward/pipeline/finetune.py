@@ -24,7 +24,7 @@ from onward.artifacts.generate import Artifacts, build_artifacts
 from onward.artifacts.names import optimizer_type
 from onward.artifacts.teacher import Distillation
 from onward.checkpoint import store
-from onward.data.match_inputs import specs_of
+from onward.data.match_inputs import calibration_rows, specs_of
 from onward.data.read import Data, blame_data, check_labels, prepare
 from onward.data.splits import own_split, split
 from onward.errors import NonFiniteError, OnwardError
@@ -407,21 +407,17 @@ def _choose_batch_norm(model: Any, train: Data, options: Any) -> Any:
     return "train"
 
 
-# samples that ranges of activations are taken from: pictures have many numbers each, texts few
-_CALIBRATION_ROWS, _CALIBRATION_TEXTS = 256, 1024
-
-
 def _calibration_samples(
     functions: Functions, train: Data, source: Source, options: Any
 ) -> dict[str, np.ndarray]:
     """Samples to train on, as the model reads them and without augmentation."""
     parts: list[Sequence[Any]] = []
     rows = 0
-    texts = all(spec.is_integer for spec in source.inputs)
+    most = calibration_rows(source.inputs)
     for batch in functions.batches(train, source.inputs, options, training=False).epoch(0):
         parts.append(batch)
         rows += len(batch[0])
-        if rows >= (_CALIBRATION_TEXTS if texts else _CALIBRATION_ROWS):
+        if rows >= most:
             break
     columns = {
         spec.name: [np.asarray(batch[index]) for batch in parts] for index, spec in enumerate(source.inputs)

@@ -37,8 +37,6 @@ _PORTABLE_FILES = (
     *(f"{step}_step.onnx" for step in ("train", "accumulate", "eval", "gradient", "update")),
     "train_step.json", "accumulate_step.json", "state.bin", "inference_model.onnx",
 )  # fmt: skip
-# samples that ranges of activations are taken from: pictures have many numbers each, texts few
-_CALIBRATION_ROWS, _CALIBRATION_TEXTS = 256, 1024
 # what a language model's folder takes: its loss and its optimizer are set
 _OF_LANGUAGE_MODELS = frozenset({"model", "directory", "lora", "lora_target", "overwrite"})
 
@@ -301,13 +299,13 @@ def _read_samples(options: Options) -> dict[str, Any] | None:
             "--data is for --quantize: ranges are taken from it", "add --quantize int8, or leave it out"
         )
     from onward.cli.data import input_specs, load_samples
+    from onward.data.match_inputs import calibration_rows
     from onward.data.read import DataOptions
     from onward.hub.read_info import read_info
 
     reading = DataOptions(preprocessing=read_info(options.model).preprocessing, near=[options.model])
     specs = input_specs(options.model)
-    texts = all(spec.is_integer for spec in specs)
-    return load_samples(options.data, specs, reading, _CALIBRATION_TEXTS if texts else _CALIBRATION_ROWS)
+    return load_samples(options.data, specs, reading, calibration_rows(specs))
 
 
 def _parse_classes(text: str) -> int | list[str]:

@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 
 # What takes ranges from the data of the run, where it is there.
 _CALIBRATED = (DeployChoice.AUTO, DeployChoice.INT8, DeployChoice.INT8_STATIC)
-# Samples for ranges: pictures have many numbers each, texts few.
-_CALIBRATION_ROWS, _CALIBRATION_TEXTS = 256, 1024
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -328,12 +326,12 @@ def _read_inputs(
 ) -> dict[str, Any]:
     """The samples to compare on, and more to take ranges from, for the inputs that the outputs need."""
     from onward.cli.data import load_samples, user_inputs
+    from onward.data.match_inputs import calibration_rows
 
     specs = user_inputs(eval_model)
     # an exported model has no labels: they go with the loss
     labels = _labels_only(eval_model, names)
-    texts = all(spec.is_integer for spec in specs if spec.name not in labels)
-    ranges = (_CALIBRATION_TEXTS if texts else _CALIBRATION_ROWS) if calibrated else 0
+    ranges = calibration_rows(spec for spec in specs if spec.name not in labels) if calibrated else 0
     fixed = [spec.dims[0] for spec in specs if spec.dims and spec.dims[0]]  # fixed batches
     most = min([max(options.samples, ranges), *fixed])
     arrays = load_samples(data, specs, trained.data_options(mapping=options.mapping), most)

@@ -243,10 +243,9 @@ def finetune(
         plan, scheme = _choose_quantization(
             plan_finetuning(options.model, options.data, task=options.task, options=values), options.quantize
         )
-        # of all models that write, a decoder alone has adapters that stand apart and a chat
         writes_text = plan.task.kind == "lines"
         _require_fitting(options, plan.task.name, writes_text=writes_text)
-        if scheme is not None:
+        if scheme is not None and writes_text and plan.task.name != "text-generation":
             _require_plain_decoder(options.model)
         try:
             result = plan.train(
@@ -311,6 +310,7 @@ def _choose_quantization(plan: Plan, quantize: QuantizeChoice | None) -> tuple[P
 
 def _require_fitting(options: Options, task: str, *, writes_text: bool) -> None:
     """Refuse options of language models for other tasks, and a file for what is a folder."""
+    # of all models that write, a decoder alone has adapters that stand apart
     if task != "text-generation" and (options.adapters is not None or not options.merge):
         name = "--no-merge" if options.adapters is None else "--adapters"
         raise CommandError(f"{name} is no option of {task}", "it is one of text-generation")
