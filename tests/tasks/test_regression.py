@@ -46,6 +46,31 @@ def test_numbers_of_different_sizes_are_all_learned(tmp_path: Path) -> None:
     assert (np.abs(answers - targets).mean(axis=0) < 0.25 * targets.std(axis=0)).all()
 
 
+def test_a_convolution_predicts_numbers_of_different_sizes() -> None:
+    model = with_weights(
+        """net (float[n, 4, 1, 1] x) => (float[n, 2, 1, 1] y) {
+        a = Conv (x, w1, b1)  h = Tanh (a)  y = Conv (h, w2, b2) }""",
+        w1=(16, 4, 1, 1), b1=(16,), w2=(2, 16, 1, 1), b2=(2,),
+    )  # fmt: skip
+    targets = np.concatenate([PRICES, 1e-3 * X[:, 2:3]], axis=1)
+    result = onward.finetune(model, (X[:, :, None, None], targets), task="image-regression", **SETTINGS)
+    # in deviations; the mean of both is judged by the larger
+    assert result.metrics["eval_loss"] < 0.1 and result.metrics["mae"] < 0.15 * PRICES.std()
+
+
+@pytest.mark.parametrize("kind", [np.float32, np.float64])
+def test_models_of_both_types_learn_numbers(kind: Any) -> None:
+    model = network()
+    for tensor in model.graph.initializer:
+        tensor.CopyFrom(
+            onnx.numpy_helper.from_array(onnx.numpy_helper.to_array(tensor).astype(kind), tensor.name)
+        )
+    for value in (*model.graph.input, *model.graph.output):
+        value.type.tensor_type.elem_type = onnx.helper.np_dtype_to_tensor_dtype(np.dtype(kind))
+    result = onward.finetune(model, (X.astype(kind), PRICES.astype(kind)), **SETTINGS)
+    assert result.metrics["mae"] < 0.25 * PRICES.std()
+
+
 def test_a_head_that_goes_on_keeps_its_scale_and_a_new_one_does_without(tmp_path: Path) -> None:
     first = tmp_path / "first.onnx"
     onward.finetune(network(), (X, PRICES), **SETTINGS).export(first)

@@ -12,7 +12,7 @@ from onward import losses
 from onward.data.match_inputs import InputSpec
 from onward.errors import DataError
 from onward.graph.load import load_model
-from onward.graph.passes.head import SCALE
+from onward.graph.passes.head import SCALE, stand_on
 from onward.head import replace_head
 from onward.tasks.classifier import Classifier
 from onward.tasks.figures import WORST, sample_figure
@@ -78,7 +78,7 @@ def loss(options: Options, data: Data, adapted: Adapted) -> losses.LossFunction:
     function = _LOSSES[options.loss]
 
     def compute(op: Any, predictions: ir.Value, target: ir.Value) -> ir.Value:
-        scale = op.constant(deviation.astype(np.float32))
+        scale = op.constant(stand_on(predictions, deviation))
         return function(op, op.Div(predictions, scale), op.Div(target, scale))
 
     return compute

@@ -86,19 +86,23 @@ def scale_output(graph: ir.Graph, output: str, mean: np.ndarray, deviation: np.n
     index = next(i for i, value in enumerate(graph.outputs) if value.name == output)
     value = graph.outputs[index]
     op = Builder(graph)
-    behind = 0
-    if len(mean) > 1 and value.shape is not None and value.shape[-1] != len(mean):
-        behind = len(value.shape) - 2  # the axis of the numbers is the second, as a convolution has it
-    kind = np.dtype(np.float32) if value.dtype is None else value.dtype.numpy()
-    shape = [len(mean), *[1] * behind] if len(mean) > 1 else []
     factor, offset = (
-        new_initializer(graph, name, ir.tensor(numbers.astype(kind).reshape(shape)))
+        new_initializer(graph, name, ir.tensor(stand_on(value, numbers)))
         for name, numbers in zip(SCALE, (deviation, mean))
     )
     value.name = op.namer("unscaled")
     scaled = op.Add(op.Mul(value, factor), offset)
     scaled.name, scaled.type, scaled.shape = output, value.type, value.shape
     graph.outputs[index] = scaled
+
+
+def stand_on(value: ir.Value, numbers: np.ndarray) -> np.ndarray:
+    """One number for each that a head predicts, of the type and along the axis that its output has for them."""
+    behind = 0
+    if len(numbers) > 1 and value.shape is not None and value.shape[-1] != len(numbers):
+        behind = len(value.shape) - 2  # the second axis, as a convolution has it
+    kind = np.dtype(np.float32) if value.dtype is None else value.dtype.numpy()
+    return numbers.astype(kind).reshape([len(numbers), *[1] * behind] if len(numbers) > 1 else [])
 
 
 def _remove_scale(graph: ir.Graph) -> None:
